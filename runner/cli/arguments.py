@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from runner.errors import SecurityError, UsageError
 
-MODE = "hydra.mode=MULTIRUN"
+MULTIRUN_MODE = "hydra.mode=MULTIRUN"
 
 
 @dataclass
@@ -31,20 +31,20 @@ class Arguments:
     experimental_rerun: str | None = None
 
     @property
-    def sweeps(self) -> bool:
+    def is_sweep(self) -> bool:
         """Whether several jobs are to be run."""
-        return self.multirun or MODE in self.overrides
+        return self.multirun or MULTIRUN_MODE in self.overrides
 
     @property
-    def folders(self) -> list[Path]:
+    def config_folders(self) -> list[Path]:
         """Folders with config groups in addition to ours."""
         return [Path(self.config_dir)] if self.config_dir else []
 
-    def for_hydra(self) -> list[str]:
+    def hydra_arguments(self) -> list[str]:
         """Return the command line for Hydra."""
         switches = ("resolve", "run", "multirun")
-        typed = [f"--{name}" for name in switches if getattr(self, name)]
-        return [*typed, *self.flags("cfg", "package"), *self.config_flags(), *self.overrides]
+        flags = [f"--{name}" for name in switches if getattr(self, name)]
+        return [*flags, *self.flags("cfg", "package"), *self.config_flags(), *self.overrides]
 
     def config_flags(self) -> list[str]:
         """Return the typed flags that locate configs."""
@@ -52,8 +52,8 @@ class Arguments:
 
     def flags(self, *names: str) -> list[str]:
         """Return the flags of these names that were typed, with their values."""
-        typed = [(name.replace("_", "-"), getattr(self, name)) for name in names]
-        return [f"--{name}={value}" for name, value in typed if value is not None]
+        flag_values = [(name.replace("_", "-"), getattr(self, name)) for name in names]
+        return [f"--{name}={value}" for name, value in flag_values if value is not None]
 
 
 def read_arguments(arguments: Sequence[str]) -> Arguments:
@@ -69,26 +69,26 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     for long, short in (("path", "-cp"), ("name", "-cn"), ("dir", "-cd")):
         parser.add_argument(f"--config-{long}", short)
     parser.add_argument("--experimental-rerun")
-    typed = Arguments(**vars(parser.parse_intermixed_args(arguments)))
-    if typed.experimental_rerun is not None:
+    parsed = Arguments(**vars(parser.parse_intermixed_args(arguments)))
+    if parsed.experimental_rerun is not None:
         raise SecurityError(
             "--experimental-rerun: unpickles a file, which can run any code; "
             "use checkpoint.resume=<run folder>, or the command in that run's summary.json"
         )
-    if typed.cfg is not None and typed.sweeps:
+    if parsed.cfg is not None and parsed.is_sweep:
         raise UsageError("--cfg shows one run's config: remove -m and give one value per key")
-    if typed.config_dir is not None and not Path(typed.config_dir).is_dir():
-        raise UsageError(f"--config-dir: there is no folder {typed.config_dir}")
-    return typed
+    if parsed.config_dir is not None and not Path(parsed.config_dir).is_dir():
+        raise UsageError(f"--config-dir: there is no folder {parsed.config_dir}")
+    return parsed
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = "--help lists what can be typed"
         if message.startswith("unrecognized arguments"):
-            from runner.overrides.aliases import key_of
+            from runner.overrides.aliases import find_key
 
             name = message.partition("--")[2].partition("=")[0].split(" ")[0]
-            example = f": {key}=…" if (key := key_of(name)) else ""
+            example = f": {key}=…" if (key := find_key(name)) else ""
             hint = f"settings are typed as key=value, without dashes{example}; {hint}"
         raise UsageError(f"{message}; {hint}")

@@ -14,7 +14,7 @@ Trains a PyTorch model on real data, from a config composed on the command line:
 group=option selects a file of conf/, key=value sets one key. Each run writes to its own
 folder under outputs/runs/; `python -m runner.report --tensorboard` shows all runs.
 """
-KEYS = {
+COMMON_KEYS = {
     "name": "the runs' folder under outputs/runs/ (default: data-model)",
     "seed": "initial weights, order of samples, augmentation, dropout",
     "training.steps, .epochs": "length of the run; set one of them",
@@ -42,7 +42,7 @@ EXAMPLES = {
     "-m optimizer=adamw,sgd seed=0,1,2": "a sweep of six jobs, each in a process of its own",
     "job=benchmark": "which optimisation level is faster here, with intervals",
 }
-CODES = {
+EXIT_CODES = {
     "0": "done",
     "1": "an error in the runner or in your code; the traceback is in run.log",
     "2": "usage error: config, missing file, unavailable device",
@@ -68,18 +68,22 @@ def help_text() -> str:
     lines = []
     for group in [*defaults, *(g for g in groups if g not in defaults)]:
         marks = {name: "*" if defaults.get(group) == name else " " for name in groups[group]}
-        options_of = {f"{marks[name]} {name}": what for name, what in groups[group].items()}
-        lines.append(_table(f"  {group}", options_of, 22))
+        option_texts = {
+            f"{marks[name]} {name}": description for name, description in groups[group].items()
+        }
+        lines.append(_format_table(f"  {group}", option_texts, 22))
     aliases = ", ".join(f"{alias}= for {group}=" for alias, group in ALIASES.items())
-    examples = [f"  # {what}\n  {command} {line}".rstrip() for line, what in EXAMPLES.items()]
+    examples = [
+        f"  # {description}\n  {command} {line}".rstrip() for line, description in EXAMPLES.items()
+    ]
     parts = (
         f"Usage: {command} [group=option …] [key=value …]\n\n{ABOUT}",
         "\n".join(["Groups and their options (* is the default)", *lines]),
         f"  Also understood: {aliases}",
-        _table("Keys typed all the time (all of them: --cfg job)", KEYS, 26),
+        _format_table("Keys typed all the time (all of them: --cfg job)", COMMON_KEYS, 26),
         "\n".join(["Examples", *examples]),
-        _table("Flags", FLAGS, 22),
-        _table("Exit codes", CODES, 10),
+        _format_table("Flags", FLAGS, 22),
+        _format_table("Exit codes", EXIT_CODES, 10),
     )
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
@@ -95,5 +99,7 @@ def version_text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(title: str, rows: dict[str, str], width: int) -> str:
-    return "\n".join([title, *(f"  {name:<{width}} {what}" for name, what in rows.items())])
+def _format_table(title: str, rows: dict[str, str], width: int) -> str:
+    return "\n".join(
+        [title, *(f"  {name:<{width}} {description}" for name, description in rows.items())]
+    )

@@ -47,85 +47,89 @@ from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
-    from runner.sweep.state import Session
+    from runner.sweep.state import SweepSession
 
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """Files in a run's folder before the run is built."""
-RANKS = "runner.cli.ranks"  # imported for several processes only
-SEVERAL = "runner.distributed.launch"
-STARTED = {"RANK", "SLURM_STEP_ID"}  # variables that torchrun and srun set
-OFF = (
+RANKS_MODULE = "runner.cli.ranks"  # imported for several processes only
+DISTRIBUTED_MODULE = "runner.distributed.launch"
+RANK_VARIABLES = {"RANK", "SLURM_STEP_ID"}  # variables that torchrun and srun set
+SECURITY_OFF_WARNING = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
 )
 
 
 @dataclass
-class Results:
+class JobResults:
     """Results of the jobs of this process."""
 
     exit_code: int = 0  # of a single job, not of a sweep
     jobs: int = 0
     failures: list[str] = field(default_factory=list)
     resumable: bool = False  # repeating the command runs the missing jobs
-    existed: Path | None = None  # the run's folder if it existed, else its nearest existing parent
+    # the run's folder if it existed before the run, else its nearest existing parent
+    existing_path: Path | None = None
 
 
 def launch(request: Request) -> int:
     """Run the request and return the exit code. Raises RunnerError."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them
     os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
-    if request.typed.off and request.sweeps:
-        sys.stderr.write(f"warning: {OFF}\n")
-    command, results = list(sys.argv), Results()
-    resumed = paths.resumed_at(request.resumed, request.chosen)
+    if request.cli_overrides.off and request.is_sweep:
+        sys.stderr.write(f"warning: {SECURITY_OFF_WARNING}\n")
+    command, results = list(sys.argv), JobResults()
+    resumed = paths.resumed_at(request.resumed_run, request.folder_trusted)
     try:
-        with _translated_errors(request, results):
+        with _translate_errors(request, results):
             with request.permissions(), paths.own_files(), resumed:
                 if request.flags.cfg:
                     show_config(request)
-                elif _follows(request.config, request, last=True):
+                elif _run_as_rank(request.config, request, exit_at_once=True):
                     pass
                 elif request.session is not None:
                     run_sweep(request, request.session, results, command)
                 elif request.config is not None:
                     folder = secrets.place(request.config, "hydra.run.dir").absolute()
-                    results.existed = next(p for p in (folder, *folder.parents) if p.exists())
-                    job = partial(_run, request=request, results=results, command=command)
+                    results.existing_path = next(p for p in (folder, *folder.parents) if p.exists())
+                    job = partial(
+                        _run_and_report, request=request, results=results, command=command
+                    )
                     context = hydra_context(request.config)
-                    done = run_job(job, request.config, "hydra.run.dir", None, context)
-                    if done.status is JobStatus.FAILED:  # Hydra does not raise the error
-                        raise done._return_value
+                    result = run_job(job, request.config, "hydra.run.dir", None, context)
+                    if result.status is JobStatus.FAILED:  # Hydra does not raise the error
+                        raise result._return_value
     finally:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures
-        raise _sweep_failed(results)
+        raise _sweep_error(results)
     return results.exit_code
 
 
-def _follows(config: DictConfig | None, request: Request, last: bool = False) -> bool:
+def _run_as_rank(config: DictConfig | None, request: Request, exit_at_once: bool = False) -> bool:
     """Run this process's part if it is a rank above 0; return whether it is."""
-    started = STARTED & os.environ.keys()
-    return bool(started) and bool(import_module(RANKS).follow(config, request, last))
+    if not RANK_VARIABLES & os.environ.keys():
+        return False
+    return bool(import_module(RANKS_MODULE).run_rank(config, request, exit_at_once))
 
 
 @contextmanager
-def _translated_errors(request: Request, results: Results) -> Iterator[None]:
+def _translate_errors(request: Request, results: JobResults) -> Iterator[None]:
     """Translate errors of Hydra and of its files to RunnerErrors."""
     try:
         yield
     except SweepFailed as error:
-        raise _sweep_failed(results) from error
+        raise _sweep_error(results) from error
     except (HydraException, OmegaConfBaseException) as error:
         from runner.overrides.diagnosis import translate
 
         raise secrets.refusal_in(error) or translate(error) from error
     except ValueError as error:  # from Hydra's own config; jobs report theirs
-        of_logs = str(error).startswith("Unable to configure")
-        logs = "hydra.job_logging or hydra.hydra_logging: " if of_logs else ""
-        because = f": {error.__cause__}" if error.__cause__ is not None else ""
-        raise UsageError(f"{logs}{error}{because}") from error
+        about_logs = str(error).startswith("Unable to configure")
+        log_key = "hydra.job_logging or hydra.hydra_logging: " if about_logs else ""
+        cause = f": {error.__cause__}" if error.__cause__ is not None else ""
+        raise UsageError(f"{log_key}{error}{cause}") from error
     except BrokenPipeError:
         raise
     except OSError as error:  # before a job began
@@ -144,70 +148,74 @@ def hydra_context(config: DictConfig) -> HydraContext:
     return HydraContext(config_loader=loader, callbacks=Callbacks(config))
 
 
-def run_sweep(request: Request, session: Session, results: Results, command: list[str]) -> None:
+def run_sweep(
+    request: Request, session: SweepSession, results: JobResults, command: list[str]
+) -> None:
     """Let Hydra run a sweep, and compare its jobs at the end, even after an error."""
 
     def task(config: DictConfig) -> float | None:
-        with in_slurm_job(config) if INSIDE in os.environ else nullcontext():
-            return _run(config, request, results, command)
+        with in_slurm_job(config) if SUBMITIT_VARIABLE in os.environ else nullcontext():
+            return _run_and_report(config, request, results, command)
 
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)
-    from runner.cli.sweep import compare
-    from runner.sweep.cluster_launchers import INSIDE, in_slurm_job
+    from runner.cli.sweep import compare_jobs
+    from runner.sweep.cluster_launchers import SUBMITIT_VARIABLE, in_slurm_job
     from runner.sweep.state import active_session
 
     session.command = provenance.command()
-    place = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"
-    sys.argv[1:] = [*request.arguments, *session.sweeper, place]
+    folder_override = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"
+    sys.argv[1:] = [*request.arguments, *session.sweeper_overrides, folder_override]
     with active_session(session):
         try:
             main()
         finally:
-            jobs, failures = compare(session)
+            jobs, failures = compare_jobs(session)
             results.jobs = max(results.jobs, jobs)
             # a failed trial is not run again
-            results.resumable = session.sweep is not None and session.search is None
+            results.resumable = session.sweep is not None and session.search_plan is None
             results.failures = results.failures or failures
 
 
-def _sweep_failed(results: Results) -> SweepFailed:
+def _sweep_error(results: JobResults) -> SweepFailed:
     if not results.failures:  # they ran in their own processes
         return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
     lines = "".join(f"\n  {escape_control_chars(failure)}" for failure in results.failures)
-    again = "\nrun the same command again for the missing jobs" if results.resumable else ""
-    return SweepFailed(f"{len(results.failures)} of {results.jobs} jobs failed:{lines}{again}")
+    hint = "\nrun the same command again for the missing jobs" if results.resumable else ""
+    return SweepFailed(f"{len(results.failures)} of {results.jobs} jobs failed:{lines}{hint}")
 
 
-def _run(
-    config: DictConfig, request: Request, results: Results, command: list[str]
+def _run_and_report(
+    config: DictConfig, request: Request, results: JobResults, command: list[str]
 ) -> float | None:
     """Run one job and report how it ended; returns the value that a sweeper optimises."""
     sys.argv[:] = command  # for the record
-    if _follows(config, request):  # a launcher has started several processes
+    if _run_as_rank(config, request):  # a launcher has started several processes
         return None
-    about = HydraConfig.get()
-    folder = Path(about.runtime.output_dir)
-    number = about.job.num if about.mode is RunMode.MULTIRUN else None
-    title = f"#{number} {' '.join(provenance.literal_overrides(about.overrides.task))}"
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    number = hydra_config.job.num if hydra_config.mode is RunMode.MULTIRUN else None
+    title = f"#{number} {' '.join(provenance.literal_overrides(hydra_config.overrides.task))}"
     notes = [*request.notes, *([] if number is None else [f"job {title}"])]
     results.jobs += 1
-    before = _written(folder)
+    mtime_before = _summary_mtime(folder)
     try:
         for name in (hydra_files.FOLDER, hydra_files.RESUMED):
             secrets.mask_saved(folder / name)
         with signals_first(), secrets.redact_errors():
-            return _job(config, request, folder, notes)
+            return _run_job(config, request, folder, notes)
     except Interrupted as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from error  # Hydra does not catch it: no more jobs start
     except KeyboardInterrupt as error:
-        untrained = config.job.kind is JobKind.train and _written(folder) == before
+        untrained = config.job.kind is JobKind.train and _summary_mtime(folder) == mtime_before
         where = " before the first step; no checkpoint is written" if untrained else ""
         interrupted = interruption_before_run(error, where)
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
     except Exception as error:
-        message, code = _report(error, folder, _written(folder) != before, results.existed)
+        message, code = _report_failure(
+            error, folder, _summary_mtime(folder) != mtime_before, results.existing_path
+        )
         if number is None:
             results.exit_code = code
             return None
@@ -218,7 +226,7 @@ def _run(
         shutil.rmtree(folder / hydra_files.RESUMED, ignore_errors=True)  # left by a failed run
 
 
-def _written(folder: Path) -> int:
+def _summary_mtime(folder: Path) -> int:
     """Return the mtime in ns of `summary.json`, which training writes first; 0 without one."""
     try:
         return (folder / SUMMARY).stat().st_mtime_ns
@@ -226,34 +234,39 @@ def _written(folder: Path) -> int:
         return 0
 
 
-def _job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -> float | None:
+def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
-    check_level(config, request.typed.security)  # checked again, since this may be another process
-    checked = typed(config)
-    warnings = paths.keep_private(folder, checked.security.level)
-    set_up_logging(checked.monitoring.log_level, folder)
-    for warning in [*([OFF] if checked.security.level is SecurityLevel.off else []), *warnings]:
+    # checked again, since this may be another process
+    check_level(config, request.cli_overrides.security)
+    run_config = typed(config)
+    warnings = paths.keep_private(folder, run_config.security.level)
+    set_up_logging(run_config.monitoring.log_level, folder)
+    if run_config.security.level is SecurityLevel.off:
+        warnings = [SECURITY_OFF_WARNING, *warnings]
+    for warning in warnings:
         log.warning("%s", warning)
     for note in notes:
         log.info(note)
-    alone = checked.distributed.kind is DistributedKind.none
+    single_process = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
-    alone = alone or checked.job.kind in (JobKind.benchmark, JobKind.verify)
-    main = find(checked.job.kind) if alone else import_module(SEVERAL).main
-    summary = main(checked, folder)
+    single_process = single_process or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
+    main = find(run_config.job.kind) if single_process else import_module(DISTRIBUTED_MODULE).main
+    summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None
-    _show(masked_all(summary), folder, checked.monitoring.verbose)
+    _print_summary(masked_all(summary), folder, run_config.monitoring.verbose)
     return summary.monitored
 
 
-def _show(summary: Summary, folder: Path, verbose: bool = False) -> None:
-    from runner.report.run import EndTable
+def _print_summary(summary: Summary, folder: Path, verbose: bool = False) -> None:
+    from runner.report.run import RunSummaryTable
 
-    print_stdout(EndTable(summary, folder, verbose), fold=False, crop=False)
+    print_stdout(RunSummaryTable(summary, folder, verbose), fold=False, crop=False)
 
 
-def _report(error: Exception, folder: Path, trained: bool, existed: Path | None) -> tuple[str, int]:
+def _report_failure(
+    error: Exception, folder: Path, trained: bool, existing_path: Path | None
+) -> tuple[str, int]:
     """Log and record how a job failed; return the one-line message and the exit code.
 
     After a usage error before the run has written anything, folders that did not exist before are
@@ -261,7 +274,7 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
     """
     if trained:
         with suppress(StorageError):
-            _show(replace(Summary.read(folder), reason=""), folder)  # the reason follows
+            _print_summary(replace(Summary.read(folder), reason=""), folder)  # the reason follows
     if isinstance(error, RunnerError):  # further lines are a worker's traceback
         message, _, trace = masked(str(error)).partition("\n")
         code = error.exit_code
@@ -272,23 +285,23 @@ def _report(error: Exception, folder: Path, trained: bool, existed: Path | None)
     for line in masked(trace).splitlines():
         log.error("  %s", line, extra={"live": True})  # not shown on the console
     log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
-    usage = code == UsageError.exit_code and not trace
-    removable = usage and existed not in (None, folder.absolute())
+    is_usage_error = code == UsageError.exit_code and not trace
+    removable = is_usage_error and existing_path not in (None, folder.absolute())
     if removable and {path.name for path in folder.iterdir()} <= BEFORE_BUILD:
-        _remove(folder, existed)
+        _remove_folder(folder, existing_path)
     elif not any((folder / name).exists() for name in (SUMMARY, "benchmark.json")):
         with suppress(OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
     return message, code
 
 
-def _remove(folder: Path, existed: Path | None) -> None:
-    """Delete a folder, and its empty parents up to `existed`."""
+def _remove_folder(folder: Path, existing_path: Path | None) -> None:
+    """Delete a folder, and its empty parents up to `existing_path`."""
     close_logging()
     with suppress(OSError):
         shutil.rmtree(folder)
         for parent in folder.absolute().parents:
-            if parent == existed:
+            if parent == existing_path:
                 break
             parent.rmdir()  # raises if not empty
 
@@ -302,9 +315,9 @@ def show_config(request: Request) -> None:
     tree: Any = OmegaConf.to_container(config, resolve=False)
     if flags.cfg == "job":
         del tree["hydra"]
-    whole = OmegaConf.create({"hydra": tree["hydra"]} if flags.cfg == "hydra" else tree)
+    shown_tree = OmegaConf.create({"hydra": tree["hydra"]} if flags.cfg == "hydra" else tree)
     package = flags.package if flags.package != "_global_" else None
-    part = whole if package is None else OmegaConf.select(whole, package)
+    part = shown_tree if package is None else OmegaConf.select(shown_tree, package)
     if part is None:
         raise UsageError(f"--package: there is no {package} in the config")
     if isinstance(part, Container):

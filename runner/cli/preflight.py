@@ -16,7 +16,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from runner.cli.arguments import MODE, Arguments
+from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.errors import ConfigError
@@ -31,14 +31,14 @@ from runner.security.config_files import ConfigFiles
 from runner.security.paths import check_place, keep_within
 
 if TYPE_CHECKING:
-    from runner.overrides.recorded import Resumed
-    from runner.sweep.state import Session
+    from runner.overrides.recorded import ResumedRun
+    from runner.sweep.state import SweepSession
 
-OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
+OWN_CONFIG_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
 """Config folders that are exempt from checks."""
-PLUGINS = str(Path(__file__).resolve().parents[1] / "plugins")
+PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "plugins")
 HEADER = 500  # characters of a csv's first line, in a message
-JOB = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job
+JOB_VARIABLE = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job_context
 
 
 @dataclass
@@ -47,91 +47,97 @@ class Request:
 
     flags: Arguments
     config: DictConfig | None = None  # of one run; None if Hydra composes (sweeps, help)
-    session: Session | None = None  # of a sweep
-    resumed: Path | None = None  # folder of the run that was named to continue
-    chosen: bool = True  # whether the user chose the folder to write to
+    session: SweepSession | None = None  # of a sweep
+    resumed_run: Path | None = None  # folder of the run that was named to continue
+    folder_trusted: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
-    typed: CliOverrides = field(default_factory=CliOverrides)
-    files: ConfigFiles = field(default_factory=lambda: ConfigFiles(OUR_FOLDERS))
+    cli_overrides: CliOverrides = field(default_factory=CliOverrides)
+    files: ConfigFiles = field(default_factory=lambda: ConfigFiles(OWN_CONFIG_FOLDERS))
 
     @property
-    def sweeps(self) -> bool:
+    def is_sweep(self) -> bool:
         """Whether several jobs are to be run."""
-        return self.flags.sweeps
+        return self.flags.is_sweep
 
     @property
-    def names_folder(self) -> bool:
+    def names_run_folder(self) -> bool:
         """Whether `hydra.run.dir` is given: typed, or for a continued run or a sweep's job."""
         return any(text.startswith("hydra.run.dir=") for text in self.flags.overrides)
 
     @property
     def arguments(self) -> list[str]:
         """The command line for Hydra."""
-        return self.flags.for_hydra()
+        return self.flags.hydra_arguments()
 
     @contextmanager
     def permissions(self) -> Iterator[None]:
         """Allow reading the permitted variables and config files within the context."""
-        readable, shows = self.typed.security.readable, self.flags.cfg is not None
+        readable, shows = self.cli_overrides.security.readable, self.flags.cfg is not None
         with secrets.environment_access(readable, shows=shows), self.files.at_work():
             yield
 
 
 def check(arguments: Arguments) -> Request:
     """Compose the config of a command and check it as the run will, with the same errors."""
-    if PLUGINS not in sys.path:  # last; Hydra looks for plugins once
-        sys.path.append(PLUGINS)
+    if PLUGIN_FOLDER not in sys.path:  # last; Hydra looks for plugins once
+        sys.path.append(PLUGIN_FOLDER)
     Plugins.instance()  # scan while the current folder is not importable
-    chosen, flags = True, replace(arguments)
-    if JOB in os.environ:
-        from runner.sweep.job import take_job_context
+    folder_trusted, flags = True, replace(arguments)
+    if JOB_VARIABLE in os.environ:
+        from runner.sweep.job_context import take_job_context
 
         context = take_job_context()
-        chosen, flags.overrides = context.chosen, [*flags.overrides, *context.overrides]
-    given = read_overrides(flags.overrides, CONF)
+        folder_trusted = context.folder_trusted
+        flags.overrides = [*flags.overrides, *context.overrides]
+    cli_overrides = read_overrides(flags.overrides, CONF)
     folders = {"--config-path": flags.config_path, "--config-dir": flags.config_dir}
-    flags.config_path = check_folders(folders, given, CONF).get("--config-path")
-    trusted = ", ".join(given.security.trusted)
+    flags.config_path = check_folders(folders, cli_overrides, CONF).get("--config-path")
+    trusted = ", ".join(cli_overrides.security.trusted)
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
-    files = ConfigFiles(OUR_FOLDERS, given)
-    request = Request(flags, chosen=chosen, notes=notes, typed=given, files=files)
+    files = ConfigFiles(OWN_CONFIG_FOLDERS, cli_overrides)
+    request = Request(
+        flags, folder_trusted=folder_trusted, notes=notes, cli_overrides=cli_overrides, files=files
+    )
     with secrets.redact_errors(), request.permissions():
-        _check(request)
+        _check_request(request)
     return request
 
 
-def _check(request: Request) -> None:
+def _check_request(request: Request) -> None:
     flags = request.flags
-    more = [Path(folder.removeprefix("file://")) for folder in request.typed.searchpath]
-    untyped = partial(
+    search_folders = [
+        Path(folder.removeprefix("file://")) for folder in request.cli_overrides.searchpath
+    ]
+    compose_config = partial(
         compose_raw,
         config_name=flags.config_name or "config",
-        folders=[*flags.folders, *more],
+        folders=[*flags.config_folders, *search_folders],
         conf=Path(flags.config_path or CONF),
     )
 
     def compose(overrides: Sequence[str]) -> DictConfig:
-        return untyped([text for text in overrides if text != MODE], hydra_too=True)
+        return compose_config([text for text in overrides if text != MULTIRUN_MODE], hydra_too=True)
 
-    resumed: Resumed | None = None
+    resumed: ResumedRun | None = None
     overrides = flags.overrides
     if any("checkpoint.resume" in text for text in overrides):
         from runner.overrides.recorded import with_recorded
 
-        resumed = with_recorded(overrides, flags.sweeps)
-        request.resumed, overrides = resumed.run, resumed.overrides
+        resumed = with_recorded(overrides, flags.is_sweep)
+        request.resumed_run, overrides = resumed.run, resumed.overrides
     if any("replay.path=" in text for text in overrides):
-        from runner.cli.resume import with_captured
+        from runner.cli.resume import add_captured_name
 
-        overrides = with_captured(overrides, request.typed.security.trusted)
-    flags.overrides = normalize_overrides(overrides, untyped)
-    recipe = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
-    if recipe and not flags.sweeps and flags.cfg is None:  # it may start a sweep without -m
+        overrides = add_captured_name(overrides, request.cli_overrides.security.trusted)
+    flags.overrides = normalize_overrides(overrides, compose_config)
+    has_experiment = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
+    # an experiment may start a sweep without -m
+    if has_experiment and not flags.is_sweep and flags.cfg is None:
         flags.multirun = compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
-    if flags.cfg is None and flags.sweeps:
-        from runner.cli.sweep import prepare
+    if flags.cfg is None and flags.is_sweep:
+        from runner.cli.sweep import prepare_sweep
 
-        request.session = prepare(flags, compose, request.files)
+        request.session = prepare_sweep(flags, compose, request.files)
         request.files.continued.append(request.session.folder)
         return
     request.config = compose(flags.overrides)
@@ -142,11 +148,11 @@ def _check(request: Request) -> None:
 def _check_run(
     request: Request,
     composed: DictConfig,
-    resumed: Resumed | None,
+    resumed: ResumedRun | None,
     compose: Callable[[Sequence[str]], DictConfig],
 ) -> None:
     """Check one run, and add the folder in which it continues to its overrides."""
-    flags, given = request.flags, request.typed
+    flags, cli_overrides = request.flags, request.cli_overrides
     planned = secrets.place(composed, "hydra.run.dir")
     request.files.check_folders(composed, sweeps=False)
     try:
@@ -161,9 +167,9 @@ def _check_run(
         check_inputs_exist(config)
     folder = _resume_folder(request, resumed, planned, config)
     if folder is not None:
-        if not given.off:
+        if not cli_overrides.off:
             keep_within(folder)
-        if given.strict:
+        if cli_overrides.strict:
             check_place("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.files.continued.append(folder)
@@ -173,9 +179,9 @@ def _check_run(
     if config.job.kind is JobKind.benchmark:
         _check_benchmark(config, flags)
     if config.job.kind is JobKind.scan:
-        from runner.jobs.scan import find
+        from runner.jobs.scan import find_scan_path
 
-        find(config.scan.path)
+        find_scan_path(config.scan.path)
 
 
 def _unnamed_target(path: Path) -> ConfigError:
@@ -196,12 +202,12 @@ def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
     from runner.benchmark.regression import stored
 
     name = flags.config_name or "config"
-    arms = arms_of(config.benchmark, flags.overrides, flags.folders, name)
+    arms = arms_of(config.benchmark, flags.overrides, flags.config_folders, name)
     stored(config.benchmark, [arm.name for arm in arms])
 
 
 def _resume_folder(
-    request: Request, resumed: Resumed | None, planned: Path, config: RunConfig
+    request: Request, resumed: ResumedRun | None, planned: Path, config: RunConfig
 ) -> Path | None:
     """Return the folder in which the run continues, or None for a new one."""
     if resumed is not None and resumed.folder is not None:
@@ -209,12 +215,12 @@ def _resume_folder(
         return resumed.folder
     if config.job.kind is not JobKind.train or config.checkpoint.resume != "auto":
         return None
-    if request.names_folder:
+    if request.names_run_folder:
         return None
-    from runner.cli.resume import unfinished
+    from runner.cli.resume import find_unfinished_run
 
-    folder = unfinished(planned, config_hash(config))
-    absent = f"no unfinished run of this config under {planned.parent}; starting afresh"
-    what = absent if folder is None else f"continuing {folder}"
-    request.notes.append(f"checkpoint.resume=auto: {what}")
+    folder = find_unfinished_run(planned, config_hash(config))
+    not_found = f"no unfinished run of this config under {planned.parent}; starting afresh"
+    note = not_found if folder is None else f"continuing {folder}"
+    request.notes.append(f"checkpoint.resume=auto: {note}")
     return folder

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from runner.distributed.place import Place
 
 
-def follow(config: DictConfig | None, request: Request, last: bool = False) -> bool:
+def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = False) -> bool:
     """Run this process's part if it is a rank above 0; return whether it is.
 
-    `config` is None for a sweep. After a failure the process exits at once with `last`, else by
-    SystemExit. After a restart by torchrun, rank 0 continues in its folder. Raises UsageError or
-    ConfigError if each process would do the whole work.
+    `config` is None for a sweep. After a failure the process exits at once with `exit_at_once`,
+    else by SystemExit. After a restart by torchrun, rank 0 continues in its folder. Raises
+    UsageError or ConfigError if each process would do the whole work.
     """
     place = _find_rank(config)
     if config is None or place is None:
         return False
     if place.rank == 0:
-        if last:
+        if exit_at_once:
             request.notes += _continue_attempt(config, place)
         return False
-    check_level(config, request.typed.security)
+    check_level(config, request.cli_overrides.security)
     from runner.distributed import rank
 
     code = rank.follow(typed(config), place)
-    if last:
+    if exit_at_once:
         rank.end(code)
     elif code:
         sys.exit(code)
@@ -62,9 +62,9 @@ def _find_rank(config: DictConfig | None) -> Place | None:
         place.check(config.distributed.processes, config.distributed.nodes)
         return place
     if place.size > 1:
-        apart = f"type job={job.name} without {place.by}"
+        single_process_fix = f"type job={job.name} without {place.by}"
         trains = job is JobKind.train
-        fix = "add distributed=ddp, or start one process" if trains else apart
+        fix = "add distributed=ddp, or start one process" if trains else single_process_fix
         problem = f"is {kind.value}: {started}, and each would run the whole job"
         raise ConfigError("distributed", problem, fix)
     return None

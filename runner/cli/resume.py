@@ -22,11 +22,11 @@ from runner.overrides.spelling import parse_override
 from runner.record.storage import OLD
 from runner.training.summary import Summary
 
-KEY = "replay.path"
-TYPED = ("job", "replay", "security", "monitoring", "hydra", "name")
-NAME = re.compile(r"[\w.-]+", re.ASCII)
-ENDED = ("done", "stopped")
-BUILDS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
+REPLAY_KEY = "replay.path"
+REPLAY_KEYS = ("job", "replay", "security", "monitoring", "hydra", "name")
+NAME_PATTERN = re.compile(r"[\w.-]+", re.ASCII)
+FINISHED_STATUSES = ("done", "stopped")
+BUILD_JOBS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
 
 
 def check_inputs_exist(config: RunConfig) -> None:
@@ -34,7 +34,7 @@ def check_inputs_exist(config: RunConfig) -> None:
 
     A run that resumes from a checkpoint does not read `model.weights`.
     """
-    if config.job.kind not in BUILDS:
+    if config.job.kind not in BUILD_JOBS:
         return
     if config.model.weights is not None and config.checkpoint.resume == "none":
         existing(config.model.weights, "model.weights")
@@ -42,7 +42,7 @@ def check_inputs_exist(config: RunConfig) -> None:
         existing(config.data.path)
 
 
-def unfinished(planned: Path, config_hash: str) -> Path | None:
+def find_unfinished_run(planned: Path, config_hash: str) -> Path | None:
     """Return the unfinished, unlocked run of this config beside `planned` with the most steps.
 
     A run with a damaged or missing summary is unfinished; its checkpoints have the config's hash.
@@ -50,17 +50,17 @@ def unfinished(planned: Path, config_hash: str) -> Path | None:
     runs = []
     for checkpoints in planned.parent.glob(f"*/{CHECKPOINTS}"):
         folder = checkpoints.parent
-        summary, manifests = Summary(), _manifests(checkpoints)
+        summary, manifests = Summary(), _read_manifests(checkpoints)
         with suppress(StorageError):
             summary = Summary.read(folder)
         hashes = {summary.config_hash, *(m.config_hash for m in manifests[-1:])}
-        if config_hash in hashes and summary.status not in ENDED:
+        if config_hash in hashes and summary.status not in FINISHED_STATUSES:
             runs.append((manifests[-1].step if manifests else -1, folder))
     furthest_first = (folder for _, folder in sorted(runs, reverse=True))
     return next((folder for folder in furthest_first if not is_locked(folder)), None)
 
 
-def _manifests(checkpoints: Path) -> list[Manifest]:
+def _read_manifests(checkpoints: Path) -> list[Manifest]:
     """Return the readable manifests, sorted by step."""
     manifests = []
     for folder in (*checkpoints.glob("step_*"), *checkpoints.glob(f"{OLD}step_*")):
@@ -69,28 +69,28 @@ def _manifests(checkpoints: Path) -> list[Manifest]:
     return sorted(manifests, key=lambda manifest: manifest.step)
 
 
-def with_captured(overrides: Sequence[str], trusted: Sequence[str]) -> list[str]:
+def add_captured_name(overrides: Sequence[str], trusted: Sequence[str]) -> list[str]:
     """Add the captured run's name to the overrides, if they replay one.
 
     Raises CheckpointError for a path that does not exist or is damaged, UsageError for one that is
     something else, SecurityError for code that is not `trusted`, and ConfigError for a key that
     would change the captured step.
     """
-    typed = [parse_override(text) for text in overrides]
-    paths = [o for o in typed if o.key == KEY and o.sign != "~"]
-    if not paths or not any(o.key in ("job", "job.kind") and o.value == "replay" for o in typed):
+    parsed = [parse_override(text) for text in overrides]
+    paths = [o for o in parsed if o.key == REPLAY_KEY and o.sign != "~"]
+    if not paths or not any(o.key in ("job", "job.kind") and o.value == "replay" for o in parsed):
         return list(overrides)
     if paths[-1].parsed.is_sweep_override():
-        raise ConfigError(KEY, "names several captures", "replay one at a time")
+        raise ConfigError(REPLAY_KEY, "names several captures", "replay one at a time")
     path = paths[-1].parsed.value()
     if path in (None, ""):  # the config's own check reports it
-        return [str(o) for o in typed if o.key != KEY]
-    for override in typed:
-        if re.split(r"[./@]", override.key)[0] not in TYPED:
+        return [str(o) for o in parsed if o.key != REPLAY_KEY]
+    for override in parsed:
+        if re.split(r"[./@]", override.key)[0] not in REPLAY_KEYS:
             problem = "has no effect: a step is replayed with the config of its run"
             raise ConfigError(override.key, problem, "leave it out")
     manifest = read_manifest(find(Path(str(path))))
     from_plain(manifest.config, trusted)  # checked before a folder is created
-    if NAME.fullmatch(manifest.name) and all(o.key != "name" for o in typed):
+    if NAME_PATTERN.fullmatch(manifest.name) and all(o.key != "name" for o in parsed):
         return [*overrides, f"name={manifest.name}"]
     return list(overrides)

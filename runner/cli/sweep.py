@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.arguments import MODE, Arguments
+from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.cli.resume import check_inputs_exist
 from runner.composing import typed
 from runner.config import RunConfig
@@ -26,30 +26,30 @@ from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
 from runner.sweep.search import is_search, plan_search
-from runner.sweep.state import WELL, Session
+from runner.sweep.state import SUCCESS_STATUSES, SweepSession
 
 log = logging.getLogger("runner")
 
-RESUME = "checkpoint.resume=auto"
-BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+RESUME_AUTO = "checkpoint.resume=auto"
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
-def prepare(
+def prepare_sweep(
     flags: Arguments, compose: Callable[[Sequence[str]], DictConfig], files: ConfigFiles
-) -> Session:
+) -> SweepSession:
     """Check a sweep and return its session.
 
     A wrong key or option is an error; a job that cannot run only fails itself, unless no job can.
     Raises RunnerError.
     """
-    overrides = [text for text in flags.overrides if text != MODE]
+    overrides = [text for text in flags.overrides if text != MULTIRUN_MODE]
     _check_ranges(overrides)
     first = compose(first_job(overrides))
-    if searches := is_search(first):
+    if is_search_sweep := is_search(first):
         parameters = first.hydra.sweeper.params.items()
         overrides = [*(f"{key}={value}" for key, value in parameters), *overrides]
         first = compose(first_job(overrides))
-    configs = [first, *_other_samples(sample_jobs(overrides), first, compose)]
+    configs = [first, *_compose_samples(sample_jobs(overrides), first, compose)]
     with open_dict(configs[0]):  # as Hydra sets for the first job
         configs[0].hydra.job.num = configs[0].hydra.job.id = 0
     files.check_folders(configs[0], sweeps=True)
@@ -77,18 +77,18 @@ def prepare(
 
         adapt_launcher(str(launcher.get("_target_")))
     folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
-    if searches:  # sweep.resume=auto has the same effect
-        overrides = [text for text in overrides if text != RESUME]
+    if is_search_sweep:  # sweep.resume=auto has the same effect
+        overrides = [text for text in overrides if text != RESUME_AUTO]
         config.checkpoint.resume = "none"
-    session = Session(folder, "", job_flags, sweep_hash(overrides, job_flags))
-    if isolated and config.hydra.sweeper._target_ == BASIC:
-        session.sweeper = ["hydra/sweeper=jobs"]  # composes each job only once
-    if searches:
+    session = SweepSession(folder, "", job_flags, sweep_hash(overrides, job_flags))
+    if isolated and config.hydra.sweeper._target_ == BASIC_SWEEPER:
+        session.sweeper_overrides = ["hydra/sweeper=jobs"]  # composes each job only once
+    if is_search_sweep:
         if not isolated:
             fix = "leave hydra/launcher out; search.parallel says how many trials run at a time"
             raise ConfigError("hydra/launcher", "a search starts its trials itself", fix)
-        session.search = plan_search(overrides, checked[0], session.hash)
-    _find_earlier(session, config, overrides, isolated)
+        session.search_plan = plan_search(overrides, checked[0], session.hash)
+    _find_earlier_sweep(session, config, overrides, isolated)
     return session
 
 
@@ -100,7 +100,7 @@ def _check_ranges(overrides: Sequence[str]) -> None:
             raise ConfigError(override.key, f"{override.value} has no value", fix)
 
 
-def _other_samples(
+def _compose_samples(
     jobs: Sequence[list[str]], first: DictConfig, compose: Callable[[Sequence[str]], DictConfig]
 ) -> Iterator[DictConfig]:
     """Yield the configs of all jobs but the first, from which each differs in one override.
@@ -108,7 +108,9 @@ def _other_samples(
     Composing takes 0.3 s, so a plain value is set in a copy of the first config.
     """
     for job in jobs[1:]:
-        changed = next((one for one, other in zip(job, jobs[0], strict=True) if one != other), "")
+        changed = next(
+            (text for text, first_text in zip(job, jobs[0], strict=True) if text != first_text), ""
+        )
         if changed:
             yield _with_value(first, changed) or compose(job)
 
@@ -117,8 +119,8 @@ def _with_value(config: DictConfig, override: str) -> DictConfig | None:
     """Return a copy with the override's value; None unless it is a valid plain value of a key."""
     parsed = parse_override(override).parsed
     key, value = parsed.key_or_group, parsed.value()
-    plain = value is None or isinstance(value, str | int | float)
-    if not plain or parsed.is_delete() or parsed.is_add() or parsed.package:
+    is_plain = value is None or isinstance(value, str | int | float)
+    if not is_plain or parsed.is_delete() or parsed.is_add() or parsed.package:
         return None
     parent, _, name = key.rpartition(".")
     copy = config.copy()
@@ -132,8 +134,8 @@ def _with_value(config: DictConfig, override: str) -> DictConfig | None:
     return copy
 
 
-def _find_earlier(
-    session: Session, config: DictConfig, overrides: list[str], isolated: bool
+def _find_earlier_sweep(
+    session: SweepSession, config: DictConfig, overrides: list[str], isolated: bool
 ) -> None:
     """Set the session's folder to that of an earlier sweep to continue, if there is one.
 
@@ -147,16 +149,16 @@ def _find_earlier(
     if config.checkpoint.resume == "auto":
         fix = "remove it: the same command again continues an interrupted sweep"
         raise ConfigError("checkpoint.resume", "auto works for a single run only", fix)
-    named = any(text.startswith("hydra.sweep.dir=") for text in overrides)
-    shared = session.search is not None and config.search.storage is not None
-    earlier = plan.find_sweep(session.folder, named, resume, session.hash, shared)
+    folder_typed = any(text.startswith("hydra.sweep.dir=") for text in overrides)
+    shared = session.search_plan is not None and config.search.storage is not None
+    earlier = plan.find_sweep(session.folder, folder_typed, resume, session.hash, shared)
     session.folder = earlier or session.folder
     session.resumed = resume not in ("auto", *plan.NO_RESUME)
     if earlier is not None and config.security.level is not SecurityLevel.off:
         keep_within(earlier)
 
 
-def compare(session: Session) -> tuple[int, list[str]]:
+def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
     """Show and write the comparison of the jobs of any launcher, also after an error.
 
     Returns the number of jobs, and a line for each failed one.
@@ -167,13 +169,13 @@ def compare(session: Session) -> tuple[int, list[str]]:
         return len(jobs), failures
     from runner.record.console import print_stdout
     from runner.report.comparison import write
-    from runner.report.discover import of_folders
+    from runner.report.discover import compare_folders
     from runner.report.table import ComparisonScreen
 
     try:
-        rows = of_folders([session.folder])
-        write(rows, session.folder)
-        print_stdout(ComparisonScreen(rows), crop=False)
+        comparison = compare_folders([session.folder])
+        write(comparison, session.folder)
+        print_stdout(ComparisonScreen(comparison), crop=False)
     except UsageError as error:  # no job has started
         log.debug("no comparison: %s", error)
     except Exception as error:  # the failures of the jobs are still reported
@@ -181,6 +183,8 @@ def compare(session: Session) -> tuple[int, list[str]]:
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
         if session.sweep is None:  # with another launcher
-            failed = [row for row in rows.rows if row.status not in WELL]
-            return len(rows.rows), [f"{row.name}: {row.status}: {row.reason}" for row in failed]
+            failed = [row for row in comparison.rows if row.status not in SUCCESS_STATUSES]
+            return len(comparison.rows), [
+                f"{row.name}: {row.status}: {row.reason}" for row in failed
+            ]
     return len(jobs), failures

@@ -17,10 +17,16 @@ from typing import Any, get_args, get_type_hints
 from runner.config import RunConfig
 from runner.errors import ConfigError
 from runner.format import nearest
-from runner.overrides.groups import ALIASES, FOREIGN, SURE, options
+from runner.overrides.groups import ALIASES, FOREIGN, MIN_SIMILARITY, options
 
-WORD = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")  # other words are left to Hydra's grammar
-VALUES = {int: r"[+-]?\d+", float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?", bool: "true|false", str: ".+"}
+# other words are left to Hydra's grammar
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")
+VALUE_PATTERNS = {
+    int: r"[+-]?\d+",
+    float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?",
+    bool: "true|false",
+    str: ".+",
+}
 
 
 def find_typo(overrides: Sequence[str]) -> ConfigError | None:
@@ -28,47 +34,49 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
     if any("searchpath" in text for text in overrides):
         return None
     groups = options()
-    words = [match.groups() for match in map(WORD.fullmatch, overrides) if match]
+    words = [match.groups() for match in map(ASSIGNMENT.fullmatch, overrides) if match]
     for key, value in words:
         if value in groups.get(key, [value]):
             continue
-        if meant := _option(groups, key, value):
+        if suggestion := _nearest_option(groups, key, value):
             existing = f"there are {', '.join(groups[key])}"
-            fix = f"did you mean {key}={meant}? {existing}"
+            fix = f"did you mean {key}={suggestion}? {existing}"
             return ConfigError(key, f"no option {value!r}", fix)
-    return next(filter(None, (_wrong_key(groups, key, value) for key, value in words)), None)
+    return next(filter(None, (_key_typo(groups, key, value) for key, value in words)), None)
 
 
-def _option(groups: Mapping[str, Mapping[str, str]], group: str, value: str) -> str:
+def _nearest_option(groups: Mapping[str, Mapping[str, str]], group: str, value: str) -> str:
     """Return the option or the most similar one; "" if it may be another program's name."""
     from runner.overrides import aliases
 
     if value in groups[group]:
         return value
-    if group in (*FOREIGN, "optimizer") or value.casefold() in aliases.OPTIONS.get(group, {}):
+    if group in (*FOREIGN, "optimizer") or value.casefold() in aliases.OPTION_ALIASES.get(
+        group, {}
+    ):
         return ""
     return nearest(value, groups[group]) or ""
 
 
-def _wrong_key(groups: Mapping[str, Mapping[str, str]], key: str, value: str) -> ConfigError | None:
+def _key_typo(groups: Mapping[str, Mapping[str, str]], key: str, value: str) -> ConfigError | None:
     parts = key.split(".")
-    i, names = _depth(parts, groups)
+    i, names = _first_unknown_part(parts, groups)
     if i == len(parts):
         return None
     from runner.overrides import aliases
 
-    if parts[-1].casefold() in aliases.VALUES or aliases.replacement(key):
+    if parts[-1].casefold() in aliases.VALUE_ALIASES or aliases.find_replacement(key):
         return None
-    near = nearest(parts[i], names, SURE) or ""
-    meant = [*parts[:i], near, *parts[i + 1 :]]
+    nearest_name = nearest(parts[i], names, MIN_SIMILARITY) or ""
+    suggested_parts = [*parts[:i], nearest_name, *parts[i + 1 :]]
     path = ".".join(parts[:i])
-    if meant == [near] and near in groups:
-        option = _option(groups, near, value)
+    if suggested_parts == [nearest_name] and nearest_name in groups:
+        option = _nearest_option(groups, nearest_name, value)
     else:
-        option = value if near and _takes(meant, value) else ""
+        option = value if nearest_name and _accepts(suggested_parts, value) else ""
     if not option:
         return None
-    fix = f"did you mean {'.'.join(meant)}={option}?"
+    fix = f"did you mean {'.'.join(suggested_parts)}={option}?"
     if i:
         return ConfigError(
             key, f"no key {parts[i]!r} in {path}", f"{fix} there are {', '.join(names)}"
@@ -76,31 +84,34 @@ def _wrong_key(groups: Mapping[str, Mapping[str, str]], key: str, value: str) ->
     return ConfigError(key, f"no config group or key {parts[i]!r}", fix)
 
 
-def _depth(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[str]]:
+def _first_unknown_part(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Return the index of the first part of a key that does not exist, and the names allowed."""
     node: Any = RunConfig
     for i, part in enumerate(parts):
-        names = list(_fields(node))
+        names = list(_field_types(node))
         if part not in names and (i or part not in {*groups, *ALIASES, "hydra"}):
             return i, names if i else [*names, *groups]
-        node = _fields(node).get(part)
+        node = _field_types(node).get(part)
         if part in FOREIGN or not is_dataclass(node):  # their keys depend on the option
             break
     return len(parts), []
 
 
-def _takes(parts: Sequence[str], value: str) -> bool:
+def _accepts(parts: Sequence[str], value: str) -> bool:
     """Whether a key exists and the typed value has its type."""
     node: Any = RunConfig
     for part in parts:
-        node = _fields(node).get(part)
+        node = _field_types(node).get(part)
     if isinstance(node, type) and issubclass(node, Enum):
         return value in node.__members__
-    return node in VALUES and re.fullmatch(VALUES[node], value, re.IGNORECASE) is not None
+    return (
+        node in VALUE_PATTERNS
+        and re.fullmatch(VALUE_PATTERNS[node], value, re.IGNORECASE) is not None
+    )
 
 
 @cache
-def _fields(schema: Any) -> dict[str, Any]:
+def _field_types(schema: Any) -> dict[str, Any]:
     """Return the keys of a schema and their types, `X` for `X | None`."""
     if not is_dataclass(schema):
         return {}

@@ -28,16 +28,16 @@ from runner.format import size
 from runner.techniques import compiler
 
 MIB, GIB = 1 << 20, 1 << 30
-SHARED_MEMORY = 256 * MIB  # a few image batches of a few workers; containers get 64 MiB
+MIN_SHARED_MEMORY = 256 * MIB  # a few image batches of a few workers; containers get 64 MiB
 MIN_DISK = 100 * MIB
-FILES = 1024  # each worker holds pipes, each batch in flight a file in /dev/shm
+MIN_OPEN_FILES = 1024  # each worker holds pipes, each batch in flight a file in /dev/shm
 PACKAGES = (
     "torch hydra-core omegaconf tensorboard numpy safetensors rich psutil matplotlib Pillow "
     "pyarrow triton"
 ).split()
 
 
-class Status(Enum):
+class CheckStatus(Enum):
     """The result of a check."""
 
     ok = "ok"
@@ -50,30 +50,35 @@ class DoctorCheck:
     """A check's result, and how to fix it."""
 
     name: str
-    status: Status
+    status: CheckStatus
     finding: str
     fix: str = ""
 
     @classmethod
     def of(
-        cls, name: str, good: bool, finding: str, fix: str, bad: Status = Status.warn
+        cls,
+        name: str,
+        passed: bool,
+        finding: str,
+        fix: str,
+        failure: CheckStatus = CheckStatus.warn,
     ) -> DoctorCheck:
         """Return a check; the fix is included unless it is good."""
-        return cls(name, Status.ok, finding) if good else cls(name, bad, finding, fix)
+        return cls(name, CheckStatus.ok, finding) if passed else cls(name, failure, finding, fix)
 
 
-def checks(device: Device, outputs: Path) -> list[DoctorCheck]:
+def run_checks(device: Device, outputs: Path) -> list[DoctorCheck]:
     """Run all checks, for a run on this device that writes below `outputs`."""
-    requirements, python_range = declared()
+    requirements, python_range = read_requirements()
     results = [
-        python(sys.version_info[:3], python_range),
-        packages(requirements),
-        *compilers(device.kind, os.environ),
-        compile_cache(os.environ),
-        *limits(device),
-        disk(outputs),
+        check_python(sys.version_info[:3], python_range),
+        check_packages(requirements),
+        *check_compilers(device.kind, os.environ),
+        check_compile_cache(os.environ),
+        *check_limits(device),
+        check_disk(outputs),
     ]
-    return results + [DoctorCheck("device", Status.warn, text) for text in device.warnings]
+    return results + [DoctorCheck("device", CheckStatus.warn, text) for text in device.warnings]
 
 
 def versions() -> dict[str, str | None]:
@@ -88,7 +93,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def declared() -> tuple[list[str], str]:
+def read_requirements() -> tuple[list[str], str]:
     """Return the project's requirements and Python range, from pyproject.toml or the wheel.
 
     Both are empty if neither exists, as in a copied folder.
@@ -106,35 +111,39 @@ def declared() -> tuple[list[str], str]:
         return [], ""
 
 
-def python(version: tuple[int, int, int], supported: str) -> DoctorCheck:
+def check_python(version: tuple[int, int, int], supported: str) -> DoctorCheck:
     """Check that the project supports this Python version."""
     text, fix = ".".join(map(str, version)), f"use a Python {supported}"
-    return DoctorCheck.of("python", SpecifierSet(supported).contains(text), text, fix, Status.fail)
+    return DoctorCheck.of(
+        "python", SpecifierSet(supported).contains(text), text, fix, CheckStatus.fail
+    )
 
 
-def packages(requirements: Sequence[str]) -> DoctorCheck:
+def check_packages(requirements: Sequence[str]) -> DoctorCheck:
     """Check that all required packages are installed in matching versions."""
     if not requirements:
         problem = "the project's requirements are unknown, so nothing was compared"
-        return DoctorCheck("packages", Status.warn, problem, "pip install the project")
+        return DoctorCheck("packages", CheckStatus.warn, problem, "pip install the project")
     unmet = []
-    for need in map(Requirement, requirements):
-        version = _version(need.name)
-        applies = need.marker is None or need.marker.evaluate({"extra": ""})
-        if applies and not (version and need.specifier.contains(version, prereleases=True)):
-            unmet.append((f"{need.name}{need.specifier}", version or "not installed"))
-    text = "; ".join(f"{need} is needed, found {version}" for need, version in unmet)
-    fix = f"pip install {' '.join(repr(need) for need, _ in unmet)}"
-    good = f"all {len(requirements)} requirements hold"
-    return DoctorCheck.of("packages", not unmet, text or good, fix, Status.fail)
+    for requirement in map(Requirement, requirements):
+        version = _version(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and not (version and requirement.specifier.contains(version, prereleases=True)):
+            unmet.append((f"{requirement.name}{requirement.specifier}", version or "not installed"))
+    text = "; ".join(f"{requirement} is needed, found {version}" for requirement, version in unmet)
+    fix = f"pip install {' '.join(repr(requirement) for requirement, _ in unmet)}"
+    success = f"all {len(requirements)} requirements hold"
+    return DoctorCheck.of("packages", not unmet, text or success, fix, CheckStatus.fail)
 
 
-def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorCheck]:
+def check_compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorCheck]:
     """Check torch.compile's needs: a C++ compiler, Python's headers, triton on a GPU."""
     name = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     path = shutil.which(name, path=environ.get("PATH", os.defpath))
     fix = "install g++ (Debian: apt install g++), or set CXX to a working compiler"
-    yield DoctorCheck.of("C++ compiler", *_compiler(path) if path else (False, f"no {name}"), fix)
+    yield DoctorCheck.of(
+        "C++ compiler", *_probe_compiler(path) if path else (False, f"no {name}"), fix
+    )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     fix = "install them (Debian: apt install python3-dev); torch.compile includes them"
     yield DoctorCheck.of("Python headers", header.is_file(), str(header.parent), fix)
@@ -144,21 +153,21 @@ def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorCheck]:
         yield DoctorCheck.of("triton", installed, _version("triton") or "not installed", fix)
 
 
-def _compiler(path: str) -> tuple[bool, str]:
+def _probe_compiler(path: str) -> tuple[bool, str]:
     """Return whether the compiler runs, and its version."""
     try:
-        answer = subprocess.run(  # noqa: S603  # the compiler that torch would run, asked its version
+        output = subprocess.run(  # noqa: S603  # the compiler that torch would run, asked its version
             [path, "--version"], capture_output=True, text=True, timeout=10, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return False, f"{path} does not run: {error}"
-    return True, f"{path}: {answer.splitlines()[0] if answer else ''}"
+    return True, f"{path}: {output.splitlines()[0] if output else ''}"
 
 
-def compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
+def check_compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
     """Check that compiled code can be cached; else each run compiles again (25 s instead of 3)."""
     folder = compiler.cache_folder(environ)
-    problem = _unwritable(folder)
+    problem = _write_problem(folder)
     if problem is None and folder.exists():
         reason = compiler.cache_problem(folder, environ)
         problem = reason and f"{folder} {reason}"
@@ -166,12 +175,12 @@ def compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
     return DoctorCheck.of("compile cache", problem is None, problem or str(folder), fix)
 
 
-def limits(device: Device) -> Iterator[DoctorCheck]:
+def check_limits(device: Device) -> Iterator[DoctorCheck]:
     """Check memory, open files and load."""
     shared, free = memory.shared_memory_bytes(), memory.available_bytes()
     text = "no /dev/shm: workers use files" if shared is None else f"{size(shared)} in /dev/shm"
     fix = "data.workers=0; in a container --shm-size=1g or --ipc=host"
-    yield DoctorCheck.of("shared memory", shared is None or shared >= SHARED_MEMORY, text, fix)
+    yield DoctorCheck.of("shared memory", shared is None or shared >= MIN_SHARED_MEMORY, text, fix)
     fix = "end other programs, or raise the container's limit"
     yield DoctorCheck.of("memory", free >= GIB, f"{size(free)} available", fix)
     if device.kind == "cuda":
@@ -179,7 +188,7 @@ def limits(device: Device) -> Iterator[DoctorCheck]:
         text, fix = f"{size(free)} of {size(total)} free", "nvidia-smi shows which processes use it"
         yield DoctorCheck.of("GPU memory", free >= total / 2, text, fix)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = files == resource.RLIM_INFINITY or files >= FILES
+    enough = files == resource.RLIM_INFINITY or files >= MIN_OPEN_FILES
     text = "unlimited" if files == resource.RLIM_INFINITY else f"at most {files}"
     fix = "ulimit -n 4096 before the runner starts"
     yield DoctorCheck.of("open files", enough, text, fix)
@@ -188,29 +197,29 @@ def limits(device: Device) -> Iterator[DoctorCheck]:
     yield DoctorCheck.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
 
 
-def disk(outputs: Path) -> DoctorCheck:
+def check_disk(outputs: Path) -> DoctorCheck:
     """Check that outputs can be written, and the free disk space."""
-    problem = _unwritable(outputs)
+    problem = _write_problem(outputs)
     if problem is not None:
         return DoctorCheck(
-            "disk", Status.fail, problem, "set hydra.run.dir, or make the folder writable"
+            "disk", CheckStatus.fail, problem, "set hydra.run.dir, or make the folder writable"
         )
-    free = shutil.disk_usage(_existing(outputs)).free
-    bad = Status.warn if free >= MIN_DISK else Status.fail
+    free = shutil.disk_usage(_nearest_existing(outputs)).free
+    failure = CheckStatus.warn if free >= MIN_DISK else CheckStatus.fail
     fix = "free some, or checkpoint less often"
-    return DoctorCheck.of("disk", free >= GIB, f"{size(free)} free under {outputs}", fix, bad)
+    return DoctorCheck.of("disk", free >= GIB, f"{size(free)} free under {outputs}", fix, failure)
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _unwritable(folder: Path) -> str | None:
+def _write_problem(folder: Path) -> str | None:
     """Return why the folder cannot be written, or None; tests by writing a file."""
     try:
-        with tempfile.TemporaryFile(dir=_existing(folder)):
+        with tempfile.TemporaryFile(dir=_nearest_existing(folder)):
             return None
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"

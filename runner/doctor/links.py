@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.device.capabilities import usable_cores
-from runner.doctor.environment import DoctorCheck, Status
+from runner.doctor.environment import CheckStatus, DoctorCheck
 from runner.format import size
 
 if TYPE_CHECKING:
     from runner.distributed.world import World
 
 SIZES = (4, 64 << 10, 1 << 20, 25 << 20)  # bytes: a flag, a small layer, a large one, a bucket
-WARM_UP, TIMES = 3, 10
+WARM_UP, REPEATS = 3, 10
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkReport:
     """The processes of a run, and their all-reduce measurements."""
 
     kind: str
@@ -52,48 +52,48 @@ class Links:
 
     def checks(self) -> Iterator[DoctorCheck]:
         """Yield checks of sums, cores and devices."""
-        right = self.wrong == 0
-        text = "sums are right" if right else f"{self.wrong} sums are wrong"
+        all_right = self.wrong == 0
+        text = "sums are right" if all_right else f"{self.wrong} sums are wrong"
         fix = "run nccl-tests, or try distributed.backend=gloo"
-        yield DoctorCheck.of("all-reduce", right, text, fix, Status.fail)
-        here = [facts for facts in self.ranks if facts["host"] == self.ranks[0]["host"]]
-        cores, cpu = usable_cores(), here[0]["device"] == "cpu"
-        text = f"{len(here)} processes on {cores} cores"
+        yield DoctorCheck.of("all-reduce", all_right, text, fix, CheckStatus.fail)
+        local_ranks = [facts for facts in self.ranks if facts["host"] == self.ranks[0]["host"]]
+        cores, cpu = usable_cores(), local_ranks[0]["device"] == "cpu"
+        text = f"{len(local_ranks)} processes on {cores} cores"
         fix = f"distributed.processes={cores}: each needs a core"
-        yield DoctorCheck.of("cores", len(here) <= cores or not cpu, text, fix)
-        together = sorted({facts["device"] for facts in here if not cpu})
-        apart = cpu or len(together) == len(here)
-        text = f"{len(here)} processes on {', '.join(together) or 'the CPU'}"
+        yield DoctorCheck.of("cores", len(local_ranks) <= cores or not cpu, text, fix)
+        local_gpus = sorted({facts["device"] for facts in local_ranks if not cpu})
+        have_own_gpu = cpu or len(local_gpus) == len(local_ranks)
+        text = f"{len(local_ranks)} processes on {', '.join(local_gpus) or 'the CPU'}"
         fix = "distributed.processes= at most the number of GPUs"
-        yield DoctorCheck.of("devices", apart, text, fix, Status.fail)
+        yield DoctorCheck.of("devices", have_own_gpu, text, fix, CheckStatus.fail)
 
 
-def measure(world: World, device: torch.device) -> Links:
+def measure(world: World, device: torch.device) -> LinkReport:
     """Measure; called by all processes, each gets the same result."""
-    own = {
+    rank_facts = {
         "host": world.host,
         "device": str(device),
         "torch": torch.__version__,
         **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         "local rank": world.place.local_rank,
     }
-    ranks = world.gather(own)
-    rows = [_time(world, device, count) for count in SIZES]
+    ranks = world.gather(rank_facts)
+    rows = [_time_all_reduce(world, device, count) for count in SIZES]
     wrong = sum(world.gather(sum(bad for _, bad in rows)))
-    return Links(world.kind, world.backend, ranks, [row for row, _ in rows], wrong)
+    return LinkReport(world.kind, world.backend, ranks, [row for row, _ in rows], wrong)
 
 
-def _time(world: World, device: torch.device, count: int) -> tuple[AllReduce, int]:
+def _time_all_reduce(world: World, device: torch.device, count: int) -> tuple[AllReduce, int]:
     """Return the median time of an all-reduce, and the number of wrong sums in this process."""
     values = torch.empty(count // 4, device=device)
     expected, bad, seconds = world.size * (world.size + 1) / 2, 0, []
-    for _ in range(WARM_UP + TIMES):
+    for _ in range(WARM_UP + REPEATS):
         values.fill_(world.rank + 1)
         world.barrier()
         start = time.perf_counter()
         total = world.total(values)
         bad += float(total[-1]) != expected  # waits for the device
         seconds.append(time.perf_counter() - start)
-    took = max(world.gather(median(seconds[WARM_UP:])))
-    sent = 2 * (world.size - 1) / world.size * count
-    return AllReduce(count, took * 1e3, sent / took / 1e9), bad
+    seconds_per_call = max(world.gather(median(seconds[WARM_UP:])))
+    bytes_sent = 2 * (world.size - 1) / world.size * count
+    return AllReduce(count, seconds_per_call * 1e3, bytes_sent / seconds_per_call / 1e9), bad

@@ -12,7 +12,7 @@ from runner.jobs.config import JobKind
 if TYPE_CHECKING:
     from runner.config import RunConfig
 
-Job = Callable[["RunConfig", Path], object]
+JobMain = Callable[["RunConfig", Path], object]
 """Returns a Summary if there was a run."""
 
 JOBS: dict[JobKind, str] = {
@@ -28,7 +28,7 @@ JOBS: dict[JobKind, str] = {
 """The module with the job's `main`."""
 
 
-def find(kind: JobKind) -> Job:
+def find(kind: JobKind) -> JobMain:
     """Import and return the job's `main`."""
-    job: Job = import_module(JOBS[kind]).main
+    job: JobMain = import_module(JOBS[kind]).main
     return job

@@ -28,7 +28,7 @@ from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
-ORDER = (Interrupted, StorageError, SweepFailed, RunnerError)
+ERROR_PRIORITY = (Interrupted, StorageError, SweepFailed, RunnerError)
 """Priority of errors: the first of these kinds is raised."""
 
 
@@ -44,12 +44,12 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
 
         run_claims(config, folder)
         return None
-    arms = arms_of(settings, *_typed())
+    arms = arms_of(settings, *_hydra_arguments())
     if any(arm.config.optimization.level == "auto" for arm in arms):
         from runner.benchmark.auto.resolve import resolve_arms
 
         arms = resolve_arms(arms, folder)
-    then = regression.stored(settings, [arm.name for arm in arms])
+    baseline = regression.stored(settings, [arm.name for arm in arms])
     errors: list[RunnerError] = []
     try:
         result = measure(arms, settings, folder, seed=config.seed)
@@ -57,54 +57,56 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
         result = cut.result
         errors.append(cut)
     if settings.attribute and not errors:
-        errors += _attribute(result, arms, config)
+        errors += _measure_attribution(result, arms, config)
     try:
-        if then is not None and not errors:
-            errors += _compare(result, then, config)
+        if baseline is not None and not errors:
+            errors += _compare_with_baseline(result, baseline, config)
     finally:  # an error in the comparison must not lose the measurements
-        errors += _write(result, folder)
+        errors += _write_and_print(result, folder)
     if failed := failures(result):
         errors.append(SweepFailed(f"{len(failed)} of {len(arms)} arms failed: {'; '.join(failed)}"))
-    for kind in ORDER:
+    for kind in ERROR_PRIORITY:
         for error in errors:
             if isinstance(error, kind):
                 raise error
     return result
 
 
-def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
+def _hydra_arguments() -> tuple[Sequence[str], Sequence[Path], str]:
     """Return Hydra's task overrides, additional config folders, and config name."""
     if not HydraConfig.initialized():
         return [], [], "config"
-    about = HydraConfig.get()
-    folders = [s.path for s in about.runtime.config_sources if s.provider == "command-line"]
-    name = about.job.config_name or "config"
+    hydra_config = HydraConfig.get()
+    folders = [s.path for s in hydra_config.runtime.config_sources if s.provider == "command-line"]
+    name = hydra_config.job.config_name or "config"
     return (
-        provenance.literal_overrides(about.overrides.task),
+        provenance.literal_overrides(hydra_config.overrides.task),
         [Path(folder) for folder in folders],
         name,
     )
 
 
-def _attribute(
+def _measure_attribution(
     result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
 ) -> list[RunnerError]:
     """Measure the techniques of the last arm's level one by one."""
     level, reference = arms[-1], reference_of(arms, config.benchmark)
-    known = result.arm(level.name)
-    if known.status != DONE:
-        result.notes.append(f"no attribution: {level.name} {known.status}: {known.reason}")
+    level_result = result.arm(level.name)
+    if level_result.status != DONE:
+        result.notes.append(
+            f"no attribution: {level.name} {level_result.status}: {level_result.reason}"
+        )
         return []
-    plain = without_techniques(level.config)
-    if asks(reference.config) or without_techniques(reference.config) != plain:
-        reference = Arm("plain", plain)
+    plain_config = without_techniques(level.config)
+    if asks(reference.config) or without_techniques(reference.config) != plain_config:
+        reference = Arm("plain", plain_config)
     try:
         with signals_unwind():
             result.attribution = attribute(
                 replace(level, folder=""),
                 replace(reference, folder=""),
                 MeasureOptions(config.benchmark),
-                known.summary,
+                level_result.summary,
                 config.seed,
                 math.inf if result.noise_floor is None else result.noise_floor,
             )
@@ -115,21 +117,21 @@ def _attribute(
     return []
 
 
-def _compare(
-    result: BenchmarkResult, then: BenchmarkResult, config: RunConfig
+def _compare_with_baseline(
+    result: BenchmarkResult, stored: BenchmarkResult, config: RunConfig
 ) -> list[RunnerError]:
     """Compare with the baseline; returns regressions as an error."""
     try:
-        baseline = regression.against(result, then, config.benchmark)
+        baseline = regression.against(result, stored, config.benchmark)
     except RunnerError as error:  # e.g. another device, known only after a run was built
         return [error]
     result.baseline = baseline.plain()
     count, lines = len(baseline.regressions), "; ".join(baseline.regressions)
-    what = f"{count} regression{'s' * (count > 1)} against {baseline.path}: {lines}"
-    return [Regression(what)] if count else []
+    message = f"{count} regression{'s' * (count > 1)} against {baseline.path}: {lines}"
+    return [Regression(message)] if count else []
 
 
-def _write(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
+def _write_and_print(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
     """Write the files and print the table, even if the disk is full."""
     errors: list[RunnerError] = []
     try:

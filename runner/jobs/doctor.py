@@ -19,7 +19,7 @@ from runner.device import capabilities, cgroup, memory
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.device.device import select
 from runner.doctor import environment
-from runner.doctor.environment import DoctorCheck, Status
+from runner.doctor.environment import CheckStatus, DoctorCheck
 from runner.errors import UsageError
 from runner.format import size
 from runner.record.console import facts_table, print_stdout
@@ -28,13 +28,13 @@ from runner.record.text import escape_control_chars
 
 if TYPE_CHECKING:
     from runner.config import RunConfig
-    from runner.doctor.links import Links
+    from runner.doctor.links import LinkReport
 
-STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red"}
+STYLES = {CheckStatus.ok: "green", CheckStatus.warn: "yellow", CheckStatus.fail: "bold red"}
 
 
 @dataclass(frozen=True)
-class Outlook:
+class TechniqueAvailability:
     """Whether a technique is available on this device."""
 
     name: str
@@ -51,14 +51,14 @@ class DoctorReport:
     cpu: dict[str, Any]
     memory: dict[str, int | None]  # bytes
     versions: dict[str, str | None]  # None: not installed
-    techniques: list[Outlook]
+    techniques: list[TechniqueAvailability]
     checks: list[DoctorCheck]
-    links: Links | None = None  # of a distributed run
+    links: LinkReport | None = None  # of a distributed run
 
     @property
-    def status(self) -> Status:
+    def status(self) -> CheckStatus:
         """The worst status of all checks."""
-        return max((check.status for check in self.checks), key=list(Status).index)
+        return max((check.status for check in self.checks), key=list(CheckStatus).index)
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values."""
@@ -68,10 +68,10 @@ class DoctorReport:
         return {"status": self.status.value, **plain}
 
 
-def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> DoctorReport:
+def main(config: RunConfig, folder: Path | None, links: LinkReport | None = None) -> DoctorReport:
     """Print the report; write `doctor.json` if there is a folder."""
     report = examine(config, folder, links)
-    print_stdout(show(report))
+    print_stdout(render_doctor_report(report))
     if folder is not None:
         path = folder / "doctor.json"
         write_json(path, report.as_dict())
@@ -80,7 +80,7 @@ def main(config: RunConfig, folder: Path | None, links: Links | None = None) -> 
 
 
 def examine(
-    config: RunConfig, folder: Path | None = None, links: Links | None = None
+    config: RunConfig, folder: Path | None = None, links: LinkReport | None = None
 ) -> DoctorReport:
     """Run all checks for a run with this config.
 
@@ -91,10 +91,10 @@ def examine(
         try:
             device = select(config.device, scope)
         except UsageError as error:  # its message ends with the fix
-            checks.append(DoctorCheck("device", Status.fail, str(error)))
+            checks.append(DoctorCheck("device", CheckStatus.fail, str(error)))
             device = select(DeviceConfig(kind=DeviceKind.cpu), scope)
             device = replace(device, reason="the requested one is not available, see the checks")
-        checks += environment.checks(device, folder or Path("outputs"))
+        checks += environment.run_checks(device, folder or Path("outputs"))
         reasons = [(n, t, t.unavailable(device)) for n, t in config.optimization.techniques()]
         return DoctorReport(
             device=device.describe(),
@@ -117,7 +117,7 @@ def examine(
                 "cuda": torch.version.cuda,
             },
             techniques=[
-                Outlook(name, technique.enabled, reason is None, reason or "")
+                TechniqueAvailability(name, technique.enabled, reason is None, reason or "")
                 for name, technique, reason in reasons
             ],
             checks=checks,
@@ -125,24 +125,26 @@ def examine(
         )
 
 
-def show(report: DoctorReport) -> RenderableType:
+def render_doctor_report(report: DoctorReport) -> RenderableType:
     """Return the report for a terminal of 80 columns."""
     device = {k: v for k, v in report.device.items() if not isinstance(v, dict | list)}
-    able = report.device["capabilities"]
-    device["can"] = ", ".join(name for name, value in able.items() if value is True)
-    device["notes"] = "; ".join(able["notes"])
+    device_capabilities = report.device["capabilities"]
+    device["can"] = ", ".join(name for name, value in device_capabilities.items() if value is True)
+    device["notes"] = "; ".join(device_capabilities["notes"])
     device |= report.device["settings"] | {"memory": size(device.pop("memory_bytes"))}
     sizes = {f"memory, {name}": size(n) for name, n in report.memory.items() if n is not None}
     machine = report.cpu | {"flags": ", ".join(report.cpu["flags"])} | sizes
     versions = {name: text or "not installed" for name, text in report.versions.items()}
-    counts = [sum(check.status is status for check in report.checks) for status in Status]
+    counts = [sum(check.status is status for check in report.checks) for status in CheckStatus]
     return Group(
         *_section("device", device.items()),
         *_section("machine", machine.items()),
         *_section("versions", versions.items()),
         *([] if report.links is None else _section("processes", report.links.rows())),
-        *_section("techniques", [(row.name, _outlook(row)) for row in report.techniques]),
-        *_section("checks", [(check.name, _check(check)) for check in report.checks]),
+        *_section(
+            "techniques", [(row.name, _format_availability(row)) for row in report.techniques]
+        ),
+        *_section("checks", [(check.name, _format_check(check)) for check in report.checks]),
         Text("{} ok, {} warnings, {} failed".format(*counts), style="bold"),
     )
 
@@ -152,14 +154,14 @@ def _section(heading: str, rows: Iterable[tuple[str, object]]) -> list[Renderabl
     return [Text(heading, style="bold cyan"), Padding(table, (0, 0, 1, 2))]
 
 
-def _outlook(row: Outlook) -> Text:
-    asked = ("" if row.requested else "not ") + "requested"
+def _format_availability(row: TechniqueAvailability) -> Text:
+    requested = ("" if row.requested else "not ") + "requested"
     if row.available:
-        return Text.assemble(("can be applied", "green"), (f", {asked}", "dim"))
-    return Text.assemble(("not available", "yellow"), f": {row.reason}", (f", {asked}", "dim"))
+        return Text.assemble(("can be applied", "green"), (f", {requested}", "dim"))
+    return Text.assemble(("not available", "yellow"), f": {row.reason}", (f", {requested}", "dim"))
 
 
-def _check(check: DoctorCheck) -> Group:
+def _format_check(check: DoctorCheck) -> Group:
     status = (f"{check.status.value:4}", STYLES[check.status])
     finding = Text.assemble(status, f"  {escape_control_chars(check.finding)}")
     fix = Text(f"fix: {escape_control_chars(check.fix)}", "italic")

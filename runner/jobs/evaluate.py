@@ -18,7 +18,7 @@ from runner.data.dataset import Dataset
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import ExportKind
-from runner.jobs.export import check, export
+from runner.jobs.export import check_export_packages, export
 from runner.models.config import HuggingFace
 from runner.report import run as report
 from runner.techniques.config import Quantization
@@ -35,7 +35,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
     The summary is written before the export, so that a failed export does not lose it.
     """
     kind = config.evaluate.export
-    check(kind)
+    check_export_packages(kind)
     with build_trained(config, folder) as run:
         run.recorder.open(run.progress.step)
         run.progress.metrics = _evaluate(run, config.checks.outputs).metrics
@@ -44,8 +44,8 @@ def main(config: RunConfig, folder: Path) -> Summary:
             if isinstance(hook, ModelCheck):  # other hooks concern training
                 hook.check(run, after_training=True)
         _quantize(run)
-        bare = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
-        run.recorder.scalars(run.progress.step, "val", bare)
+        metrics = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
+        run.recorder.scalars(run.progress.step, "val", metrics)
         # the best value of the training may be of another model or data
         run.progress.best = run.progress.metrics.get(run.monitor)
         run.progress.best_step = run.progress.step
@@ -72,12 +72,12 @@ def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None =
     config = copy(config)
     config.debug = DebugConfig(hooks=config.debug.hooks)  # tools inspect training steps
     config.data = replace(config.data, drop_last=False)
-    given = Components(data=data)
+    components = Components(data=data)
     if config.optimization.level == "auto":  # the selection recorded in training, if any
         from runner.benchmark.auto.resolve import resolve_auto
 
-        given = replace(resolve_auto(config, search=False), data=data)
-    return build(config, folder, given)
+        components = replace(resolve_auto(config, search=False), data=data)
+    return build(config, folder, components)
 
 
 def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
@@ -88,20 +88,20 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
     if not limits.enabled:
         return evaluate(run)
 
-    def order(output: Any) -> Changes:
-        quantities = run.sizes.task == "regression" and isinstance(output, Tensor)
-        if not quantities:
+    def find_changes(output: Any) -> Changes:
+        is_regression = run.sizes.task == "regression" and isinstance(output, Tensor)
+        if not is_regression:
             return sanitise(output)[1]
         values = output * run.sizes.target_deviation + run.sizes.target_mean
         return sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)[1]
 
     forward = run.forward
-    run.forward = watched = Watched(forward, order)
+    run.forward = watched_forward = Watched(forward, find_changes)
     try:
         evaluation = evaluate(run)
     finally:
         run.forward = forward
-    changed = described(watched.changes.read())  # the only host synchronisation for this
+    changed = described(watched_forward.changes.read())  # the only host synchronisation for this
     if changed:
         run.history.add(
             "outputs", f"outputs on the validation set: {changed}", step=run.progress.step,

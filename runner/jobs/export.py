@@ -30,28 +30,28 @@ from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
-KEY = "evaluate.export"
-FILES = {
+EXPORT_KEY = "evaluate.export"
+EXPORT_FILES = {
     ExportKind.torchscript: "model.ts",
     ExportKind.export: "model.pt2",
     ExportKind.onnx: "model.onnx",
     ExportKind.weights: "model.safetensors",
     ExportKind.quantized: "model.safetensors",
 }
-PIPELINES = (ExportKind.export, ExportKind.onnx)
-ONNX = ("onnx", "onnxscript", "onnxruntime")
+PIPELINE_KINDS = (ExportKind.export, ExportKind.onnx)
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-3  # relative to the largest output
 INT8_TOLERANCE = 5e-2  # rounding may move a value to the next quantization level
 
-Written = Callable[[Inputs], Any]  # the exported model, loaded again
+ReloadedModel = Callable[[Inputs], Any]  # the exported model, loaded again
 
 
-def check(kind: ExportKind) -> None:
+def check_export_packages(kind: ExportKind) -> None:
     """Raise ConfigError if a required package is missing."""
-    missing = [name for name in ONNX if find_spec(name) is None]
+    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
     if kind is ExportKind.onnx and missing:
         problem = f"onnx needs {', '.join(missing)}, not installed"
-        raise ConfigError(KEY, problem, install_command("onnx"))
+        raise ConfigError(EXPORT_KEY, problem, install_command("onnx"))
 
 
 def export(
@@ -63,12 +63,12 @@ def export(
     folder, weights are exported as a folder for transformers' `from_pretrained`. Raises ConfigError
     if the format does not support the model, and StorageError.
     """
-    path = folder / FILES[kind]
+    path = folder / EXPORT_FILES[kind]
     folder.mkdir(parents=True, exist_ok=True)
     entry: dict[str, Any] = {"file": f"{folder.name}/{path.name}"}
     entry["model"] = "float" if run.quantized is None else "int8"
-    stored = run.checkpointer.preprocessing
-    preprocessing = parse_preprocessing(stored, path) if stored else None
+    preprocessing_json = run.checkpointer.preprocessing
+    preprocessing = parse_preprocessing(preprocessing_json, path) if preprocessing_json else None
     try:
         if kind is ExportKind.quantized:
             _write_quantized(run, path)
@@ -81,16 +81,17 @@ def export(
                 save_beside(run.model, Path(tokenizer), folder)
         else:
             model = (standalone(run) if run.quantized is None else run.quantized.model).cpu()
-            inputs, samples = _example(run)
+            inputs, samples = _example_batch(run)
             entry["largest_difference"] = _write_traced(run, model, inputs, samples, kind, path)
-            if kind in PIPELINES and preprocessing is not None and has_pipeline(preprocessing):
+            if kind in PIPELINE_KINDS and preprocessing is not None and has_pipeline(preprocessing):
                 program = RawInputModel(model, preprocessing).eval()
                 raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
                 _write_traced(run, program, raw, samples, kind, pipeline)
                 entry["pipeline"] = f"{folder.name}/{pipeline.name}"
-                _write_example(folder)
-        if stored:
-            (folder / PREPROCESSING).write_bytes(stored)  # unchanged, since it is read back
+                _write_example_script(folder)
+        if preprocessing_json:
+            # unchanged, since it is read back
+            (folder / PREPROCESSING).write_bytes(preprocessing_json)
         entry["bytes"] = os.path.getsize(path)
     except OSError as error:
         raise StorageError(f"{path}: not written: {error.strerror or error}") from error
@@ -105,12 +106,12 @@ def _write_quantized(run: Run, path: Path) -> None:
         evidence = run.evidence.get("quantization")
         reason = (evidence.reason if evidence else "") or "see techniques in summary.json"
         problem = f"there is no quantised model: {reason}"
-        raise ConfigError(KEY, problem, "change optimization.quantization")
+        raise ConfigError(EXPORT_KEY, problem, "change optimization.quantization")
     state = run.quantized.model.state_dict()
     for name, tensor in state.items():
         if isinstance(tensor, Tensor) and type(tensor) is not Tensor:
             problem = f"{name} is a {type(tensor).__name__}, not a plain tensor"
-            raise ConfigError(KEY, problem, "use optimization.quantization.mode=dynamic")
+            raise ConfigError(EXPORT_KEY, problem, "use optimization.quantization.mode=dynamic")
     _write_tensors(path, state)
 
 
@@ -119,14 +120,14 @@ def _write_tensors(path: Path, state: dict[str, Any]) -> None:
     write_file(path, partial(write_tensors, Copier(reuse=False).take(state, {})))
 
 
-def _write_example(folder: Path) -> None:
+def _write_example_script(folder: Path) -> None:
     from runner.jobs import pipeline_example
 
     text = Path(pipeline_example.__file__).read_text(encoding="utf-8")
     replace_text(folder / "pipeline_example.py", text)
 
 
-def _example(run: Run) -> tuple[Inputs, int]:
+def _example_batch(run: Run) -> tuple[Inputs, int]:
     """Return the inputs of a validation batch, and its number of samples."""
     try:
         batch, target = next(run.validation.batches(0))
@@ -139,18 +140,20 @@ def _write_traced(
     run: Run, model: nn.Module, inputs: Inputs, samples: int, kind: ExportKind, path: Path
 ) -> float:
     """Export and reload; return the largest difference from the model's outputs."""
-    half = rows(inputs, slice(max(1, samples // 2)))  # checks that the batch size is dynamic
+    half_batch = rows(inputs, slice(max(1, samples // 2)))  # checks that the batch size is dynamic
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            again = WRITERS[kind](model, inputs, path)
-            differences = [_difference(call(model, x), again(x)) for x in (inputs, half)]
+            reloaded = WRITERS[kind](model, inputs, path)
+            differences = [
+                _largest_difference(call(model, x), reloaded(x)) for x in (inputs, half_batch)
+            ]
     except (OSError, RunnerError):
         raise
     except Exception as error:  # tracers raise any type
         path.unlink(missing_ok=True)
         weight_only = "optimization.quantization.mode=weight_only, or " if run.quantized else ""
         raise ConfigError(
-            KEY,
+            EXPORT_KEY,
             f"{kind.name} does not take this model: {_root_cause(error)}",
             f"try {weight_only}another format; the metrics are in summary.json",
         ) from error
@@ -159,18 +162,18 @@ def _write_traced(
     if any(not difference <= tolerance * scale for difference, scale in differences):
         path.unlink(missing_ok=True)
         raise ConfigError(
-            KEY,
+            EXPORT_KEY,
             f"the outputs of the {kind.name} file differ from the model's by {largest:.2g}",
             "its forward depends on the data or is random; try another format",
         )
     return largest
 
 
-def _torchscript(model: nn.Module, inputs: Inputs, path: Path) -> Written:
+def _export_torchscript(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
     example: Any = {"example_kwarg_inputs": inputs}
     if not isinstance(inputs, dict):
-        several = isinstance(inputs, tuple | list)
-        example = {"example_inputs": tuple(inputs) if several else (inputs,)}
+        is_sequence = isinstance(inputs, tuple | list)
+        example = {"example_inputs": tuple(inputs) if is_sequence else (inputs,)}
     with warnings.catch_warnings():
         # torch 2.13's own deprecations, and tracer warnings, which the comparison covers
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
@@ -181,36 +184,34 @@ def _torchscript(model: nn.Module, inputs: Inputs, path: Path) -> Written:
     return partial(call, loaded)
 
 
-def _export(model: nn.Module, inputs: Inputs, path: Path) -> Written:
-    torch.export.save(_exported(model, inputs), path)
+def _export_program(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
+    torch.export.save(_trace_program(model, inputs), path)
     return partial(call, torch.export.load(path).module())  # our own file
 
 
-def _exported(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
-    by_name = dict(inputs) if isinstance(inputs, dict) else {}
-    several = isinstance(inputs, tuple | list)
-    by_place = () if by_name else tuple(inputs) if several else (inputs,)
+def _trace_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
+    kwargs = dict(inputs) if isinstance(inputs, dict) else {}
+    is_sequence = isinstance(inputs, tuple | list)
+    args = () if kwargs else tuple(inputs) if is_sequence else (inputs,)
     batch_size = {0: torch.export.Dim.DYNAMIC}
-    shapes: Any = tree_map(
-        lambda x: batch_size if isinstance(x, Tensor) else None, by_name or by_place
-    )
+    shapes: Any = tree_map(lambda x: batch_size if isinstance(x, Tensor) else None, kwargs or args)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
-        return torch.export.export(model, by_place, by_name, dynamic_shapes=shapes)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
 
 
-def _onnx(model: nn.Module, inputs: Inputs, path: Path) -> Written:
+def _export_onnx(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
     import onnxruntime
 
-    chatter = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = chatter.level
+    onnx_logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = onnx_logger.level
     try:
-        chatter.setLevel(logging.ERROR)  # about missing torchvision, which is not needed
+        onnx_logger.setLevel(logging.ERROR)  # about missing torchvision, which is not needed
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
-            program = torch.onnx.export(_exported(model, inputs), dynamo=True, verbose=False)
+            program = torch.onnx.export(_trace_program(model, inputs), dynamo=True, verbose=False)
     finally:
-        chatter.setLevel(level)
+        onnx_logger.setLevel(level)
     if program is None:
         raise RuntimeError("torch.onnx.export made no program")
     program.save(path, external_data=False)
@@ -218,7 +219,7 @@ def _onnx(model: nn.Module, inputs: Inputs, path: Path) -> Written:
     names = [node.name for node in session.get_inputs()]
 
     def run(inputs: Inputs) -> list[Tensor]:
-        arrays = (tensor.numpy() for tensor in _tensors(inputs))
+        arrays = (tensor.numpy() for tensor in _tensor_leaves(inputs))
         return [
             torch.from_numpy(x) for x in session.run(None, dict(zip(names, arrays, strict=True)))
         ]
@@ -227,27 +228,28 @@ def _onnx(model: nn.Module, inputs: Inputs, path: Path) -> Written:
 
 
 WRITERS = {
-    ExportKind.torchscript: _torchscript,
-    ExportKind.export: _export,
-    ExportKind.onnx: _onnx,
+    ExportKind.torchscript: _export_torchscript,
+    ExportKind.export: _export_program,
+    ExportKind.onnx: _export_onnx,
 }
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _difference(expected: Any, actual: Any) -> tuple[float, float]:
+def _largest_difference(expected: Any, actual: Any) -> tuple[float, float]:
     """Return the largest difference between two outputs, and the largest value of the first."""
-    ours, theirs = _tensors(expected), _tensors(actual)
-    if [x.shape for x in ours] != [x.shape for x in theirs] or not ours:
+    expected_tensors, actual_tensors = _tensor_leaves(expected), _tensor_leaves(actual)
+    expected_shapes = [tuple(x.shape) for x in expected_tensors]
+    actual_shapes = [tuple(x.shape) for x in actual_tensors]
+    if expected_shapes != actual_shapes or not expected_tensors:
         raise ValueError(
-            f"outputs of shape {[tuple(x.shape) for x in theirs]}, "
-            f"where the model's are {[tuple(x.shape) for x in ours]}"
+            f"outputs of shape {actual_shapes}, where the model's are {expected_shapes}"
         )
-    pairs = zip(ours, theirs, strict=True)
+    pairs = zip(expected_tensors, actual_tensors, strict=True)
     largest = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
-    return largest, max(1e-6, *(float(x.double().abs().max()) for x in ours))
+    return largest, max(1e-6, *(float(x.double().abs().max()) for x in expected_tensors))
 
 
 def _root_cause(error: BaseException) -> str:

@@ -53,8 +53,8 @@ class RawInputModel(nn.Module):
         missing = numbers.isnan()
         scaled = torch.where(missing, self.fills, numbers.double())
         scaled = (scaled - self.means) / self.deviations
-        numbers_of = number_columns(self.columns)
-        places = {column.name: place for place, column in enumerate(numbers_of)}
+        numeric_columns = number_columns(self.columns)
+        indices = {column.name: index for index, column in enumerate(numeric_columns)}
         parts, category = [], 0
         for column in self.columns:
             if column.values:
@@ -63,9 +63,9 @@ class RawInputModel(nn.Module):
                 parts += [one_hot, ~one_hot.any(1, keepdim=True)]
                 category += 1
             elif column.part == GAP:
-                parts.append(missing[:, places[column.name]].unsqueeze(1))
+                parts.append(missing[:, indices[column.name]].unsqueeze(1))
             else:
-                parts.append(scaled[:, numbers_of.index(column)].unsqueeze(1))
+                parts.append(scaled[:, numeric_columns.index(column)].unsqueeze(1))
         return torch.cat([part.float() for part in parts], 1)
 
 
@@ -92,10 +92,12 @@ def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ..
         zip(columns, torch.split(inputs.double(), [c.width for c in columns], 1), strict=True)
     )
     categories = [cells[column].argmax(1) for column in columns if column.values]
-    gaps = {column.name: cells[column][:, 0] > 0 for column in columns if column.part == GAP}
+    missing_masks = {
+        column.name: cells[column][:, 0] > 0 for column in columns if column.part == GAP
+    }
     numbers = [
         (cells[column][:, 0] * column.deviation + column.mean).masked_fill(
-            gaps.get(column.name, torch.tensor(False)), torch.nan
+            missing_masks.get(column.name, torch.tensor(False)), torch.nan
         )
         for column in number_columns(columns)
     ]

@@ -68,8 +68,8 @@ def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns
                 continue
             parts = in_parts(run, batch, lambda part: logits(call(forward, part[0])).cpu())
             samples = np.array(loader.indices(number))
-            answers = _predicted(torch.cat(parts), run.sizes)
-            yield {**_names(loader.fetch.source, samples, answers), **answers}
+            columns = _prediction_columns(torch.cat(parts), run.sizes)
+            yield {**_sample_columns(loader.fetch.source, samples, columns), **columns}
 
 
 def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
@@ -93,8 +93,8 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
         for columns in batches:
             table = pyarrow.table(columns)
             if writer is None:
-                make = csv.CSVWriter if kind is PredictFormat.csv else parquet.ParquetWriter
-                writer = make(str(temporary), table.schema)
+                writer_class = csv.CSVWriter if kind is PredictFormat.csv else parquet.ParquetWriter
+                writer = writer_class(str(temporary), table.schema)
             writer.write_table(table)
             rows += len(table)
         if writer is not None:
@@ -108,7 +108,7 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
     return rows
 
 
-def _names(source: Dataset, samples: np.ndarray, answers: Container[str]) -> Columns:
+def _sample_columns(source: Dataset, samples: np.ndarray, columns: Container[str]) -> Columns:
     """Return the samples' names and ids; an id is renamed if it conflicts with another column."""
     rows = source.rows
     if rows.names:
@@ -116,11 +116,11 @@ def _names(source: Dataset, samples: np.ndarray, answers: Container[str]) -> Col
     else:
         names = {rows.word: samples if rows.numbers is None else rows.numbers[samples]}
     for name, ids in source.ids.items():
-        names[f"id {name}" if name in names or name in answers else name] = ids.take(samples)
+        names[f"id {name}" if name in names or name in columns else name] = ids.take(samples)
     return names
 
 
-def _predicted(output: torch.Tensor, sizes: Sizes) -> Columns:
+def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> Columns:
     if sizes.task == "regression":
         values = output.double() * sizes.target_deviation + sizes.target_mean
         # float32 outputs are precise to about 1e-7 of the targets' deviation

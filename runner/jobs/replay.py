@@ -36,16 +36,16 @@ def main(config: RunConfig, folder: Path) -> Replay:
     if config.replay.path is None:
         raise ConfigError("replay.path", "must be set", "name a debug/captures/step_… folder")
     start = time.monotonic()
-    where = find(Path(config.replay.path))
-    capture = open_capture(where, FilePolicy.of(config.security, own_trees(folder)))
+    capture_folder = find(Path(config.replay.path))
+    capture = open_capture(capture_folder, FilePolicy.of(config.security, own_trees(folder)))
     trusted, limit_s = config.security.trusted, config.replay.timeout_s
     config_of(capture, trusted)  # check it before using the capture
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
         capture = with_weights(capture, Path(temporary), trusted)
-        attempt = ChildAttempts(capture.path, trusted, limit_s, Path(temporary) / "log")
+        attempt = AttemptProcesses(capture.path, trusted, limit_s, Path(temporary) / "log")
         attribute, seconds = config.replay.attribute, 6 * limit_s
         replay = Investigation(
-            capture, folder, attempt, trusted, attribute, seconds, where
+            capture, folder, attempt, trusted, attribute, seconds, capture_folder
         ).investigate()
     try:
         storage.write_json(folder / "replay.json", page.as_dict(replay))
@@ -70,7 +70,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
 
 
 @dataclass(frozen=True)
-class ChildAttempts:
+class AttemptProcesses:
     """Repeats a captured step, each time in its own process with the time limit `limit_s`."""
 
     path: Path
@@ -81,14 +81,14 @@ class ChildAttempts:
     def __call__(self, without: Collection[str]) -> Attempt:
         """Repeat the step without these techniques."""
         arguments = (self.path, list(self.trusted), sorted(without), permitted())
-        process = ChildProcess(_answer, arguments, self.log)
+        process = ChildProcess(_send_attempt, arguments, self.log)
         try:
             process.start()
             attempt: Attempt = process.answer(self.limit_s)
             return attempt
         except ArmEnded as ended:
-            late = f"not done within replay.timeout_s={self.limit_s:g}"
-            return Attempt(failed=late if ended.status == "timeout" else ended.reason)
+            problem = f"not done within replay.timeout_s={self.limit_s:g}"
+            return Attempt(failed=problem if ended.status == "timeout" else ended.reason)
         finally:
             process.end()
 
@@ -103,7 +103,7 @@ def make_captured_attempt(path: Path, trusted: Sequence[str], without: Collectio
         return Attempt(failed=error_line(error))
 
 
-def _answer(
+def _send_attempt(
     child: ChildSide,
     path: Path,
     trusted: list[str],

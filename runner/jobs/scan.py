@@ -31,9 +31,9 @@ from runner.security.files.scan import Item, Scanner, list_items
 from runner.security.paths import own_trees
 from runner.training.signals import Interrupts
 
-JSON = "scan.json"
+SCAN_FILE = "scan.json"
 STYLES = {Trust.REFUSED: "bold red", Trust.UNTRUSTED: "yellow"}
-KNOWN = {
+TRUST_REASONS = {
     Trust.UNTRUSTED: "no problem found, but its digest is unknown",
     Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
     Trust.PINNED: "its digest is in security.pinned",
@@ -73,25 +73,25 @@ class ScanRow:
     def explain(self, level: SecurityLevel) -> str:
         """Return the reason for its trust, and what to do."""
         worst, trust = self.worst, self.assessment.trust
-        serious = worst is not None and worst.severity is not Severity.NOTE
+        is_serious = worst is not None and worst.severity is not Severity.NOTE
         if not self.assessment.refused and not enough(self.assessment, level):
-            way = way_in(self.assessment)
-            unknown = f"unknown file, which security={level.value} does not load; {way}"
-            return f"{worst}; {unknown}" if serious else unknown
-        if worst is not None and (serious or trust is Trust.UNTRUSTED):
+            fix = way_in(self.assessment)
+            unknown = f"unknown file, which security={level.value} does not load; {fix}"
+            return f"{worst}; {unknown}" if is_serious else unknown
+        if worst is not None and (is_serious or trust is Trust.UNTRUSTED):
             return str(worst)
-        return KNOWN.get(trust, "refused")
+        return TRUST_REASONS.get(trust, "refused")
 
 
 @dataclass
-class Scan:
+class ScanResult:
     """The result of job=scan."""
 
     path: str
     level: SecurityLevel
     total: int = 0  # number of items
     rows: list[ScanRow] = field(default_factory=list)  # judged items
-    passed_over: int = 0  # files that are not models or arrays
+    ignored_files: int = 0  # files that are not models or arrays
     skipped: list[Reason] = field(default_factory=list)  # links that lead outside, pipes, …
     interrupted: bool = False
     seconds: float = 0.0
@@ -112,12 +112,12 @@ class Scan:
         """The verdict in one line."""
         refused, count = self.refused, _count_items(len(self.rows))
         if refused:
-            bad = sum(row.assessment.refused for row in refused)
-            counts = [f"{bad} of {count} refused"] if bad else []
-            if low := len(refused) - bad:
-                of = "" if bad else f"of {count} "
+            refused_count = sum(row.assessment.refused for row in refused)
+            counts = [f"{refused_count} of {count} refused"] if refused_count else []
+            if untrusted := len(refused) - refused_count:
+                of = "" if refused_count else f"of {count} "
                 level = f"which security={self.level.value} does not load"
-                counts.append(f"{low} {of}UNTRUSTED, {level}")
+                counts.append(f"{untrusted} {of}UNTRUSTED, {level}")
             first = f"{refused[0].assessment.path}: {refused[0].explain(self.level)}"
             return escape_control_chars(f"{', '.join(counts)}; the first, {first}")
         if self.interrupted:
@@ -155,17 +155,17 @@ class Scan:
             "complete": not self.interrupted,
             "counts": {t.name: sum(r.assessment.trust is t for r in self.rows) for t in Trust},
             "things": self.total,
-            "passed_over": self.passed_over,
+            "passed_over": self.ignored_files,
             "seconds": self.seconds,
             "odd": [{**vars(reason), "severity": reason.severity.name} for reason in self.skipped],
             "rows": rows,
         }
 
 
-def terminal(scan: Scan, most: int) -> RenderableType:
-    """Show the `most` worst rows, for 80 columns."""
+def render_terminal(scan: ScanResult, max_rows: int) -> RenderableType:
+    """Show the `max_rows` worst rows, for 80 columns."""
     parts: list[RenderableType] = [Text(), plain_text(f"scan of {scan.path}", "bold")]
-    for row in scan.worst_first[:most]:
+    for row in scan.worst_first[:max_rows]:
         head = Text(f"{row.assessment.trust.name:9} ", STYLES.get(row.assessment.trust, "green"))
         head.append(plain_text(row.assessment.path, "bold"))
         digest = plain_text(f"  sha256 {row.digest or 'in scan.json'}", "dim")
@@ -175,11 +175,11 @@ def terminal(scan: Scan, most: int) -> RenderableType:
         about = f"{row.kind}, {', '.join(sorted(formats)) or OTHER}, {size(row.size)}"
         lines = [plain_text(about, "dim"), plain_text(row.explain(scan.level))]
         parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
-    notes = [f"not opened: {reason}" for reason in scan.skipped[:most]]
-    if len(scan.rows) > most:
-        notes.insert(0, f"… and {_count_items(len(scan.rows) - most, ' more')}, in {JSON}")
-    if scan.passed_over:
-        files = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
+    notes = [f"not opened: {reason}" for reason in scan.skipped[:max_rows]]
+    if len(scan.rows) > max_rows:
+        notes.insert(0, f"… and {_count_items(len(scan.rows) - max_rows, ' more')}, in {SCAN_FILE}")
+    if scan.ignored_files:
+        files = "1 file" if scan.ignored_files == 1 else f"{scan.ignored_files:,} files"
         notes.append(f"{files} of other kinds, which the runner does not load")
     return Group(*parts, *(plain_text(note, "dim") for note in notes))
 
@@ -188,29 +188,31 @@ def _count_items(count: int, more: str = "") -> str:
     return f"1 item{more}" if count == 1 else f"{count:,} items{more}"
 
 
-def main(config: RunConfig, folder: Path) -> Scan:
+def main(config: RunConfig, folder: Path) -> ScanResult:
     """Judge `scan.path`; print the list and write scan.json to `folder`.
 
     Raises SecurityError if any item is refused or below the trust that the level requires,
     UsageError if there is nothing to judge, and Interrupted after writing the items so far.
     """
-    path = find(config.scan.path)
-    scan = Scan(str(path), config.security.level)
+    path = find_scan_path(config.scan.path)
+    scan = ScanResult(str(path), config.security.level)
     policy = FilePolicy.of(config.security, own_trees(folder))
     start = time.monotonic()
     with Interrupts() as interrupts:
         try:
             interrupts.begin_wait()  # so that a signal interrupts immediately
-            _scan(path, policy, scan, config)
+            _scan_items(path, policy, scan, config)
         except KeyboardInterrupt:
             scan.interrupted = True
         interrupts.end_wait()
         scan.seconds = time.monotonic() - start
-        write_json(folder / JSON, scan.as_dict())
-        print_stdout(terminal(scan, config.scan.rows), crop=False)
-    files = f"{JSON} lies in {folder}"
+        write_json(folder / SCAN_FILE, scan.as_dict())
+        print_stdout(render_terminal(scan, config.scan.rows), crop=False)
+    files = f"{SCAN_FILE} lies in {folder}"
     if scan.interrupted:
-        so_far = f" after {len(scan.rows)} of {scan.total}; the list so far is in {folder / JSON}"
+        so_far = (
+            f" after {len(scan.rows)} of {scan.total}; the list so far is in {folder / SCAN_FILE}"
+        )
         raise Interrupted(interrupts.received or signal.SIGINT, so_far)
     if scan.refused:
         raise SecurityError(f"{scan.verdict}; {files}")
@@ -220,7 +222,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
     return scan
 
 
-def find(name: str | None) -> Path:
+def find_scan_path(name: str | None) -> Path:
     """Return the file or folder to scan. Raises UsageError if it does not exist."""
     path = Path(name or "")
     if not os.path.exists(path):
@@ -228,9 +230,9 @@ def find(name: str | None) -> Path:
     return path
 
 
-def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None:
+def _scan_items(path: Path, policy: FilePolicy, scan: ScanResult, config: RunConfig) -> None:
     """Fill `scan`, one item at a time."""
-    items = list(_judged(path, scan))
+    items = list(_select_items(path, scan))
     scan.total = len(items)
     screen = console()
     quiet = not config.monitoring.progress or not takes_live_display(screen)
@@ -239,12 +241,12 @@ def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None
             scan.rows.append(ScanRow(item.kind, scanner.scan(item)))
 
 
-def _judged(path: Path, scan: Scan) -> Iterator[Item]:
+def _select_items(path: Path, scan: ScanResult) -> Iterator[Item]:
     """Yield the items to judge; count the others."""
     for item in list_items(path):
-        alone = item.kind == "file" and item.path != path
-        if alone and item.files and not is_loadable(item.path):
-            scan.passed_over += 1
+        is_nested_file = item.kind == "file" and item.path != path
+        if is_nested_file and item.files and not is_loadable(item.path):
+            scan.ignored_files += 1
         elif not item.files and not item.refused:
             scan.skipped += item.odd
         else:

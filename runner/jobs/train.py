@@ -11,9 +11,9 @@ from runner.training.loop import train
 from runner.training.summary import FILE, Summary
 
 
-def main(config: RunConfig, folder: Path, given: Components | None = None) -> Summary:
+def main(config: RunConfig, folder: Path, components: Components | None = None) -> Summary:
     """Train in `folder`; the report is written however the run ends."""
-    with build(config, folder, given or chosen(config, folder)) as run:
+    with build(config, folder, components or chosen(config, folder)) as run:
         try:
             return train(run)
         finally:

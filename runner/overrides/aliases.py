@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KEYS = {
+KEY_ALIASES = {
     "training.epochs": "epochs max_epochs num_epochs n_epochs num_train_epochs epoch",
     "training.steps": "steps max_steps num_steps n_steps iterations max_iters",
     "training.batch_size": "batch_size bs batch train_batch_size per_device_train_batch_size",
@@ -50,11 +50,11 @@ _PRECISION = {
     **dict.fromkeys(("16", "fp16", "float16", "16-mixed"), f"{_AMP}=fp16"),
     **dict.fromkeys(("32", "fp32", "float32", "32-true"), "optimization.amp.enabled=false"),
 }
-VALUES = dict.fromkeys(("precision", "dtype", "mixed_precision", "amp_dtype"), _PRECISION)
+VALUE_ALIASES = dict.fromkeys(("precision", "dtype", "mixed_precision", "amp_dtype"), _PRECISION)
 """Names in other programs with different values: overrides by value."""
 
 _TRANSFORMER = "data=stdlib_text model=gpt"
-OPTIONS = {
+OPTION_ALIASES = {
     "device": {"gpu": "device=cuda", "metal": "device=mps"},
     "debug": {"true": "debug=full", "all": "debug=full", "false": "debug=none"},
     "data": {"mnist": "data=digits", "csv": "data=tabular", "imagefolder": "data=images"},
@@ -71,13 +71,22 @@ OPTIONS = {
 }
 """By group: options of other programs and the equivalent overrides."""
 
-NAMES_OF_OPTIONS = ("name", "type", "kind", "class", "arch")
+OPTION_KEYS = ("name", "type", "kind", "class", "arch")
 """`model.name=cnn` is `model=cnn` here."""
 
-FILES = {".csv": "tabular", ".tsv": "tabular", ".parquet": "tabular", ".npz": "arrays"}
+OPTION_BY_SUFFIX = {".csv": "tabular", ".tsv": "tabular", ".parquet": "tabular", ".npz": "arrays"}
 """The data option that reads a file, by suffix."""
 
-TORCHVISION = ("convnext", "densenet", "efficientnet", "mobilenet", "resnet", "swin", "vgg", "vit")
+TORCHVISION_PREFIXES = (
+    "convnext",
+    "densenet",
+    "efficientnet",
+    "mobilenet",
+    "resnet",
+    "swin",
+    "vgg",
+    "vit",
+)
 """Prefixes of torchvision model names."""
 
 TORCH_OPTIMIZERS = tuple(
@@ -89,7 +98,7 @@ _LOGGERS = "a run always writes metrics.jsonl, summary.json and TensorBoard; mon
 _HOOKS = "early stopping is training.patience; a class of your own goes into debug.hooks"
 _DEVICE = "a run takes one device: device=cuda device.index=0"
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
-ABSENT = {
+UNSUPPORTED = {
     **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
     **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
     **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
@@ -98,13 +107,13 @@ ABSENT = {
 """Names without a key here, and what to use instead."""
 
 
-def key_of(name: str) -> str:
+def find_key(name: str) -> str:
     """Return our key for another program's, or "" if there is none."""
     name = name.casefold().replace("-", "_")
-    return next((ours for ours, names in KEYS.items() if name in names.split()), "")
+    return next((key for key, names in KEY_ALIASES.items() if name in names.split()), "")
 
 
-def replacement(key: str) -> str:
+def find_replacement(key: str) -> str:
     """Return what to use instead of a name without a key here, or "" if unknown."""
     parts = key.casefold().replace("-", "_").split(".")
-    return next((ABSENT[part] for part in parts if part in ABSENT), "")
+    return next((UNSUPPORTED[part] for part in parts if part in UNSUPPORTED), "")

@@ -15,12 +15,12 @@ from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.data.config import OPTIONS as DATA
+from runner.data.config import OPTIONS as DATA_OPTIONS
 from runner.errors import ConfigError, StorageError, install_command
 from runner.format import nearest
-from runner.models.config import OPTIONS as MODELS
+from runner.models.config import OPTIONS as MODEL_OPTIONS
 from runner.overrides import aliases
-from runner.overrides.groups import SURE, options
+from runner.overrides.groups import MIN_SIMILARITY, options
 from runner.overrides.spelling import (
     CliOverride,
     Compose,
@@ -30,15 +30,15 @@ from runner.overrides.spelling import (
 )
 from runner.record import hydra_files
 
-SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA, "model": MODELS}
-UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError)
-DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
-PLUGINS = (
+SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA_OPTIONS, "model": MODEL_OPTIONS}
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+NUMBERED_DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
+PLUGIN_HINT = (
     "plugins of packages: pip install hydra-joblib-launcher, hydra-submitit-launcher (SLURM; "
     f"{install_command('slurm')}), hydra-ray-launcher ({install_command('ray')}) or "
     "hydra-optuna-sweeper"
 )
-NEED_RUN = ("evaluate", "predict")
+JOBS_WITH_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"
 
 
@@ -58,31 +58,35 @@ def explain(
     if any(o.key == "hydra.searchpath" for o in parsed) and not folders:  # groups of a package
         return translate(error)
     chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])
-    guesses = Guesses(groups, chosen, composes)
-    problems = [_wrong_option(override, guesses) for override in parsed if override.key in groups]
+    suggester = Suggester(groups, chosen, composes)
+    problems = [_check_option(override, suggester) for override in parsed if override.key in groups]
     if "--multirun" in str(error):
-        problems.append(_several_values(parsed, guesses))
-    problem = next(filter(None, problems), None) or _wrong_file(folders, guesses, compose)
+        problems.append(_check_several_values(parsed, suggester))
+    problem = next(filter(None, problems), None) or _check_config_files(folders, suggester, compose)
     if problem is not None:
         return problem
     try:
         config = compose(chosen)
-    except UNCOMPOSED:
+    except COMPOSE_ERRORS:
         return translate(error, folders)
-    keys = [o for o in parsed if o.key not in groups and "/" not in o.key]
-    wrong_keys = (_wrong_key(override, guesses, config) for override in keys)
-    return _no_run(parsed) or next(filter(None, wrong_keys), None) or translate(error, folders)
+    key_overrides = [o for o in parsed if o.key not in groups and "/" not in o.key]
+    wrong_keys = (_check_key(override, suggester, config) for override in key_overrides)
+    return (
+        _check_run_named(parsed)
+        or next(filter(None, wrong_keys), None)
+        or translate(error, folders)
+    )
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """Suggestions for a mistake, in the context of the chosen options."""
+class Suggester:
+    """Suggests overrides for a mistake, in the context of the chosen options."""
 
     groups: Mapping[str, Mapping[str, str]]
     choices: list[str]  # valid options, e.g. `data=cancer`
     composes: Callable[[list[str]], bool]
 
-    def first(self, guesses: Iterable[list[str]]) -> list[str]:
+    def first_composing(self, guesses: Iterable[list[str]]) -> list[str]:
         """Return the first guess that composes with the chosen options, or an empty list."""
         for guess in guesses:
             keys = {text.partition("=")[0] for text in guess}
@@ -91,52 +95,52 @@ class Guesses:
                 return guess
         return []
 
-    def of_option(self, group: str, value: str) -> Iterator[list[str]]:
+    def for_option(self, group: str, value: str) -> Iterator[list[str]]:
         """Yield guesses for an option that does not exist."""
         name = value.casefold()
         if value.startswith("["):
             yield [f"{group}={value.strip('[]').replace(' ', '')}"]
-        if ours := aliases.OPTIONS.get(group, {}).get(name):
-            yield ours.split()
-        if group == "device" and (numbered := DEVICE.fullmatch(name)):
+        if alias := aliases.OPTION_ALIASES.get(group, {}).get(name):
+            yield alias.split()
+        if group == "device" and (numbered := NUMBERED_DEVICE.fullmatch(name)):
             yield ["device=cuda", f"device.index={numbered[1]}"]
-        if group == "data" and (kind := aliases.FILES.get(Path(name).suffix)):
+        if group == "data" and (kind := aliases.OPTION_BY_SUFFIX.get(Path(name).suffix)):
             yield [f"data={kind}", f"data.path={value}"]
-        if group == "model" and name.startswith(aliases.TORCHVISION):
+        if group == "model" and name.startswith(aliases.TORCHVISION_PREFIXES):
             yield [f"model._target_=torchvision.models.{value}", "security.trusted=[torchvision]"]
-        if group == "optimizer" and (near := nearest(value, aliases.TORCH_OPTIMIZERS, 0.8)):
-            yield [f"optimizer.name={near}"]
-        if near := nearest(value, self.groups[group]):
-            yield [f"{group}={near}"]
+        if group == "optimizer" and (nearest_name := nearest(value, aliases.TORCH_OPTIMIZERS, 0.8)):
+            yield [f"optimizer.name={nearest_name}"]
+        if nearest_name := nearest(value, self.groups[group]):
+            yield [f"{group}={nearest_name}"]
 
-    def of_key(self, override: CliOverride, i: int, config: DictConfig) -> Iterator[list[str]]:
+    def for_key(self, override: CliOverride, i: int, config: DictConfig) -> Iterator[list[str]]:
         """Yield guesses for a key whose i-th part does not exist."""
         parts, value = override.key.split("."), override.value
         name = parts[-1].casefold().replace("-", "_")
-        group = self.group_of(parts[0]) if len(parts) > 1 else ""
-        keys = [self.respelled(override, i, config, SURE)]
-        if ours := aliases.VALUES.get(name, {}).get(value.strip("'\"").casefold()):
-            yield ours.split()
-        if group and len(parts) == 2 and name in aliases.NAMES_OF_OPTIONS:
+        group = self.find_group(parts[0]) if len(parts) > 1 else ""
+        keys = [self.nearest_key(override, i, config, MIN_SIMILARITY)]
+        if alias := aliases.VALUE_ALIASES.get(name, {}).get(value.strip("'\"").casefold()):
+            yield alias.split()
+        if group and len(parts) == 2 and name in aliases.OPTION_KEYS:
             keys.append(group)
-        keys.append(aliases.key_of(name))
+        keys.append(aliases.find_key(name))
         if name in self.groups or (group and name in config and name != "name"):
             keys.append(name)
-        if not aliases.replacement(override.key):
-            leaves = {key.rpartition(".")[2]: key for key in reversed(list(_keys(config)))}
+        if not aliases.find_replacement(override.key):
+            leaves = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(config)))}
             keys.append(leaves.get(nearest(name, leaves, 0.8) or "", ""))
-            keys.append(self.respelled(override, i, config))
+            keys.append(self.nearest_key(override, i, config))
         for key in dict.fromkeys(filter(None, keys)):
             yield from self._assign(key, value)
 
-    def respelled(
+    def nearest_key(
         self, override: CliOverride, i: int, config: DictConfig, cutoff: float = 0.6
     ) -> str:
         """Return the key with the existing name nearest to its i-th part; "" without one."""
         parts = override.key.split(".")
         node: Any = OmegaConf.select(config, ".".join(parts[:i])) if i else config
-        near = nearest(parts[i], _own_keys(node) + ([] if i else list(self.groups)), cutoff)
-        return ".".join([*parts[:i], near, *parts[i + 1 :]]) if near else ""
+        nearest_name = nearest(parts[i], _own_keys(node) + ([] if i else list(self.groups)), cutoff)
+        return ".".join([*parts[:i], nearest_name, *parts[i + 1 :]]) if nearest_name else ""
 
     def _assign(self, key: str, value: str) -> Iterator[list[str]]:
         """Yield overrides that set a key, which may be a group or follow other overrides."""
@@ -148,71 +152,77 @@ class Guesses:
         elif all(option in self.groups[last] for option in value.split(",")):
             yield [f"{last}={value}"]
         else:
-            yield from self.of_option(last, value)
+            yield from self.for_option(last, value)
 
-    def group_of(self, name: str) -> str:
+    def find_group(self, name: str) -> str:
         """Return our group for a name, here or in other programs; "" without one."""
-        ours = name if name in self.groups else aliases.key_of(name)
-        return ours if ours in self.groups else ""
+        group = name if name in self.groups else aliases.find_key(name)
+        return group if group in self.groups else ""
 
-    def wrong_option(self, group: str, value: str) -> ConfigError:
+    def option_error(self, group: str, value: str) -> ConfigError:
         """Return the error about an option that does not exist."""
         others = [text for text in self.choices if text.partition("=")[0] != group]
-        meant = replace(self, choices=others).first(self.of_option(group, value))
-        otherwise = f"there are {', '.join(self.groups[group])}"
-        if group == "model" and not (meant and meant[0].startswith("model=")):
-            otherwise += "; for your own class set model._target_ and security.trusted"
-        if group == "data" and not meant:
-            otherwise += "; your own data: data=tabular|images|arrays|text data.path=…"
-        return _suggest(group, f"no option {value!r}", meant, otherwise)
+        suggestion = replace(self, choices=others).first_composing(self.for_option(group, value))
+        fallback = f"there are {', '.join(self.groups[group])}"
+        if group == "model" and not (suggestion and suggestion[0].startswith("model=")):
+            fallback += "; for your own class set model._target_ and security.trusted"
+        if group == "data" and not suggestion:
+            fallback += "; your own data: data=tabular|images|arrays|text data.path=…"
+        return _suggestion_error(group, f"no option {value!r}", suggestion, fallback)
 
 
-def _suggest(key: str, problem: str, meant: Sequence[str], otherwise: str) -> ConfigError:
-    """Return the error about a key; `meant` are overrides that compose, `otherwise` more text."""
-    guess = f"did you mean {_command(meant)}?" if meant else ""
-    return ConfigError(key, problem, " ".join(part for part in (guess, otherwise) if part))
+def _suggestion_error(
+    key: str, problem: str, suggestion: Sequence[str], fallback: str
+) -> ConfigError:
+    """Return the error about a key, with a `suggestion` that composes and the text `fallback`."""
+    guess = f"did you mean {_format_command(suggestion)}?" if suggestion else ""
+    return ConfigError(key, problem, " ".join(part for part in (guess, fallback) if part))
 
 
-def _command(overrides: Sequence[str]) -> str:
+def _format_command(overrides: Sequence[str]) -> str:
     """Return the overrides as typed, with -m if they sweep."""
     return " ".join([*(["-m"] if sweep_overrides(overrides) else []), *overrides])
 
 
-def _wrong_option(override: CliOverride, guesses: Guesses) -> ConfigError | None:
+def _check_option(override: CliOverride, suggester: Suggester) -> ConfigError | None:
     value = override.value.strip().strip("'\"")
-    known = not value or value in guesses.groups[override.key] or "${" in value
-    if override.sign == "~" or known or override.parsed.is_sweep_override():
+    is_valid = not value or value in suggester.groups[override.key] or "${" in value
+    if override.sign == "~" or is_valid or override.parsed.is_sweep_override():
         return None
-    return guesses.wrong_option(override.key, value)
+    return suggester.option_error(override.key, value)
 
 
-def _several_values(parsed: Sequence[CliOverride], guesses: Guesses) -> ConfigError | None:
+def _check_several_values(
+    parsed: Sequence[CliOverride], suggester: Suggester
+) -> ConfigError | None:
     """Return the error about several values without -m; None if no sweep or list composes."""
-    swept = [override for override in parsed if override.parsed.is_sweep_override()]
-    for override in swept:
-        options_of = guesses.groups.get(override.key, override.values())
-        if wrong := next((value for value in override.values() if value not in options_of), None):
-            return guesses.wrong_option(override.key, wrong)
-    first, ways = swept[0], []
-    if meant := guesses.first([[str(override) for override in swept]]):
-        ways.append(f"to run one after the other: {_command(meant)}")
+    sweeps = [override for override in parsed if override.parsed.is_sweep_override()]
+    for override in sweeps:
+        allowed = suggester.groups.get(override.key, override.values())
+        if wrong := next((value for value in override.values() if value not in allowed), None):
+            return suggester.option_error(override.key, wrong)
+    first, fixes = sweeps[0], []
+    if suggestion := suggester.first_composing([[str(override) for override in sweeps]]):
+        fixes.append(f"to run one after the other: {_format_command(suggestion)}")
     as_list = [f"{first.sign}{first.key}=[{first.value}]"]
-    if first.key not in guesses.groups and guesses.first([as_list]):
-        ways.append(f"for a list: {as_list[0]}")
+    if first.key not in suggester.groups and suggester.first_composing([as_list]):
+        fixes.append(f"for a list: {as_list[0]}")
     problem = f"{first.value} names several values"
-    return ConfigError(first.key, problem, "; ".join(ways)) if ways else None
+    return ConfigError(first.key, problem, "; ".join(fixes)) if fixes else None
 
 
-def _no_run(parsed: Sequence[CliOverride]) -> ConfigError | None:
+def _check_run_named(parsed: Sequence[CliOverride]) -> ConfigError | None:
     """Return the error about `data.*` keys without a run, if the job needs one."""
     typed = {override.key: override.value for override in parsed}
-    job, named = typed.get("job"), {"data", "checkpoint.resume", "model.weights"} & typed.keys()
-    if job in NEED_RUN and not named and any(key.startswith("data.") for key in typed):
+    job, names_run = typed.get("job"), {"data", "checkpoint.resume", "model.weights"} & typed.keys()
+    if job in JOBS_WITH_RUN and not names_run and any(key.startswith("data.") for key in typed):
         return ConfigError("checkpoint.resume", f"job={job} needs a run", f"name it: {EXAMPLE}")
     return None
 
 
-def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> ConfigError | None:
+def _check_key(
+    override: CliOverride, suggester: Suggester, config: DictConfig
+) -> ConfigError | None:
     """Return the error about the first part of a dotted key that does not exist, if any."""
     node: Any = config
     parts = override.key.split(".")
@@ -223,15 +233,15 @@ def _wrong_key(override: CliOverride, guesses: Guesses, config: DictConfig) -> C
             path = ".".join(parts[:i])
             return ConfigError(override.key, f"{path} is a value and has no keys", f"set {path}=…")
         if part not in node.keys():  # `part in node` is False for a missing value
-            return _unknown_key(override, i, node, guesses, config)
+            return _unknown_key_error(override, i, node, suggester, config)
         node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
     exists = override.sign == "+" and not isinstance(node, DictConfig)
     fix = f"drop the +: {override.key}{override.rest}"
     return ConfigError(override.key, "already exists", fix) if exists else None
 
 
-def _unknown_key(
-    override: CliOverride, i: int, node: DictConfig, guesses: Guesses, config: DictConfig
+def _unknown_key_error(
+    override: CliOverride, i: int, node: DictConfig, suggester: Suggester, config: DictConfig
 ) -> ConfigError | None:
     """Return the error about the i-th part of a key, which is missing in its parent `node`."""
     parts = override.key.split(".")
@@ -240,52 +250,60 @@ def _unknown_key(
         fix = f"add it: +{override}"
         return None if override.sign else ConfigError(override.key, "does not exist yet", fix)
     problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
-    existing = f"there are {', '.join(_own_keys(node) if i else guesses.groups)}"
-    having: list[str] = []
+    existing = f"there are {', '.join(_own_keys(node) if i else suggester.groups)}"
+    kinds_with_key: list[str] = []
     if path in SCHEMAS and not OmegaConf.is_missing(node, "kind") and node.kind:
         problem += f"={node.kind}"
-        having = [k for k, s in SCHEMAS[path].items() if part in s.__dataclass_fields__]
-        existing = f"{path}={'|'.join(having)} has it; {existing}" if having else existing
-    meant = [] if having else guesses.first(guesses.of_key(override, i, config))
-    near = guesses.respelled(override, i, config, SURE)
-    group = guesses.group_of(part)
-    if near and not meant:  # the key exists, and only its value is wrong
-        existing = f"did you mean {near}? {existing}"
+        kinds_with_key = [k for k, s in SCHEMAS[path].items() if part in s.__dataclass_fields__]
+        existing = (
+            f"{path}={'|'.join(kinds_with_key)} has it; {existing}" if kinds_with_key else existing
+        )
+    suggestion = (
+        [] if kinds_with_key else suggester.first_composing(suggester.for_key(override, i, config))
+    )
+    nearest_key = suggester.nearest_key(override, i, config, MIN_SIMILARITY)
+    group = suggester.find_group(part)
+    if nearest_key and not suggestion:  # the key exists, and only its value is wrong
+        existing = f"did you mean {nearest_key}? {existing}"
     elif not i and isinstance(config.get(group), DictConfig):
         existing = f"{group} has {', '.join(_own_keys(config[group]))}"
-    otherwise = aliases.replacement(override.key) or ("" if meant and not i else existing)
-    return _suggest(override.key, problem, meant, otherwise)
+    fallback = aliases.find_replacement(override.key) or ("" if suggestion and not i else existing)
+    return _suggestion_error(override.key, problem, suggestion, fallback)
 
 
 def _own_keys(node: DictConfig) -> list[str]:
     return [str(key) for key in node if key not in ("kind", "arguments", "_target_")]
 
 
-def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in config:
         if prefix or key != "hydra":
             yield f"{prefix}{key!s}"
             node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
             if isinstance(node, DictConfig) and not node._is_none():
-                yield from _keys(node, f"{prefix}{key!s}.")
+                yield from _all_keys(node, f"{prefix}{key!s}.")
 
 
 # -- user config files ---------------------------------------------------------------------------
 
 
-def _wrong_file(folders: Sequence[Path], guesses: Guesses, compose: Compose) -> ConfigError | None:
+def _check_config_files(
+    folders: Sequence[Path], suggester: Suggester, compose: Compose
+) -> ConfigError | None:
     """Return the error in the user's own file of a chosen option, led by its path."""
-    for choice in guesses.choices:
+    for choice in suggester.choices:
         group, _, option = choice.partition("=")
-        others = [other for other in guesses.choices if other != choice]
+        others = [other for other in suggester.choices if other != choice]
         for path in (folder / group / f"{option}.yaml" for folder in folders):
-            wrong = _mistakes(path, group, replace(guesses, choices=others), compose)
+            wrong = _file_errors(path, group, replace(suggester, choices=others), compose)
             if path.is_file() and (error := next(wrong, None)):
                 return ConfigError(os.path.relpath(path), str(error))
     return None
 
 
-def _mistakes(path: Path, group: str, guesses: Guesses, compose: Compose) -> Iterator[ConfigError]:
+def _file_errors(
+    path: Path, group: str, suggester: Suggester, compose: Compose
+) -> Iterator[ConfigError]:
     try:
         body = hydra_files.read_yaml(path)
         package = ConfigSource._get_header_dict(path.read_text(encoding="utf-8"))["package"]
@@ -298,19 +316,19 @@ def _mistakes(path: Path, group: str, guesses: Guesses, compose: Compose) -> Ite
         return
     entries = [e for e in body.pop("defaults", None) or [] if isinstance(e, dict)]
     pairs = [(str(key).split()[-1].lstrip("/"), o) for e in entries for key, o in e.items()]
-    chosen = {key: str(option) for key, option in pairs if key in guesses.groups}
+    chosen = {key: str(option) for key, option in pairs if key in suggester.groups}
     for key, option in chosen.items():
-        if option not in guesses.groups[key]:
-            yield guesses.wrong_option(key, option)
+        if option not in suggester.groups[key]:
+            yield suggester.option_error(key, option)
     try:
-        config = compose([*guesses.choices, *(f"{key}={o}" for key, o in chosen.items())])
-    except UNCOMPOSED:
+        config = compose([*suggester.choices, *(f"{key}={o}" for key, o in chosen.items())])
+    except COMPOSE_ERRORS:
         return
     for override in _as_overrides(body if package == "_global_" else {group: body}):
-        if override.key in guesses.groups:
+        if override.key in suggester.groups:
             fix = f"write `override /{override}` there".replace("=", ": ")
             yield ConfigError(override.key, "an option is named in the defaults list", fix)
-        elif wrong := _wrong_key(override, guesses, config):
+        elif wrong := _check_key(override, suggester, config):
             yield wrong
 
 
@@ -330,7 +348,7 @@ def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOver
 # -- messages of Hydra and OmegaConf -------------------------------------------------------------
 
 
-def _whole_key(error: Exception, inner: OmegaConfBaseException) -> str:
+def _full_key(error: Exception, inner: OmegaConfBaseException) -> str:
     """Return the key of an error; OmegaConf makes items of a list apart, with keys of their own."""
     typed = re.search(r"overrid(?:e|ing) '?([\w.@/]+)", str(error))
     key = str(inner.full_key or "")
@@ -349,20 +367,20 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     if inner is None:
         lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
         text = " ".join(" ".join(lines).partition("Config search path")[0].split())
-        fix = PLUGINS if re.search(r"Could not find 'hydra/(launcher|sweeper)/", text) else ""
+        fix = PLUGIN_HINT if re.search(r"Could not find 'hydra/(launcher|sweeper)/", text) else ""
         return ConfigError("config", text or type(error).__name__, fix)
     source = re.match(r"In '([^']+)': ", str(error))
     paths = [folder / f"{source[1]}.yaml" for folder in folders] if source else []
     file = next((f"{os.path.relpath(path)}: " for path in paths if path.is_file()), "")
-    key, problem = _whole_key(error, inner), (inner.msg or str(inner)).partition("\n")[0]
-    known = getattr(inner.object_type, "__dataclass_fields__", {})
+    key, problem = _full_key(error, inner), (inner.msg or str(inner)).partition("\n")[0]
+    fields = getattr(inner.object_type, "__dataclass_fields__", {})
     fix = ""
     if "not a subclass" in problem or "incompatible" in problem:
         problem = f"must be keys and their values, got {problem.rpartition('value: ')[2]}"
         example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
         fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"
-    elif known and (leaf := re.split(r"\W+", key)[-1]) not in known:
-        fix = f"there are {', '.join(known)}"
+    elif fields and (leaf := re.split(r"\W+", key)[-1]) not in fields:
+        fix = f"there are {', '.join(fields)}"
     elif "<enum" in problem:
         members = get_type_hints(inner.object_type)[leaf].__members__
         problem, fix = (

@@ -12,7 +12,7 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
 )
 ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
 """Alternative names of groups."""
-SURE = 0.75  # similarity above which two spellings count as one word
+MIN_SIMILARITY = 0.75  # similarity above which two spellings count as one word
 FOREIGN = ("data", "model", "objective")
 """Groups in which `_target_` may name a user-defined class."""
 ARGUMENT = re.compile(

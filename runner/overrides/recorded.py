@@ -13,14 +13,14 @@ from runner.overrides.groups import ALIASES, FOREIGN, default_options, options
 from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.record import hydra_files
 
-KEY = "checkpoint.resume"
-WORDS = ("none", "auto", "None")
-STEP = re.compile(r"step_\d+|last|best")
+RESUME_KEY = "checkpoint.resume"
+SPECIAL_VALUES = ("none", "auto", "None")
+STEP_FOLDER = re.compile(r"step_\d+|last|best")
 CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedRun:
     """Overrides of the continued run, and its folder if it continues in place."""
 
     overrides: list[str]
@@ -28,60 +28,66 @@ class Resumed:
     run: Path | None = None  # the named run, also if it continues elsewhere
 
 
-def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
+def with_recorded(overrides: Sequence[str], sweeps: bool) -> ResumedRun:
     """Prepend the recorded overrides of the run that `checkpoint.resume` names, if it names one.
 
     The run continues in its own folder, unless it is evaluated, swept over, or hydra.run.dir is
     typed. Raises CheckpointError for a path that is not a run.
     """
     typed = [parse_override(text) for text in overrides]
-    resumes = [o for o in typed if o.key == KEY and o.sign != "~"]
-    paths = [Path(name) for name in _names(resumes[-1]) if name not in WORDS] if resumes else []
+    resumes = [o for o in typed if o.key == RESUME_KEY and o.sign != "~"]
+    names = _resume_values(resumes[-1]) if resumes else []
+    paths = [Path(name) for name in names if name not in SPECIAL_VALUES]
     if not paths:
-        return Resumed(list(overrides))
-    runs = [_run_of(path) for path in paths]
+        return ResumedRun(list(overrides))
+    runs = [_find_run(path) for path in paths]
     recorded = [_recorded_overrides(run) for run in runs]
     if any(other != recorded[0] for other in recorded[1:]):
-        raise ConfigError(KEY, "names runs of different configs", "name one run at a time")
-    merged = [*_kept(recorded[0], typed), *overrides]
+        raise ConfigError(RESUME_KEY, "names runs of different configs", "name one run at a time")
+    merged = [*_select_recorded(recorded[0], typed), *overrides]
     keys = {o.key: o.value for o in map(parse_override, merged)}
     elsewhere = sweeps or keys.get("job", "train") != "train" or "hydra.run.dir" in keys
-    return Resumed(merged, None if elsewhere else runs[0], runs[0])
+    return ResumedRun(merged, None if elsewhere else runs[0], runs[0])
 
 
-def _names(override: CliOverride) -> list[str]:
-    swept = override.parsed.is_sweep_override()
-    names = [text.strip("'\"") for text in override.values()] if swept else []
+def _resume_values(override: CliOverride) -> list[str]:
+    is_sweep = override.parsed.is_sweep_override()
+    names = [text.strip("'\"") for text in override.values()] if is_sweep else []
     names = names or [str(override.parsed.value())]
     if not all(names):
-        raise ConfigError(KEY, "is empty", "name the folder of a run, or auto")
+        raise ConfigError(RESUME_KEY, "is empty", "name the folder of a run, or auto")
     return names
 
 
-def _run_of(path: Path) -> Path | None:
+def _find_run(path: Path) -> Path | None:
     """Return the run's folder that `path` is, or is in; None for a checkpoint outside a run."""
     if not path.is_dir():
-        near = nearest(path.name, (folder.name for folder in path.parent.glob("*/")))
-        fix = f"; did you mean {path.with_name(near)}?" if near else ""
+        nearest_name = nearest(path.name, (folder.name for folder in path.parent.glob("*/")))
+        fix = f"; did you mean {path.with_name(nearest_name)}?" if nearest_name else ""
         if path.exists():
             fix = f"; to start from weights in a file: model.weights={path}"
-        raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()}){fix}")
+        problem = f"there is no folder {path} (looked from {Path.cwd()})"
+        raise CheckpointError(f"{RESUME_KEY}: {problem}{fix}")
     folder = path
-    for pattern in (STEP, re.compile(CHECKPOINTS)):
+    for pattern in (STEP_FOLDER, re.compile(CHECKPOINTS)):
         if pattern.fullmatch(folder.name):
             folder = folder.absolute().parent if folder.parent == Path() else folder.parent
     if (folder / CHECKPOINTS).is_dir():
         return folder
-    if STEP.fullmatch(path.name):
+    if STEP_FOLDER.fullmatch(path.name):
         return None
-    evaluated = [o.value for o in map(parse_override, _recorded_overrides(path)) if o.key == KEY]
-    if evaluated:
-        run = evaluated[-1]
-        raise CheckpointError(f"{KEY}: {path} is an evaluation of {run}; use {KEY}={run}")
+    evaluated_runs = [
+        o.value for o in map(parse_override, _recorded_overrides(path)) if o.key == RESUME_KEY
+    ]
+    if evaluated_runs:
+        run = evaluated_runs[-1]
+        raise CheckpointError(
+            f"{RESUME_KEY}: {path} is an evaluation of {run}; use {RESUME_KEY}={run}"
+        )
     runs = [p.parent for p in path.glob(f"*/{CHECKPOINTS}") if p.is_dir()]
     newest = max(runs, key=lambda run: run.stat().st_mtime_ns, default=None)
-    also = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"
-    raise CheckpointError(f"{KEY}: {path} is not a training run's folder; {also}")
+    hint = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"
+    raise CheckpointError(f"{RESUME_KEY}: {path} is not a training run's folder; {hint}")
 
 
 def _recorded_overrides(run: Path | None) -> list[str]:
@@ -94,27 +100,32 @@ def _recorded_overrides(run: Path | None) -> list[str]:
         raise CheckpointError(str(error)) from error
 
 
-def _kept(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
+def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
     """Return the recorded overrides that the typed ones do not replace.
 
     `security` and `hydra` keys are not taken from a folder, which may come from anywhere.
     """
-    now = {ALIASES.get(o.key, o.key): o.value for o in typed}
-    dropped = with_argument_keys(set(now)) | {KEY}
+    typed_values = {ALIASES.get(o.key, o.key): o.value for o in typed}
+    dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY}
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
-    before = {o.key: o.value for o in map(parse_override, recorded)}
-    if "experiment" not in before:  # a recipe names its own options
-        before = {g: o for g, o in default_options().items() if g in FOREIGN} | before
-    groups = now.keys() & options().keys()
-    swapped = [f"{g}." for g in groups if _part({g: now[g]} | before, g) != _part(now, g)]
-    trains = now.get("job", "train") == "train" or now.get("verify.what") == "run"
-    alone = () if trains else ("distributed",)  # other jobs run in one process
-    prefixes = ("security", "hydra", *alone, *swapped)
+    recorded_values = {o.key: o.value for o in map(parse_override, recorded)}
+    if "experiment" not in recorded_values:  # a recipe names its own options
+        defaults = {g: o for g, o in default_options().items() if g in FOREIGN}
+        recorded_values = defaults | recorded_values
+    groups = typed_values.keys() & options().keys()
+    replaced_groups = [
+        f"{g}."
+        for g in groups
+        if _group_value({g: typed_values[g]} | recorded_values, g) != _group_value(typed_values, g)
+    ]
+    trains = typed_values.get("job", "train") == "train" or typed_values.get("verify.what") == "run"
+    dropped_groups = () if trains else ("distributed",)  # other jobs run in one process
+    prefixes = ("security", "hydra", *dropped_groups, *replaced_groups)
     keys = [(text, parse_override(text).key) for text in recorded]
     return [text for text, key in keys if key not in dropped and not key.startswith(prefixes)]
 
 
-def _part(overrides: Mapping[str, str], group: str) -> str:
+def _group_value(overrides: Mapping[str, str], group: str) -> str:
     """Return what a group is set to: a user's class, or an option."""
     target = overrides.get(f"{group}._target_", "null")
     return overrides[group] if target in ("null", "") else target

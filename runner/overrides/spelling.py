@@ -18,7 +18,7 @@ from runner.models.config import ModelConfig
 from runner.overrides.groups import ALIASES, FOREIGN, options
 from runner.record.text import quote_for_shell
 
-SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
+OVERRIDE_PATTERN = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
 SHARED_KEYS = {
     "data": {f.name for f in fields(DataConfig)},  # how data is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
@@ -26,7 +26,7 @@ SHARED_KEYS = {
 """Keys of a group that keep their meaning when a user's class replaces the option."""
 EXCLUSIVE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 """Setting one of these unsets the other, which a recipe may have set."""
-LISTS = ("security.trusted", "security.environment")
+LIST_KEYS = ("security.trusted", "security.environment")
 SAMPLE_JOBS = 24  # jobs of a sweep that are checked before it starts; Hydra checks the rest
 
 Compose = Callable[[list[str]], DictConfig]
@@ -51,9 +51,9 @@ class CliOverride:
 
     def values(self) -> list[str]:
         """Return the values of a sweep over this key, or the ends of an interval; [] for a glob."""
-        swept = self.parsed.value() if self.parsed.is_sweep_override() else None
-        if isinstance(swept, IntervalSweep):
-            return [str(end) for end in (swept.start, swept.end)]
+        sweep = self.parsed.value() if self.parsed.is_sweep_override() else None
+        if isinstance(sweep, IntervalSweep):
+            return [str(end) for end in (sweep.start, sweep.end)]
         if not self.parsed.is_discrete_sweep() or type(self.parsed.value()).__name__ == "Glob":
             return []
         return list(islice(self.parsed.sweep_string_iterator(), 1 << 10))
@@ -71,10 +71,10 @@ def parse_override(text: str) -> CliOverride:
         fix = f"values with special characters are quoted twice: {quote_for_shell(key, value)}"
         problem = f"{text} cannot be read ({reason})"
         raise ConfigError(key.lstrip("+~") or text, problem, fix) from error
-    shape = SHAPE.match(text)
-    if shape is None:
+    match = OVERRIDE_PATTERN.match(text)
+    if match is None:
         raise ConfigError(text, "names no key", "write key=value")
-    return CliOverride(shape["sign"], shape["key"], shape["rest"], parsed)
+    return CliOverride(match["sign"], match["key"], match["rest"], parsed)
 
 
 def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]:
@@ -95,7 +95,7 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
 
 def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliOverride:
     key, value = ALIASES.get(override.key, override.key), override.value.strip()
-    if key in LISTS and value.isidentifier():  # a single name needs no brackets
+    if key in LIST_KEYS and value.isidentifier():  # a single name needs no brackets
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
         return replace(override, key=key)
@@ -114,10 +114,10 @@ def _rename_arguments(
     if not targets and any(_is_argument(o, group) for o in overrides):  # a recipe may set it
         others = [str(o) for o in overrides if not _is_argument(o, group)]
         target = compose(first_job(others))[group].get("_target_") or ""
-    return [_for_class(o, group, target) for o in overrides] if target else overrides
+    return [_pass_to_class(o, group, target) for o in overrides] if target else overrides
 
 
-def _for_class(override: CliOverride, group: str, target: str) -> CliOverride:
+def _pass_to_class(override: CliOverride, group: str, target: str) -> CliOverride:
     name = override.key.removeprefix(f"{group}.")
     if _is_argument(override, group):
         return replace(override, key=f"{group}.arguments.{name}")
@@ -131,8 +131,8 @@ def _for_class(override: CliOverride, group: str, target: str) -> CliOverride:
 
 def _is_argument(override: CliOverride, group: str) -> bool:
     name = override.key.removeprefix(f"{group}.")
-    ours = name.partition(".")[0] in ("_target_", "arguments", "kind")
-    return override.sign in ("+", "++") and name != override.key and not ours
+    is_reserved = name.partition(".")[0] in ("_target_", "arguments", "kind")
+    return override.sign in ("+", "++") and name != override.key and not is_reserved
 
 
 def with_argument_keys(keys: set[str]) -> set[str]:
@@ -159,10 +159,10 @@ def sample_jobs(overrides: Sequence[str]) -> list[list[str]]:
     for override in map(parse_override, overrides):
         if not override.parsed.is_sweep_override():
             fixed.append(str(override))
-        elif several := override.values()[:SAMPLE_JOBS]:
-            values.append([f"{override.parsed.get_key_element()}={value}" for value in several])
-    first = [several[0] for several in values]
+        elif choices := override.values()[:SAMPLE_JOBS]:
+            values.append([f"{override.parsed.get_key_element()}={value}" for value in choices])
+    first = [choices[0] for choices in values]
     jobs = [fixed + first]
-    for i, several in enumerate(values):
-        jobs += [[*fixed, *first[:i], value, *first[i + 1 :]] for value in several[1:]]
+    for i, choices in enumerate(values):
+        jobs += [[*fixed, *first[:i], value, *first[i + 1 :]] for value in choices[1:]]
     return jobs[:SAMPLE_JOBS]

@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; --help shows how")
 
 
-def _arguments(typed: list[str]) -> argparse.Namespace:
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m runner.report",
         description="Compare finished runs, sweeps or a benchmark: a table here, and "
@@ -32,31 +32,33 @@ def _arguments(typed: list[str]) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    folders = "folder of a run, of a sweep or of several runs; or a single benchmark's folder"
-    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help=folders)
-    out = "output folder (default: DIR if only one is given, else outputs/comparisons/<time>)"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    board = "only start TensorBoard, with runs named by their differences (default: outputs)"
-    parser.add_argument("--tensorboard", action="store_true", help=board)
-    arguments, others = parser.parse_known_args(typed)
-    if others and not arguments.tensorboard:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    folders_help = "folder of a run, of a sweep or of several runs; or a single benchmark's folder"
+    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help=folders_help)
+    out_help = "output folder (default: DIR if only one is given, else outputs/comparisons/<time>)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
+    tensorboard_help = (
+        "only start TensorBoard, with runs named by their differences (default: outputs)"
+    )
+    parser.add_argument("--tensorboard", action="store_true", help=tensorboard_help)
+    arguments, tensorboard_options = parser.parse_known_args(argv)
+    if tensorboard_options and not arguments.tensorboard:
+        parser.error(f"unrecognized arguments: {' '.join(tensorboard_options)}")
     if not (arguments.folders or arguments.tensorboard):
         parser.error("the following arguments are required: DIR")
-    arguments.options = others  # passed to TensorBoard, e.g. --port=6007
+    arguments.options = tensorboard_options  # passed to TensorBoard, e.g. --port=6007
     return arguments
 
 
-def main(typed: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns an exit code as in `runner.errors`."""
     with current_folder_last():  # the current folder must not shadow an installed package
         from runner.record.console import close_logging
         from runner.record.text import escape_control_chars
 
         try:
-            arguments = _arguments(sys.argv[1:] if typed is None else typed)
+            arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
             if arguments.tensorboard:
-                from runner.report.board import serve
+                from runner.report.tensorboard_server import serve
 
                 return serve(arguments.folders or [Path("outputs")], arguments.options)
             return _compare(arguments)
@@ -71,14 +73,14 @@ def main(typed: list[str] | None = None) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from runner.record.console import print_stdout, set_up_logging
-    from runner.report.comparison import moved, write
-    from runner.report.discover import of_folders
+    from runner.report.comparison import relocate_folders, write
+    from runner.report.discover import compare_folders
     from runner.report.table import ComparisonScreen
 
     set_up_logging("info", None)
     folders = list(dict.fromkeys(arguments.folders))
-    out: Path = arguments.out or (folders[0] if len(folders) == 1 else _new_folder())
-    comparison = moved(of_folders(folders), out)
+    out: Path = arguments.out or (folders[0] if len(folders) == 1 else _default_output_folder())
+    comparison = relocate_folders(compare_folders(folders), out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder")
     written = write(comparison, out)
@@ -86,7 +88,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 0 if written else 5
 
 
-def _new_folder() -> Path:
+def _default_output_folder() -> Path:
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     return Path("outputs", "comparisons", f"{now}-{secrets.token_hex(3)}")
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from runner import format
-from runner.report.comparison import BEST, METRIC, Comparison, Row, number
+from runner.report.comparison import BEST_KEY, METRIC_PREFIX, Comparison, ComparisonRow, number_at
 
-METRICS = 6  # beside the monitored one; comparison.json has all
-LEARNING = (BEST, "step_ms", "samples_per_second")  # first if rows differ in what they learn
-Read = Callable[[Row], float | None]
+MAX_METRICS = 6  # beside the monitored one; comparison.json has all
+# first if rows differ in what they learn
+LEARNING_COLUMNS = (BEST_KEY, "step_ms", "samples_per_second")
+ReadNumber = Callable[[ComparisonRow], float | None]
 
 
 @dataclass(frozen=True)
@@ -19,29 +20,29 @@ class ReportColumn:
 
     key: str
     title: str
-    number: Read
-    text: Callable[[Row], str]
+    number: ReadNumber
+    text: Callable[[ComparisonRow], str]
 
 
-def _column(
-    key: str, title: str, show: Callable[[float | None], str], read: Read | None = None
+def _numeric_column(
+    key: str, title: str, show: Callable[[float | None], str], read: ReadNumber | None = None
 ) -> ReportColumn:
     """Return a numeric column; for rows of several runs it shows the mean with its interval."""
-    find = read or (lambda row: row.number(key))
+    read_number = read or (lambda row: row.number(key))
 
-    def text(row: Row) -> str:
+    def text(row: ComparisonRow) -> str:
         estimate = row.estimates.get(key)
-        return show(find(row)) if estimate is None else format.estimate(estimate, show)
+        return show(read_number(row)) if estimate is None else format.estimate(estimate, show)
 
-    return ReportColumn(key, title, find, text)
+    return ReportColumn(key, title, read_number, text)
 
 
-def _processes(row: Row) -> float | None:
+def _process_count(row: ComparisonRow) -> float | None:
     """Return the number of processes that trained the run; 1 if its summary does not say."""
-    return (number(row.summary, "distributed", "world_size") or 1.0) if row.summary else None
+    return (number_at(row.summary, "distributed", "world_size") or 1.0) if row.summary else None
 
 
-def _break_even_text(row: Row) -> str:
+def _break_even_text(row: ComparisonRow) -> str:
     """Return the number of steps after which compiling is paid back, as text."""
     measured = row.measured
     if measured is None or measured.speedup is None or (measured.compile_seconds or 0.0) < 0.1:
@@ -49,7 +50,7 @@ def _break_even_text(row: Row) -> str:
     return "never" if measured.break_even_steps is None else f"{measured.break_even_steps:,}"
 
 
-def _parity_text(row: Row) -> str:
+def _parity_text(row: ComparisonRow) -> str:
     """Return the parity verdict, shortened for a table cell."""
     text = row.parity or format.NONE
     if text == "explained by precision":
@@ -67,38 +68,41 @@ COLUMNS = (
             row.speedup if row.finished else None, row.speedup_interval
         ),
     ),
-    _column("step_ms", "step, ms", format.rate),
-    _column("samples_per_second", "samples/s", format.rate),
-    _column("peak_process_bytes", "memory", format.size),
+    _numeric_column("step_ms", "step, ms", format.rate),
+    _numeric_column("samples_per_second", "samples/s", format.rate),
+    _numeric_column("peak_process_bytes", "memory", format.size),
     ReportColumn("parity", "numbers", lambda row: 0.0 if row.parity else None, _parity_text),
-    _column("peak_device_bytes", "device memory", format.size),
-    _column("compile_seconds", "compile", format.seconds),
+    _numeric_column("peak_device_bytes", "device memory", format.size),
+    _numeric_column("compile_seconds", "compile", format.seconds),
     ReportColumn(
         "break_even_steps",
         "paid back after",
         lambda row: row.number("break_even_steps"),
         _break_even_text,
     ),
-    _column("data_wait", "waits for data", format.share),
-    _column("processes", "processes", format.rate, _processes),
+    _numeric_column("data_wait", "waits for data", format.share),
+    _numeric_column("processes", "processes", format.rate, _process_count),
 )
 """Most important first: the last ones are dropped where there is no room. Metrics follow."""
 
 
-def columns(comparison: Comparison) -> list[ReportColumn]:
+def select_columns(comparison: Comparison) -> list[ReportColumn]:
     """Return the columns that are not empty, most important first."""
     rows, chosen = comparison.rows, list(COLUMNS)
     if any(row.speedup_interval for row in rows):
         titles = {"speedup": "speed-up (95 %)"}
-        chosen = [replace(one, title=titles.get(one.key, one.title)) for one in chosen]
+        chosen = [replace(column, title=titles.get(column.key, column.title)) for column in chosen]
     if comparison.monitor:
-        chosen.insert(1, _column(BEST, f"best {comparison.monitor}", format.metric))
-    if comparison.about_learning:
-        chosen.sort(key=lambda column: column.key not in LEARNING)
+        chosen.insert(1, _numeric_column(BEST_KEY, f"best {comparison.monitor}", format.metric))
+    if comparison.compares_learning:
+        chosen.sort(key=lambda column: column.key not in LEARNING_COLUMNS)
     if comparison.kind != "benchmark":  # the metrics beside the monitored one
         names = dict.fromkeys(name for row in rows for name in row.metrics)
         others = [x for x in names if x != comparison.monitor and x.count("/") < 2]
-        chosen += [_column(METRIC + name, name, format.metric) for name in others[:METRICS]]
-    if len({_processes(row) for row in rows if row.summary}) < 2:
+        chosen += [
+            _numeric_column(METRIC_PREFIX + name, name, format.metric)
+            for name in others[:MAX_METRICS]
+        ]
+    if len({_process_count(row) for row in rows if row.summary}) < 2:
         chosen = [column for column in chosen if column.key != "processes"]
     return [column for column in chosen if any(column.number(row) is not None for row in rows)]

@@ -16,7 +16,7 @@ from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.format import finite
 from runner.record.storage import read_record, replace_text
 from runner.record.text import json_safe
-from runner.report.naming import about_speed
+from runner.report.naming import compares_speed
 from runner.security.paths import keep_within
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 
-FILE, DOCUMENT, PAGE = "comparison.json", "comparison.md", "comparison.html"
-BOARD = "comparison"  # the TensorBoard run
-FINISHED = ("done", "stopped")
+JSON_FILE, MARKDOWN_FILE, HTML_FILE = "comparison.json", "comparison.md", "comparison.html"
+TENSORBOARD_RUN = "comparison"  # the TensorBoard run
+FINISHED_STATUSES = ("done", "stopped")
 """Statuses of a job that ended normally; any other is a failure with a reason."""
-METRIC = "metric:"  # prefix of a metric's name in a column's key
-BEST = f"{METRIC}best"  # best value of the monitored metric
-DEEPEST = 50  # nesting accepted in a record; ours have five levels
-OF_SUMMARY = {
+METRIC_PREFIX = "metric:"  # prefix of a metric's name in a column's key
+BEST_KEY = f"{METRIC_PREFIX}best"  # best value of the monitored metric
+MAX_DEPTH = 50  # nesting accepted in a record; ours have five levels
+SUMMARY_PATHS = {
     "samples_per_second": ("throughput", "samples_per_second"),
     "step_ms": ("throughput", "step_ms", "p50"),
     "peak_process_bytes": ("memory", "peak_process_bytes"),
@@ -42,17 +42,19 @@ OF_SUMMARY = {
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON record; None if it is damaged or nested deeper than `DEEPEST`."""
+    """Read a JSON record; None if it is damaged or nested deeper than `MAX_DEPTH`."""
     try:
         tree = json.loads(read_record(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return tree if _is_shallow(tree, DEEPEST) else None
+    return tree if _is_shallow(tree, MAX_DEPTH) else None
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inside)
+    children = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    )
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in children)
 
 
 def value_at(tree: Any, *path: str) -> Any:
@@ -62,19 +64,19 @@ def value_at(tree: Any, *path: str) -> Any:
     return tree
 
 
-def number(tree: Any, *path: str) -> float | None:
+def number_at(tree: Any, *path: str) -> float | None:
     """Return the finite number at a path; None if there is none."""
     return finite(value_at(tree, *path))
 
 
-def text(tree: Any, *path: str) -> str:
+def text_at(tree: Any, *path: str) -> str:
     """Return the string at a path; "" if there is none."""
     value = value_at(tree, *path)
     return value if isinstance(value, str) else ""
 
 
 @dataclass
-class Row:
+class ComparisonRow:
     """One job of a sweep or arm of a benchmark, failed or not. Other tools rely on the first
     fields: `overrides, status, reason, summary, speedup, speedup_interval, parity, command`.
     Properties are None where the value is missing or damaged.
@@ -92,20 +94,20 @@ class Row:
     folder: str = ""  # relative to the comparison's
     measured: ArmResult | None = None  # in a benchmark
     judged_on: str = ""  # data (and objective): metrics are comparable only if equal
-    work: str = ""  # device, data and model: ratios are taken only if equal
+    workload: str = ""  # device, data and model: ratios are taken only if equal
     # for a configuration that ran several times; see `Comparison.by_configuration`
-    over: str = ""  # what the mean is taken over: `3 seeds`
-    members: list[str] = field(default_factory=list)  # names of its runs
+    averaged_over: str = ""  # what the mean is taken over: `3 seeds`
+    run_names: list[str] = field(default_factory=list)  # names of its runs
     estimates: dict[str, MeanEstimate] = field(default_factory=dict)  # by column key
 
     @property
     def finished(self) -> bool:
         """Whether it ended normally, or was measured before a Ctrl-C."""
         measured = self.measured is not None and self.measured.blocks > 0
-        return self.status in FINISHED or (self.status == "interrupted" and measured)
+        return self.status in FINISHED_STATUSES or (self.status == "interrupted" and measured)
 
     @property
-    def sound(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether its speed counts: finished, no parity failure, and it learns."""
         return self.finished and self.parity != "FAIL" and not self.problems
 
@@ -127,24 +129,26 @@ class Row:
         """
         if key in self.estimates:
             return self.estimates[key].mean
-        if key.startswith(METRIC):
-            return self.best if key == BEST else self.metrics.get(key.removeprefix(METRIC))
-        measured = None if self.measured is None else number(vars(self.measured), key)
-        if key not in OF_SUMMARY:
+        if key.startswith(METRIC_PREFIX):
+            return (
+                self.best if key == BEST_KEY else self.metrics.get(key.removeprefix(METRIC_PREFIX))
+            )
+        measured = None if self.measured is None else number_at(vars(self.measured), key)
+        if key not in SUMMARY_PATHS:
             return measured
-        return measured or number(self.summary, *OF_SUMMARY[key]) or None
+        return measured or number_at(self.summary, *SUMMARY_PATHS[key]) or None
 
     @property
     def monitor(self) -> str:
         """The metric by which its best checkpoint is chosen."""
-        return text(self.summary, "monitor")
+        return text_at(self.summary, "monitor")
 
     @property
     def best(self) -> float | None:
         """The best value of the monitored metric."""
         if "metric:best" in self.estimates:
             return self.estimates["metric:best"].mean
-        return number(self.summary, "best")
+        return number_at(self.summary, "best")
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -159,7 +163,7 @@ class Row:
     def techniques(self) -> dict[str, dict[str, Any]]:
         """The techniques' entries in the summary, by name."""
         entries = self.summary.get("techniques")
-        named = [(text(x, "name"), x) for x in (entries if isinstance(entries, list) else [])]
+        named = [(text_at(x, "name"), x) for x in (entries if isinstance(entries, list) else [])]
         return {name: entry for name, entry in named if name}
 
     @property
@@ -175,18 +179,18 @@ class Comparison:
     """The rows of a comparison, and notes on them."""
 
     title: str
-    rows: list[Row]
+    rows: list[ComparisonRow]
     kind: str = "sweep"  # sweep (one run each, unpaired) | benchmark | runs (of several folders)
     reference: str = ""  # name of the row that speedups are against
     notes: list[str] = field(default_factory=list)
     command: str = ""
     benchmark: BenchmarkResult | None = None  # control, load, attribution, machine
     search: SearchRecord | None = None  # the search whose trials the rows are
-    home: Path | None = None  # rows' folders are relative to it; see `moved`
+    root: Path | None = None  # rows' folders are relative to it; see `relocate_folders`
     schema: int = 1
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[ComparisonRow]:
         """The rows that did not finish."""
         return [row for row in self.rows if not row.finished]
 
@@ -194,13 +198,13 @@ class Comparison:
     def devices(self) -> list[str]:
         """The distinct devices that the rows ran on."""
         entries = [row.summary.get("device") for row in self.rows]
-        names = [text(entry, "name") or text(entry, "kind") for entry in entries]
+        names = [text_at(entry, "name") or text_at(entry, "kind") for entry in entries]
         return list(dict.fromkeys(filter(None, names)))
 
     @cached_property
-    def about_learning(self) -> bool:
+    def compares_learning(self) -> bool:
         """Whether the rows differ in what they learn, rather than in how they compute it."""
-        return self.kind != "benchmark" and not about_speed(row.overrides for row in self.rows)
+        return self.kind != "benchmark" and not compares_speed(row.overrides for row in self.rows)
 
     @cached_property
     def by_configuration(self) -> Comparison:
@@ -210,15 +214,15 @@ class Comparison:
         return merge_replicates(self)
 
     @property
-    def replicated(self) -> bool:
+    def has_replicates(self) -> bool:
         """Whether any configuration ran with several seeds or folds."""
         return self.by_configuration is not self
 
     @property
     def row_title(self) -> str:
         """What a row stands for: arm, configuration or run."""
-        several = any(row.over for row in self.rows)
-        return "arm" if self.kind == "benchmark" else "configuration" if several else "run"
+        has_merged_rows = any(row.averaged_over for row in self.rows)
+        return "arm" if self.kind == "benchmark" else "configuration" if has_merged_rows else "run"
 
     @property
     def monitor(self) -> str:
@@ -230,7 +234,7 @@ class Comparison:
 def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
     """Return the comparison of a benchmark's arms; `folder` is the benchmark's, if any."""
     rows = [
-        Row(
+        ComparisonRow(
             list(arm.overrides),
             arm.status,
             arm.reason,
@@ -245,63 +249,63 @@ def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
         )
         for arm in result.arms
     ]
-    of_arms = [f"{arm.name}: {note}" for arm in result.arms for note in arm.notes]
+    arm_notes = [f"{arm.name}: {note}" for arm in result.arms for note in arm.notes]
     return Comparison(
         result.name,
         rows,
         kind="benchmark",
         reference=result.reference,
-        notes=list(dict.fromkeys([*result.notes, *of_arms])),
+        notes=list(dict.fromkeys([*result.notes, *arm_notes])),
         command=result.command,
         benchmark=result,
-        home=None if folder is None else folder.absolute(),
+        root=None if folder is None else folder.absolute(),
     )
 
 
-def moved(comparison: Comparison, folder: Path) -> Comparison:
+def relocate_folders(comparison: Comparison, folder: Path) -> Comparison:
     """Return the comparison with the rows' folders relative to `folder`."""
     folder = folder.absolute()
-    home = comparison.home or folder
+    root = comparison.root or folder
     rows = [
-        replace(row, folder=row.folder and os.path.relpath(home / row.folder, folder))
+        replace(row, folder=row.folder and os.path.relpath(root / row.folder, folder))
         for row in comparison.rows
     ]
-    return replace(comparison, rows=comparison.rows if home == folder else rows, home=folder)
+    return replace(comparison, rows=comparison.rows if root == folder else rows, root=folder)
 
 
 def as_json(comparison: Comparison) -> str:
     """Return the comparison as JSON, without duplicates or absolute paths, with NaN as null."""
     benchmark = comparison.benchmark
-    tree = asdict(replace(comparison, home=None, benchmark=None))
+    tree = asdict(replace(comparison, root=None, benchmark=None))
     tree["benchmark"] = benchmark and asdict(replace(benchmark, arms=[]))
-    unneeded = ((tree, "home"), (tree["benchmark"] or {}, "arms"), (tree["search"] or {}, "trials"))
+    unneeded = ((tree, "root"), (tree["benchmark"] or {}, "arms"), (tree["search"] or {}, "trials"))
     for part, key in unneeded:  # trials are in search.json
         part.pop(key, None)
-    merged = {name: row for row in comparison.by_configuration.rows for name in row.members}
+    rows_by_run = {name: row for row in comparison.by_configuration.rows for name in row.run_names}
     finished = {row.name for row in comparison.rows if row.finished}
     for row, entry in zip(comparison.rows, tree["rows"], strict=True):
-        for key in ("work", "over", "members", "estimates"):  # only for merged rows
+        for key in ("workload", "averaged_over", "run_names", "estimates"):  # only for merged rows
             del entry[key]
         (entry["measured"] or {}).pop("summary", None)
-        configuration = merged.get(row.name) if row.finished else None
+        configuration = rows_by_run.get(row.name) if row.finished else None
         entry["replicates"] = configuration and _replicates_entry(configuration, finished)
     return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"
 
 
-def _replicates_entry(row: Row, finished: set[str]) -> dict[str, Any] | None:
+def _replicates_entry(row: ComparisonRow, finished: set[str]) -> dict[str, Any] | None:
     """Return mean, spread and interval of metrics and speed; None if it ran once."""
     if not row.estimates:
         return None
     estimates = {key: asdict(estimate) for key, estimate in row.estimates.items()}
     return {
-        "over": row.over.partition(";")[0],
-        "runs": len(finished.intersection(row.members)),
+        "over": row.averaged_over.partition(";")[0],
+        "runs": len(finished.intersection(row.run_names)),
         "metrics": {
             key.removeprefix("metric:"): x
             for key, x in estimates.items()
             if key.startswith("metric:")
         },
-        "speed": {key: x for key, x in estimates.items() if key in OF_SUMMARY},
+        "speed": {key: x for key, x in estimates.items() if key in SUMMARY_PATHS},
         "speedup": estimates.get("speedup"),
     }
 
@@ -314,35 +318,37 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
     """
     from runner.report import page
 
-    comparison = moved(comparison, folder)
-    keep_within(folder, BOARD)
-    makers: dict[str, Callable[[Path], None]] = {
-        FILE: lambda path: replace_text(path, as_json(comparison)),
-        DOCUMENT: lambda path: replace_text(path, page.document(comparison)),
-        PAGE: lambda path: replace_text(path, page.html(comparison)),
-        BOARD: lambda path: _write_board(page.document(comparison), path),
+    comparison = relocate_folders(comparison, folder)
+    keep_within(folder, TENSORBOARD_RUN)
+    writers: dict[str, Callable[[Path], None]] = {
+        JSON_FILE: lambda path: replace_text(path, as_json(comparison)),
+        MARKDOWN_FILE: lambda path: replace_text(path, page.render_markdown(comparison)),
+        HTML_FILE: lambda path: replace_text(path, page.render_html(comparison)),
+        TENSORBOARD_RUN: lambda path: _write_tensorboard_run(
+            page.render_markdown(comparison), path
+        ),
     }
     written = []
     with suppress(OSError):  # each write reports it
         folder.mkdir(parents=True, exist_ok=True)
-    for name, make in makers.items():
+    for name, write_file in writers.items():
         try:
-            make(folder / name)
+            write_file(folder / name)
             written.append(folder / name)
         except OSError as error:
             log.warning("no %s: %s", folder / name, error.strerror or error)
     return written
 
 
-def _write_board(document: str, folder: Path) -> None:
+def _write_tensorboard_run(document: str, folder: Path) -> None:
     """Write the document as a TensorBoard text, replacing an earlier one."""
     from runner.record.tensorboard import PREFIX, open_event_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    for earlier in folder.glob(f"{PREFIX}*"):
-        earlier.unlink()
+    for old_file in folder.glob(f"{PREFIX}*"):
+        old_file.unlink()
     events = open_event_file(folder)
     try:
-        events.text(f"{BOARD}/report", document, 0)
+        events.text(f"{TENSORBOARD_RUN}/report", document, 0)
     finally:
         events.close()

@@ -16,8 +16,8 @@ from runner.report.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw
 
 Curve = list[tuple[float, float]]
 
-POINTS = 240  # per curve; a phone is 360 px wide
-BYTES = 256 << 20  # of a metrics file; the rest is not read
+MAX_POINTS = 240  # per curve; a phone is 360 px wide
+MAX_BYTES = 256 << 20  # of a metrics file; the rest is not read
 GREY = "#6b7280"
 LOSSES = ("train/loss", "val/loss")
 
@@ -31,7 +31,7 @@ def read_curves(folder: Path, names: Sequence[str] = LOSSES[:1]) -> dict[str, Cu
     splits = [(f'"{split}"'.encode(), split) for split in {x.partition("/")[0] for x in names}]
     try:
         with open_regular(folder / METRICS) as lines:
-            while (line := lines.readline(LONGEST_ROW)) and lines.tell() <= BYTES:
+            while (line := lines.readline(LONGEST_ROW)) and lines.tell() <= MAX_BYTES:
                 for mark, split in splits:
                     if mark in line:
                         _read_row(line, split, curves)
@@ -55,17 +55,17 @@ def _read_row(line: bytes, split: str, curves: dict[str, dict[float, float]]) ->
             points[step] = value
 
 
-def thin_curve(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curve:
-    """Return at most `most` points: the lowest and highest of each segment, to keep spikes."""
-    if len(curve) <= most:
+def downsample_curve(curve: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> Curve:
+    """Return at most `max_points`: the lowest and highest of each segment, to keep spikes."""
+    if len(curve) <= max_points:
         return list(curve)
-    bounds = [i * len(curve) // (most // 2) for i in range(most // 2 + 1)]
+    bounds = [i * len(curve) // (max_points // 2) for i in range(max_points // 2 + 1)]
     parts = [curve[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
     by_loss = [sorted(part, key=lambda point: point[1]) for part in parts]
     return sorted({point for part in by_loss for point in (part[0], part[-1])})
 
 
-def draw_run(folder: Path, monitor: str) -> str:
+def draw_run_curves(folder: Path, monitor: str) -> str:
     """Return an SVG of training and validation loss, with the monitored metric beside it.
 
     "" if no curve has two points.
@@ -74,29 +74,30 @@ def draw_run(folder: Path, monitor: str) -> str:
     curves = {name: x for name, x in read_curves(folder, names).items() if len(x) > 1}
     groups = [[name for name in curves if name in LOSSES], [x for x in curves if x not in LOSSES]]
     plots = [
-        [Series(masked(x), thin_curve(curves[x]), int(x != LOSSES[0])) for x in group]
+        [Series(masked(x), downsample_curve(curves[x]), int(x != LOSSES[0])) for x in group]
         for group in groups
         if group
     ]
     if not plots:
         return ""
-    drawn = [
-        draw_plot(plot, curve_scales(plot), (_title(plot), "step"), WIDTH * i)
+    drawings = [
+        draw_plot(plot, curve_scales(plot), (_plot_title(plot), "step"), WIDTH * i)
         for i, plot in enumerate(plots)
     ]
     width = WIDTH * len(plots)
     size = {"width": width, "height": HEIGHT, "viewBox": f"0 0 {width} {HEIGHT}"}
-    paper = tag("rect", width=width, height=HEIGHT, fill="white")
+    background = tag("rect", width=width, height=HEIGHT, fill="white")
     font = {"font_family": "system-ui, sans-serif", "font_size": 12, "fill": GREY}
-    return str(tag("svg", paper, *drawn, xmlns="http://www.w3.org/2000/svg", **size, **font)) + "\n"
+    namespace = "http://www.w3.org/2000/svg"
+    return str(tag("svg", background, *drawings, xmlns=namespace, **size, **font)) + "\n"
 
 
-def _title(plot: Sequence[Series]) -> Markup:
+def _plot_title(plot: Sequence[Series]) -> Markup:
     """Return the names of the curves, in their colours."""
     font = {"font_size": 14, "font_weight": 600}
     return join(
         *(
-            tag("tspan", one.label, dx=14 * (i > 0), fill=COLOURS[one.style], **font)
-            for i, one in enumerate(plot)
+            tag("tspan", series.label, dx=14 * (i > 0), fill=COLOURS[series.style], **font)
+            for i, series in enumerate(plot)
         )
     )

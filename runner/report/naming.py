@@ -9,42 +9,45 @@ from runner.data.config import LOADING
 from runner.overrides.groups import without_arguments
 from runner.record.hydra_files import overrides_by_key
 
-DEFAULT = "default"
+DEFAULT_NAME = "default"
 """The name of a row that does not set the one key that the others set."""
 
 
-def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
+def name_rows(rows: Sequence[Sequence[str]], folders: Sequence[str]) -> list[str]:
     """Return a distinct name for each row of overrides.
 
     If one key differs, its value (`ultra`), or `lr=0.1` if a value is not a word. If several
     differ, `lr=0.1 seed=2`, with a key's last part if that is unambiguous. Rows with equal
-    overrides are distinguished by `places`, their folders.
+    overrides are distinguished by their `folders`.
     """
-    typed = [overrides_by_key([without_arguments(override) for override in row]) for row in rows]
-    varied = varied_keys(typed)
-    ends = _shortest_ends(places)
+    overrides = [overrides_by_key([without_arguments(text) for text in row]) for row in rows]
+    varied = varied_keys(overrides)
+    suffixes = _shortest_suffixes(folders)
     if not varied:
-        made = list(ends)
+        names = list(suffixes)
     elif len(varied) == 1:
-        made = _names_by_value(varied[0].rpartition(".")[2], [row.get(varied[0]) for row in typed])
+        names = _names_by_value(
+            varied[0].rpartition(".")[2], [row.get(varied[0]) for row in overrides]
+        )
     else:
-        last = {key: key.rpartition(".")[2] for key in varied}
-        often = Counter(last.values())
-        short = {key: end if often[end] == 1 else key for key, end in last.items()}
-        made = [
-            " ".join(f"{short[key]}={row[key]}" for key in varied if key in row) for row in typed
+        last_parts = {key: key.rpartition(".")[2] for key in varied}
+        part_counts = Counter(last_parts.values())
+        short_keys = {key: x if part_counts[x] == 1 else key for key, x in last_parts.items()}
+        names = [
+            " ".join(f"{short_keys[key]}={row[key]}" for key in varied if key in row)
+            for row in overrides
         ]
-    made = [name or DEFAULT for name in made]
-    counts = Counter(made)
-    made = [
-        f"{name} ({end})" if counts[name] > 1 and end != name else name
-        for name, end in zip(made, ends, strict=True)
+    names = [name or DEFAULT_NAME for name in names]
+    counts = Counter(names)
+    names = [
+        f"{name} ({suffix})" if counts[name] > 1 and suffix != name else name
+        for name, suffix in zip(names, suffixes, strict=True)
     ]
-    counts = Counter(made)
-    return [f"{name} #{i}" if counts[name] > 1 else name for i, name in enumerate(made, 1)]
+    counts = Counter(names)
+    return [f"{name} #{i}" if counts[name] > 1 else name for i, name in enumerate(names, 1)]
 
 
-def about_speed(rows: Iterable[Sequence[str]]) -> bool:
+def compares_speed(rows: Iterable[Sequence[str]]) -> bool:
     """Whether the rows differ in how they compute (or not at all), not only in what they train."""
     varied = varied_keys([overrides_by_key(row) for row in rows])
     return not varied or any(
@@ -54,16 +57,18 @@ def about_speed(rows: Iterable[Sequence[str]]) -> bool:
     )
 
 
-def varied_keys(typed: Sequence[Mapping[str, str]]) -> list[str]:
+def varied_keys(overrides: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the keys in which rows differ, in order of first occurrence."""
-    keys = dict.fromkeys(key for row in typed for key in row)
-    return [key for key in keys if len({row.get(key) for row in typed}) > 1]
+    keys = dict.fromkeys(key for row in overrides for key in row)
+    return [key for key in keys if len({row.get(key) for row in overrides}) > 1]
 
 
 def _names_by_value(key: str, values: Sequence[str | None]) -> list[str]:
     """Return the bare values if all are words, else `key=value`."""
     bare = all(value is None or _is_word(value) for value in values)
-    return [DEFAULT if value is None else value if bare else f"{key}={value}" for value in values]
+    return [
+        DEFAULT_NAME if value is None else value if bare else f"{key}={value}" for value in values
+    ]
 
 
 def _is_word(value: str) -> bool:
@@ -75,11 +80,11 @@ def _is_word(value: str) -> bool:
     return False
 
 
-def _shortest_ends(places: Sequence[str]) -> list[str]:
+def _shortest_suffixes(paths: Sequence[str]) -> list[str]:
     """Return the shortest path suffixes that distinguish the paths."""
-    parts = [place.rstrip("/").split("/") for place in places]
+    parts = [path.rstrip("/").split("/") for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        ends = ["/".join(part[-length:]) for part in parts]
-        if len(set(ends)) == len(set(places)):
-            return ends
-    return list(places)
+        suffixes = ["/".join(part[-length:]) for part in parts]
+        if len(set(suffixes)) == len(set(paths)):
+            return suffixes
+    return list(paths)

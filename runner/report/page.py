@@ -22,17 +22,17 @@ from runner import format
 from runner.benchmark.result import Attribution
 from runner.record import markdown
 from runner.report import verdicts
-from runner.report.columns import columns
-from runner.report.comparison import Comparison, Row, text
-from runner.report.figures import figures
-from runner.report.search import SearchRecord, label
+from runner.report.columns import select_columns
+from runner.report.comparison import Comparison, ComparisonRow, text_at
+from runner.report.figures import build_figures
+from runner.report.search import SearchRecord, short_key
 from runner.report.svg import printable
 
 TEMPLATES = Path(__file__).with_name("templates")
-KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
-STATUS = {"arm": "verdict", "configuration": "runs", "run": "status"}
-MOST_ARMS = 40  # columns of the table of techniques, at most
-STATISTICS = (
+KIND_TITLES = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
+STATUS_HEADERS = {"arm": "verdict", "configuration": "runs", "run": "status"}
+MAX_ARMS = 40  # columns of the table of techniques, at most
+BENCHMARK_METHOD = (
     "Randomised blocks: each block runs every arm once, in random order. The time per sample of an "
     "arm's median step (mean step with data workers) is divided by the reference's in the same "
     "block, so that drift of the machine cancels. Intervals have 95 % coverage, corrected for "
@@ -42,12 +42,12 @@ STATISTICS = (
     "process each, no difference within 7 % is claimed. The intervals hold simultaneously, so the "
     "fastest arm may be chosen by them."
 )
-ONE_RUN = (
+UNPAIRED_METHOD = (
     "Each row is one run, and the runs were not interleaved: the numbers include other load on the "
     "machine, so ratios have no interval and are only hints. "
     "job=benchmark measures the same arms in randomised blocks, with intervals."
 )
-PAIRS = (
+PAIRED_METHOD = (
     "Each configuration ran with several seeds or folds. Its row has the mean over them (of times "
     "and rates the geometric one) with a 95 % interval by Student's t; a speed-up is the mean of "
     "the ratios of runs of the same seed or fold. The runs were not interleaved: the numbers "
@@ -55,30 +55,32 @@ PAIRS = (
 )
 
 
-def html(comparison: Comparison) -> str:
+def render_html(comparison: Comparison) -> str:
     """Return the text of `comparison.html`."""
     style, script = (
         (TEMPLATES / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
     return (
-        _environment()
+        _jinja_environment()
         .get_template("comparison.html")
         .render(
-            **_context(comparison),
-            policy=_policy(style, script),
+            **_template_context(comparison),
+            policy=_content_security_policy(style, script),
             style=Markup(style),  # noqa: S704  # a file of ours
             script=Markup(script),  # noqa: S704  # a file of ours
-            figures=figures(comparison),
+            figures=build_figures(comparison),
         )
     )
 
 
-def document(comparison: Comparison) -> str:
+def render_markdown(comparison: Comparison) -> str:
     """Return the text of `comparison.md`, with GitHub tables."""
-    return _environment().get_template("comparison.md").render(**_context(comparison))
+    return (
+        _jinja_environment().get_template("comparison.md").render(**_template_context(comparison))
+    )
 
 
-def _policy(style: str, script: str) -> str:
+def _content_security_policy(style: str, script: str) -> str:
     """Return a CSP that allows only this style and script, and no network access."""
     digests = [hashlib.sha256(part.encode()).digest() for part in (style, script)]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
@@ -89,7 +91,7 @@ def _policy(style: str, script: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def _jinja_environment() -> Environment:
     """Return the Jinja environment; all text passes `printable`, and HTML is escaped."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -137,58 +139,60 @@ class PageTable:
     kind: str = "sortable numbers"
 
 
-def _context(comparison: Comparison) -> dict[str, Any]:
+def _template_context(comparison: Comparison) -> dict[str, Any]:
     """Return the variables of both templates."""
     grouped, search = comparison.by_configuration, comparison.search
     attribution = comparison.benchmark.attribution if comparison.benchmark else None
     commands = [(row.name, row.command) for row in comparison.rows if row.command]
     if comparison.command:
         commands.insert(0, ("all of it", comparison.command))
-    method = PAIRS if comparison.replicated else ONE_RUN
+    method = PAIRED_METHOD if comparison.has_replicates else UNPAIRED_METHOD
     return {
         "comparison": comparison,
-        "kind": KINDS[comparison.kind],
+        "kind": KIND_TITLES[comparison.kind],
         "sentences": verdicts.conclusion(comparison),
-        "about": _about(comparison),
-        "tables": [_table(x) for x in ([grouped] if comparison.replicated else []) + [comparison]],
+        "about": _describe_scope(comparison),
+        "tables": [
+            _rows_table(x) for x in ([grouped] if comparison.has_replicates else []) + [comparison]
+        ],
         "failed": [(row.name, row.status, row.reason) for row in comparison.failures],
         "search": search,
-        "trials": search and _trials(search),
+        "trials": search and _trials_table(search),
         "attribution": attribution,
-        "effects": attribution and attribution.effects and _effects(attribution),
-        **_engagement(grouped.rows),
+        "effects": attribution and attribution.effects and _effects_table(attribution),
+        **_techniques_context(grouped.rows),
         "commands": commands,
-        "method": STATISTICS if comparison.kind == "benchmark" else method,
-        "machine": _machine(comparison),
+        "method": BENCHMARK_METHOD if comparison.kind == "benchmark" else method,
+        "machine": _machine_facts(comparison),
     }
 
 
-def _table(comparison: Comparison) -> PageTable:
-    title, shown, lines = comparison.row_title, columns(comparison), []
-    header = [title, STATUS[title], *(column.title for column in shown)]
+def _rows_table(comparison: Comparison) -> PageTable:
+    title, visible_columns, lines = comparison.row_title, select_columns(comparison), []
+    header = [title, STATUS_HEADERS[title], *(column.title for column in visible_columns)]
     heading = "Configurations" if title == "configuration" else "All numbers"
     for row in comparison.rows:
         status = verdicts.status_or_verdict(row, comparison)
-        cells = [Cell(row.name, row.name), Cell(status, status, not row.sound)]
-        for column in shown:
+        cells = [Cell(row.name, row.name), Cell(status, status, not row.is_valid)]
+        for column in visible_columns:
             failed = column.key == "parity" and row.parity == "FAIL"
             cells.append(Cell(column.text(row), column.number(row), failed))
         lines.append(cells)
     return PageTable(heading, header, lines)
 
 
-def _trials(search: SearchRecord) -> PageTable:
+def _trials_table(search: SearchRecord) -> PageTable:
     keys, lines = [p.key for p in search.parameters], []
     for trial in search.trials:
         values = [str(trial.values.get(key, format.NONE)) for key in keys]
         seconds = format.NONE if trial.seconds is None else f"{trial.seconds:.1f}"
         texts = [str(trial.number), trial.status, format.metric(trial.value), *values, seconds]
         lines.append([Cell(text, None if text == format.NONE else text) for text in texts])
-    header = ["trial", "status", search.metric, *map(label, keys), "time, s"]
+    header = ["trial", "status", search.metric, *map(short_key, keys), "time, s"]
     return PageTable("Trials", header, lines)
 
 
-def _effects(attribution: Attribution) -> PageTable:
+def _effects_table(attribution: Attribution) -> PageTable:
     """Return the table of the techniques' speedups and memory."""
     header = ["technique", "added alone", "within the level", "interaction"]
     lines = []
@@ -203,18 +207,18 @@ def _effects(attribution: Attribution) -> PageTable:
     return PageTable("techniques", [*header, "memory, added", "memory, within", "note"], lines, "")
 
 
-def _about(comparison: Comparison) -> list[str]:
+def _describe_scope(comparison: Comparison) -> list[str]:
     """Return how much was compared, on which devices, when and for how long."""
     benchmark = comparison.benchmark
     if benchmark is None:
-        what = "trials of this process" if comparison.search else "runs"
-        return [f"{len(comparison.rows)} {what}", *comparison.devices]
-    started = [_minute(benchmark.started)] if benchmark.started else []
-    took = verdicts.measured(benchmark)
-    return [f"{len(comparison.rows)} arms", *comparison.devices, *started, took]
+        noun = "trials of this process" if comparison.search else "runs"
+        return [f"{len(comparison.rows)} {noun}", *comparison.devices]
+    started = [_format_minute(benchmark.started)] if benchmark.started else []
+    duration = verdicts.describe_measurement(benchmark)
+    return [f"{len(comparison.rows)} arms", *comparison.devices, *started, duration]
 
 
-def _minute(moment: str) -> str:
+def _format_minute(moment: str) -> str:
     """Format an ISO 8601 time to the minute."""
     try:
         return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
@@ -222,17 +226,17 @@ def _minute(moment: str) -> str:
         return moment
 
 
-def _engagement(rows: Sequence[Row]) -> dict[str, Any]:
+def _techniques_context(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
     """Return the table of techniques by arm; reasons are numbered and listed once below."""
-    arms = [(row.name, row.techniques) for row in rows if row.techniques][:MOST_ARMS]
+    arms = [(row.name, row.techniques) for row in rows if row.techniques][:MAX_ARMS]
     names = dict.fromkeys(name for _, states in arms for name in states)
     reasons: dict[tuple[str, str], list[str]] = {}
-    lines, never = [], []
+    lines, not_requested = [], []
     for name in names:
         title, cells = name.replace("_", " "), []
         for arm, states in arms:
             entry = states.get(name, {})
-            status, reason = format.technique_status(entry), text(entry, "reason")
+            status, reason = format.technique_status(entry), text_at(entry, "reason")
             if status in ("engaged", "not requested"):
                 cells.append(Cell("● engaged" if status == "engaged" else format.NONE))
                 continue
@@ -242,39 +246,41 @@ def _engagement(rows: Sequence[Row]) -> dict[str, Any]:
         if any(cell.text != format.NONE for cell in cells):
             lines.append([Cell(title), *cells])
         else:
-            never.append(title)
+            not_requested.append(title)
     header = ["technique", *(name for name, _ in arms)]
     return {
         "engagement": PageTable("Techniques", header, lines, "matrix") if lines else None,
         "reasons": [(*key, ", ".join(users)) for key, users in reasons.items()],
-        "never": ", ".join(never),
+        "not_requested": ", ".join(not_requested),
     }
 
 
-def _machine(comparison: Comparison) -> list[tuple[str, str]]:
+def _machine_facts(comparison: Comparison) -> list[tuple[str, str]]:
     """Return facts about the machine, its load, and the measurement."""
     result = comparison.benchmark
     if result is None:
         return [("device", ", ".join(comparison.devices))] if comparison.devices else []
     control, commit = result.control, result.git.get("commit")
     stopped = f"; {result.stopped}" if result.stopped else ""
-    against_itself = (control.ratio, control.interval) if control else (None, None)
+    control_ratio = (control.ratio, control.interval) if control else (None, None)
     rows = {name: str(version) for name, version in result.versions.items()}
-    rows |= {str(key).replace("_", " "): _flat(value) for key, value in result.machine.items()}
+    rows |= {
+        str(key).replace("_", " "): _format_value(value) for key, value in result.machine.items()
+    }
     rows |= {
         "CPUs taken by others": format.share(result.load.others),
-        "reference against itself": format.times_interval(*against_itself),
+        "reference against itself": format.times_interval(*control_ratio),
         "noise floor": f"± {format.share(result.noise_floor)}",
-        "measured": f"{verdicts.measured(result)}{stopped}",
-        "started": _minute(result.started) or format.NONE,
+        "measured": f"{verdicts.describe_measurement(result)}{stopped}",
+        "started": _format_minute(result.started) or format.NONE,
         "code": str(commit)[:12] if commit else format.NONE,
     }
     return [(name, value) for name, value in rows.items() if value != format.NONE]
 
 
-def _flat(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join(map(_flat, value))
+        return ", ".join(map(_format_value, value))
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_flat(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {_format_value(item)}" for key, item in value.items())
     return str(value)

@@ -8,10 +8,10 @@ from statistics import mean, stdev
 
 from runner.benchmark.statistics import CONFIDENCE, t_quantile
 from runner.record.hydra_files import overrides_by_key
-from runner.report.comparison import METRIC, OF_SUMMARY, Comparison, Row
-from runner.report.naming import names
+from runner.report.comparison import METRIC_PREFIX, SUMMARY_PATHS, Comparison, ComparisonRow
+from runner.report.naming import name_rows
 
-KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
+REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
 """Override keys that only distinguish replicates, and the noun for each."""
 
 
@@ -38,16 +38,18 @@ class MeanEstimate:
         return cls(math.exp(logs.mean), stdev(values), (low, high))
 
 
-def configuration(row: Row) -> tuple[str, ...]:
+def configuration_key(row: ComparisonRow) -> tuple[str, ...]:
     """Return the overrides except seed and fold keys; equal for replicates."""
-    typed = overrides_by_key(row.overrides)
-    return tuple(f"{key}={value}" for key, value in typed.items() if key not in KEYS)
+    values_by_key = overrides_by_key(row.overrides)
+    return tuple(
+        f"{key}={value}" for key, value in values_by_key.items() if key not in REPLICATE_KEYS
+    )
 
 
-def replicate(row: Row) -> tuple[str | None, ...]:
+def replicate_key(row: ComparisonRow) -> tuple[str | None, ...]:
     """Return the values of the seed and fold keys; runs are paired if they are equal."""
-    typed = overrides_by_key(row.overrides)
-    return tuple(typed.get(key) for key in KEYS)
+    values_by_key = overrides_by_key(row.overrides)
+    return tuple(values_by_key.get(key) for key in REPLICATE_KEYS)
 
 
 def merge_replicates(comparison: Comparison) -> Comparison:
@@ -55,29 +57,29 @@ def merge_replicates(comparison: Comparison) -> Comparison:
 
     Merged rows have the means of their runs, with intervals in `estimates`.
     """
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[ComparisonRow]] = {}
     for row in comparison.rows:
         if row.measured is None:
-            groups.setdefault(configuration(row), []).append(row)
-    made = names(list(groups), [""] * len(groups))
-    rows = [_merge(*item) for item in zip(made, groups, groups.values(), strict=True)]
+            groups.setdefault(configuration_key(row), []).append(row)
+    row_names = name_rows(list(groups), [""] * len(groups))
+    rows = [_merge_runs(*item) for item in zip(row_names, groups, groups.values(), strict=True)]
     if not any(row.estimates for row in rows):
         return comparison
-    reference = next((row for row in rows if comparison.reference in row.members), None)
+    reference = next((row for row in rows if comparison.reference in row.run_names), None)
     if reference is None:
         return replace(comparison, rows=rows)
     reference.speedup_interval = None  # it is 1 by definition
     return replace(comparison, rows=rows, reference=reference.name)
 
 
-def _merge(name: str, shared: tuple[str, ...], runs: list[Row]) -> Row:
+def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]) -> ComparisonRow:
     """Return one row for the runs of a configuration, with the means of those that finished."""
     finished = [row for row in runs if row.finished]
-    over = _over(finished)
-    row = replace((finished or runs)[0], name=name, overrides=list(shared), folder="")
-    row.over, row.members = over or "1 run", [run.name for run in runs]
+    over = _describe_replicates(finished)
+    row = replace((finished or runs)[0], name=name, overrides=list(overrides), folder="")
+    row.averaged_over, row.run_names = over or "1 run", [run.name for run in runs]
     if 0 < len(finished) < len(runs):
-        row.over += f"; {len(runs) - len(finished)} of {len(runs)} failed"
+        row.averaged_over += f"; {len(runs) - len(finished)} of {len(runs)} failed"
     if over:
         row.estimates = _estimates(finished)
         row.speedup = row.speedup_interval = None
@@ -86,28 +88,30 @@ def _merge(name: str, shared: tuple[str, ...], runs: list[Row]) -> Row:
     return row
 
 
-def _over(rows: list[Row]) -> str:
+def _describe_replicates(rows: list[ComparisonRow]) -> str:
     """Describe what the rows vary over, as `3 seeds`; "" for one row or if two are the same run."""
-    typed = [overrides_by_key(row.overrides) for row in rows]
-    counts = {key: len({row.get(key) for row in typed}) for key in (*KEYS, "data.folds")}
-    varied = [key for key in KEYS if counts[key] > 1]
-    apart = len({tuple(row.get(key) for key in varied) for row in typed}) == len(rows)
-    if not (varied and apart) or counts["data.folds"] > 1:
+    overrides = [overrides_by_key(row.overrides) for row in rows]
+    counts = {
+        key: len({row.get(key) for row in overrides}) for key in (*REPLICATE_KEYS, "data.folds")
+    }
+    varied = [key for key in REPLICATE_KEYS if counts[key] > 1]
+    are_distinct = len({tuple(row.get(key) for key in varied) for row in overrides}) == len(rows)
+    if not (varied and are_distinct) or counts["data.folds"] > 1:
         return ""
-    return " × ".join(f"{counts[key]} {KEYS[key]}s" for key in varied)
+    return " × ".join(f"{counts[key]} {REPLICATE_KEYS[key]}s" for key in varied)
 
 
-def _estimates(rows: list[Row]) -> dict[str, MeanEstimate]:
+def _estimates(rows: list[ComparisonRow]) -> dict[str, MeanEstimate]:
     """Return estimates by column key, of values that all rows have; of any speed-ups."""
     estimates = {}
-    for key in OF_SUMMARY:
+    for key in SUMMARY_PATHS:
         values = [value for row in rows if (value := row.number(key) or 0.0) > 0]
         if len(values) == len(rows):
             estimates[key] = MeanEstimate.of_positive(values)
     metrics = [{**row.metrics, **({} if row.best is None else {"best": row.best})} for row in rows]
     for name in metrics[0]:
         if all(name in others for others in metrics):
-            estimates[METRIC + name] = MeanEstimate.of([others[name] for others in metrics])
+            estimates[METRIC_PREFIX + name] = MeanEstimate.of([others[name] for others in metrics])
     ratios = [ratio for row in rows if (ratio := row.speedup or 0.0) > 0]
     if len(ratios) > 1:
         estimates["speedup"] = MeanEstimate.of_positive(ratios)

@@ -22,28 +22,29 @@ from runner.record.history import Fault, History
 from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
-from runner.report.curves import draw_run
+from runner.report.curves import draw_run_curves
 from runner.techniques.base import TechniqueStatus
 from runner.training.hook import Cost
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-Rows = list[tuple[str, str]]
+TableRows = list[tuple[str, str]]
 MIN_NAME, MAX_NAME = 14, 32  # width of the name column
-MANY = 3  # techniques that did not engage share a line from this many on
-USEFUL = ("result", "test set", "faults", "debug tools", "files")  # sections shown for a failed run
+MERGE_FROM = 3  # techniques that did not engage share a line from this many on
+FAILURE_SECTIONS = ("result", "test set", "faults", "debug tools", "files")
+"""Sections shown for a failed run."""
 STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
-CURVES = "curves.svg"
-CHOSEN = "the val metrics are optimistic: they also chose the best checkpoint"
+CURVES_FILE = "curves.svg"
+OPTIMISTIC_NOTE = "the val metrics are optimistic: they also chose the best checkpoint"
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What jobs that do not train did."""
 COLUMN_HEADS = ("column", "taken for", "missing cells in training rows")
-OF_DATA = ("data.unknown_categories", "data.bad_samples", "data.missing")
+DATA_CHOICES = ("data.unknown_categories", "data.bad_samples", "data.missing")
 """Choices about the data that the result of such a job depends on."""
 
 
-class EndTable:
+class RunSummaryTable:
     """Rich renderable of a run's end: result, speed, techniques, files.
 
     `verbose` adds every technique's evidence and every choice. Designed for 80 columns or fewer;
@@ -60,12 +61,12 @@ class EndTable:
         self.sections = [
             (heading, rows)
             for heading, rows in _sections(summary, folder, faults, verbose)
-            if rows and not (failed and heading not in USEFUL)
+            if rows and not (failed and heading not in FAILURE_SECTIONS)
         ]
         self.commands = []
         if folder is not None:
-            board, again = _board(folder), _replay(folder, faults)
-            commands = {"TensorBoard:   ": board, "replay a step: ": again}
+            board, replay_command = _tensorboard_command(folder), _replay_command(folder, faults)
+            commands = {"TensorBoard:   ": board, "replay a step: ": replay_command}
             self.commands = [(name, command) for name, command in commands.items() if command]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -84,7 +85,7 @@ class EndTable:
             yield Text.assemble(*line, no_wrap=True, overflow="ignore")
 
 
-def markdown(summary: Summary, folder: Path | None = None) -> str:
+def render_report(summary: Summary, folder: Path | None = None) -> str:
     """Return the report as Markdown, with every technique's reason."""
     faults = History.read(folder) if folder is not None else []
     reason = f": {md.escape(summary.reason)}" if summary.reason else ""
@@ -94,21 +95,23 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
             parts += [f"## {heading.capitalize()}", md.table(("", ""), rows)]
         if heading == "faults" and faults:
             parts.append(history.fault_table(faults))
-            if folder is not None and (again := _replay(folder, faults)):
-                parts += ["To replay the first captured step:", md.code(again, "sh")]
-        if heading == "result" and folder is not None and (folder / CURVES).is_file():
-            parts.append(f"![losses and the monitored metric by step]({CURVES})")
+            if folder is not None and (replay_command := _replay_command(folder, faults)):
+                parts += ["To replay the first captured step:", md.code(replay_command, "sh")]
+        if heading == "result" and folder is not None and (folder / CURVES_FILE).is_file():
+            parts.append(f"![losses and the monitored metric by step]({CURVES_FILE})")
     if (columns := summary.columns) and summary.job not in VERBS:
-        used = [(x.column, x.taken_for, "" if x.missing is None else x.missing) for x in columns]
+        column_rows = [
+            (x.column, x.taken_for, "" if x.missing is None else x.missing) for x in columns
+        ]
         parts += [
             "## Columns",
-            md.table(COLUMN_HEADS, used),
+            md.table(COLUMN_HEADS, column_rows),
         ]
     origin = [("code", describe_git(summary.git))] if summary.git else []
     origin += [("config hash", summary.config_hash), *summary.versions.items()]
     parts += ["## Origin", md.table(("", ""), origin)]
     parts += ["To repeat the run:", md.code(summary.command, "sh")]
-    if folder is not None and (board := _board(folder)):
+    if folder is not None and (board := _tensorboard_command(folder)):
         parts += ["To view the curves:", md.code(board, "sh")]
     return "\n\n".join(parts) + "\n"
 
@@ -116,9 +119,9 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
 def write(summary: Summary, folder: Path) -> None:
     """Write `report.md` and its curves; an OSError is logged, not raised."""
     try:
-        if drawing := draw_run(folder, summary.monitor):
-            replace_text(folder / CURVES, drawing)
-        replace_text(folder / "report.md", markdown(summary, folder))
+        if drawing := draw_run_curves(folder, summary.monitor):
+            replace_text(folder / CURVES_FILE, drawing)
+        replace_text(folder / "report.md", render_report(summary, folder))
     except OSError as error:
         log.warning("no report.md: %s", error)
 
@@ -133,43 +136,43 @@ def write_recorded(folder: Path) -> None:
 
 def _sections(
     summary: Summary, folder: Path | None, faults: list[Fault], full: bool
-) -> Iterator[tuple[str, Rows]]:
+) -> Iterator[tuple[str, TableRows]]:
     """Yield each section's heading and its rows without the empty ones."""
     full_reasons = full or folder is None  # there is no report.md to refer to
     skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
-    sections: dict[str, Rows] = {
-        "result": _result(summary, full),
-        "test set": _test(summary, full),
-        "speed": _speed(summary),
-        "processes": [_process(rank) for rank in summary.distributed.get("ranks", ()) if full],
-        "techniques": _techniques(summary, full_reasons),
+    sections: dict[str, TableRows] = {
+        "result": _result_rows(summary, full),
+        "test set": _test_rows(summary, full),
+        "speed": _speed_rows(summary),
+        "processes": [_rank_row(rank) for rank in summary.distributed.get("ranks", ()) if full],
+        "techniques": _technique_rows(summary, full_reasons),
         "chosen automatically": [
             (x.key, f"{x.value}: {x.reason}") for x in summary.choices if full_reasons
         ],
         "faults": [("skipped steps", skipped), *history.fault_rows(summary.faults, faults)],
-        "debug tools": [(cost.name, _tool(cost, summary)) for cost in summary.tools],
-        "files": [] if folder is None else _files(summary, folder, full),
+        "debug tools": [(cost.name, _format_tool(cost, summary)) for cost in summary.tools],
+        "files": [] if folder is None else _file_rows(summary, folder, full),
     }
     for heading, rows in sections.items():
         yield heading, [row for row in rows if row[1]]
 
 
-def _replay(folder: Path, faults: list[Fault]) -> str:
+def _replay_command(folder: Path, faults: list[Fault]) -> str:
     """Return the command that replays the first captured step; "" if there is none."""
     first = history.first_capture(faults)
     where = shlex.quote(f"replay.path={short_path(folder / first)}")
     return f"python -m runner job=replay {where}" if first else ""
 
 
-def _tool(cost: Cost, summary: Summary) -> str:
+def _format_tool(cost: Cost, summary: Summary) -> str:
     """Format a debug tool's finding and cost."""
     looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
     share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
-    took = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
-    return f"{cost.finding}  ({took})" if cost.finding else took
+    text = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
+    return f"{cost.finding}  ({text})" if cost.finding else text
 
 
-def _techniques(summary: Summary, full: bool) -> Rows:
+def _technique_rows(summary: Summary, full: bool) -> TableRows:
     """Return rows for the requested techniques, engaged ones first; if not `full`, merged.
 
     One that failed always has its own row with the reason.
@@ -177,20 +180,20 @@ def _techniques(summary: Summary, full: bool) -> Rows:
     requested = [row for row in summary.techniques if row.requested]
     states = {row.name: technique_status(vars(row)) for row in requested}
     engaged = [row for row in requested if row.engaged]
-    rows = [(row.name, _evidence(row)) for row in engaged]
+    rows = [(row.name, _format_evidence(row)) for row in engaged]
     if not full:
         rows = [("engaged", ", ".join(row.name for row in engaged))]
-    unused = [name for name, state in states.items() if state in ("not applicable", "skipped")]
-    if full or (len(unused) < MANY and summary.job not in VERBS):
-        unused = []
+    merged = [name for name, state in states.items() if state in ("not applicable", "skipped")]
+    if full or (len(merged) < MERGE_FROM and summary.job not in VERBS):
+        merged = []
     for row in requested:
-        if not row.engaged and row.name not in unused:
+        if not row.engaged and row.name not in merged:
             rows.append((row.name, f"{states[row.name]}: {row.reason}"))
     trains = full or summary.job not in VERBS
-    return [*rows, ("not applied", ", ".join(unused) if trains else "")]
+    return [*rows, ("not applied", ", ".join(merged) if trains else "")]
 
 
-def _evidence(row: TechniqueStatus) -> str:
+def _format_evidence(row: TechniqueStatus) -> str:
     """Format the evidence that the technique engaged."""
     facts = []
     for name, value in row.evidence.items():
@@ -198,55 +201,63 @@ def _evidence(row: TechniqueStatus) -> str:
             pairs = value.items()
             value = " ".join(f"{k}×{x}" if isinstance(x, int) else f"{k}={x}" for k, x in pairs)
         if isinstance(value, bool | int | float | str) and value != "":
-            shown = str(value).lower() if isinstance(value, bool) else value
-            facts.append(f"{name.replace('_', ' ')} {shown}")
+            value_text = str(value).lower() if isinstance(value, bool) else value
+            facts.append(f"{name.replace('_', ' ')} {value_text}")
     parts = "; ".join(part for part in (row.reason, ", ".join(facts)) if part)
     return f"engaged: {parts}" if parts else "engaged"
 
 
-def _result(summary: Summary, full: bool) -> Rows:
+def _result_rows(summary: Summary, full: bool) -> TableRows:
     """Return the metrics, monitored one first; per-class metrics in full or as a range."""
     validated = {name: x for name, x in summary.metrics.items() if not name.startswith("test/")}
     classes = {name: x for name, x in validated.items() if name.count("/") > 1}
     values = {name: metric(x) for name, x in validated.items() if full or name not in classes}
-    rows: Rows = []
+    rows: TableRows = []
     verb = VERBS.get(summary.job)
     if summary.best is not None and verb is None:
         finite = summary.faults.get("validation_not_finite")
-        of = " (of validations with a finite loss)" if finite else ""
-        best = f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
-        last = values.pop(summary.monitor, "")
-        rows = [(summary.monitor, f"{last} at the end, {best}" if last else best)]
+        qualifier = " (of validations with a finite loss)" if finite else ""
+        best = f"best {metric(summary.best)} at step {summary.best_step:,}{qualifier}"
+        last_value = values.pop(summary.monitor, "")
+        rows = [(summary.monitor, f"{last_value} at the end, {best}" if last_value else best)]
     name = "metrics" if verb or summary.best_step == summary.steps else "at the end"
-    rows += values.items() if full or len(values) < 2 else [(name, _in_a_row(values))]
+    rows += values.items() if full or len(values) < 2 else [(name, _join_metrics(values))]
     if classes and not full:
         rows.append(_class_range(classes))
     check = summary.model_check
-    rows.append(("model check", "" if check.get("ok", True) else _model_check(check)))
-    took = f"in {seconds(summary.wall_seconds)}"
+    rows.append(("model check", "" if check.get("ok", True) else _format_model_check(check)))
+    duration = f"in {seconds(summary.wall_seconds)}"
     if verb is not None:
-        of = f"weights of step {summary.steps:,}, " if summary.steps else ""
-        about = [(x.key, f"{x.value}: {x.reason}") for x in summary.choices if x.key in OF_DATA]
-        return [*rows, (verb, f"{of}{took}"), *([] if full else about)]
+        qualifier = f"weights of step {summary.steps:,}, " if summary.steps else ""
+        data_rows = [
+            (x.key, f"{x.value}: {x.reason}") for x in summary.choices if x.key in DATA_CHOICES
+        ]
+        return [*rows, (verb, f"{qualifier}{duration}"), *([] if full else data_rows)]
     untested = summary.checkpoint.best is not None and not summary.tested
-    kinds = "" if full or not summary.columns else f"{_column_kinds(summary)} (report.md)"
-    trained = f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {took}, validation included"
-    more = [("no test set", CHOSEN if untested else ""), ("columns", kinds), ("trained", trained)]
-    return rows + more
+    kinds = "" if full or not summary.columns else f"{_count_column_kinds(summary)} (report.md)"
+    trained = (
+        f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {duration}, validation included"
+    )
+    last_rows = [
+        ("no test set", OPTIMISTIC_NOTE if untested else ""),
+        ("columns", kinds),
+        ("trained", trained),
+    ]
+    return rows + last_rows
 
 
-def _in_a_row(values: Mapping[str, str]) -> str:
+def _join_metrics(values: Mapping[str, str]) -> str:
     return ", ".join(f"{name.removeprefix('val/')} {value}" for name, value in values.items())
 
 
-def _column_kinds(summary: Summary) -> str:
+def _count_column_kinds(summary: Summary) -> str:
     """Count the columns by kind: `5 numbers, 1 date`."""
     kinds = Counter(row.taken_for.partition(":")[0] for row in summary.columns)
-    more = {"category": "categories", "left out": "left out"}
-    return ", ".join(f"{n:,} {k if n == 1 else more.get(k, f'{k}s')}" for k, n in kinds.items())
+    plurals = {"category": "categories", "left out": "left out"}
+    return ", ".join(f"{n:,} {k if n == 1 else plurals.get(k, f'{k}s')}" for k, n in kinds.items())
 
 
-def _test(summary: Summary, full: bool) -> Rows:
+def _test_rows(summary: Summary, full: bool) -> TableRows:
     """Return the test metrics, and which weights they are of."""
     if not summary.tested:
         return []
@@ -255,7 +266,7 @@ def _test(summary: Summary, full: bool) -> Rows:
     weights = f"the {which} weights, of step {step:,}, on {summary.tested['samples']:,} samples"
     metrics = {name: x for name, x in summary.metrics.items() if name.startswith("test/")}
     values = {name: metric(x) for name, x in metrics.items() if full or name.count("/") == 1}
-    rows = list(values.items()) if full else [("metrics", _in_a_row(values))]
+    rows = list(values.items()) if full else [("metrics", _join_metrics(values))]
     return [*rows, ("tested", weights)]
 
 
@@ -267,7 +278,7 @@ def _class_range(classes: dict[str, float]) -> tuple[str, str]:
     return f"{group}/*", same if classes[low] == classes[high] else " to ".join(ends)
 
 
-def _model_check(check: dict[str, Any]) -> str:
+def _format_model_check(check: dict[str, Any]) -> str:
     """Format the counts and the worst finding of the model check."""
     counts = [f"{check.get(name, 0):,} {name}" for name in ("faults", "warnings")]
     worst: dict[str, str] = next(iter(check.get("worst", ())), {})
@@ -275,27 +286,27 @@ def _model_check(check: dict[str, Any]) -> str:
     return f"{', '.join(counts)}; {where}{worst.get('evidence', '')}"
 
 
-def _speed(summary: Summary) -> Rows:
+def _speed_rows(summary: Summary) -> TableRows:
     speed, memory, facts = summary.throughput, summary.memory, summary.distributed
-    rate, of = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
+    rate, rank_note = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
     if speed.tokens_per_second is not None:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
     step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %"
     shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
-    peak = _peaks(memory.peak_process_bytes, memory.peak_device_bytes)
-    in_all = _peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))
+    peak = _format_peaks(memory.peak_process_bytes, memory.peak_device_bytes)
+    total_peak = _format_peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))
     return [
         ("throughput", rate if speed.samples_per_second else ""),
         ("step", step if speed.step_ms.p50 else ""),
-        ("spent on", shares and shares + of),
-        ("peak memory", peak and peak + of),
+        ("spent on", shares and shares + rank_note),
+        ("peak memory", peak and peak + rank_note),
         ("device", str(summary.device.get("name") or summary.device.get("kind") or "")),
-        ("processes", _processes(facts) if facts else ""),
-        ("in all", in_all and in_all + _flops(facts)),
+        ("processes", _format_processes(facts) if facts else ""),
+        ("in all", total_peak and total_peak + _format_flops(facts)),
     ]
 
 
-def _processes(facts: dict[str, Any]) -> str:
+def _format_processes(facts: dict[str, Any]) -> str:
     """Format the number of processes of a distributed run, and its waiting time."""
     parts = [f"{facts['world_size']:,} ({facts['kind']}, {facts['backend']})"]
     if facts.get("ranks"):
@@ -307,57 +318,57 @@ def _processes(facts: dict[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def _process(rank: dict[str, Any]) -> tuple[str, str]:
+def _rank_row(rank: dict[str, Any]) -> tuple[str, str]:
     parts = [
         f"{rank['samples_per_second']:,.0f} samples/s, {rank['step_ms']:.3g} ms a step",
         f"{rank['communication']:.0%} of it waiting",
-        _peaks(rank["peak_process_bytes"], rank["peak_device_bytes"]) + _flops(rank),
+        _format_peaks(rank["peak_process_bytes"], rank["peak_device_bytes"]) + _format_flops(rank),
         *(f"{count:,} × {kind}" for kind, count in rank["faults"].items()),
     ]
     return f"rank {rank['rank']}, {rank['device']} of {rank['host']}", " · ".join(parts)
 
 
-def _flops(facts: dict[str, Any]) -> str:
-    if not (reached := facts.get("flops_per_second")):
+def _format_flops(facts: dict[str, Any]) -> str:
+    if not (flops := facts.get("flops_per_second")):
         return ""
     mfu = f" (MFU {share:.0%})" if (share := facts.get("mfu")) else ""
-    return f" · {reached / 1e9:,.3g} GFLOP/s{mfu}"
+    return f" · {flops / 1e9:,.3g} GFLOP/s{mfu}"
 
 
-def _peaks(process: int | None, device: int | None) -> str:
+def _format_peaks(process: int | None, device: int | None) -> str:
     on_device = f", {size(device)} on the device" if device else ""
     return f"{size(process)}{on_device}" if process else ""
 
 
-def _files(summary: Summary, folder: Path, full: bool) -> Rows:
+def _file_rows(summary: Summary, folder: Path, full: bool) -> TableRows:
     saved = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
     paths = [f"{Path(path).name} ({which})" for which, path in saved.items() if path]
-    more = "curves, all reasons and choices (monitoring.verbose=true prints them)"
+    report_hint = "curves, all reasons and choices (monitoring.verbose=true prints them)"
     if summary.job in VERBS:
-        more = "all choices, versions and the command"
+        report_hint = "all choices, versions and the command"
     debug = sorted(folder.glob("debug/[!.]*"))
-    inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
+    file_counts = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
     names = [path.name for path in debug if path.is_file()]
-    names += [f"{name}/ ({count})" for name, count in inside.items() if count]
+    names += [f"{name}/ ({count})" for name, count in file_counts.items() if count]
     return [
         ("run", short_path(folder)),
         ("checkpoints/", ", ".join(paths)),
-        ("report.md", "" if full else more),
-        *(_exported(summary.export) if summary.export else ()),
+        ("report.md", "" if full else report_hint),
+        *(_export_rows(summary.export) if summary.export else ()),
         ("debug/", ", ".join(names)),
     ]
 
 
-def _exported(facts: dict[str, Any]) -> Rows:
-    off = facts.get("largest_difference")
-    by = f", off by {off:.2g} at most" if off is not None else ""
+def _export_rows(facts: dict[str, Any]) -> TableRows:
+    difference = facts.get("largest_difference")
+    difference_text = f", off by {difference:.2g} at most" if difference is not None else ""
     count = f"{facts['rows']:,} rows, " if "rows" in facts else ""
     others = [name for name in facts.get("files", ()) if name != Path(facts["file"]).name]
-    written = f"{facts['file']} ({count}{size(facts['bytes'])}{by})"
+    written = f"{facts['file']} ({count}{size(facts['bytes'])}{difference_text})"
     return [("written", written), ("beside it", ", ".join(others))]
 
 
-def _board(folder: Path) -> str:
+def _tensorboard_command(folder: Path) -> str:
     """Return the TensorBoard command, for `outputs` if the run lies in it, to compare runs.
 
     "" if the run wrote no events.
@@ -365,5 +376,5 @@ def _board(folder: Path) -> str:
     if not any(folder.glob("events.out.*")):
         return ""
     parents = [folder.absolute(), *folder.absolute().parents]
-    place = short_path(next((path for path in parents if path.name == "outputs"), folder))
-    return f"python -m runner.report --tensorboard {shlex.quote(place)}"
+    outputs = short_path(next((path for path in parents if path.name == "outputs"), folder))
+    return f"python -m runner.report --tensorboard {shlex.quote(outputs)}"

@@ -10,11 +10,11 @@ from runner.overrides.groups import without_arguments
 from runner.record.text import dataclass_from_json
 from runner.report.comparison import read_json
 
-FILE = "search.json"
+SEARCH_FILE = "search.json"
 RUNNING = "running"
 
 
-def label(key: str) -> str:
+def short_key(key: str) -> str:
     """Return a parameter's key without arguments and `+`, for display."""
     return without_arguments(key).lstrip("+")
 
@@ -34,7 +34,7 @@ class SearchTrial:
     @property
     def title(self) -> str:
         """Its parameter values as overrides."""
-        return " ".join(f"{label(key)}={value}" for key, value in self.values.items())
+        return " ".join(f"{short_key(key)}={value}" for key, value in self.values.items())
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SearchRecord:
         return sum(trial.status == status for trial in self.trials)
 
     @property
-    def facts(self) -> str:
+    def status_counts(self) -> str:
         """The number of trials by status, as text."""
         states = {status: self.count(status) for status in ("done", "pruned", "failed", RUNNING)}
         return ", ".join(f"{count} {status}" for status, count in states.items() if count)
@@ -79,7 +79,7 @@ class SearchRecord:
 
 def read_search(folder: Path) -> SearchRecord | None:
     """Read the search record of a sweep's folder; None if missing or damaged."""
-    path = folder / FILE
+    path = folder / SEARCH_FILE
     try:
         return dataclass_from_json(SearchRecord, read_json(path)) if path.is_file() else None
     except (TypeError, ValueError, AttributeError):

@@ -14,7 +14,8 @@ from markupsafe import Markup, escape
 from runner.record.text import CONTROL
 
 WIDTH, HEIGHT = 400, 348  # pixels of a plot, including axes and title
-LEFT, ABOVE, ROOM, PLOT_HEIGHT = 58, 48, 322, 260  # left margin, top margin, plot area
+MARGIN_LEFT, MARGIN_TOP = 58, 48
+PLOT_WIDTH, PLOT_HEIGHT = 322, 260  # of the plot area
 COLOURS = ("#0b5cad", "#b3420e", "#00725a", "#84439c", "#6f5a00", "#b0206f", "#45606f")
 DASHES = (None, "7 4", "2 3", "10 3 2 3")
 MARKERS = (
@@ -25,8 +26,8 @@ MARKERS = (
     "M-2-7H2V-2H7V2H2V7H-2V2H-7V-2H-2Z",
 )
 """Paths around (0, 0); shapes differ so that colour is not needed."""
-LARGEST, LEAST = 1e300, 1e-290  # limits of an axis, so that arithmetic stays finite and non-zero
-VOID = {"line", "rect", "path", "polyline", "polygon"}
+MAX_VALUE, MIN_RANGE = 1e300, 1e-290  # of an axis: arithmetic stays finite and non-zero
+VOID_ELEMENTS = {"line", "rect", "path", "polyline", "polygon"}
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,16 @@ def printable(value: object) -> str:
     return CONTROL.sub(" ", str(value)).translate({0xFFFE: " ", 0xFFFF: " "})
 
 
-def tag(name: str, /, *inside: object, **attributes: object) -> Markup:
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     """Return an element. `class_` becomes `class`, other `_` become `-`; None is omitted."""
-    listed = "".join(
+    attribute_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(printable(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    if name in VOID:
-        return Markup(f"<{name}{listed}/>")  # noqa: S704  # every value is escaped
-    return Markup(f"<{name}{listed}>{join(*inside)}</{name}>")  # noqa: S704  # as above
+    if name in VOID_ELEMENTS:
+        return Markup(f"<{name}{attribute_text}/>")  # noqa: S704  # every value is escaped
+    return Markup(f"<{name}{attribute_text}>{join(*children)}</{name}>")  # noqa: S704  # as above
 
 
 def join(*parts: object) -> Markup:
@@ -85,10 +86,10 @@ class Scale:
     """Maps values to [0, 1], linearly or logarithmically."""
 
     def __init__(self, low: float, high: float, log: bool = False) -> None:
-        low, high = (min(max(end, -LARGEST), LARGEST) for end in (low, high))
+        low, high = (min(max(end, -MAX_VALUE), MAX_VALUE) for end in (low, high))
         self.log = log and low > 0
-        if high - low < LEAST:
-            high = low + (abs(low) if abs(low) > LEAST else 1.0)
+        if high - low < MIN_RANGE:
+            high = low + (abs(low) if abs(low) > MIN_RANGE else 1.0)
         self.low, self.high = low, high
         ends = (math.log(low), math.log(high)) if self.log else (low, high)
         self.start, self.length = ends[0], ends[1] - ends[0]
@@ -98,16 +99,22 @@ class Scale:
         value = min(max(value, self.low), self.high)
         return ((math.log(value) if self.log else value) - self.start) / self.length
 
-    def ticks(self, most: int = 5) -> list[float]:
-        """Return about `most` round values for the axis."""
+    def ticks(self, max_ticks: int = 5) -> list[float]:
+        """Return about `max_ticks` round values for the axis."""
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             powers = [10.0**e for e in range(first, last + 1)]
-            fine = [m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high]
-            inside = fine if len(fine) <= most else [x for x in fine if x in powers]
-            return inside[:: max(1, math.ceil(len(inside) / most))]
-        step = 10.0 ** math.floor(math.log10((self.high - self.low) / most))
-        step *= next(m for m in (1, 2, 5, 10) if (self.high - self.low) / (step * m) <= most)
+            candidates = [
+                m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high
+            ]
+            in_range = (
+                candidates
+                if len(candidates) <= max_ticks
+                else [x for x in candidates if x in powers]
+            )
+            return in_range[:: max(1, math.ceil(len(in_range) / max_ticks))]
+        step = 10.0 ** math.floor(math.log10((self.high - self.low) / max_ticks))
+        step *= next(m for m in (1, 2, 5, 10) if (self.high - self.low) / (step * m) <= max_ticks)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [i * step for i in range(first, last + 1)]
 
@@ -119,9 +126,9 @@ def curve_scales(series: Sequence[Series], top: float = math.inf) -> tuple[Scale
     ys += [y for one in series for _, *ends in one.band for y in ends if y <= top]
     low, high = min(ys), max(ys)
     log = low > 0 and high / low > 30
-    room = 0 if log else 0.12 * (high - low) or 0.1 * abs(high) or 1.0
-    start = low - room if log or low < 0 or low > room else 0.0
-    return Scale(min(xs), max(xs)), Scale(start, high + room, log)
+    margin = 0 if log else 0.12 * (high - low) or 0.1 * abs(high) or 1.0
+    start = low - margin if log or low < 0 or low > margin else 0.0
+    return Scale(min(xs), max(xs)), Scale(start, high + margin, log)
 
 
 def draw_plot(
@@ -132,52 +139,52 @@ def draw_plot(
     grid = []
     for value in y_scale.ticks():
         y = round(PLOT_HEIGHT * (1 - y_scale(value)), 1)
-        grid.append(tag("line", x2=ROOM, y1=y, y2=y, class_="grid", stroke="#e5e7eb"))
+        grid.append(tag("line", x2=PLOT_WIDTH, y1=y, y2=y, class_="grid", stroke="#e5e7eb"))
         grid.append(tag("text", tick_label(value), x=-8, y=round(y + 4, 1), text_anchor="end"))
     for value in x_scale.ticks():
-        x = round(ROOM * x_scale(value), 1)
+        x = round(PLOT_WIDTH * x_scale(value), 1)
         grid.append(tag("text", tick_label(value), x=x, y=PLOT_HEIGHT + 18, text_anchor="middle"))
-    grid.append(tag("text", titles[0], x=14 - LEFT, y=-20))
-    grid.append(tag("text", titles[1], x=ROOM, y=PLOT_HEIGHT + 34, text_anchor="end"))
-    drawn = [_draw_series(one, scales) for one in series]
-    return tag("g", *grid, *drawn, transform=f"translate({left + LEFT} {ABOVE})")
+    grid.append(tag("text", titles[0], x=14 - MARGIN_LEFT, y=-20))
+    grid.append(tag("text", titles[1], x=PLOT_WIDTH, y=PLOT_HEIGHT + 34, text_anchor="end"))
+    curves = [_draw_series(one, scales) for one in series]
+    return tag("g", *grid, *curves, transform=f"translate({left + MARGIN_LEFT} {MARGIN_TOP})")
 
 
-def _draw_series(one: Series, scales: tuple[Scale, Scale]) -> Markup:
-    def place(x: float, y: float) -> tuple[str, str]:
-        return f"{ROOM * scales[0](x):.1f}", f"{PLOT_HEIGHT * (1 - scales[1](y)):.1f}"
+def _draw_series(series: Series, scales: tuple[Scale, Scale]) -> Markup:
+    def to_pixels(x: float, y: float) -> tuple[str, str]:
+        return f"{PLOT_WIDTH * scales[0](x):.1f}", f"{PLOT_HEIGHT * (1 - scales[1](y)):.1f}"
 
-    title = tag("title", f"{one.label}: {one.text}" if one.text else one.label)
+    title = tag("title", f"{series.label}: {series.text}" if series.text else series.label)
     parts = []
-    if one.scattered:
-        places = [" ".join(place(x, y)) for x, y in one.points]
-        parts = [draw_marker(one, transform=f"translate({at})") for at in places]
+    if series.scattered:
+        positions = [" ".join(to_pixels(x, y)) for x, y in series.points]
+        parts = [draw_marker(series, transform=f"translate({position})") for position in positions]
     else:
-        if one.band:
-            around = [(x, high) for x, _, high in one.band]
-            around += [(x, low) for x, low, _ in reversed(one.band)]
-            outline = " ".join(",".join(place(x, y)) for x, y in around)
+        if series.band:
+            outline_points = [(x, high) for x, _, high in series.band]
+            outline_points += [(x, low) for x, low, _ in reversed(series.band)]
+            outline = " ".join(",".join(to_pixels(x, y)) for x, y in outline_points)
             parts = [tag("polygon", points=outline, fill="currentColor", fill_opacity=0.17)]
-        points = " ".join(",".join(place(x, y)) for x, y in one.points)
-        parts.append(tag("polyline", points=points, **_line_style(one)))
-    return tag("g", title, *parts, **one.colour)
+        points = " ".join(",".join(to_pixels(x, y)) for x, y in series.points)
+        parts.append(tag("polyline", points=points, **_line_style(series)))
+    return tag("g", title, *parts, **series.colour)
 
 
-def _line_style(one: Series) -> dict[str, object]:
-    look: dict[str, object] = {"class_": "curve", "fill": "none", "stroke": "currentColor"}
-    dashes = DASHES[one.style % len(DASHES)]
-    return {**look, "stroke_width": 2, "stroke_linejoin": "round", "stroke_dasharray": dashes}
+def _line_style(series: Series) -> dict[str, object]:
+    style: dict[str, object] = {"class_": "curve", "fill": "none", "stroke": "currentColor"}
+    dashes = DASHES[series.style % len(DASHES)]
+    return {**style, "stroke_width": 2, "stroke_linejoin": "round", "stroke_dasharray": dashes}
 
 
-def draw_marker(one: Series, **place: object) -> Markup:
+def draw_marker(series: Series, **attributes: object) -> Markup:
     """Draw the marker of a series at the origin."""
-    shape = MARKERS[one.style % len(MARKERS)]
-    return tag("path", d=shape, class_="marker", fill="currentColor", stroke="#fff", **place)
+    shape = MARKERS[series.style % len(MARKERS)]
+    return tag("path", d=shape, class_="marker", fill="currentColor", stroke="#fff", **attributes)
 
 
-def draw_key(one: Series) -> Markup:
+def draw_legend_sample(series: Series) -> Markup:
     """Draw the legend sample of a series."""
-    sample = tag("line", x1=-18, x2=18, **_line_style(one))
-    mark = draw_marker(one) if one.scattered else sample
+    sample = tag("line", x1=-18, x2=18, **_line_style(series))
+    marker = draw_marker(series) if series.scattered else sample
     size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
-    return tag("svg", mark, **size, **one.colour, aria_hidden="true", focusable="false")
+    return tag("svg", marker, **size, **series.colour, aria_hidden="true", focusable="false")

@@ -15,14 +15,20 @@ from runner import format
 from runner.record.console import plain_text
 from runner.record.text import escape_control_chars, shorten
 from runner.report import verdicts
-from runner.report.columns import ReportColumn, columns
-from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
+from runner.report.columns import ReportColumn, select_columns
+from runner.report.comparison import (
+    HTML_FILE,
+    JSON_FILE,
+    TENSORBOARD_RUN,
+    Comparison,
+    ComparisonRow,
+)
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
-MOST_ROWS = 60  # in the terminal; the page has all
-NAME = 24  # minimum width of the name column; longer names are folded
-REASON = 300  # maximum characters of a failure's reason
+MAX_ROWS = 60  # in the terminal; the page has all
+NAME_WIDTH = 24  # minimum width of the name column; longer names are folded
+MAX_REASON_LENGTH = 300  # maximum characters of a failure's reason
 
 
 @dataclass
@@ -39,42 +45,44 @@ class ComparisonScreen:
         for sentence in verdicts.conclusion(comparison):
             yield plain_text(sentence.text, TONES[sentence.tone])
         yield Text()
-        yield _fitting_table(comparison.by_configuration, console, options)
-        if (beyond := len(comparison.rows) - MOST_ROWS) > 0:
-            yield plain_text(f"and {beyond} more, in {PAGE} and {FILE}", "dim")
-        for part in (_reasons(comparison), _notes(comparison), _files(comparison)):
+        yield _fit_table(comparison.by_configuration, console, options)
+        if (hidden_rows := len(comparison.rows) - MAX_ROWS) > 0:
+            yield plain_text(f"and {hidden_rows} more, in {HTML_FILE} and {JSON_FILE}", "dim")
+        for part in (_failure_lines(comparison), _note_lines(comparison), _file_lines(comparison)):
             if lines := list(part):
                 yield from (Text(), *lines)
 
 
-def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
+def _fit_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
     """Return a table of as many columns as fit; long names are folded, never cut."""
-    chosen = columns(comparison)
+    chosen = select_columns(comparison)
     while True:
-        table = _table(comparison, chosen, NAME)
+        table = _build_table(comparison, chosen, NAME_WIDTH)
         width = Measurement.get(console, options.update(width=999), table).maximum
-        room = options.max_width - width
-        if room >= 0 or len(chosen) <= 2:
-            return _table(comparison, chosen, NAME + max(0, room))
+        free_width = options.max_width - width
+        if free_width >= 0 or len(chosen) <= 2:
+            return _build_table(comparison, chosen, NAME_WIDTH + max(0, free_width))
         chosen.pop()
 
 
-def _table(comparison: Comparison, chosen: Sequence[ReportColumn], name: int) -> Table:
+def _build_table(comparison: Comparison, chosen: Sequence[ReportColumn], name_width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column(comparison.row_title, header_style="dim", max_width=name, overflow="fold")
+    table.add_column(
+        comparison.row_title, header_style="dim", max_width=name_width, overflow="fold"
+    )
     for column in chosen:
         table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
     table.add_column("", header_style="dim", overflow="fold")
-    for row in comparison.rows[:MOST_ROWS]:
+    for row in comparison.rows[:MAX_ROWS]:
         verdict = verdicts.verdict(row, comparison)
         style = STYLES.get(verdict, "yellow" if row.finished else "red")
-        cells = [_cell(column, row) for column in chosen]
-        stands = ", ".join(filter(None, (row.over, verdict)))
-        table.add_row(plain_text(row.name), *cells, plain_text(stands, style))
+        cells = [_format_cell(column, row) for column in chosen]
+        verdict_text = ", ".join(filter(None, (row.averaged_over, verdict)))
+        table.add_row(plain_text(row.name), *cells, plain_text(verdict_text, style))
     return table
 
 
-def _cell(column: ReportColumn, row: Row) -> Text:
+def _format_cell(column: ReportColumn, row: ComparisonRow) -> Text:
     text = column.text(row)
     if text == format.NONE:
         return Text(text if row.finished else "", style="dim")
@@ -82,39 +90,39 @@ def _cell(column: ReportColumn, row: Row) -> Text:
     return plain_text(text.replace(" to ", "–"), "bold red" if failed else "")
 
 
-def _reasons(comparison: Comparison) -> Iterator[Text]:
+def _failure_lines(comparison: Comparison) -> Iterator[Text]:
     """Yield the failed rows with their reasons; equal reasons are shown once."""
     shared: dict[tuple[str, str], list[str]] = {}
     for row in comparison.failures:
         shared.setdefault((row.status, row.reason), []).append(row.name)
     for (status, reason), names in shared.items():
-        reason = shorten(escape_control_chars(reason), REASON) or "no reason given"
+        reason = shorten(escape_control_chars(reason), MAX_REASON_LENGTH) or "no reason given"
         subject, how = escape_control_chars(format.listed(names)), escape_control_chars(status)
         yield Text.assemble((f"{subject} ", "bold"), (how, "red"), f": {reason}")
 
 
-def _notes(comparison: Comparison) -> list[Text]:
+def _note_lines(comparison: Comparison) -> list[Text]:
     notes, benchmark = list(comparison.notes), comparison.benchmark
     if benchmark is not None:
         stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
-        how = f"{verdicts.measured(benchmark)}{stopped}"
-        notes.append(f"{how}; {verdicts.unclaimed(benchmark)}")
+        how = f"{verdicts.describe_measurement(benchmark)}{stopped}"
+        notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
     return [plain_text(f"· {note}", "dim") for note in notes]
 
 
-def _files(comparison: Comparison) -> Iterator[Text]:
+def _file_lines(comparison: Comparison) -> Iterator[Text]:
     """Yield file paths and commands; commands are not wrapped, so that they can be copied."""
-    home = comparison.home
-    if home is None or not (home / FILE).exists():
+    root = comparison.root
+    if root is None or not (root / JSON_FILE).exists():
         return
-    folder = format.short_path(home)
+    folder = format.short_path(root)
     lines = {"files:      ": folder}
     if comparison.search is not None and (best := comparison.search.best) is not None:
         lines = {"the best:   ": best.command, **lines}
-    if (home / PAGE).exists():
-        lines["the page:   "] = f"{folder}/{PAGE}"
-    if (home / BOARD).exists():
+    if (root / HTML_FILE).exists():
+        lines["the page:   "] = f"{folder}/{HTML_FILE}"
+    if (root / TENSORBOARD_RUN).exists():
         lines["look at it: "] = f"python -m runner.report --tensorboard {shlex.quote(folder)}"
     for name, text in lines.items():
-        shown = escape_control_chars(text)
-        yield Text.assemble((name, "dim"), shown, no_wrap=True, overflow="ignore")
+        printable = escape_control_chars(text)
+        yield Text.assemble((name, "dim"), printable, no_wrap=True, overflow="ignore")

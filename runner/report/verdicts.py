@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from runner.benchmark.result import BenchmarkResult
 from runner.format import MOST_NAMES, interval, listed, metric, seconds, share, times
-from runner.report.comparison import BEST, Comparison, Row
-from runner.report.naming import about_speed
-from runner.report.search import SearchRecord, label
+from runner.report.comparison import BEST_KEY, Comparison, ComparisonRow
+from runner.report.naming import compares_speed
+from runner.report.search import SearchRecord, short_key
 
-WIDE = 0.05  # a noise floor above this is mentioned in the headline
-BUSY = 0.1  # so is a larger share of the CPUs used by other processes
-NEAR = 0.05  # single runs that differ by less count as equally fast
-UNCLEAR = "no clear difference"  # in speed; omitted where rows differ in what they learn
+HIGH_NOISE_FLOOR = 0.05  # a noise floor above this is mentioned in the headline
+HIGH_LOAD = 0.1  # so is a larger share of the CPUs used by other processes
+EQUAL_SPEED_TOLERANCE = 0.05  # single runs that differ by less count as equally fast
+NO_CLEAR_DIFFERENCE = "no clear difference"
+"""The verdict on speed; omitted where rows differ in what they learn."""
 NOT_COMPARED = "the runs' metrics are not compared."
 CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
 
@@ -27,54 +28,54 @@ class Sentence:
     tone: str = "plain"
 
 
-def verdict(row: Row, comparison: Comparison) -> str:
+def verdict(row: ComparisonRow, comparison: Comparison) -> str:
     """Return the row's verdict: a claim, the reference, or its status if it did not finish."""
     if not row.finished:
         return row.status
     if row.parity == "FAIL":
         return "PARITY FAIL"
     if row.name == comparison.reference:
-        return "" if comparison.about_learning else "reference"
+        return "" if comparison.compares_learning else "reference"
     if row.measured is None:
-        found = _of_pairs(row)
-        return "" if found == UNCLEAR and comparison.about_learning else found
+        text = _paired_verdict(row)
+        return "" if text == NO_CLEAR_DIFFERENCE and comparison.compares_learning else text
     if row.problems:
         return "does not train"
     claim = CLAIMS.get(row.measured.claim, "not known")
     return f"{claim}, other work" if row.other_work else claim
 
 
-def _of_pairs(row: Row) -> str:
+def _paired_verdict(row: ComparisonRow) -> str:
     """Return the verdict on the mean ratio of paired runs; "" for a single run."""
     if row.speedup_interval is None:
         return ""
     low, high = row.speedup_interval
-    return "faster" if low > 1 else "slower" if high < 1 else UNCLEAR
+    return "faster" if low > 1 else "slower" if high < 1 else NO_CLEAR_DIFFERENCE
 
 
-def status_or_verdict(row: Row, comparison: Comparison) -> str:
+def status_or_verdict(row: ComparisonRow, comparison: Comparison) -> str:
     """Return the verdict, preceded by the status for runs of a sweep."""
     text = verdict(row, comparison)
     if row.measured is not None or not row.finished:
         return text
-    status = row.over or row.status
+    status = row.averaged_over or row.status
     return f"{status}, {text}" if text else status
 
 
 def conclusion(comparison: Comparison) -> list[Sentence]:
     """Return the conclusions, most important first, then warnings."""
-    return [*_main(comparison), *_warnings(comparison), *_other_measurements(comparison)]
+    return [*_headline(comparison), *_warnings(comparison), *_other_measurements(comparison)]
 
 
-def _main(comparison: Comparison) -> Iterator[Sentence]:
+def _headline(comparison: Comparison) -> Iterator[Sentence]:
     rows, benchmark = comparison.rows, comparison.benchmark
     if not any(row.finished for row in rows):
         subject = "jobs" if benchmark is None else "arms could be measured: none"
         yield Sentence(f"None of the {len(rows)} {subject} finished.", "shout")
     elif benchmark is None:
-        yield from map(Sentence, _of_runs(comparison))
+        yield from map(Sentence, _conclude_runs(comparison))
     else:
-        yield from map(Sentence, _of_benchmark(comparison, benchmark))
+        yield from map(Sentence, _conclude_benchmark(comparison, benchmark))
 
 
 def _warnings(comparison: Comparison) -> Iterator[Sentence]:
@@ -85,8 +86,8 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
     for row in comparison.rows:
         if row.parity == "FAIL":
             reason = row.measured.parity_reason if row.measured else ""
-            why = f"{row.name} does not compute the same numbers{': ' * bool(reason)}{reason}"
-            yield Sentence(f"PARITY FAIL: {why}. Its speed-up is not valid.", "shout")
+            problem = f"{row.name} does not compute the same numbers{': ' * bool(reason)}{reason}"
+            yield Sentence(f"PARITY FAIL: {problem}. Its speed-up is not valid.", "shout")
         elif row.problems:
             yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
     if failed:
@@ -109,58 +110,63 @@ def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
         yield Sentence(f"{text.rstrip('.')}.")
 
 
-def _of_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[str]:
+def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[str]:
     rows, reference = comparison.rows, comparison.reference
     if not any(row.finished for row in rows if row.name == reference):
         text = "the reference, did not finish"
         return [f"{reference}, {text}, so there are no speed-ups."]
-    measured = [x for x in rows if x.name != reference and x.sound and x.speedup is not None]
+    measured = [x for x in rows if x.name != reference and x.is_valid and x.speedup is not None]
     if not measured:
         return [f"Nothing could be compared with {reference}."]
-    alike = [row for row in measured if not row.other_work]
-    others = [_other_work(row, reference) for row in measured if row.other_work][:MOST_NAMES]
-    faster = [row for row in alike if _claim(row) == "faster"]
-    rest = [*_not_faster(benchmark, alike, reference), *others]
-    if not alike:
-        return rest
-    caveat = _unsteady(benchmark)
+    same_work = [row for row in measured if not row.other_work]
+    others = [_describe_other_work(row, reference) for row in measured if row.other_work][
+        :MOST_NAMES
+    ]
+    faster = [row for row in same_work if _claim(row) == "faster"]
+    other_sentences = [*_describe_slower_arms(benchmark, same_work, reference), *others]
+    if not same_work:
+        return other_sentences
+    caveat = _describe_noise(benchmark)
     if not faster:
-        that = " that trains the same" if others else ""
-        return [f"No arm{that} is measurably faster than {reference}{caveat}.", *rest]
+        restriction = " that trains the same" if others else ""
+        return [
+            f"No arm{restriction} is measurably faster than {reference}{caveat}.",
+            *other_sentences,
+        ]
     # the first of those that no other is measurably faster than: levels are in increasing order
-    chosen = next(row for row in faster if not any(_beyond(other, row) for other in faster))
-    even = [row.name for row in faster if row is not chosen and not _beyond(chosen, row)]
+    chosen = next(row for row in faster if not any(_is_faster(other, row) for other in faster))
+    ties = [row.name for row in faster if row is not chosen and not _is_faster(chosen, row)]
     numbers = "its numbers not compared"
     if chosen.parity is not None:
         numbers = f"with the same numbers {_exactness(chosen)}"
-    text = f"{chosen.name} is {_as_fast(chosen, reference)}, {numbers}{caveat}"
-    if even:
-        text += f"; {listed(even)} {_are(even)} not measurably faster than {chosen.name}"
-    return [f"{text}.", *rest]
+    text = f"{chosen.name} is {_speed_phrase(chosen, reference)}, {numbers}{caveat}"
+    if ties:
+        text += f"; {listed(ties)} {_is_or_are(ties)} not measurably faster than {chosen.name}"
+    return [f"{text}.", *other_sentences]
 
 
-def _claim(row: Row) -> str:
+def _claim(row: ComparisonRow) -> str:
     return row.measured.claim if row.measured else ""
 
 
-def _are(names: Sequence[str]) -> str:
+def _is_or_are(names: Sequence[str]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def _as_fast(row: Row, reference: str) -> str:
+def _speed_phrase(row: ComparisonRow, reference: str) -> str:
     bounds = f" (95 %: {interval(row.speedup_interval)})" if row.speedup_interval else ""
     return f"{times(row.speedup)} as fast as {reference}{bounds}"
 
 
-def _exactness(row: Row) -> str:
+def _exactness(row: ComparisonRow) -> str:
     if row.parity == "exact":
         return "bit for bit"
     return " ".join(filter(None, ("up to", row.low_precision, "rounding")))
 
 
-def _other_work(row: Row, reference: str) -> str:
+def _describe_other_work(row: ComparisonRow, reference: str) -> str:
     """Describe an arm that trains something else: its parity is against its own plain run."""
-    speed = f"it is {_as_fast(row, reference)} per sample"
+    speed = f"it is {_speed_phrase(row, reference)} per sample"
     if _claim(row) not in ("faster", "slower"):
         speed = "no measurable difference in time per sample"
     numbers = "its numbers not compared"
@@ -170,154 +176,166 @@ def _other_work(row: Row, reference: str) -> str:
     return f"{row.name} does different work from {reference} ({other}): {speed}, {numbers}."
 
 
-def _beyond(one: Row, other: Row) -> bool:
+def _is_faster(row: ComparisonRow, other: ComparisonRow) -> bool:
     """Whether `one` is measurably faster than `other`: the intervals do not overlap."""
-    if one.speedup_interval is None or other.speedup_interval is None:
+    if row.speedup_interval is None or other.speedup_interval is None:
         return False
-    return one.speedup_interval[0] > other.speedup_interval[1]
+    return row.speedup_interval[0] > other.speedup_interval[1]
 
 
-def _not_faster(benchmark: BenchmarkResult, rows: list[Row], reference: str) -> Iterator[str]:
+def _describe_slower_arms(
+    benchmark: BenchmarkResult, rows: list[ComparisonRow], reference: str
+) -> Iterator[str]:
     for row in [row for row in rows if _claim(row) == "slower"][:MOST_NAMES]:
-        yield f"{row.name} is slower, {_as_fast(row, reference)}."
+        yield f"{row.name} is slower, {_speed_phrase(row, reference)}."
     if same := [row.name for row in rows if _claim(row) == "same"]:
         yield f"{listed(same)} {'makes' if len(same) == 1 else 'make'} no difference."
     if unknown := [row.name for row in rows if not _claim(row)]:
-        subject = f"Whether {listed(unknown)} {_are(unknown)} faster or slower"
-        yield f"{subject} is not known ({unclaimed(benchmark)})."
+        subject = f"Whether {listed(unknown)} {_is_or_are(unknown)} faster or slower"
+        yield f"{subject} is not known ({describe_unclaimed(benchmark)})."
 
 
-def _of_runs(comparison: Comparison) -> list[str]:
+def _conclude_runs(comparison: Comparison) -> list[str]:
     """Return sentences on the best monitored metric and on the fastest runs."""
     if comparison.search is not None:
-        return _of_search(comparison.search)
+        return _conclude_search(comparison.search)
     grouped = comparison.by_configuration
     timed = [row for row in grouped.rows if row.finished and row.speedup is not None]
-    speed = about_speed(row.overrides for row in timed)
-    find_fastest = _fastest_of_pairs if comparison.replicated else _fastest
-    fastest = find_fastest(timed, grouped.reference, speed)
-    best = _best(comparison)
-    texts = [*fastest, *best] if speed else [*best, *fastest]
+    speed_varies = compares_speed(row.overrides for row in timed)
+    find_fastest = _describe_fastest_pairs if comparison.has_replicates else _describe_fastest
+    fastest = find_fastest(timed, grouped.reference, speed_varies)
+    best = _describe_best(comparison)
+    texts = [*fastest, *best] if speed_varies else [*best, *fastest]
     if texts or comparison.failures:
         return texts
     return [f"{len(comparison.rows)} of {len(comparison.rows)} finished."]
 
 
-def _of_search(search: SearchRecord) -> list[str]:
+def _conclude_search(search: SearchRecord) -> list[str]:
     best, count = search.best, len(search.trials)
-    how = f"{count} of {search.wanted} trials: {search.facts}; {search.sampler}"
-    how += f", pruned by {search.pruner}." if search.pruner != "none" else "."
+    scope = f"{count} of {search.wanted} trials: {search.status_counts}; {search.sampler}"
+    scope += f", pruned by {search.pruner}." if search.pruner != "none" else "."
     if best is None:
-        return [f"No trial has a value of {search.metric} yet.", how]
+        return [f"No trial has a value of {search.metric} yet.", scope]
     text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
-    shares = {label(p.key): p.importance for p in search.parameters if p.importance is not None}
+    shares = {short_key(p.key): p.importance for p in search.parameters if p.importance is not None}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
-    known = ", ".join(f"{name} {share(part)}" for name, part in ordered)
-    mattered = [f"Importance by PED-ANOVA: {known}."] if len(shares) > 1 else []
-    return [f"{text}: {best.title}.", *mattered, how]
+    importance_text = ", ".join(f"{name} {share(part)}" for name, part in ordered)
+    importance_note = [f"Importance by PED-ANOVA: {importance_text}."] if len(shares) > 1 else []
+    return [f"{text}: {best.title}.", *importance_note, scope]
 
 
-def _fastest_of_pairs(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
+def _describe_fastest_pairs(
+    rows: list[ComparisonRow], reference: str, speed_varies: bool
+) -> list[str]:
     """Name the configuration with the largest mean paired ratio to the reference."""
     paired = [row for row in rows if row.speedup_interval and row.name != reference]
     if not paired:
         return []
-    faster = [row for row in paired if _of_pairs(row) == "faster"]
-    over = f"over {listed(list(dict.fromkeys(row.over for row in faster or paired)))}, in pairs"
+    faster = [row for row in paired if _paired_verdict(row) == "faster"]
+    replicates = list(dict.fromkeys(row.averaged_over for row in faster or paired))
+    over = f"over {listed(replicates)}, in pairs"
     if not faster:
         text = f"No configuration processed samples measurably faster than {reference} {over}."
-        return [text] if about_speed else []
+        return [text] if speed_varies else []
     first = max(faster, key=lambda row: row.speedup or 0.0)
     others = [row.name for row in faster if row is not first]
-    text = f"{first.name} processed samples {_as_fast(first, reference)} {over}"
+    text = f"{first.name} processed samples {_speed_phrase(first, reference)} {over}"
     return [text + (f"; faster, too: {listed(others)}." if others else ".")]
 
 
-def _best(comparison: Comparison) -> list[str]:
+def _describe_best(comparison: Comparison) -> list[str]:
     """Name the runs with the lowest and highest best value of the monitored metric.
 
     The summary does not say which is better. Runs on other data or metrics are not compared.
     """
-    judged = [
-        row for row in comparison.rows if row.finished and row.monitor and row.best is not None
-    ]
-    data = list(dict.fromkeys(row.judged_on for row in judged if row.judged_on))
-    metrics = list(dict.fromkeys(row.monitor for row in judged))
+    rows = [row for row in comparison.rows if row.finished and row.monitor and row.best is not None]
+    data = list(dict.fromkeys(row.judged_on for row in rows if row.judged_on))
+    metrics = list(dict.fromkeys(row.monitor for row in rows))
     if len(data) > 1:
         return [f"Judged on different data ({listed(data)}), so {NOT_COMPARED}"]
     if len(metrics) > 1:
         return [f"Judged by different metrics ({listed(metrics)}), so {NOT_COMPARED}"]
-    if len(judged) < 2:
+    if len(rows) < 2:
         return []
-    if comparison.replicated:
-        return _best_of_replicates(metrics[0], comparison.by_configuration)
-    values = sorted({row.best or 0.0 for row in judged})
-    ends = [
-        f"{metric(end)} ({listed([row.name for row in judged if row.best == end])})"
-        for end in (values[0], values[-1])
+    if comparison.has_replicates:
+        return _describe_best_replicates(metrics[0], comparison.by_configuration)
+    values = sorted({row.best or 0.0 for row in rows})
+    extremes = [
+        f"{metric(extreme)} ({listed([row.name for row in rows if row.best == extreme])})"
+        for extreme in (values[0], values[-1])
     ]
-    text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in each"
+    text = (
+        f"from {extremes[0]} to {extremes[1]}"
+        if len(values) > 1
+        else f"{metric(values[0])} in each"
+    )
     return [f"Best {metrics[0]}: {text}."]
 
 
-def _best_of_replicates(monitor: str, grouped: Comparison) -> list[str]:
+def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
     """Describe the lowest and highest configuration by mean, spread and interval.
 
     A configuration that ran once is not compared, since its seed may explain its value.
     """
-    named = {x.name: x.estimates[BEST] for x in grouped.rows if BEST in x.estimates}
-    if not named:
+    estimates = {x.name: x.estimates[BEST_KEY] for x in grouped.rows if BEST_KEY in x.estimates}
+    if not estimates:
         return []
-    ordered = sorted(named.items(), key=lambda item: item[1].mean)
+    ordered = sorted(estimates.items(), key=lambda item: item[1].mean)
     texts = []
     for name, best in ordered[:1] + ordered[1:][-1:]:
         bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
         label = f", {name}" if len(grouped.rows) > 1 else ""
         texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
-    over = " and ".join(dict.fromkeys(x.over for x in grouped.rows if x.name in named))
-    single = [row.name for row in grouped.rows if row.finished and row.name not in named]
-    rest = [f"With one run, and so not compared: {listed(single)}."] if single else []
+    over = " and ".join(dict.fromkeys(x.averaged_over for x in grouped.rows if x.name in estimates))
+    single = [row.name for row in grouped.rows if row.finished and row.name not in estimates]
+    single_note = [f"With one run, and so not compared: {listed(single)}."] if single else []
     if len(texts) == 1:
-        return [f"Best {monitor} over {over}: {texts[0]}.", *rest]
+        return [f"Best {monitor} over {over}: {texts[0]}.", *single_note]
     low, high = ordered[0][1], ordered[-1][1]
-    apart = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
-    return [f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{apart}.", *rest]
+    overlap_note = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
+    return [
+        f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{overlap_note}.",
+        *single_note,
+    ]
 
 
-def _fastest(rows: list[Row], reference: str, about_speed: bool) -> list[str]:
+def _describe_fastest(rows: list[ComparisonRow], reference: str, speed_varies: bool) -> list[str]:
     """Name the fastest runs: all within `NEAR` of the fastest."""
     if len(rows) < 2:
         return []
     fastest = max(row.speedup or 0.0 for row in rows)
-    near = [row.name for row in rows if (row.speedup or 0.0) >= fastest * (1 - NEAR)]
-    text = f"{listed(near)} processed samples {times(fastest)} as fast as {reference}"
-    if reference in near:
-        text = f"{listed(near)} processed samples fastest"
-    if len(near) == len(rows):
-        if not about_speed:
+    fastest_names = [
+        row.name for row in rows if (row.speedup or 0.0) >= fastest * (1 - EQUAL_SPEED_TOLERANCE)
+    ]
+    text = f"{listed(fastest_names)} processed samples {times(fastest)} as fast as {reference}"
+    if reference in fastest_names:
+        text = f"{listed(fastest_names)} processed samples fastest"
+    if len(fastest_names) == len(rows):
+        if not speed_varies:
             return []
-        text = f"No run was more than {100 * NEAR:.0f} % slower than another"
+        text = f"No run was more than {100 * EQUAL_SPEED_TOLERANCE:.0f} % slower than another"
     return [f"{text}: one run each, so only a hint."]
 
 
-def measured(benchmark: BenchmarkResult) -> str:
+def describe_measurement(benchmark: BenchmarkResult) -> str:
     """Format how many blocks were measured, and how long it took."""
     count = f", {benchmark.processes} processes of each arm," if benchmark.processes > 1 else ""
     return f"{benchmark.blocks} blocks{count} in {seconds(benchmark.seconds)}"
 
 
-def unclaimed(benchmark: BenchmarkResult) -> str:
+def describe_unclaimed(benchmark: BenchmarkResult) -> str:
     """Format the range of ratios within which nothing is claimed."""
     if benchmark.noise_floor is None:
         return "no difference is claimed: the noise floor is unknown"
     return f"no difference within ± {share(benchmark.unclaimed)} is claimed"
 
 
-def _unsteady(benchmark: BenchmarkResult) -> str:
+def _describe_noise(benchmark: BenchmarkResult) -> str:
     """Format how noisy the machine was, for a headline; "" if it was quiet."""
     parts = []
-    if (benchmark.load.others or 0.0) > BUSY:
+    if (benchmark.load.others or 0.0) > HIGH_LOAD:
         parts.append(f"other processes used {share(benchmark.load.others)} of the CPUs")
-    if (benchmark.noise_floor or 0.0) > WIDE:
+    if (benchmark.noise_floor or 0.0) > HIGH_NOISE_FLOOR:
         parts.append(f"noise floor ± {share(benchmark.noise_floor)}")
     return f", on an unsteady machine ({', '.join(parts)})" if parts else ""

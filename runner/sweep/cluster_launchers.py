@@ -25,18 +25,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.errors import Interrupted, StorageError, SweepFailed
 from runner.record.console import close_logging, set_up_logging
-from runner.sweep.child import GRACE_S
+from runner.sweep.job_process import GRACE_S
 from runner.sweep.schedule import write_failed_summary
 from runner.training.signals import Interrupts, signals_unwind
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
-INSIDE = "SUBMITIT_EXECUTOR"  # set within a job
+PLUGIN_FOLDER = Path(__file__).resolve().parents[1] / "plugins"
+SUBMITIT_VARIABLE = "SUBMITIT_EXECUTOR"  # set within a job
 SLURM_POLL_S = 30  # maximum interval between queries of the scheduler
-ENDED = "ENDED"
-CAUSE = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
+ENDED_STATE = "ENDED"
+SLURM_ERROR = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
 
 RAY_INIT = {"include_dashboard": False, "log_to_driver": False}  # each job has its own log
 RAY_REMOTE = {"max_retries": 0, "max_calls": 1}  # a new process for each job
@@ -51,12 +51,12 @@ def adapt_launcher(target: str) -> None:
     the current folder, which `python -m` would put first.
     """
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    root = PLUGINS.parents[1]
-    ours = [PLUGINS, *([root] if root == Path.cwd().resolve() else [])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *map(str, ours)]))
+    root = PLUGIN_FOLDER.parents[1]
+    plugin_paths = [PLUGIN_FOLDER, *([root] if root == Path.cwd().resolve() else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *map(str, plugin_paths)]))
     os.environ["PYTHONSAFEPATH"] = "1"
     if "hydra_submitit_launcher" in target:
-        _watch_queue()
+        _use_squeue()
     elif target.endswith("ray_launcher.RayLauncher"):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         from hydra_plugins.hydra_ray_launcher import _core
@@ -77,7 +77,7 @@ def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reas
     write_failed_summary(folder, status, reason, "")
 
 
-def _failed(result: JobReturn, reason: str) -> JobReturn:
+def _mark_failed(result: JobReturn, reason: str) -> JobReturn:
     """Mark the result as failed; the sweeper raises it after all jobs have ended."""
     result.status, result.return_value = JobStatus.FAILED, SweepFailed(reason)
     return result
@@ -86,40 +86,40 @@ def _failed(result: JobReturn, reason: str) -> JobReturn:
 # -- SLURM -----------------------------------------------------------------------------------------
 
 
-def _watch_queue() -> None:
+def _use_squeue() -> None:
     """Make submitit query jobs by squeue."""
     from submitit.core.core import Job
     from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
     watcher: Any = SlurmInfoWatcher
-    watcher._make_command, watcher.read_info = _ask_queue, _read_queue
+    watcher._make_command, watcher.read_info = _squeue_command, _parse_squeue
     SlurmJob.watcher = watcher(delay_s=SLURM_POLL_S)
     job: Any = Job
-    wait = job.results
-    job.results = lambda job: _slurm_results(job, wait)
+    read_results = job.results
+    job.results = lambda job: _read_slurm_results(job, read_results)
     logging.getLogger("submitit").setLevel(logging.ERROR)
 
 
-def _ask_queue(watcher: Any) -> list[str] | None:
+def _squeue_command(watcher: Any) -> list[str] | None:
     if not watcher._registered - watcher._finished:
         return None
     return ["squeue", "--noheader", "--array", "--me", "--format=%i|%T"]
 
 
-def _read_queue(watcher: Any, answer: bytes | str) -> dict[str, dict[str, str]]:
+def _parse_squeue(watcher: Any, output: bytes | str) -> dict[str, dict[str, str]]:
     """Return the state of each job; a job that is not in the queue has ended."""
-    text = answer.decode() if isinstance(answer, bytes) else answer
+    text = output.decode() if isinstance(output, bytes) else output
     states = dict(line.strip().split("|") for line in text.splitlines() if "|" in line)
-    return {job: {"State": states.get(job, ENDED)} for job in watcher._registered}
+    return {job: {"State": states.get(job, ENDED_STATE)} for job in watcher._registered}
 
 
-def _slurm_results(job: Any, wait: Any) -> list[Any]:
+def _read_slurm_results(job: Any, read_results: Any) -> list[Any]:
     """Return a job's results, or a failure, recorded in its folder."""
     try:
-        results: list[Any] = wait(job)
+        results: list[Any] = read_results(job)
         return results
     except Exception as error:
-        causes = CAUSE.findall(job.stderr() or "")
+        causes = SLURM_ERROR.findall(job.stderr() or "")
         reason = f"the scheduler: {causes[-1]}" if causes else "it ended without a result"
         try:
             task = job.submission()
@@ -130,7 +130,7 @@ def _slurm_results(job: Any, wait: Any) -> list[Any]:
         except Exception:  # the sweep's folder may no longer exist
             log.debug("no record of %s", job.job_id, exc_info=True)
         log.debug("%s", error)
-        return [_failed(JobReturn(), reason)]
+        return [_mark_failed(JobReturn(), reason)]
 
 
 @contextmanager
@@ -144,13 +144,13 @@ def in_slurm_job(config: DictConfig) -> Iterator[None]:
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and config.checkpoint.resume == "none":
         config.checkpoint.resume = "auto"
     number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
-    put_back = signal.signal(number, signal.SIG_DFL)
+    previous_handler = signal.signal(number, signal.SIG_DFL)
     try:
         with signals_unwind():
             yield
     except SystemExit as end:
-        if end.code == 128 + number and callable(put_back):
-            put_back(number, None)  # requeues the job and ends this process
+        if end.code == 128 + number and callable(previous_handler):
+            previous_handler(number, None)  # requeues the job and ends this process
         raise
 
 
@@ -167,8 +167,8 @@ def launch_on_ray(
     setup_globals()
     set_up_logging("info", None)
     try:
-        ray.init(**{**RAY_INIT, **_values(launcher.ray_cfg.init)})
-        remote = OmegaConf.create({**RAY_REMOTE, **_values(launcher.ray_cfg.remote)})
+        ray.init(**{**RAY_INIT, **_to_dict(launcher.ray_cfg.init)})
+        remote = OmegaConf.create({**RAY_REMOTE, **_to_dict(launcher.ray_cfg.remote)})
         task, state = partial(_run_on_ray, launcher.task_function), Singleton.get_state()
         context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
         with Interrupts("ending the jobs") as interrupts:  # after init: Ray has its own handlers
@@ -177,7 +177,7 @@ def launch_on_ray(
                 with open_dict(config):
                     config.hydra.job.num = config.hydra.job.id = number
                 jobs[launch_job_on_ray(context, remote, config, task, state)] = config
-            _wait(ray, list(jobs), interrupts)
+            _wait_for_jobs(ray, list(jobs), interrupts)
             results = [_ray_result(ray, job, config) for job, config in jobs.items()]
         if interrupts.received is not None:
             raise Interrupted(interrupts.received)
@@ -187,20 +187,20 @@ def launch_on_ray(
         ray.shutdown()
 
 
-def _values(config: DictConfig) -> dict[str, Any]:
+def _to_dict(config: DictConfig) -> dict[str, Any]:
     values: Any = OmegaConf.to_container(config, resolve=True)
     return values or {}
 
 
 def _run_on_ray(task: Any, config: DictConfig) -> Any:
     """Run one job in its worker; a job that Ray restarts resumes from its last checkpoint."""
-    begun = any(Path(HydraConfig.get().runtime.output_dir).glob("checkpoints/step_*"))
-    if begun and config.checkpoint.resume == "none":
+    has_checkpoint = any(Path(HydraConfig.get().runtime.output_dir).glob("checkpoints/step_*"))
+    if has_checkpoint and config.checkpoint.resume == "none":
         config.checkpoint.resume = "auto"
     return task(config)
 
 
-def _wait(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
+def _wait_for_jobs(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
     """Wait for all jobs; after a signal they get `GRACE_S` to write a checkpoint."""
     deadline = float("inf")
     while jobs and time.monotonic() < deadline:
@@ -224,4 +224,4 @@ def _ray_result(ray: Any, job: Any, config: DictConfig) -> JobReturn:
         number = config.hydra.job.num
         _record_lost_job(config, number, number, RAY_STATUS.get(kind, "killed"), reason)
         log.error("#%d: %s", number, reason)
-        return _failed(JobReturn(config.hydra.overrides.task, config), reason)
+        return _mark_failed(JobReturn(config.hydra.overrides.task, config), reason)

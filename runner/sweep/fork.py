@@ -27,9 +27,9 @@ PRELOAD = [
     "runner.sweep.fork",
 ]
 """Modules that every job needs; this module is last."""
-TRACER = "torch._dynamo"
+DYNAMO = "torch._dynamo"
 """Also imported by the compiler and by torch's non-fused optimizers; takes a second."""
-FIT = fork_server.is_fit()
+CAN_FORK = fork_server.is_fit()
 """Whether the fork server could fork safely after its imports; a child cannot tell."""
 
 
@@ -58,46 +58,46 @@ class ForkedProcess:
         return code
 
 
-def fork(
+def fork_job(
     command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
 ) -> ForkedProcess:
     """Start a job by forking; `command` is that of a spawned job. Raises OSError."""
     context = multiprocessing.get_context("forkserver")
-    arguments = (list(command), dict(environment), os.getcwd(), _Files(stdin, output))
-    process = context.Process(target=_become, args=arguments)
+    arguments = (list(command), dict(environment), os.getcwd(), _FileDescriptors(stdin, output))
+    process = context.Process(target=_run_job, args=arguments)
     process.start()
     return ForkedProcess(process)
 
 
-class _Files:
+class _FileDescriptors:
     """File descriptors for a new process; pickling duplicates them."""
 
-    def __init__(self, *files: int) -> None:
-        self.files = files
+    def __init__(self, *descriptors: int) -> None:
+        self.descriptors = descriptors
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _detach, tuple(map(DupFd, self.files))
+        return _detach_descriptors, tuple(map(DupFd, self.descriptors))
 
 
-def _detach(*files: Any) -> tuple[int, ...]:
-    return tuple(file.detach() for file in files)
+def _detach_descriptors(*descriptors: Any) -> tuple[int, ...]:
+    return tuple(descriptor.detach() for descriptor in descriptors)
 
 
-def _become(
-    command: list[str], environment: dict[str, str], folder: str, files: tuple[int, int]
+def _run_job(
+    command: list[str], environment: dict[str, str], folder: str, descriptors: tuple[int, int]
 ) -> None:
     """Become the job that `command` starts."""
     os.setsid()
-    stdin, output = files
-    for file, number in ((stdin, 0), (output, 1), (output, 2)):
-        os.dup2(file, number)
-    for file in {stdin, output} - {0, 1, 2}:
-        os.close(file)
+    stdin, output = descriptors
+    for descriptor, number in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, number)
+    for descriptor in {stdin, output} - {0, 1, 2}:
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     multiprocessing.set_start_method(None, force=True)  # the default: a fork inherits another
-    if not FIT:
+    if not CAN_FORK:
         os.execve(command[0], command, environment)  # noqa: S606  # spawn instead
     sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv = command[command.index("runner") :]

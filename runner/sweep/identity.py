@@ -18,18 +18,19 @@ from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
 from runner.record import provenance
 
-VERSIONS = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
-EXECUTION = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run")
+VERSIONED_PACKAGES = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
+EXECUTION_KEYS = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run")
 """Keys that determine where and how jobs run, but not which."""
-GROWS = ("search.trials", "search.parallel")  # may change when a search is continued
-GPUS = Path("/proc/driver/nvidia/gpus")
+EXTENDABLE_KEYS = ("search.trials", "search.parallel")  # may change when a search is continued
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """Return a sha256 of the overrides in any order, without keys of execution."""
-    typed = {o.key: str(o) for o in map(parse_override, overrides)}  # the last one of a key counts
-    ignored = (*EXECUTION, "sweep.", *GROWS)
-    return digest([*flags, *sorted(v for k, v in typed.items() if not k.startswith(ignored))])
+    # the last override of a key counts
+    by_key = {o.key: str(o) for o in map(parse_override, overrides)}
+    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS)
+    return digest([*flags, *sorted(v for k, v in by_key.items() if not k.startswith(ignored))])
 
 
 def job_hash(config: RunConfig, variables: Any = None) -> str:
@@ -47,12 +48,12 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
             "config": settings,
             "job": [kind, tree.get(kind)],
             "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
-            "data": [stamp(Path(path).expanduser()) for path in paths if path],
+            "data": [file_stamp(Path(path).expanduser()) for path in paths if path],
             "checkpoint": _checkpoint_stamp(config.checkpoint.resume),
             "weights": _checkpoint_stamp(config.model.weights),
             "variables": variables,
-            "versions": {k: v for k, v in provenance.versions().items() if k in VERSIONS},
-            "device": machine(),
+            "versions": {k: v for k, v in provenance.versions().items() if k in VERSIONED_PACKAGES},
+            "device": describe_hardware(),
         }
     )
 
@@ -61,13 +62,13 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
 def code_hash(package: str) -> str:
     """Return a sha256 of a package's Python files, without importing it."""
     sha256 = hashlib.sha256()
-    for path in _files(package.partition(".")[0]):
+    for path in _package_files(package.partition(".")[0]):
         sha256.update(path.name.encode() + b"\0")
         sha256.update(path.read_bytes())
     return sha256.hexdigest()
 
 
-def _files(package: str) -> Iterator[Path]:
+def _package_files(package: str) -> Iterator[Path]:
     try:
         # the job has the current folder last on its module path; this process does not have it
         spec = find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
@@ -82,17 +83,18 @@ def _files(package: str) -> Iterator[Path]:
 
 
 @cache
-def machine() -> dict[str, Any]:
+def describe_hardware() -> dict[str, Any]:
     """Return processor and GPUs, as known without torch."""
     gpus = sorted(
-        path.read_text(errors="replace").split("IRQ")[0] for path in GPUS.glob("*/information")
+        path.read_text(errors="replace").split("IRQ")[0]
+        for path in NVIDIA_GPUS.glob("*/information")
     )
     visible = {k: os.environ[k] for k in sorted(os.environ) if k.endswith("_VISIBLE_DEVICES")}
     return {"cpu": cpu_name(), "system": platform.machine(), "gpus": gpus, "visible": visible}
 
 
 @cache
-def stamp(path: Path) -> str:
+def file_stamp(path: Path) -> str:
     """Return a sha256 of names, sizes and times of a file or folder; about 5 µs per file."""
     sha256, files = hashlib.sha256(), [path]
     if path.is_dir():
@@ -116,4 +118,4 @@ def _checkpoint_stamp(source: str | None) -> str:
     if path.is_file() and path.name in ("last", "best"):  # on file systems without links
         path = path.parent
     inner = path / "checkpoints"
-    return stamp(inner if inner.is_dir() else path)
+    return file_stamp(inner if inner.is_dir() else path)

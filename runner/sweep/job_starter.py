@@ -27,15 +27,15 @@ from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.paths import check_below, keep_private
 from runner.sweep import fork
-from runner.sweep.child import Child
 from runner.sweep.config import LauncherConfig, StartMethod
 from runner.sweep.identity import job_hash
+from runner.sweep.job_process import JobProcess
 from runner.sweep.plan import JobPlan, load_previous_jobs, wait_for_running_jobs
-from runner.sweep.state import Job, Session, Sweep, current_session, now
+from runner.sweep.state import Job, Sweep, SweepSession, current_session, utc_now
 
 log = logging.getLogger("runner")
 
-DROPPED = (
+DROPPED_PREFIXES = (
     *("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra.mode"),
     *("hydra/sweeper", "hydra.sweeper", "hydra.run"),
 )
@@ -46,48 +46,54 @@ DROPPED = (
 class JobStarter:
     """Starts the processes of a sweep's jobs."""
 
-    session: Session
+    session: SweepSession
     sweep: Sweep  # the session's
     settings: LauncherConfig
-    hydras: list[str]  # overrides of Hydra keys, as typed
-    forks: bool  # fork jobs from a process with preloaded imports
+    hydra_overrides: list[str]  # overrides of Hydra keys, as typed
+    use_fork: bool  # fork jobs from a process with preloaded imports
 
     def arguments(self, overrides: Sequence[str]) -> list[str]:
         """Return the arguments that run one job alone."""
-        kept = [text for text in self.hydras if not text.lstrip("+~").startswith(DROPPED)]
-        return [*self.session.flags, *map(without_arguments, overrides), *kept]
+        hydra_arguments = [
+            text
+            for text in self.hydra_overrides
+            if not text.lstrip("+~").startswith(DROPPED_PREFIXES)
+        ]
+        return [*self.session.flags, *map(without_arguments, overrides), *hydra_arguments]
 
     def command(self, overrides: Sequence[str]) -> str:
         """Return the command that runs one job alone."""
         return shlex.join(["python", "-m", "runner", *self.arguments(overrides)])
 
-    def start(self, plan: JobPlan) -> Child:
+    def start(self, plan: JobPlan) -> JobProcess:
         """Start a job in its folder. Raises OSError.
 
         -P keeps the current folder off the front of sys.path, where a module may shadow an
         installed one. It is omitted if the runner itself lies in that folder.
         """
-        place = self.session.folder / plan.job.folder
+        folder = self.session.folder / plan.job.folder
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
-        apart = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
-        return Child.start(
-            [sys.executable, *apart, "-m", "runner", *self.arguments(plan.job.overrides)],
-            environment(self.settings.jobs),
-            place,
+        safe_path_flag = (
+            [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
+        )
+        return JobProcess.start(
+            [sys.executable, *safe_path_flag, "-m", "runner", *self.arguments(plan.job.overrides)],
+            job_environment(self.settings.jobs),
+            folder,
             self.settings.timeout_s,
-            [f"{key}={quote_for_hydra(str(place))}"],
-            plan.records,
-            chosen=not self.session.resumed,
-            start_process=fork.fork if self.forks else None,
+            [f"{key}={quote_for_hydra(str(folder))}"],
+            plan.writes_summary,
+            folder_trusted=not self.session.resumed,
+            start_process=fork.fork_job if self.use_fork else None,
         )
 
     def start_fork_server(self) -> None:
         """Start the fork server with the imports of jobs, if jobs are forked; idempotent."""
-        if not self.forks:
+        if not self.use_fork:
             return
-        needs_tracer = "optimization" in self.session.command  # else each job imports it
-        modules = [*([fork.TRACER] if needs_tracer else []), *fork.PRELOAD]
-        fork_server.start(modules, environment(self.settings.jobs))
+        needs_dynamo = "optimization" in self.session.command  # else each job imports it
+        modules = [*([fork.DYNAMO] if needs_dynamo else []), *fork.PRELOAD]
+        fork_server.start(modules, job_environment(self.settings.jobs))
 
 
 @contextmanager
@@ -102,24 +108,24 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
     keep_private(session.folder, level)
     set_up_logging("info", None)
     # unresolved: the job resolves secrets and its own number
-    hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    forks = config.sweep.start is StartMethod.fork and fork_server.available()
+    hydra_overrides: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    use_fork = config.sweep.start is StartMethod.fork and fork_server.available()
     try:
         with lock(session.folder):
             if session.sweep is None:  # else a sweeper that launches several batches
-                session.earlier = load_previous_jobs(session.folder)
-                session.sweep = Sweep(session.command, session.hash, started=now())
-            session.sweep.start = (StartMethod.fork if forks else StartMethod.spawn).name
-            starter = JobStarter(session, session.sweep, settings, hydras, forks)
-            if not session.earlier:
+                session.earlier_jobs = load_previous_jobs(session.folder)
+                session.sweep = Sweep(session.command, session.hash, started=utc_now())
+            session.sweep.start = (StartMethod.fork if use_fork else StartMethod.spawn).name
+            starter = JobStarter(session, session.sweep, settings, hydra_overrides, use_fork)
+            if not session.earlier_jobs:
                 starter.start_fork_server()  # imports while jobs are composed
-            wait_for_running_jobs(session.folder, session.earlier)
+            wait_for_running_jobs(session.folder, session.earlier_jobs)
             yield starter
     finally:
         close_logging()
 
 
-def make_plan(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
+def plan_job(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
     """Return the plan of a job, or with the error because of which it would fail."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
@@ -132,10 +138,10 @@ def make_plan(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
     except (RunnerError, OmegaConfBaseException) as error:
         return JobPlan(job, error=secrets.named(str(error)))
     trains = checked.job.kind is JobKind.train
-    return JobPlan(job, trains, records=trains or checked.job.kind is JobKind.evaluate)
+    return JobPlan(job, trains, writes_summary=trains or checked.job.kind is JobKind.evaluate)
 
 
-def environment(jobs: int) -> dict[str, str]:
+def job_environment(jobs: int) -> dict[str, str]:
     """Return environment and module path for a job, if `jobs` run at a time.
 
     They share the cores: oversubscription made steps four times as long.

@@ -21,21 +21,21 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.errors import RunnerError, SecurityError, StorageError, SweepFailed
 from runner.security import secrets
 from runner.sweep.config import JobSweeperConfig, LauncherConfig
-from runner.sweep.job_starter import JobStarter, make_plan, open_sweep
+from runner.sweep.job_starter import JobStarter, open_sweep, plan_job
 from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import WELL, Job
+from runner.sweep.state import SUCCESS_STATUSES, Job
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
 
-def launch(
+def launch_jobs(
     config: DictConfig,
     compose: Callable[[DictConfig, list[str]], DictConfig],
     settings: LauncherConfig,
     job_overrides: Sequence[Sequence[str]],
-    first: int,
+    first_number: int,
 ) -> list[JobReturn]:
     """Run these jobs, each in its own process, except those already done.
 
@@ -43,11 +43,11 @@ def launch(
     """
     with open_sweep(config, settings) as starter:
         folder = starter.session.folder
-        jobs = JobStream(starter, config, compose, job_overrides, first)
+        jobs = JobStream(starter, config, compose, job_overrides, first_number)
         Schedule(starter.sweep, folder, settings, starter.start, jobs).run()
     # our sweeper would stop at the first failure; other sweepers use failures as results
     tolerant = config.hydra.sweeper._target_ == JobSweeperConfig._target_
-    return [_result(plan.job, folder, one, tolerant) for plan, one in jobs.composed]
+    return [_result(plan.job, folder, job_config, tolerant) for plan, job_config in jobs.composed]
 
 
 class JobStream:
@@ -63,54 +63,56 @@ class JobStream:
         config: DictConfig,
         compose: Callable[[DictConfig, list[str]], DictConfig],
         job_overrides: Sequence[Sequence[str]],
-        first: int,
+        first_number: int,
     ) -> None:
         self.starter, self.session, self.sweep = starter, starter.session, starter.sweep
         self.config, self._compose_config = config, compose
         self.composed: list[tuple[JobPlan, DictConfig]] = []
-        self._rest = deque(enumerate(map(list, job_overrides), first))
+        self._remaining = deque(enumerate(map(list, job_overrides), first_number))
         self._batches = [*self.sweep.jobs]  # earlier batches of this sweep
-        taken = [job.folder for job in self._batches]
-        self.planner = Planner(self.session.folder, self.session.earlier, job_overrides, taken)
-        self._ready = deque[JobPlan]()
+        taken_folders = [job.folder for job in self._batches]
+        self.planner = Planner(
+            self.session.folder, self.session.earlier_jobs, job_overrides, taken_folders
+        )
+        self._composed_ahead = deque[JobPlan]()
         log.info("%s: %d jobs", self.session.folder, len(job_overrides))
         if not _numbers_folders(config):  # invalid folders are reported before any job starts
-            while (plan := self._compose()) is not None:
-                self._ready.append(plan)
+            while (plan := self._compose_next()) is not None:
+                self._composed_ahead.append(plan)
 
     def next_job(self) -> JobPlan | None:
         """Return the next job; None at the end."""
-        return self._ready.popleft() if self._ready else self._compose()
+        return self._composed_ahead.popleft() if self._composed_ahead else self._compose_next()
 
-    def watch(self, _: JobPlan) -> None:
+    def on_poll(self, _: JobPlan) -> None:
         """Compose the next job while others run."""
-        if not self._ready and (plan := self._compose()) is not None:
-            self._ready.append(plan)
+        if not self._composed_ahead and (plan := self._compose_next()) is not None:
+            self._composed_ahead.append(plan)
 
-    def settle(self, _: JobPlan) -> None:
+    def on_end(self, _: JobPlan) -> None:
         """No-op: no job depends on another's result."""
 
-    def skip(self) -> list[Job]:
+    def take_remaining(self) -> list[Job]:
         """Return the remaining jobs; one that an earlier process started keeps its folder."""
-        left = [plan.job for plan in self._ready if not plan.job.ended]
-        while self._rest:
-            number, overrides = self._rest.popleft()
-            job = self.planner.take(overrides)
+        remaining_jobs = [plan.job for plan in self._composed_ahead if not plan.job.ended]
+        while self._remaining:
+            number, overrides = self._remaining.popleft()
+            job = self.planner.take_match(overrides)
             if job is None:
-                job = Job(number, overrides, self.planner.place(str(number)))
-                left.append(job)
+                job = Job(number, overrides, self.planner.reserve_folder(str(number)))
+                remaining_jobs.append(job)
             self._add(JobPlan(job), self.config)
         self._record()
-        return left
+        return remaining_jobs
 
-    def _compose(self) -> JobPlan | None:
-        if not self._rest:
+    def _compose_next(self) -> JobPlan | None:
+        if not self._remaining:
             return None
-        number, overrides = self._rest.popleft()
+        number, overrides = self._remaining.popleft()
         config = self.config
         try:
             config = self._compose_config(self.config, overrides)
-            plan = make_plan(config, overrides, number)
+            plan = plan_job(config, overrides, number)
         except (RunnerError, HydraException, OmegaConfBaseException) as error:
             if not self.composed or isinstance(error, SecurityError):
                 raise
@@ -120,8 +122,8 @@ class JobStream:
         if not plan.done:
             self.starter.start_fork_server()
         self._add(plan, config)
-        if not self._rest:
-            self._log_earlier()
+        if not self._remaining:
+            self._log_earlier_jobs()
         self._record()
         return plan
 
@@ -132,19 +134,23 @@ class JobStream:
     def _record(self) -> None:
         """Update the sweep's record: planned jobs, and earlier ones not yet matched."""
         planned = [plan.job for plan, _ in self.composed]
-        self.sweep.jobs = [*self._batches, *planned, *(self.planner.left if self._rest else [])]
+        self.sweep.jobs = [
+            *self._batches,
+            *planned,
+            *(self.planner.unmatched if self._remaining else []),
+        ]
 
-    def _log_earlier(self) -> None:
+    def _log_earlier_jobs(self) -> None:
         """Log what earlier processes did, after all jobs are planned."""
-        self.session.earlier = self.planner.left
-        if self.planner.left:
-            names = ", ".join(job.folder for job in self.planner.left)
+        self.session.earlier_jobs = self.planner.unmatched
+        if self.planner.unmatched:
+            names = ", ".join(job.folder for job in self.planner.unmatched)
             log.info("no longer part of the sweep, kept unchanged: %s", names)
         total, done = len(self.composed), sum(plan.done for plan, _ in self.composed)
-        onward = sum(plan.continues for plan, _ in self.composed)
-        if done or onward:
+        continued = sum(plan.continues for plan, _ in self.composed)
+        if done or continued:
             text = f"{done} of {total} done before; {total - done} to run"
-            text += f", {onward} of them from a checkpoint" if onward else ""
+            text += f", {continued} of them from a checkpoint" if continued else ""
             text += "" if done < total else " (sweep.resume=none starts a new one)"
             log.info("%s: %s", self.session.folder, text)
 
@@ -157,12 +163,12 @@ def _numbers_folders(config: DictConfig) -> bool:
 
 def _result(job: Job, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
     """Return the result for the sweeper: the run's monitored value."""
-    place = folder / job.folder
-    result = JobReturn(job.overrides, config, working_dir=str(place), task_name="runner")
+    run_folder = folder / job.folder
+    result = JobReturn(job.overrides, config, working_dir=str(run_folder), task_name="runner")
     result.status, result.return_value = JobStatus.COMPLETED, None
-    if job.status in WELL:
+    if job.status in SUCCESS_STATUSES:
         with suppress(StorageError):
-            result.return_value = Summary.read(place).monitored
+            result.return_value = Summary.read(run_folder).monitored
     elif not tolerant:
         result.status = JobStatus.FAILED
         result.return_value = SweepFailed(f"{job.title}: {job.status}: {job.reason}")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import SecurityError, StorageError, UsageError
-from runner.sweep.job import GRACE_S
-from runner.sweep.state import FILE, WELL, Job, Sweep
+from runner.sweep.job_context import ORPHAN_GRACE_S
+from runner.sweep.state import SUCCESS_STATUSES, SWEEP_FILE, Job, Sweep
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -28,7 +28,7 @@ class JobPlan:
 
     job: Job
     trains: bool = False
-    records: bool = False  # it writes a summary
+    writes_summary: bool = False
     error: str = ""  # why the job is invalid
     done: bool = False  # finished by an earlier process
     continues: bool = False  # resumes from the checkpoint in its folder
@@ -36,36 +36,36 @@ class JobPlan:
 
 
 def find_sweep(
-    planned: Path, named: bool, resume: str, typed_hash: str, shared: bool = False
+    planned: Path, folder_typed: bool, resume: str, typed_hash: str, shared: bool = False
 ) -> Path | None:
     """Return the folder of the sweep to continue; None to start one in `planned`.
 
-    `named`: `planned` was typed. `shared`: several processes may do the same work, each in its own
-    unlocked folder. Raises UsageError.
+    `folder_typed`: `planned` was typed. `shared`: several processes may do the same work, each in
+    its own unlocked folder. Raises UsageError.
     """
-    exists = (planned / FILE).exists()
-    if resume == "auto" and not named:
-        return _newest(planned.parent, typed_hash, shared)
+    exists = (planned / SWEEP_FILE).exists()
+    if resume == "auto" and not folder_typed:
+        return _find_newest_sweep(planned.parent, typed_hash, shared)
     if resume == "auto":
         return planned if exists else None
     if resume in NO_RESUME:
-        if exists and named:
+        if exists and folder_typed:
             problem = f"{planned} already holds a sweep, but sweep.resume=none starts a new one"
             raise UsageError(f"{problem}; choose another folder")
         return None
     folder = Path(resume)
-    if not (folder / FILE).exists():
-        problem = f"is not a sweep's folder: it has no {FILE} (current folder: {Path.cwd()})"
+    if not (folder / SWEEP_FILE).exists():
+        problem = f"is not a sweep's folder: it has no {SWEEP_FILE} (current folder: {Path.cwd()})"
         raise UsageError(f"sweep.resume: {folder} {problem}")
     return folder
 
 
-def _newest(parent: Path, typed_hash: str, free: bool) -> Path | None:
+def _find_newest_sweep(parent: Path, typed_hash: str, unlocked_only: bool) -> Path | None:
     sweeps = []
-    for file in parent.glob(f"*/{FILE}"):
+    for file in parent.glob(f"*/{SWEEP_FILE}"):
         try:
-            taken = free and is_locked(file.parent)
-            if not taken and Sweep.read(file.parent).hash == typed_hash:
+            is_taken = unlocked_only and is_locked(file.parent)
+            if not is_taken and Sweep.read(file.parent).hash == typed_hash:
                 sweeps.append((file.stat().st_mtime_ns, file.parent))
         except (StorageError, OSError):  # a damaged sweep is not continued
             continue
@@ -74,7 +74,7 @@ def _newest(parent: Path, typed_hash: str, free: bool) -> Path | None:
 
 def load_previous_jobs(folder: Path) -> list[Job]:
     """Return the jobs that an earlier process recorded in the folder. Raises StorageError."""
-    return Sweep.read(folder).jobs if (folder / FILE).exists() else []
+    return Sweep.read(folder).jobs if (folder / SWEEP_FILE).exists() else []
 
 
 def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
@@ -82,8 +82,8 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
 
     Waits at most their grace period; a job that is still locked then reports that itself.
     """
-    until, logged = time.monotonic() + GRACE_S + POLL_S, False
-    while time.monotonic() < until and any(is_locked(folder / job.folder) for job in jobs):
+    deadline, logged = time.monotonic() + ORPHAN_GRACE_S + POLL_S, False
+    while time.monotonic() < deadline and any(is_locked(folder / job.folder) for job in jobs):
         if not logged:
             log.info("waiting for jobs of the previous sweep to end")
         logged = True
@@ -102,52 +102,54 @@ class Planner:
         folder: Path,
         earlier: Sequence[Job],
         requested: Sequence[Sequence[str]],
-        taken: Sequence[str] = (),
+        taken_folders: Sequence[str] = (),
     ) -> None:
         self.folder = folder
-        self.left = [j for j in earlier if j.tries or j.ended or (folder / j.folder).exists()]
+        self.unmatched = [j for j in earlier if j.tries or j.ended or (folder / j.folder).exists()]
         self._requested = {tuple(overrides) for overrides in requested}
-        self._taken = {*taken, *(job.folder for job in self.left)}
+        self._taken_folders = {*taken_folders, *(job.folder for job in self.unmatched)}
 
-    def place(self, name: str) -> str:
+    def reserve_folder(self, name: str) -> str:
         """Return `name`, or the lowest number that is free as a folder."""
         names = chain([name], map(str, count()))
-        free = next(n for n in names if n not in self._taken and not (self.folder / n).exists())
-        self._taken.add(free)
-        return free
+        folder = next(
+            n for n in names if n not in self._taken_folders and not (self.folder / n).exists()
+        )
+        self._taken_folders.add(folder)
+        return folder
 
-    def take(self, overrides: Sequence[str], hash: str = "") -> Job | None:
+    def take_match(self, overrides: Sequence[str], hash: str = "") -> Job | None:
         """Remove and return the earlier job that these overrides continue; None if none does."""
-        same = (job for job in self.left if job.overrides == overrides)
-        others = (job for job in self.left if tuple(job.overrides) not in self._requested)
+        same = (job for job in self.unmatched if job.overrides == overrides)
+        others = (job for job in self.unmatched if tuple(job.overrides) not in self._requested)
         job = next(chain(same, (job for job in others if hash == job.hash != "")), None)
         if job is not None:
-            self.left.remove(job)
+            self.unmatched.remove(job)
         return job
 
     def match(self, plan: JobPlan) -> JobPlan:
         """Set the plan's folder, and its record if an earlier job is continued."""
         job = plan.job
-        earlier = self.take(job.overrides, job.hash)
+        earlier = self.take_match(job.overrides, job.hash)
         if earlier is None:
-            job.folder = self.place(job.folder)
+            job.folder = self.reserve_folder(job.folder)
             return plan
         job.folder = earlier.folder
-        place = self.folder / job.folder
+        job_folder = self.folder / job.folder
         if job.hash == earlier.hash != "":
             job.tries, job.seconds, job.started = earlier.tries, earlier.seconds, earlier.started
-            plan.done = earlier.status in WELL and _ended_well(place)
+            plan.done = earlier.status in SUCCESS_STATUSES and _has_finished(job_folder)
             if plan.done or earlier.failed:  # unchanged until it starts again
                 job.status, job.reason, job.ended = earlier.status, earlier.reason, earlier.ended
                 job.exit_code = earlier.exit_code
-            plan.continues = not plan.done and can_continue(plan, place)
-        plan.replaces = not (plan.done or plan.continues) and place.exists()
+            plan.continues = not plan.done and can_continue(plan, job_folder)
+        plan.replaces = not (plan.done or plan.continues) and job_folder.exists()
         return plan
 
 
-def _ended_well(folder: Path) -> bool:
+def _has_finished(folder: Path) -> bool:
     try:
-        return Summary.read(folder).status in WELL
+        return Summary.read(folder).status in SUCCESS_STATUSES
     except StorageError:
         return False
 
@@ -162,13 +164,13 @@ def archive_job(folder: Path, job: str) -> None:
 
     Its event files are deleted, since TensorBoard would show them as another job.
     """
-    place, archive = folder / job, folder / ARCHIVE
-    for path in (archive, *(place, *place.parents)[: len(Path(job).parts)]):
+    job_folder, archive = folder / job, folder / ARCHIVE
+    for path in (archive, *(job_folder, *job_folder.parents)[: len(Path(job).parts)]):
         if path.is_symlink():
             problem = f"{path}: refused: it is a link, to {path.resolve()}"
             raise SecurityError(f"{problem}; jobs are moved only within the sweep's folder")
     archive.mkdir(exist_ok=True)
     names = (archive / f"{job.replace('/', '_')}-{number}" for number in count(1))
-    earlier = place.rename(next(name for name in names if not name.exists()))
+    earlier = job_folder.rename(next(name for name in names if not name.exists()))
     for file in earlier.rglob("events.out.tfevents.*"):
         file.unlink(missing_ok=True)

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Protocol
 
 from runner.errors import CheckpointError, Interrupted, StorageError
-from runner.sweep.child import GRACE_S, Child
 from runner.sweep.config import LauncherConfig
+from runner.sweep.job_process import GRACE_S, JobProcess
 from runner.sweep.plan import JobPlan, archive_job, can_continue
-from runner.sweep.state import RUNNING, SKIPPED, WELL, Job, Sweep, now
+from runner.sweep.state import RUNNING, SKIPPED, SUCCESS_STATUSES, Job, Sweep, utc_now
 from runner.training.signals import Interrupts
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
 POLL_S = 0.1  # of the processes
-UNUSABLE = CheckpointError.exit_code
-RETRIED = ("failed", "killed", "timeout", "oom")  # if `retries` allows
-LINE_S = 30.0  # between progress lines
+CHECKPOINT_ERROR = CheckpointError.exit_code
+RETRIED_STATUSES = ("failed", "killed", "timeout", "oom")  # if `retries` allows
+PROGRESS_S = 30.0  # between progress lines
 
 
 class JobSource(Protocol):
@@ -34,13 +34,13 @@ class JobSource(Protocol):
     def next_job(self) -> JobPlan | None:
         """Return the next job, which may be done already; None if there is none (yet)."""
 
-    def watch(self, plan: JobPlan) -> None:
+    def on_poll(self, plan: JobPlan) -> None:
         """Called repeatedly while the job runs."""
 
-    def settle(self, plan: JobPlan) -> None:
+    def on_end(self, plan: JobPlan) -> None:
         """Called when a job has finally ended; may change its status and reason."""
 
-    def skip(self) -> Sequence[Job]:
+    def take_remaining(self) -> Sequence[Job]:
         """Return the requested jobs that will not run, for the record."""
 
 
@@ -52,16 +52,16 @@ class Schedule:
         sweep: Sweep,
         folder: Path,
         settings: LauncherConfig,
-        start: Callable[[JobPlan], Child],
+        start: Callable[[JobPlan], JobProcess],
         source: JobSource,
     ) -> None:
         self.sweep, self.folder, self.settings = sweep, folder, settings
         self.start, self.source = start, source
         self.retrying: deque[JobPlan] = deque()
-        self.running: list[tuple[JobPlan, Child]] = []
-        self.retried: dict[int, int] = {}
-        self.over = ""  # why no more jobs start
-        self.logged = time.monotonic()  # time of the last progress lines
+        self.running: list[tuple[JobPlan, JobProcess]] = []
+        self.retry_counts: dict[int, int] = {}
+        self.stop_reason = ""  # why no more jobs start
+        self.last_progress = time.monotonic()  # time of the last progress lines
 
     def run(self) -> None:
         """Run until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the
@@ -70,108 +70,117 @@ class Schedule:
         with Interrupts() as interrupts:
             try:
                 while True:
-                    if interrupts.received is not None and not self.over:
-                        self._interrupt(interrupts.received)
-                    further = self._begin()
-                    if not self.running and not further:
+                    if interrupts.received is not None and not self.stop_reason:
+                        self._interrupt_jobs(interrupts.received)
+                    may_start_more = self._start_next()
+                    if not self.running and not may_start_more:
                         break
-                    self._collect()
-                    if not further:
+                    self._poll_jobs()
+                    if not may_start_more:
                         time.sleep(POLL_S)
             except KeyboardInterrupt:  # the second one
-                self.over = self.over or "the sweep was interrupted"
-                for _, child in self.running:
-                    child.requested, child.why = "interrupted", "ended at once by a second signal"
+                self.stop_reason = self.stop_reason or "the sweep was interrupted"
+                for _, process in self.running:
+                    process.requested_status = "interrupted"
+                    process.requested_reason = "ended at once by a second signal"
             finally:
-                for plan, child in self.running:
-                    self._settle(plan, child, again=False)
-                for job in self.source.skip():
-                    job.status, job.reason = SKIPPED, self.over or "the sweep ended before it"
-                self.sweep.ended = now()
+                for plan, process in self.running:
+                    self._record_end(plan, process, may_retry=False)
+                for job in self.source.take_remaining():
+                    job.status = SKIPPED
+                    job.reason = self.stop_reason or "the sweep ended before it"
+                self.sweep.ended = utc_now()
                 self.sweep.write(self.folder)
             if interrupts.received is not None:
                 more = "; the same command again continues this sweep"
                 raise Interrupted(interrupts.received, more)
 
-    def _begin(self) -> bool:
+    def _start_next(self) -> bool:
         """Start one job if there is room; returns whether another may follow immediately."""
-        if self.over or len(self.running) >= self.settings.jobs:
+        if self.stop_reason or len(self.running) >= self.settings.jobs:
             return False
         plan = self.retrying.popleft() if self.retrying else self.source.next_job()
         if plan is not None and not plan.done:
-            self._start(plan)
+            self._start_job(plan)
         return plan is not None
 
-    def _start(self, plan: JobPlan) -> None:
-        job, refused, child = plan.job, plan.error, None
+    def _start_job(self, plan: JobPlan) -> None:
+        job, error_text, process = plan.job, plan.error, None
         try:
             if plan.replaces:
                 archive_job(self.folder, job.folder)
-            child = None if refused else self.start(plan)
+            process = None if error_text else self.start(plan)
         except OSError as error:
-            refused = f"could not be started: {error}"
-        if child is None:
-            job.status, job.reason, job.ended = "failed", refused, now()
-            self._report(plan, 0.0)
+            error_text = f"could not be started: {error}"
+        if process is None:
+            job.status, job.reason, job.ended = "failed", error_text, utc_now()
+            self._report_end(plan, 0.0)
             return
         job.status, job.reason, job.ended, job.exit_code = RUNNING, "", "", None
-        job.started, job.tries = job.started or now(), job.tries + 1
-        self.running.append((plan, child))
+        job.started, job.tries = job.started or utc_now(), job.tries + 1
+        self.running.append((plan, process))
         self.sweep.write(self.folder)
         again = f", try {job.tries}" if job.tries > 1 else ""
         again += ", from its checkpoint" if plan.continues else ""
         log.info("%s: started%s", job.title, again)
 
-    def _collect(self) -> None:
-        if due := time.monotonic() - self.logged >= LINE_S:
-            self.logged = time.monotonic()
-        for plan, child in list(self.running):
-            if child.has_ended():
-                self.running.remove((plan, child))
-                self._settle(plan, child, again=not self.over)
+    def _poll_jobs(self) -> None:
+        if is_due := time.monotonic() - self.last_progress >= PROGRESS_S:
+            self.last_progress = time.monotonic()
+        for plan, process in list(self.running):
+            if process.has_ended():
+                self.running.remove((plan, process))
+                self._record_end(plan, process, may_retry=not self.stop_reason)
                 continue
-            self.source.watch(plan)
-            if due:
-                log.info("%s: %s", plan.job.title, child.last_line() or "starting")
+            self.source.on_poll(plan)
+            if is_due:
+                log.info("%s: %s", plan.job.title, process.last_line() or "starting")
 
-    def _settle(self, plan: JobPlan, child: Child, again: bool) -> None:
+    def _record_end(self, plan: JobPlan, process: JobProcess, may_retry: bool) -> None:
         """Record how a process ended, and queue the job again if it is to be retried."""
-        child.close()
+        process.close()
         job = plan.job
-        job.exit_code = child.process.returncode
-        job.status, job.reason = child.ending()
-        job.seconds, job.ended = job.seconds + child.seconds, now()
-        unusable = plan.continues and job.exit_code == UNUSABLE and not child.left_a_record
-        used = self.retried.get(job.number, 0)
-        retries = again and job.status in RETRIED and (unusable or used < self.settings.retries)
+        job.exit_code = process.handle.returncode
+        job.status, job.reason = process.end_status()
+        job.seconds, job.ended = job.seconds + process.seconds, utc_now()
+        unusable = (
+            plan.continues and job.exit_code == CHECKPOINT_ERROR and not process.wrote_summary
+        )
+        retries_used = self.retry_counts.get(job.number, 0)
+        retries = (
+            may_retry
+            and job.status in RETRIED_STATUSES
+            and (unusable or retries_used < self.settings.retries)
+        )
         if retries:  # an unusable checkpoint would fail each time
-            self.retried[job.number] = used + (not unusable)
-            plan.continues = not unusable and can_continue(plan, self.folder / job.folder)
+            self.retry_counts[job.number] = retries_used + (not unusable)
+            folder = self.folder / job.folder
+            plan.continues = not unusable and can_continue(plan, folder)
             plan.replaces = not plan.continues
             self.retrying.appendleft(plan)
-        self._report(plan, child.seconds, retries)
+        self._report_end(plan, process.seconds, retries)
 
-    def _report(self, plan: JobPlan, seconds: float, retries: bool = False) -> None:
+    def _report_end(self, plan: JobPlan, seconds: float, retries: bool = False) -> None:
         job = plan.job
         if not retries:
-            self.source.settle(plan)
+            self.source.on_end(plan)
         write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
         line = f"{job.title}: {job.status} in {seconds:.1f} s"
         line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
-        log.log(logging.INFO if job.status in WELL else logging.ERROR, "%s", line)
-        if job.failed and not retries and self.settings.fail_fast and not self.over:
-            self.over = f"fail_fast: #{job.number} {job.status}"
-            for _, child in self.running:
-                child.ask(signal.SIGTERM, "interrupted", self.over, GRACE_S)
+        log.log(logging.INFO if job.status in SUCCESS_STATUSES else logging.ERROR, "%s", line)
+        if job.failed and not retries and self.settings.fail_fast and not self.stop_reason:
+            self.stop_reason = f"fail_fast: #{job.number} {job.status}"
+            for _, process in self.running:
+                process.request_end(signal.SIGTERM, "interrupted", self.stop_reason, GRACE_S)
 
-    def _interrupt(self, number: int) -> None:
-        self.over = "the sweep was interrupted"
+    def _interrupt_jobs(self, number: int) -> None:
+        self.stop_reason = "the sweep was interrupted"
         log.warning("stopping %d jobs; interrupt again to kill them", len(self.running))
         # after Ctrl-C a person can press it again; other senders of signals cannot
         grace_s = float("inf") if number == signal.SIGINT else GRACE_S
-        for _, child in self.running:
-            child.ask(number, "interrupted", self.over, grace_s)
+        for _, process in self.running:
+            process.request_end(number, "interrupted", self.stop_reason, grace_s)
 
 
 def write_failed_summary(folder: Path, status: str, reason: str, command: str) -> None:

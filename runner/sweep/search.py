@@ -19,10 +19,10 @@ from runner.record.recorder import LONGEST_ROW, METRICS
 from runner.record.storage import open_regular, replace_text
 from runner.record.text import json_safe
 from runner.sweep.config import LauncherConfig, SearchSweeperConfig
-from runner.sweep.job_starter import JobStarter, make_plan, open_sweep
+from runner.sweep.job_starter import JobStarter, open_sweep, plan_job
 from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import RUNNING, WELL, Job, current_session
+from runner.sweep.state import RUNNING, SUCCESS_STATUSES, Job, current_session
 from runner.training.signals import PRUNED, request_stop, take_stop_request
 from runner.training.summary import Summary
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 
-RECORD = "search.json"
-MODE = "hydra.mode=RUN"  # for trials, whose recipe would start another search
+SEARCH_FILE = "search.json"
+RUN_MODE = "hydra.mode=RUN"  # for trials, whose recipe would start another search
 
 
 def is_search(config: DictConfig) -> bool:
@@ -51,12 +51,12 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
     from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
 
     space = read_space(overrides, config.search)
-    metric, rises = resolve_metric(config)
+    metric, maximize = resolve_metric(config)
     name = f"{config.name}-{typed_hash[:12]}"
-    return SearchPlan(space, config.search, metric, rises, name)
+    return SearchPlan(space, config.search, metric, maximize, name)
 
 
-def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictConfig]) -> None:
+def run_search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictConfig]) -> None:
     """Run trials until there are enough, each in its own process.
 
     Raises UsageError if another process writes to the sweep's folder, StorageError, and
@@ -65,13 +65,13 @@ def search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictCo
     from runner.sweep.study import StudyFile
 
     session = current_session()
-    plan: SearchPlan = session.search
-    given: Any = OmegaConf.to_object(config.hydra.launcher)
-    settings: LauncherConfig = replace(given, jobs=plan.settings.parallel or given.jobs)
+    plan: SearchPlan = session.search_plan
+    launcher: Any = OmegaConf.to_object(config.hydra.launcher)
+    settings: LauncherConfig = replace(launcher, jobs=plan.settings.parallel or launcher.jobs)
     with open_sweep(config, settings) as starter:
         starter.start_fork_server()
-        starter.sweep.jobs = [*session.earlier]
-        starter.hydras.append(MODE)
+        starter.sweep.jobs = [*session.earlier_jobs]
+        starter.hydra_overrides.append(RUN_MODE)
         study = StudyFile(plan, session.folder)
         trials = TrialJobs(study, starter, lambda overrides: compose(config, overrides))
         trials.resume()
@@ -99,7 +99,7 @@ class TrialJobs:
     starter: JobStarter
     compose: Callable[[list[str]], DictConfig]
     running: dict[int, RunningTrial] = field(default_factory=dict)  # by job number
-    left: list[Trial] = field(default_factory=list)  # unfinished trials of an earlier process
+    unfinished: list[Trial] = field(default_factory=list)  # unfinished trials of an earlier process
 
     @property
     def folder(self) -> Path:
@@ -108,38 +108,42 @@ class TrialJobs:
 
     def resume(self) -> None:
         """Take over the trials that an earlier process of this sweep left unfinished."""
-        self.left = self.study.unfinished()
-        self._settle_recorded_jobs()
-        counted = len(self.study.trials())
-        if counted:
-            wanted, again = self.study.plan.settings.trials, len(self.left)
-            text = f"{counted - again} of {wanted} trials are done"
-            text += f", {again} that were cut off are run again" if again else ""
+        self.unfinished = self.study.unfinished_trials()
+        self._record_ended_jobs()
+        trial_count = len(self.study.trials())
+        if trial_count:
+            target, unfinished_count = self.study.plan.settings.trials, len(self.unfinished)
+            text = f"{trial_count - unfinished_count} of {target} trials are done"
+            text += (
+                f", {unfinished_count} that were cut off are run again" if unfinished_count else ""
+            )
             log.info("%s: %s", self.study.path, text)
 
-    def _settle_recorded_jobs(self) -> None:
+    def _record_ended_jobs(self) -> None:
         """Settle jobs that had ended before a killed process could record that."""
         space = self.study.plan.space
-        open_trials = {tuple(space.overrides(trial.params)): trial for trial in self.left}
+        open_trials = {tuple(space.overrides(trial.params)): trial for trial in self.unfinished}
         for job in self.starter.sweep.jobs:
             trial = open_trials.get(tuple(job.overrides))
             try:
                 summary = Summary.read(self.folder / job.folder)
             except StorageError:
                 continue
-            if job.status != RUNNING or (summary.status not in WELL and trial is not None):
+            if job.status != RUNNING or (
+                summary.status not in SUCCESS_STATUSES and trial is not None
+            ):
                 continue
             job.status, job.reason = summary.status, summary.reason
             if trial is not None:
-                self._tell(trial, job)
-                self.left.remove(trial)
+                self._record_trial(trial, job)
+                self.unfinished.remove(trial)
 
     def next_job(self) -> JobPlan | None:
         """Return the next trial's job; None if there are no more trials."""
-        trial = self.left.pop(0) if self.left else self.study.ask()
-        return None if trial is None else self._plan(trial)
+        trial = self.unfinished.pop(0) if self.unfinished else self.study.ask()
+        return None if trial is None else self._plan_trial(trial)
 
-    def watch(self, plan: JobPlan) -> None:
+    def on_poll(self, plan: JobPlan) -> None:
         """Report the trial's validations, and ask it to stop if it is pruned."""
         running = self.running[plan.job.number]
         folder = self.folder / plan.job.folder
@@ -150,22 +154,22 @@ class TrialJobs:
                 request_stop(folder, reason)
                 running.asked_to_stop = True
 
-    def settle(self, plan: JobPlan) -> None:
+    def on_end(self, plan: JobPlan) -> None:
         """Report the end to the study; an interrupted trial stays open for the next process."""
-        self.watch(plan)  # reads the last validations
+        self.on_poll(plan)  # reads the last validations
         running, job = self.running.pop(plan.job.number), plan.job
         take_stop_request(self.folder / job.folder)  # in case the job ended before reading it
         if job.status != "interrupted":
-            self._tell(running.trial, job)
+            self._record_trial(running.trial, job)
             self.write_record()
 
-    def _tell(self, trial: Trial, job: Job) -> None:
-        value = self._value(job)
-        pruned = job.status in WELL and job.reason.startswith(PRUNED)
+    def _record_trial(self, trial: Trial, job: Job) -> None:
+        value = self._final_value(job)
+        pruned = job.status in SUCCESS_STATUSES and job.reason.startswith(PRUNED)
         status = "pruned" if pruned else "done" if value is not None else "failed"
         self.study.record_end(trial, status, value, job.reason)
 
-    def skip(self) -> list[Job]:
+    def take_remaining(self) -> list[Job]:
         """Return []: the study knows the remaining trials."""
         return []
 
@@ -173,32 +177,32 @@ class TrialJobs:
         """Write `search.json`, from which the page is made; an OSError is logged."""
         try:
             text = json.dumps(json_safe(self.study.record()), indent=2, allow_nan=False)
-            replace_text(self.folder / RECORD, text + "\n")
+            replace_text(self.folder / SEARCH_FILE, text + "\n")
         except OSError as error:
-            log.warning("%s is not written: %s", RECORD, error.strerror or error)
+            log.warning("%s is not written: %s", SEARCH_FILE, error.strerror or error)
 
-    def _plan(self, trial: Trial) -> JobPlan:
+    def _plan_trial(self, trial: Trial) -> JobPlan:
         """Return the job of a trial: a new one, or the one that an earlier process started."""
-        from runner.sweep.study import COMMAND, JOB
+        from runner.sweep.study import COMMAND_ATTR, JOB_ATTR
 
         sweep = self.starter.sweep
         overrides = self.study.plan.space.overrides(trial.params)
-        begun = [job for job in sweep.jobs if job.overrides == overrides]
-        last = max((job.number for job in sweep.jobs), default=-1)
-        number = begun[0].number if begun else last + 1
-        plan = make_plan(self.compose(overrides), overrides, number)
-        Planner(self.folder, begun, [overrides]).match(plan)
-        others = [job for job in sweep.jobs if job not in begun]
+        earlier_jobs = [job for job in sweep.jobs if job.overrides == overrides]
+        last_number = max((job.number for job in sweep.jobs), default=-1)
+        number = earlier_jobs[0].number if earlier_jobs else last_number + 1
+        plan = plan_job(self.compose(overrides), overrides, number)
+        Planner(self.folder, earlier_jobs, [overrides]).match(plan)
+        others = [job for job in sweep.jobs if job not in earlier_jobs]
         sweep.jobs = sorted([*others, plan.job], key=lambda job: job.number)
         plan.job.command = self.starter.command(overrides)
-        trial.set_user_attr(JOB, plan.job.folder)
-        trial.set_user_attr(COMMAND, plan.job.command)
+        trial.set_user_attr(JOB_ATTR, plan.job.folder)
+        trial.set_user_attr(COMMAND_ATTR, plan.job.command)
         self.running[number] = RunningTrial(trial)
         return plan
 
-    def _value(self, job: Job) -> float | None:
+    def _final_value(self, job: Job) -> float | None:
         """Return the monitored metric; None, with the job's status set, if it is not comparable."""
-        if job.status not in WELL:
+        if job.status not in SUCCESS_STATUSES:
             return None
         metric, folder = self.study.plan.metric, self.folder / job.folder
         try:

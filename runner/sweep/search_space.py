@@ -24,13 +24,13 @@ from runner.sweep.config import Direction, Sampler, SearchConfig
 
 EXAMPLE = "'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'model.width=choice(32,64)'"
 REPLICATES = ("seed", "data.fold", "data.split_seed")
-CLASSES = ("digits", "cancer", "stdlib_parts", "images", "text")
-TOKENS = ("stdlib_text", "tokens")
-MOST_POINTS = 10_000  # of a grid
+CLASSIFICATION_DATA = ("digits", "cancer", "stdlib_parts", "images", "text")
+LANGUAGE_MODELLING_DATA = ("stdlib_text", "tokens")
+MAX_GRID_POINTS = 10_000  # of a grid
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The keys that a search varies, and the overrides shared by all trials.
 
     Choices are written as in overrides.
@@ -42,11 +42,11 @@ class Space:
     @property
     def points(self) -> int | None:
         """The number of combinations; None with an interval of real numbers."""
-        return math.prod(map(len, map(_values, self.parameters.values()))) or None
+        return math.prod(map(len, map(_discrete_values, self.parameters.values()))) or None
 
     def all_points(self) -> list[dict[str, Any]]:
         """Return every combination, which may be many. Only if `points` is not None."""
-        points = product(*map(_values, self.parameters.values()))
+        points = product(*map(_discrete_values, self.parameters.values()))
         return [dict(zip(self.parameters, point, strict=True)) for point in points]
 
     def overrides(self, values: Mapping[str, object]) -> list[str]:
@@ -54,7 +54,7 @@ class Space:
         return [*self.shared, *(f"{key}={values[key]}" for key in self.parameters)]
 
 
-def _values(parameter: BaseDistribution) -> Sequence[Any]:
+def _discrete_values(parameter: BaseDistribution) -> Sequence[Any]:
     """Return all values of a parameter; empty for an interval of real numbers."""
     if isinstance(parameter, IntDistribution):
         return range(parameter.low, parameter.high + 1, parameter.step)
@@ -73,41 +73,45 @@ def parameter_text(parameter: Any) -> str:
 class SearchPlan:
     """What to search, and by which metric."""
 
-    space: Space
+    space: SearchSpace
     settings: SearchConfig
     metric: str  # `val/…`
-    rises: bool  # larger is better
+    maximize: bool  # larger is better
     name: str  # of the study; a file may hold several
 
 
-def read_space(overrides: Sequence[str], search: SearchConfig) -> Space:
+def read_space(overrides: Sequence[str], search: SearchConfig) -> SearchSpace:
     """Read the space from overrides in Hydra's sweep syntax. Raises ConfigError.
 
     Keys of the search itself, and its recipe, are not passed to trials.
     """
-    last = {o.key: o for o in map(parse_override, overrides)}
-    varied = {key: o for key, o in last.items() if o.parsed.is_sweep_override()}
+    by_key = {o.key: o for o in map(parse_override, overrides)}
+    varied = {key: o for key, o in by_key.items() if o.parsed.is_sweep_override()}
     if not varied:
         fix = f"give a range of values: {EXAMPLE}"
         raise ConfigError("search", "there is nothing to vary", fix)
-    shared = [str(o) for key, o in last.items() if key not in varied and not _is_of_search(o)]
+    shared = [
+        str(o) for key, o in by_key.items() if key not in varied and not _is_search_setting(o)
+    ]
     if search.metric is not None:
         shared.append(f"training.monitor={search.metric}")
-    parameters = {f"{o.sign}{key}": _parameter(o, search.sampler) for key, o in varied.items()}
-    space = Space(parameters, tuple(shared))
-    if search.sampler is Sampler.grid and (space.points or 0) > MOST_POINTS:
-        problem = f"a grid of {space.points:,} combinations, more than {MOST_POINTS:,}"
+    parameters = {
+        f"{o.sign}{key}": _parse_parameter(o, search.sampler) for key, o in varied.items()
+    }
+    space = SearchSpace(parameters, tuple(shared))
+    if search.sampler is Sampler.grid and (space.points or 0) > MAX_GRID_POINTS:
+        problem = f"a grid of {space.points:,} combinations, more than {MAX_GRID_POINTS:,}"
         raise ConfigError("search.sampler", problem, "name fewer values, or use search=tpe")
     return space
 
 
-def _is_of_search(override: CliOverride) -> bool:
-    typed = f"{override.key}={override.value}"
-    own = override.key == "search" or override.key.startswith(("search.", "sweep.", "hydra"))
-    return own or typed in ("experiment=search", "checkpoint.resume=auto")
+def _is_search_setting(override: CliOverride) -> bool:
+    assignment = f"{override.key}={override.value}"
+    is_own_key = override.key == "search" or override.key.startswith(("search.", "sweep.", "hydra"))
+    return is_own_key or assignment in ("experiment=search", "checkpoint.resume=auto")
 
 
-def _parameter(override: CliOverride, sampler: Sampler) -> BaseDistribution:
+def _parse_parameter(override: CliOverride, sampler: Sampler) -> BaseDistribution:
     key = override.key
     value: Any = override.parsed.value()
     if key in REPLICATES:
@@ -115,7 +119,7 @@ def _parameter(override: CliOverride, sampler: Sampler) -> BaseDistribution:
         fix = f"set one value; then compare the best command over {key}=0,1,2"
         raise ConfigError(key, problem, fix)
     if isinstance(value, IntervalSweep):
-        return _interval(f"{override.sign}{key}", value, sampler)
+        return _parse_interval(f"{override.sign}{key}", value, sampler)
     if "log" in value.tags:
         raise ConfigError(key, "only an interval has a logarithm", "use tag(log,interval(…))")
     texts = tuple(dict.fromkeys(override.values()))
@@ -127,7 +131,7 @@ def _parameter(override: CliOverride, sampler: Sampler) -> BaseDistribution:
     return CategoricalDistribution(texts)
 
 
-def _interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDistribution:
+def _parse_interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDistribution:
     low, high, log = value.start, value.end, "log" in value.tags
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         raise ConfigError(key, "an interval needs two ends", f"{key}=interval(1,10)")
@@ -148,18 +152,18 @@ def resolve_metric(config: RunConfig) -> tuple[str, bool]:
 
     Raises ConfigError if that depends on the data or on a user-defined metric.
     """
-    search, given = config.search, config.search.metric or config.training.monitor
-    metric = given or _own_metric(config)
+    search, requested = config.search, config.search.metric or config.training.monitor
+    metric = requested or _default_metric(config)
     if search.direction is not Direction.auto:
         return metric, search.direction is Direction.maximize
     name = metric.rpartition("/")[2]
-    if name in config.objective.metrics or (given and config.objective._target_):
+    if name in config.objective.metrics or (requested and config.objective._target_):
         problem = f"cannot be inferred for {metric}"
         raise ConfigError("search.direction", problem, "use maximize or minimize")
     return metric, name not in ERRORS
 
 
-def _own_metric(config: RunConfig) -> str:
+def _default_metric(config: RunConfig) -> str:
     objective, data = config.objective, config.data
     kind = objective.kind
     if objective._target_ is not None:
@@ -168,8 +172,8 @@ def _own_metric(config: RunConfig) -> str:
         task = getattr(data, "task", "auto")
         kind = task if isinstance(task, str) and task != "auto" else kind
     if kind == "auto" and data._target_ is None:
-        kind = "classification" if data.kind in CLASSES else kind
-        kind = "language_modelling" if data.kind in TOKENS else kind
+        kind = "classification" if data.kind in CLASSIFICATION_DATA else kind
+        kind = "language_modelling" if data.kind in LANGUAGE_MODELLING_DATA else kind
     if kind == "auto":
         problem = f"depends on the data with data={data.kind}, which is not read yet"
         fix = "set search.metric=val/accuracy for classes, search.metric=val/loss for numbers"

@@ -18,10 +18,10 @@ from runner.overrides.groups import without_arguments
 from runner.record.storage import read_record, write_or_log
 from runner.record.text import dataclass_from_json
 
-FILE = "sweep.json"
+SWEEP_FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
-LONGEST = 240  # bytes of a path component; file systems allow 255
-WELL = ("done", "stopped")
+MAX_NAME_BYTES = 240  # bytes of a path component; file systems allow 255
+SUCCESS_STATUSES = ("done", "stopped")
 """Statuses that are not run again. Others: interrupted failed killed timeout oom skipped"""
 
 
@@ -45,7 +45,7 @@ class Job:
     @property
     def failed(self) -> bool:
         """Whether it ended badly; a job that never started has not."""
-        return self.status not in (*WELL, WAITING, RUNNING, SKIPPED)
+        return self.status not in (*SUCCESS_STATUSES, WAITING, RUNNING, SKIPPED)
 
     @property
     def title(self) -> str:
@@ -67,15 +67,15 @@ class Sweep:
 
     def write(self, folder: Path) -> None:
         """Replace `sweep.json` atomically; an OSError is logged."""
-        write_or_log(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        write_or_log(folder / SWEEP_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
         """Read the sweep of a folder. Raises StorageError if missing or damaged."""
-        path = folder / FILE
+        path = folder / SWEEP_FILE
         try:
             record = json.loads(read_record(path))
-            jobs = list(map(_job, record["jobs"]))
+            jobs = list(map(_parse_job, record["jobs"]))
             if len({job.folder for job in jobs}) < len(jobs):
                 raise ValueError("two jobs have one folder")
             return cls(str(record["command"]), str(record["hash"]), jobs, str(record["started"]))
@@ -85,24 +85,26 @@ class Sweep:
             raise StorageError(f"{path}: damaged ({type(error).__name__}: {error})") from error
 
 
-def now() -> str:
+def utc_now() -> str:
     """Return the current time as recorded: ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _job(values: Any) -> Job:
+def _parse_job(values: Any) -> Job:
     job = dataclass_from_json(Job, dict(values))
     if not math.isfinite(job.seconds):
         raise TypeError("a job has values of other types")
-    inside = Path(job.folder)
-    longest = max((len(os.fsencode(part)) for part in inside.parts), default=LONGEST + 1)
-    if inside.is_absolute() or ".." in inside.parts or "\0" in job.folder or longest > LONGEST:
-        raise ValueError(f"a job's folder {job.folder[:LONGEST]!r} is outside the sweep's folder")
+    folder = Path(job.folder)
+    longest = max((len(os.fsencode(part)) for part in folder.parts), default=MAX_NAME_BYTES + 1)
+    is_outside = folder.is_absolute() or ".." in folder.parts or "\0" in job.folder
+    if is_outside or longest > MAX_NAME_BYTES:
+        name = job.folder[:MAX_NAME_BYTES]
+        raise ValueError(f"a job's folder {name!r} is outside the sweep's folder")
     return job
 
 
 @dataclass
-class Session:
+class SweepSession:
     """A requested sweep; the launcher records its progress in `sweep`."""
 
     folder: Path
@@ -111,16 +113,18 @@ class Session:
     hash: str = ""  # of the overrides
     resumed: bool = False  # its folder was named to be resumed, so it is untrusted
     sweep: Sweep | None = None
-    earlier: list[Job] = field(default_factory=list)  # from an earlier process, not matched yet
-    search: Any = None  # a SearchPlan, if the jobs are trials
-    sweeper: list[str] = field(default_factory=list)  # override that selects another sweeper
+    # jobs of an earlier process, not matched yet
+    earlier_jobs: list[Job] = field(default_factory=list)
+    search_plan: Any = None  # a SearchPlan, if the jobs are trials
+    # override that selects another sweeper
+    sweeper_overrides: list[str] = field(default_factory=list)
 
 
-_CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
+_CURRENT: ContextVar[SweepSession | None] = ContextVar("runner.sweep", default=None)
 
 
 @contextmanager
-def active_session(session: Session) -> Iterator[Session]:
+def active_session(session: SweepSession) -> Iterator[SweepSession]:
     """Make `session` the one that the launcher uses within the context."""
     token = _CURRENT.set(session)
     try:
@@ -129,7 +133,7 @@ def active_session(session: Session) -> Iterator[Session]:
         _CURRENT.reset(token)
 
 
-def current_session() -> Session:
+def current_session() -> SweepSession:
     """Return the active session. UsageError if not started by `python -m runner`."""
     session = _CURRENT.get()
     if session is None:

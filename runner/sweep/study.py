@@ -23,9 +23,9 @@ from runner.sweep.config import Pruner, Sampler, SearchConfig
 from runner.sweep.search_space import SearchPlan, parameter_text
 from runner.training.signals import PRUNED
 
-JOURNAL = (".journal", ".log")  # suffixes of Optuna's journal format
+JOURNAL_SUFFIXES = (".journal", ".log")  # suffixes of Optuna's journal format
 WAIT_S = 60  # for another process to finish writing
-SWEEP, JOB, REASON, COMMAND = "sweep", "job", "reason", "command"
+SWEEP_ATTR, JOB_ATTR, REASON_ATTR, COMMAND_ATTR = "sweep", "job", "reason", "command"
 """User attributes of a trial."""
 STATES = {
     TrialState.COMPLETE: "done",
@@ -34,7 +34,7 @@ STATES = {
     TrialState.RUNNING: "running",
 }
 DIGITS = 4
-FEWEST = 4  # minimum number of finished trials for importances
+MIN_TRIALS = 4  # minimum number of finished trials for importances
 
 
 class StudyFile:
@@ -43,8 +43,8 @@ class StudyFile:
     def __init__(self, plan: SearchPlan, folder: Path) -> None:
         """Open or create the study; `folder` is the sweep's. Raises StorageError."""
         self.plan, self.folder = plan, folder.absolute()
-        given = plan.settings.storage
-        self.path = Path(given).expanduser() if given else folder / "search.db"
+        storage = plan.settings.storage
+        self.path = Path(storage).expanduser() if storage else folder / "search.db"
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:
@@ -53,7 +53,7 @@ class StudyFile:
                 self.study = optuna.create_study(
                     storage=_storage(self.path),
                     study_name=plan.name,
-                    direction="maximize" if plan.rises else "minimize",
+                    direction="maximize" if plan.maximize else "minimize",
                     pruner=_pruner(plan.settings),
                     load_if_exists=True,
                 )
@@ -65,46 +65,47 @@ class StudyFile:
         """Return all trials that count, by number."""
         return self.study.get_trials(deepcopy=False, states=tuple(STATES))
 
-    def unfinished(self) -> list[Trial]:
+    def unfinished_trials(self) -> list[Trial]:
         """Return the trials that an earlier process of this sweep's folder left running."""
         return [
             Trial(self.study, trial._trial_id)
             for trial in self.trials()
-            if trial.state is TrialState.RUNNING and trial.user_attrs.get(SWEEP) == str(self.folder)
+            if trial.state is TrialState.RUNNING
+            and trial.user_attrs.get(SWEEP_ATTR) == str(self.folder)
         ]
 
     def ask(self) -> Trial | None:
         """Return a trial with new values; None if all trials have been asked for."""
         with self._locked():
             self._end_lost_trials()
-            counted, space = self.trials(), self.plan.space
-            tried = {_key(trial.params) for trial in counted}
-            full = space.points is not None and len(tried) >= space.points
-            if full or len(counted) >= self.plan.settings.trials:
+            trials, space = self.trials(), self.plan.space
+            tried = {_params_key(trial.params) for trial in trials}
+            is_exhausted = space.points is not None and len(tried) >= space.points
+            if is_exhausted or len(trials) >= self.plan.settings.trials:
                 return None
             number = len(self.study.get_trials(deepcopy=False))
             values = self._propose(number)
-            if _key(values) in tried and space.points is not None:
-                left = [point for point in space.all_points() if _key(point) not in tried]
-                values = random.Random(number).choice(left)  # noqa: S311  # no secret
+            if _params_key(values) in tried and space.points is not None:
+                untried = [point for point in space.all_points() if _params_key(point) not in tried]
+                values = random.Random(number).choice(untried)  # noqa: S311  # no secret
             self.study.enqueue_trial(values)
             trial = self.study.ask(space.parameters)
-            trial.set_user_attr(SWEEP, str(self.folder))
+            trial.set_user_attr(SWEEP_ATTR, str(self.folder))
             return trial
 
     def record_end(self, trial: Trial, status: str, value: float | None, reason: str) -> None:
         """Record the end of a trial: done with its value, pruned, or failed."""
         if reason:
-            trial.set_user_attr(REASON, reason)
+            trial.set_user_attr(REASON_ATTR, reason)
         if status == "done":
             self.study.tell(trial, value)
         else:
-            pruned = status == "pruned" and bool(self._values(trial))
+            pruned = status == "pruned" and bool(self._intermediate_values(trial))
             self.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
 
     def report(self, trial: Trial, validation: int, value: float) -> str:
         """Record the metric at a validation; returns why to end the trial, or ""."""
-        if validation not in self._values(trial) and math.isfinite(value):
+        if validation not in self._intermediate_values(trial) and math.isfinite(value):
             trial.report(value, validation)
         pruner = self.plan.settings.pruner
         if pruner is Pruner.none or not trial.should_prune():
@@ -113,14 +114,14 @@ class StudyFile:
             f"{PRUNED} at validation {validation}: {self.plan.metric} {value:.4g} ({pruner.name})"
         )
 
-    def record(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, Any]:
         """Return the contents of `search.json`."""
         plan, trials = self.plan, self.trials()
         done = [trial for trial in trials if trial.state is TrialState.COMPLETE]
         importance = self._importance(done)
         return {
             "metric": plan.metric,
-            "direction": "maximize" if plan.rises else "minimize",
+            "direction": "maximize" if plan.maximize else "minimize",
             "sampler": plan.settings.sampler.name,
             "pruner": plan.settings.pruner.name,
             "storage": str(self.path),
@@ -129,22 +130,26 @@ class StudyFile:
             "points": plan.space.points,
             "best": self.study.best_trial.number if done else None,
             "parameters": [
-                {"key": key, "text": parameter_text(one), "importance": importance.get(key)}
-                for key, one in plan.space.parameters.items()
+                {
+                    "key": key,
+                    "text": parameter_text(distribution),
+                    "importance": importance.get(key),
+                }
+                for key, distribution in plan.space.parameters.items()
             ],
-            "trials": [_as_row(trial, self.folder) for trial in trials],
+            "trials": [_trial_entry(trial, self.folder) for trial in trials],
         }
 
     def _importance(self, done: list[FrozenTrial]) -> dict[str, float]:
         """Return each parameter's importance by PED-ANOVA, which does not need scikit-learn."""
-        if len(done) < FEWEST or len({trial.value for trial in done}) < 2:
+        if len(done) < MIN_TRIALS or len({trial.value for trial in done}) < 2:
             return {}
         try:
             return get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
         except (ValueError, RuntimeError, ZeroDivisionError):  # values too similar
             return {}
 
-    def _values(self, trial: Trial) -> Mapping[int, float]:
+    def _intermediate_values(self, trial: Trial) -> Mapping[int, float]:
         return self.study._storage.get_trial(trial._trial_id).intermediate_values
 
     def _propose(self, number: int) -> dict[str, Any]:
@@ -167,7 +172,7 @@ class StudyFile:
     def _end_lost_trials(self) -> None:
         """Fail trials of processes that no longer run, or that ended within `ask`."""
         for trial in self.trials():
-            sweep = trial.user_attrs.get(SWEEP)
+            sweep = trial.user_attrs.get(SWEEP_ATTR)
             lost = sweep is None or (Path(sweep).is_dir() and not is_locked(Path(sweep)))
             if trial.state is TrialState.RUNNING and lost:
                 open_trial = Trial(self.study, trial._trial_id)
@@ -183,7 +188,7 @@ class StudyFile:
 
 
 def _storage(path: Path) -> Any:
-    if path.suffix in JOURNAL:
+    if path.suffix in JOURNAL_SUFFIXES:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
@@ -207,19 +212,19 @@ def _pruner(settings: SearchConfig) -> Any:
     return optuna.pruners.NopPruner()
 
 
-def _key(values: Mapping[str, object]) -> str:
+def _params_key(values: Mapping[str, object]) -> str:
     return repr(sorted(values.items()))
 
 
-def _as_row(trial: FrozenTrial, folder: Path) -> dict[str, Any]:
-    ours = trial.user_attrs.get(SWEEP) == str(folder)
+def _trial_entry(trial: FrozenTrial, folder: Path) -> dict[str, Any]:
+    is_ours = trial.user_attrs.get(SWEEP_ATTR) == str(folder)
     return {
         "number": trial.number,
         "status": STATES[trial.state],
         "value": trial.value,
         "values": dict(trial.params),
-        "reason": trial.user_attrs.get(REASON, ""),
-        "command": trial.user_attrs.get(COMMAND, ""),
-        "folder": trial.user_attrs.get(JOB, "") if ours else "",
+        "reason": trial.user_attrs.get(REASON_ATTR, ""),
+        "command": trial.user_attrs.get(COMMAND_ATTR, ""),
+        "folder": trial.user_attrs.get(JOB_ATTR, "") if is_ours else "",
         "seconds": trial.duration.total_seconds() if trial.duration else None,
     }

@@ -55,7 +55,7 @@ def test_what_is_found_after_training_is_recorded_everywhere(
     assert "layers.0.weight" in fault.message
     with (tmp_path / "out").open("w") as file:
         console = Console(width=100, record=True, file=file)
-        console.print(report.EndTable(summary, folder))
+        console.print(report.RunSummaryTable(summary, folder))
     shown = console.export_text()
     assert "model check" in shown and "layers.0.weight: 1 NaN of" in shown
 

@@ -62,7 +62,7 @@ def test_a_path_continues_in_place_with_the_overrides_of_that_run(path: str) -> 
         "data=cancer", "seed=4", f"checkpoint.resume={path}", f"hydra.run.dir='{RUN}'",
     ]  # fmt: skip
     assert request.notes == [f"continuing {RUN}"]
-    assert request.resumed == Path(RUN)  # which vouches for nothing
+    assert request.resumed_run == Path(RUN)  # which vouches for nothing
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints/step_00000012"])

@@ -411,10 +411,10 @@ def test_a_run_lists_what_each_column_was_taken_for(tmp_path: Path) -> None:
         "since": ("date: year, month, weekday, days", 0),
         "code_id": ("id", None), "note": ("left out", None),
     }  # fmt: skip
-    page = report.markdown(summary, run)
+    page = report.render_report(summary, run)
     assert "## Columns" in page and "| since | date: year, month, weekday, days | 0 |" in page
     console = Console(width=100, file=StringIO())
-    console.print(report.EndTable(summary, run))
+    console.print(report.RunSummaryTable(summary, run))
     kinds = "1 number, 1 category, 1 date, 1 id, 1 left out (report.md)"
     assert isinstance(console.file, StringIO) and kinds in console.file.getvalue()
 

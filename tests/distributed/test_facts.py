@@ -107,21 +107,21 @@ def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder: Path
 
 
 def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
-    from runner.report.columns import columns
-    from runner.report.discover import of_folders
+    from runner.report.columns import select_columns
+    from runner.report.discover import compare_folders
     from tests.report import planted_runs
 
     assert (folder / "ranks" / "1" / "run.log").exists()
     (folder / "ranks" / "1" / "summary.json").write_text((folder / "summary.json").read_text())
     alone = planted_runs.run(tmp_path / "alone", ["optimization=none"])
-    two = of_folders([folder.parent])
-    assert len(two.rows) == 1 and "processes" not in [column.key for column in columns(two)]
-    both = of_folders([folder, alone])
-    shown = next(column for column in columns(both) if column.key == "processes")
+    two = compare_folders([folder.parent])
+    assert len(two.rows) == 1 and "processes" not in [column.key for column in select_columns(two)]
+    both = compare_folders([folder, alone])
+    shown = next(column for column in select_columns(both) if column.key == "processes")
     assert [shown.text(row) for row in both.rows] == ["2", "1"]
     (folder / "summary.json").rename(tmp_path / "summary.json")  # killed before it wrote any
     try:
-        assert [row.status for row in of_folders([folder.parent]).rows] == ["killed"]
+        assert [row.status for row in compare_folders([folder.parent]).rows] == ["killed"]
     finally:
         (tmp_path / "summary.json").rename(folder / "summary.json")
 

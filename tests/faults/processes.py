@@ -46,7 +46,7 @@ def start(
         before = os.getcwd()
         os.chdir(folder)
         try:
-            return fork.fork(command, environment, stdin.fileno(), output.fileno())
+            return fork.fork_job(command, environment, stdin.fileno(), output.fileno())
         finally:
             os.chdir(before)
 

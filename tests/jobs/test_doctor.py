@@ -15,9 +15,9 @@ import torch
 
 from runner.config import RunConfig
 from runner.doctor import environment
-from runner.doctor.environment import GIB, MIB, DoctorCheck, Status
+from runner.doctor.environment import GIB, MIB, CheckStatus, DoctorCheck
 from runner.errors import StorageError
-from runner.jobs.doctor import DoctorReport, examine, main, show
+from runner.jobs.doctor import DoctorReport, examine, main, render_doctor_report
 from runner.record.console import EscapingConsole
 from runner.techniques import compiler
 from runner.techniques.config import Optimization
@@ -40,8 +40,8 @@ def test_every_technique_has_a_row_and_this_environment_is_as_required(report):
     assert rows["accumulation"].available and rows["accumulation"].reason == ""
     assert rows["amp"].requested and not rows["compile"].requested
     by_name = {check.name: check for check in report.checks}
-    assert by_name["packages"].status is Status.ok, by_name["packages"].finding
-    assert by_name["python"].status is Status.ok
+    assert by_name["packages"].status is CheckStatus.ok, by_name["packages"].finding
+    assert by_name["python"].status is CheckStatus.ok
     assert report.versions["torch"] == torch.__version__
 
 
@@ -61,37 +61,37 @@ def test_the_folder_gets_the_report_as_json_and_the_path_is_printed(tmp_path, ca
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_an_absent_device_is_a_failed_check_and_the_rest_is_still_reported():
     report = examine(config("device=cuda"))
-    failed = [check for check in report.checks if check.status is Status.fail]
+    failed = [check for check in report.checks if check.status is CheckStatus.fail]
     assert [check.name for check in failed] == ["device"]
     assert "built without CUDA" in failed[0].finding
-    assert report.status is Status.fail and report.device["kind"] == "cpu"
+    assert report.status is CheckStatus.fail and report.device["kind"] == "cpu"
 
 
 def test_the_worst_check_is_the_status_and_text_in_brackets_is_shown_as_it_is(report):
     checks = [
-        DoctorCheck("[red]name", Status.warn, "[/] found", "[bold]fix"),
-        DoctorCheck("x", Status.ok, ""),
+        DoctorCheck("[red]name", CheckStatus.warn, "[/] found", "[bold]fix"),
+        DoctorCheck("x", CheckStatus.ok, ""),
     ]
     report = replace(report, checks=checks)
-    assert report.status is Status.warn
+    assert report.status is CheckStatus.warn
     console = EscapingConsole(width=80)
     with console.capture() as capture:
-        console.print(show(report))
+        console.print(render_doctor_report(report))
     lines = [line.strip() for line in capture.get().splitlines()]
     at = next(i for i, line in enumerate(lines) if line.startswith("[red]name"))
     assert "[/] found" in lines[at] and lines[at + 1] == "fix: [bold]fix"
 
 
 def test_python_and_packages_are_compared_with_what_the_project_needs():
-    supported = environment.declared()[1]
+    supported = environment.read_requirements()[1]
     versions = ((3, 11, 0), (3, 14, 0), (3, 10, 9))
-    checks = [environment.python(version, supported).status for version in versions]
-    assert checks == [Status.ok, Status.fail, Status.fail]
-    check = environment.packages(["no-such-package-zz>=2", "numpy>=9999", "torch>=2.11"])
-    assert check.status is Status.fail
+    checks = [environment.check_python(version, supported).status for version in versions]
+    assert checks == [CheckStatus.ok, CheckStatus.fail, CheckStatus.fail]
+    check = environment.check_packages(["no-such-package-zz>=2", "numpy>=9999", "torch>=2.11"])
+    assert check.status is CheckStatus.fail
     assert "numpy>=9999 is needed, found" in check.finding
     assert check.fix == "pip install 'no-such-package-zz>=2' 'numpy>=9999'"
-    assert environment.packages([]).status is Status.warn
+    assert environment.check_packages([]).status is CheckStatus.warn
 
 
 def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
@@ -100,36 +100,36 @@ def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
         (tmp_path / name).chmod(0o755)
     works, broken = tmp_path / "works", tmp_path / "broken"
     good, bad, absent = (
-        next(iter(environment.compilers("cpu", environ)))
+        next(iter(environment.check_compilers("cpu", environ)))
         for environ in ({"CXX": str(works)}, {"CXX": str(broken)}, {"PATH": str(tmp_path)})
     )
-    assert good.status is Status.ok and good.finding == f"{works}: my compiler 1.2"
-    assert bad.status is Status.warn and "does not run" in bad.finding
-    assert absent.status is Status.warn and "CXX" in absent.fix
+    assert good.status is CheckStatus.ok and good.finding == f"{works}: my compiler 1.2"
+    assert bad.status is CheckStatus.warn and "does not run" in bad.finding
+    assert absent.status is CheckStatus.warn and "CXX" in absent.fix
 
 
 def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, monkeypatch):
     monkeypatch.delenv(compiler.CACHE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    check = environment.compile_cache(os.environ)
+    check = environment.check_compile_cache(os.environ)
     assert not any(tmp_path.iterdir())
     with ExitStack() as scope:
         compiler.prepare(scope)
         assert check.finding == os.environ[compiler.CACHE]
     Path(check.finding).chmod(0o777)  # a run does not use code that others may have written
-    assert environment.compile_cache(os.environ).status is Status.warn
+    assert environment.check_compile_cache(os.environ).status is CheckStatus.warn
     (tmp_path / "file").write_text("")
     taken = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "cache")}
-    check = environment.compile_cache(taken)
-    assert check.status is Status.warn and "TORCHINDUCTOR_CACHE_DIR" in check.fix
+    check = environment.check_compile_cache(taken)
+    assert check.status is CheckStatus.warn and "TORCHINDUCTOR_CACHE_DIR" in check.fix
 
 
 def test_an_outputs_folder_is_checked_but_not_made(tmp_path):
     outputs = tmp_path / "outputs"
-    assert environment.disk(outputs / "runs").finding.endswith(str(Path("outputs") / "runs"))
+    assert environment.check_disk(outputs / "runs").finding.endswith(str(Path("outputs") / "runs"))
     assert not outputs.exists()
     outputs.write_text("a file")
-    assert environment.disk(outputs / "runs").status is Status.fail
+    assert environment.check_disk(outputs / "runs").status is CheckStatus.fail
 
 
 def test_what_is_short_is_a_warning_with_a_fix(monkeypatch, report):
@@ -142,12 +142,14 @@ def test_what_is_short_is_a_warning_with_a_fix(monkeypatch, report):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "getloadavg", lambda: (4.1, 0.0, 0.0))
     gpu = SimpleNamespace(kind="cuda", torch=torch.device("cuda"))
-    short = list(environment.limits(gpu))
+    short = list(environment.check_limits(gpu))
     assert {check.name for check in short} == {*names, "GPU memory"}
-    assert all(check.status is Status.warn and check.fix for check in short)
+    assert all(check.status is CheckStatus.warn and check.fix for check in short)
     monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: None)
     monkeypatch.setattr(environment.memory, "available_bytes", lambda: GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 8 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (4.0, 0.0, 0.0))
-    assert {(check.status, check.fix) for check in environment.limits(gpu)} == {(Status.ok, "")}
+    assert {(check.status, check.fix) for check in environment.check_limits(gpu)} == {
+        (CheckStatus.ok, "")
+    }

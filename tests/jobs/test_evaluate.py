@@ -55,4 +55,5 @@ def test_the_best_says_which_validations_it_leaves_out() -> None:
         metrics={"val/accuracy": 0.961}, monitor="val/accuracy", best=0.9582, best_step=20,
         faults={"validation_not_finite": 1},
     )  # fmt: skip
-    assert "best 0.9582 at step 20 (of validations with a finite loss)" in report.markdown(left_out)
+    document = report.render_report(left_out)
+    assert "best 0.9582 at step 20 (of validations with a finite loss)" in document

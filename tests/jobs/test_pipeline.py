@@ -20,7 +20,7 @@ from runner.data.batch import Column, Sizes
 from runner.data.preprocessing import Preprocessing
 from runner.jobs import evaluate
 from runner.jobs.config import ExportKind
-from runner.jobs.export import _exported
+from runner.jobs.export import _trace_program
 from runner.jobs.pipeline import RawInputModel, raw_inputs
 from tests import runs
 from tests.data.strangers import STRANGERS, known, probabilities
@@ -41,7 +41,7 @@ def test_gaps_and_unknown_categories_in_the_targets_unit() -> None:
         [[1, 0, 0, -2, 0], [0, 1, 0, 1, 1], [0, 0, 1, 2, 0], [0, 0, 1, 0, 0]], np.float32
     )
     expected = (inputs @ model.weight.detach().numpy().T + model.bias.detach().numpy()) * 10 + 100
-    program = _exported(pipeline, (numbers[:2], categories[:2])).module()
+    program = _trace_program(pipeline, (numbers[:2], categories[:2])).module()
     for call in (pipeline, program):
         np.testing.assert_allclose(call(numbers, categories).detach(), expected, rtol=1e-5)
     raw = raw_inputs(preprocessing, torch.from_numpy(inputs[:1]))
@@ -54,7 +54,7 @@ def test_pixels_become_probabilities() -> None:
     preprocessing = Preprocessing("images", "", sizes)
     pixels = torch.arange(36, dtype=torch.uint8).reshape(3, 3, 2, 2) * 7
     expected = model(pixels.float() / 255).softmax(1)
-    program = _exported(RawInputModel(model, preprocessing).eval(), pixels[:2]).module()
+    program = _trace_program(RawInputModel(model, preprocessing).eval(), pixels[:2]).module()
     torch.testing.assert_close(program(pixels), expected)
     torch.testing.assert_close(raw_inputs(preprocessing, pixels.float() / 255)[0], pixels)
 

@@ -18,7 +18,7 @@ from runner.cli.preflight import check
 from runner.composing import compose
 from runner.errors import ConfigError, Interrupted, SecurityError, UsageError
 from runner.findings import Reason, Severity, Trust
-from runner.jobs.scan import Scan, ScanRow, main, terminal
+from runner.jobs.scan import ScanResult, ScanRow, main, render_terminal
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import hash_file
 from runner.security.files.provenance import Assessment, FileFacts
@@ -107,10 +107,12 @@ def test_a_warning_is_told_and_a_note_is_not_and_strict_says_what_to_type():
         for severity, text in ((Severity.NOTE, "overlaps b"), (Severity.WARNING, "has NaN"))
     ]
     screen = Console(file=io.StringIO(), width=80)
-    screen.print(terminal(Scan("x", SecurityLevel.standard, rows=[ScanRow("file", found)]), 30))
+    screen.print(
+        render_terminal(ScanResult("x", SecurityLevel.standard, rows=[ScanRow("file", found)]), 30)
+    )
     shown = screen.file.getvalue()
     assert "has NaN" in shown and "overlaps b" not in shown
-    told = Scan("x", SecurityLevel.strict, rows=[ScanRow("file", found)]).verdict
+    told = ScanResult("x", SecurityLevel.strict, rows=[ScanRow("file", found)]).verdict
     assert "has NaN" in told and f"security.pinned=[{'ab' * 32}]" in told
 
 

@@ -95,7 +95,7 @@ def test_two_classes_get_one_logit_and_are_predicted_by_it() -> None:
     with opened("data=cancer", *SMALL, BCE, *asked) as run:
         summary = train(run)
         batch = next(run.validation.batches(0))
-        columns = predict._predicted(run.model(batch[0]).detach(), run.sizes)
+        columns = predict._prediction_columns(run.model(batch[0]).detach(), run.sizes)
         expected = run.model(batch[0]).sigmoid().detach().flatten()
     assert summary.metrics["val/AUROC"] > 0.9
     shares = torch.tensor(columns["probability benign"])
@@ -149,5 +149,5 @@ def test_a_loss_of_ones_own_predicts_in_the_targets_unit(tmp_path: Path) -> None
     with opened(*table, MSE) as run:
         assert (run.sizes.target_mean, run.sizes.target_deviation) == (0.0, 1.0)
         assert [c.value for c in run.choices if c.key == "data.target"] == ["not standardised"]
-        first = predict._predicted(torch.tensor([[1000.0]]), run.sizes)["prediction"]
+        first = predict._prediction_columns(torch.tensor([[1000.0]]), run.sizes)["prediction"]
     assert first.tolist() == [1000.0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.jobs.replay import ChildAttempts, make_captured_attempt
+from runner.jobs.replay import AttemptProcesses, make_captured_attempt
 from tests.replay.replays import HERE, Captured, capture_first
 
 
@@ -20,10 +20,10 @@ def _own_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are made in this process, which takes a tenth of the time."""
 
-    def attempt(self: ChildAttempts, without: Any) -> Any:
+    def attempt(self: AttemptProcesses, without: Any) -> Any:
         return make_captured_attempt(self.path, self.trusted, without)
 
-    monkeypatch.setattr(ChildAttempts, "__call__", attempt)
+    monkeypatch.setattr(AttemptProcesses, "__call__", attempt)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from runner.errors import NotVerified
-from runner.jobs.replay import ChildAttempts
+from runner.jobs.replay import AttemptProcesses
 from runner.replay.findings import StepPhase
 from runner.replay.investigation import BAD
 from runner.training.summary import Summary
@@ -114,7 +114,7 @@ def test_an_attempt_that_hangs_is_ended_with_all_that_it_started(
 ) -> None:
     path, note = captured(POISON, "+model.part=hangs"), tmp_path / "pid"
     monkeypatch.setenv("FAULTY_HANGS", str(note))
-    result = ChildAttempts(path, ["faulty_models"], 30, tmp_path / "log")([])
+    result = AttemptProcesses(path, ["faulty_models"], 30, tmp_path / "log")([])
     assert "not done within replay.timeout_s=30" in result.failed
     started = int(note.read_text())
     assert not psutil.pid_exists(started) or psutil.Process(started).status() == "zombie"

@@ -19,9 +19,9 @@ from runner.benchmark.result import Load
 from runner.report import comparison as report
 from runner.report.__main__ import main
 from runner.report.columns import COLUMNS
-from runner.report.comparison import Comparison, Row, of_benchmark
-from runner.report.curves import read_curves, thin_curve
-from runner.report.naming import names
+from runner.report.comparison import Comparison, ComparisonRow, of_benchmark
+from runner.report.curves import downsample_curve, read_curves
+from runner.report.naming import name_rows
 from runner.report.table import ComparisonScreen
 from runner.report.verdicts import conclusion, verdict
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
@@ -50,8 +50,8 @@ NAMES = {
 @pytest.mark.parametrize("typed", NAMES)
 def test_rows_are_named_by_what_differs_between_them(typed: str) -> None:
     rows = [row.split() for row in typed.split(" | ")]
-    assert names(rows, ["x/0", "y/0", "z/0"][: len(rows)]) == NAMES[typed].split(" | ")
-    assert len(set(names([["a=1"]] * 3, ["", "", ""]))) == 3
+    assert name_rows(rows, ["x/0", "y/0", "z/0"][: len(rows)]) == NAMES[typed].split(" | ")
+    assert len(set(name_rows([["a=1"]] * 3, ["", "", ""]))) == 3
 
 
 def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
@@ -167,7 +167,7 @@ def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Pat
     path.write_text("\n".join(map(json.dumps, lines)) + '\nnot json "train"\n')
     curve = read_curves(tmp_path)["train/loss"]
     assert [step for step, _ in curve] == list(range(1, 3001))
-    thinned = thin_curve(curve, 100)
+    thinned = downsample_curve(curve, 100)
     assert len(thinned) <= 100 and (777.0, 99.0) in thinned and thinned == sorted(thinned)
 
 
@@ -212,7 +212,7 @@ def test_failures_stand_below_with_their_reason_and_one_reason_is_said_once() ->
 
 def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
     made = [
-        Row(
+        ComparisonRow(
             typed.split(), "done", name=typed, speedup=rate / rates[0],
             summary={"throughput": {"samples_per_second": rate, "step_ms": {"p50": 3.2e4 / rate}},
                      "memory": {"peak_process_bytes": 2**29},

@@ -13,7 +13,7 @@ from runner.checkpoint.lock import lock
 from runner.errors import StorageError
 from runner.report import comparison as report
 from runner.report.__main__ import main
-from runner.report.discover import of_folders
+from runner.report.discover import compare_folders
 from tests.report.planted_results import arm, reference, result
 from tests.report.planted_runs import job, run, sweep, texts
 
@@ -25,7 +25,7 @@ def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
     run(folder / "1", ["optimization=none"], 1000.0)
     run(folder / "2", ["optimization=ultra"], 900.0, "failed", reason="RuntimeError")
     run(folder / "3", ["optimization=maximum"], 3000.0, "stopped")
-    found = of_folders([folder])
+    found = compare_folders([folder])
     assert (found.kind, found.reference) == ("sweep", "none")
     assert [row.name for row in found.rows] == ["basic", "none", "ultra", "maximum"]
     assert [row.speedup for row in found.rows] == [1.5, 1.0, None, 3.0]
@@ -39,9 +39,9 @@ def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "s", [job(i, level, "running") for i, level in enumerate("abc")])
     run(folder / "0", ["optimization=a"])
     run(folder / "1", ["optimization=b"], status="running")
-    assert [row.status for row in of_folders([folder]).rows] == ["done", "killed", "killed"]
+    assert [row.status for row in compare_folders([folder]).rows] == ["done", "killed", "killed"]
     with lock(folder):
-        assert of_folders([folder]).rows[2].status == "running"
+        assert compare_folders([folder]).rows[2].status == "running"
 
 
 def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     (tmp_path / "c" / ".hydra").mkdir(parents=True)
     (tmp_path / "c" / ".hydra" / "overrides.yaml").write_text("[seed=3]")
     with lock(tmp_path / "b"):
-        rows = of_folders([tmp_path]).rows
+        rows = compare_folders([tmp_path]).rows
     assert [row.status for row in rows] == ["killed", "running", "killed"]
     assert "step 17" in rows[0].reason and "summary.json" in rows[2].reason
 
@@ -81,13 +81,13 @@ def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> 
     for i, text in enumerate(damage):
         run(folder / str(i), [f"optimization={i}"])
         (folder / str(i) / "summary.json").write_text(text)
-    rows = of_folders([folder]).rows
+    rows = compare_folders([folder]).rows
     assert len(rows) == len(jobs)
     for row in rows[: len(DAMAGE)]:
         assert row.status == "failed"
         assert "summary.json" in row.reason and str(tmp_path) not in row.reason
     assert all(row.status in ("failed", "skipped") and row.reason for row in rows[len(damage) :])
-    assert len(report.write(of_folders([folder]), folder)) >= 4
+    assert len(report.write(compare_folders([folder]), folder)) >= 4
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -98,8 +98,8 @@ def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_pa
     for place in closed:
         place.chmod(0)
     try:
-        found = of_folders([tmp_path / "sweeps"])
-        assert folder / "comparison" in report.write(of_folders([folder]), folder)
+        found = compare_folders([tmp_path / "sweeps"])
+        assert folder / "comparison" in report.write(compare_folders([folder]), folder)
     finally:
         for place in closed:
             place.chmod(0o700)
@@ -117,15 +117,15 @@ def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None
     run(bench / "basic", ["optimization=basic"])
     result(reference(), arm("basic", 1.5)).write(bench)
     (first / "0/checkpoints/step_00000001").mkdir(parents=True)
-    found = of_folders([outputs])
+    found = compare_folders([outputs])
     assert (found.kind, sorted(row.name for row in found.rows)) == ("runs", ["none", "ultra"])
     assert f"{bench.name} is a benchmark, compared by itself: left out" in found.notes
     assert (outputs / found.rows[0].folder / "summary.json").is_file()
-    alone = of_folders([bench])
+    alone = compare_folders([bench])
     assert (alone.kind, [row.name for row in alone.rows]) == ("benchmark", ["none", "basic"])
     (bench / "benchmark.json").write_text('{"schema": 1')
     with pytest.raises(StorageError, match="is damaged"):
-        of_folders([bench])
+        compare_folders([bench])
 
 
 def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path:
         place = run(folder / str(number), [], 1000.0 * (number + 1), **summary)
         (place / ".hydra" / "config.yaml").write_text(json.dumps(settings))
     run(folder / "6", ["data=digits"], 9e4)  # its config is gone
-    found = of_folders([folder])
+    found = compare_folders([folder])
     assert [row.speedup for row in found.rows] == [1.0, 2.0, None, None, None, None, None]
     assert any("fewer than 10 steps" in note for note in found.notes)
 
@@ -152,7 +152,7 @@ def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path:
 def headline(folder: Path, one: str, other: str, first: str, second: str) -> str:
     run(folder / "a", one.split(), best=0.5, monitor=first)
     run(folder / "b", other.split(), 2000.0, best=0.6, monitor=second)
-    return texts(of_folders([folder]))[0]
+    return texts(compare_folders([folder]))[0]
 
 
 def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from runner.record.console import print_stdout
 from runner.report import run as report
 from runner.report import table
 from runner.report.__main__ import main
-from runner.report.discover import of_folders
+from runner.report.discover import compare_folders
 from runner.training.summary import Summary
 from tests.report.planted_results import technique
 from tests.report.planted_runs import job, run, sweep
@@ -75,10 +75,10 @@ def test_a_record_of_which_any_value_or_key_is_forged_is_shown_as_text(
     for match in VALUE.finditer(text):
         forged = f"{text[: match.start()]}{json.dumps(HOSTILE)}{text[match.end() :]}"
         (folder / record).write_text(forged)
-        print_stdout(table.ComparisonScreen(of_folders([folder])), crop=False)
+        print_stdout(table.ComparisonScreen(compare_folders([folder])), crop=False)
         with suppress(StorageError, TypeError, ValueError, AttributeError):  # it does not fit
             summary = Summary.read(folder / "2")
-            print_stdout(report.EndTable(summary, folder / "2"), crop=False)
+            print_stdout(report.RunSummaryTable(summary, folder / "2"), crop=False)
         count += "evil" in printed(capsys)
     assert count > 3  # or nothing of it was shown at all
 

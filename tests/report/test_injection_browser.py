@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from runner.report import page
-from runner.report.discover import of_folders
+from runner.report.discover import compare_folders
 from tests.report.browser import look
 from tests.report.planted_runs import run
 from tests.security.test_injection import comparison, failed_comparison
@@ -51,9 +51,9 @@ def test_names_reasons_and_commands_of_runs_and_arms_do_nothing_in_a_browser(
         folders.append(run(place, [f"+x={way}", f"seed={number}"], status=status, **more))
         honest = tmp_path / "runs" / f"h{number}"
         harmless.append(run(honest, [f"+x={number}", f"seed={number}"], status=status))
-    expected = look(page.html(of_folders(harmless)), tmp_path, FOUND)
-    for made in (of_folders(folders), comparison(), failed_comparison()):
-        found = look(page.html(made), tmp_path, FOUND)
+    expected = look(page.render_html(compare_folders(harmless)), tmp_path, FOUND)
+    for made in (compare_folders(folders), comparison(), failed_comparison()):
+        found = look(page.render_html(made), tmp_path, FOUND)
         assert not found["owned"] and "owned" not in (found["title"], found["top"])
         assert found["hidden"] == "block"
         assert found["counts"] == expected["counts"]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from runner.report import figures, page
 from runner.report.comparison import Comparison, as_json
-from runner.report.discover import of_folders
+from runner.report.discover import compare_folders
 from runner.report.table import ComparisonScreen
 from runner.report.verdicts import verdict
 from tests.report.planted_runs import run, sweep, texts
@@ -30,7 +30,7 @@ def planted(folder: Path, best: dict[str, list[float]], key: str = "seed") -> Co
             number = str(len(jobs))
             run(folder / number, overrides, best=value, metrics={"val/accuracy": value - 0.1})
             jobs.append({"overrides": overrides, "folder": number, "status": "done"})
-    return of_folders([sweep(folder, jobs)])
+    return compare_folders([sweep(folder, jobs)])
 
 
 def best_sentence(comparison: Comparison) -> str:
@@ -54,7 +54,7 @@ def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path: Path
         "Best val/accuracy over 3 seeds each: from 0.7100 ± 0.0100 (95 %: 0.6852 to 0.7348, "
         "lr=0.1) to 0.8400 ± 0.0529 (95 %: 0.7086 to 0.9714, lr=1); their intervals overlap."
     )
-    text = page.html(comparison)
+    text = page.render_html(comparison)
     assert SECTION.findall(text) == ["Configurations", "Speed"]  # speed is not what was asked
     table = text[text.index("<h2>Configurations") : text.index("<h2>All numbers")]
     assert re.findall(r'data-sort="(3 seeds[^"]*)"', table) == ["3 seeds", "3 seeds"]
@@ -82,7 +82,7 @@ def three_by_three(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
             ]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
             jobs.append({"overrides": overrides, "folder": number, "status": "done"})
-    return of_folders([sweep(home, jobs)])
+    return compare_folders([sweep(home, jobs)])
 
 
 def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
@@ -109,7 +109,7 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
         assert len(re.findall(r"\(\S+–\S+\)", line)) >= (3 if level != "none" else 2)
     assert "seed=" not in printed.partition("·")[0]
 
-    text, document = page.html(three_by_three), page.document(three_by_three)
+    text, document = page.render_html(three_by_three), page.render_markdown(three_by_three)
     assert SECTION.findall(text) == ["Speed", "Configurations", "Validation"]
     table = text[text.index("<h2>Configurations") : text.index("<h2>All numbers")]
     part = document[document.index("## Configurations") : document.index("## All numbers")]
@@ -129,7 +129,7 @@ def test_the_headline_compares_runs_of_the_same_seeds(three_by_three: Comparison
 
 
 def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three: Comparison) -> None:
-    (figure,) = figures.figures(three_by_three)["validation"]
+    (figure,) = figures.build_figures(three_by_three)["validation"]
     drawing = figure.charts[0][2]
     assert drawing.count("<polygon") == drawing.count("<polyline") == 3
     assert "its band their range" in figure.about
@@ -143,7 +143,7 @@ def test_folds_are_one_figure_and_single_runs_are_compared_with_each_other(tmp_p
     assert best_sentence(folds).startswith(expected)
     single = planted(tmp_path / "single", {"lr=1": [0.8], "lr=0.1": [0.7]})
     assert best_sentence(single) == "Best val/accuracy: from 0.7000 (lr=0.1) to 0.8000 (lr=1)."
-    assert not single.replicated
+    assert not single.has_replicates
     mixed = texts(planted(tmp_path / "mixed", {**BEST, "lr=9": [0.95]}))
     assert not [text for text in mixed if "0.95" in text]
     assert "With one run, and so not compared: lr=9." in mixed

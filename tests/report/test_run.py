@@ -56,7 +56,7 @@ SUMMARY = Summary(
 
 def shown(summary: Summary, folder: Path | None, width: int = 80, verbose: bool = False) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(report.EndTable(summary, folder, verbose))
+    console.print(report.RunSummaryTable(summary, folder, verbose))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -104,7 +104,7 @@ def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
     names = [line[0] for line in lines if line and line[0] in ("engaged", "compile", "not")]
     assert names == ["engaged", "compile", "not"] and ["engaged", "system"] in lines
     assert "tf32, amp, channels_last" in text and text.count("fell back") == 1
-    document = report.markdown(summary, tmp_path)
+    document = report.render_report(summary, tmp_path)
     assert all(f"{row.status}: {row.reason}" in document for row in rows[:4])
 
 
@@ -114,7 +114,7 @@ def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padde
     monkeypatch.delenv("COLUMNS", raising=False)
     metrics = {**SUMMARY.metrics, **{f"val/metric_{i}": 0.5 for i in range(12)}}
     summary = replace(SUMMARY, metrics=metrics, faults={}, skipped_steps=0)
-    print_stdout(report.EndTable(summary, tmp_path), fold=False, crop=False)
+    print_stdout(report.RunSummaryTable(summary, tmp_path), fold=False, crop=False)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 30 and all(line == line.rstrip() for line in lines)
     (listed,) = [line for line in lines if line.startswith("  at the end ")]
@@ -123,14 +123,14 @@ def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padde
 
 def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path) -> None:
     failed = replace(SUMMARY, status="failed")
-    text, document = shown(failed, tmp_path), report.markdown(failed, tmp_path)
+    text, document = shown(failed, tmp_path), report.render_report(failed, tmp_path)
     for figure in ("41,234 samples/s", "backward", "0.776 ms median", "engaged", "the data is in"):
         assert figure not in text and figure in document
     for useful in ("digits_mlp", "failed", "non_finite", "step_00000900 (best)"):
         assert useful in text
     never = Summary(status="failed", reason="DataError: no sample", monitor="val/loss")
     assert "DataError: no sample" in shown(never, None)
-    assert report.markdown(Summary()).startswith("# run")
+    assert report.render_report(Summary()).startswith("# run")
 
 
 def test_the_document_has_the_classes_the_reasons_and_the_origin(
@@ -189,7 +189,7 @@ def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
     command = "python -m runner job=replay replay.path=outputs/runs/x/debug/captures/step_00000043"
     assert [x for x in shown(SUMMARY, run, 120).splitlines() if command in x]  # whole, to be copied
     assert "history.json, profile.md, captures/ (1)" in text
-    page = report.markdown(SUMMARY, run)
+    page = report.render_report(SUMMARY, run)
     assert "| non\\_finite | warning | 6 | steps 43, 44, 45, 46, … | the loss was nan |" in page
     assert "replay.path=" in page
 

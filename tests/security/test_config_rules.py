@@ -208,7 +208,7 @@ def test_a_job_whose_security_is_not_what_was_typed_is_refused(group: dict[str, 
 
 def test_with_security_off_any_name_passes_and_places_and_sizes_are_checked() -> None:
     off = "security=off"
-    assert ask_file("hydra: {callbacks: {x: {_target_: evil_pkg.Payload}}}", off).typed.off
+    assert ask_file("hydra: {callbacks: {x: {_target_: evil_pkg.Payload}}}", off).cli_overrides.off
     for body in ("hydra: {run: {dir: ../ran}}", "optimizer: {options: {a: &x {}, b: *x}}"):
         with pytest.raises(SecurityError):
             ask_file(body, off)

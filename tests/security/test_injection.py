@@ -126,18 +126,19 @@ def comparison() -> comparing.Comparison:
 
 def failed_comparison() -> comparing.Comparison:
     rows = [
-        comparing.Row(["seed=1"], "done", name="one", summary={"status": "done"}),
-        comparing.Row(["seed=2"], "failed", "reason", name="two", command="python"),
+        comparing.ComparisonRow(["seed=1"], "done", name="one", summary={"status": "done"}),
+        comparing.ComparisonRow(["seed=2"], "failed", "reason", name="two", command="python"),
     ]
     return poisoned(
         comparing.Comparison("title", rows, reference="one", notes=["note"], command="python")
     )
 
 
-def scanned() -> scan.Scan:
+def scanned() -> scan.ScanResult:
     assessment = Assessment("x", Trust.REFUSED, files={"x": FileFacts("ab" * 32, 9, "npy")})
     assessment.reasons.append(Reason("zip.overlap", Severity.REFUSAL, "member", "seen", "do"))
-    return poisoned(scan.Scan("x", SecurityLevel.strict, 1, [scan.ScanRow("file", assessment)]))
+    rows = [scan.ScanRow("file", assessment)]
+    return poisoned(scan.ScanResult("x", SecurityLevel.strict, 1, rows))
 
 
 # on a terminal
@@ -163,17 +164,17 @@ def faulty(tmp_path: Path) -> Path:
 
 
 SCREENS = {
-    "summary": lambda folder: run_report.EndTable(summary(), folder),
+    "summary": lambda folder: run_report.RunSummaryTable(summary(), folder),
     "replay": lambda folder: replay_page.screen(replay()),
     "comparison": lambda folder: table.ComparisonScreen(comparison()),
     "failures": lambda folder: table.ComparisonScreen(failed_comparison()),
-    "scan": lambda folder: scan.terminal(scanned(), 30),
+    "scan": lambda folder: scan.render_terminal(scanned(), 30),
 }
 PAGES = {
-    "summary": lambda folder: run_report.markdown(summary(), folder),
+    "summary": lambda folder: run_report.render_report(summary(), folder),
     "replay": lambda folder: replay_page.markdown(replay()),
-    "comparison": lambda folder: page.document(comparison()),
-    "failures": lambda folder: page.document(failed_comparison()),
+    "comparison": lambda folder: page.render_markdown(comparison()),
+    "failures": lambda folder: page.render_markdown(failed_comparison()),
     "config": lambda folder: md.code(HOSTILE, "yaml"),
 }
 
@@ -229,7 +230,7 @@ def test_markdown_has_no_element_or_link_of_others(name: str, faulty: Path) -> N
 @pytest.mark.parametrize("make", [comparison, failed_comparison])
 def test_a_page_has_the_elements_that_it_has_anyway(make: Any) -> None:
     found = Tags()
-    text = page.html(make())
+    text = page.render_html(make())
     found.feed(text)
     assert "img" not in found.names
     assert not [link for link in found.links if "evil" in link or link.startswith("javascript")]

@@ -16,8 +16,8 @@ import pytest
 
 from runner.checkpoint.lock import lock
 from runner.errors import Interrupted
-from runner.sweep.child import Child
 from runner.sweep.config import LauncherConfig
+from runner.sweep.job_process import JobProcess
 from runner.sweep.plan import JobPlan, Planner, wait_for_running_jobs
 from runner.sweep.schedule import Schedule, write_failed_summary
 from runner.sweep.state import Job, Sweep
@@ -89,13 +89,13 @@ def test_jobs_end_with_a_checkpoint_when_the_sweep_is_killed(folder: Path) -> No
     assert list(only(folder).glob("0/checkpoints/step_*/manifest.json"))
 
 
-def child_of(folder: Path, code: str, **settings: bool) -> Child:
-    return Child.start([sys.executable, "-c", code], environment(), folder, None, **settings)
+def child_of(folder: Path, code: str, **settings: bool) -> JobProcess:
+    return JobProcess.start([sys.executable, "-c", code], environment(), folder, None, **settings)
 
 
-def end_of(child: Child) -> tuple[str, str]:
-    child.process.wait(30)
-    end = child.ending()
+def end_of(child: JobProcess) -> tuple[str, str]:
+    child.handle.wait(30)
+    end = child.end_status()
     child.close()
     return end
 
@@ -108,8 +108,8 @@ def test_a_job_that_does_not_listen_is_ended_at_the_first_deadline_for_the_first
     deadline = time.monotonic() + 30
     while child.last_line() != "ready":
         assert time.monotonic() < deadline
-    child.ask(signal.SIGTERM, "timeout", "too long", grace_s=0.2)
-    child.ask(signal.SIGTERM, "interrupted", "Ctrl-C")
+    child.request_end(signal.SIGTERM, "timeout", "too long", grace_s=0.2)
+    child.request_end(signal.SIGTERM, "interrupted", "Ctrl-C")
     while not child.has_ended():
         assert time.monotonic() < deadline
     assert end_of(child) == ("timeout", "too long")
@@ -124,12 +124,12 @@ class PlannedJobs:
     def next_job(self) -> JobPlan | None:
         return self.plans.popleft() if self.plans else None
 
-    def watch(self, plan: JobPlan) -> None:
+    def on_poll(self, plan: JobPlan) -> None:
         """Nothing to do."""
 
-    settle = watch
+    on_end = on_poll
 
-    def skip(self) -> list[Job]:
+    def take_remaining(self) -> list[Job]:
         return [plan.job for plan in self.plans if not plan.job.ended]
 
 
@@ -144,7 +144,7 @@ def test_an_interrupted_sweep_keeps_why_jobs_failed_before_that_it_did_not_begin
     jobs = [Job(n, [f"seed={n}"], str(n), f"hash {n}") for n in range(3)]
     source = PlannedJobs([planner.match(JobPlan(job)) for job in jobs])
 
-    def start(plan: JobPlan) -> Child:
+    def start(plan: JobPlan) -> JobProcess:
         os.kill(os.getpid(), signal.SIGTERM)
         return child_of(tmp_path, "import time; time.sleep(60)")
 
@@ -158,12 +158,12 @@ def test_an_interrupted_sweep_keeps_why_jobs_failed_before_that_it_did_not_begin
 def test_only_a_record_of_this_try_counts_unless_the_run_had_ended(tmp_path: Path) -> None:
     Summary("failed", "of before").write(tmp_path)
     for code, says in (("raise SystemExit('of now')", "of now"), ("", "left no record")):
-        status, reason = end_of(child_of(tmp_path, code, records=True))
+        status, reason = end_of(child_of(tmp_path, code, writes_summary=True))
         assert status == "failed" and says in reason
         write_failed_summary(tmp_path, status, reason, command="")
         assert says in Summary.read(tmp_path).reason
     Summary("done").write(tmp_path)  # as the sweep was killed: nothing is left to do
-    assert end_of(child_of(tmp_path, "", records=True)) == ("done", "")
+    assert end_of(child_of(tmp_path, "", writes_summary=True)) == ("done", "")
 
 
 def test_a_job_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:

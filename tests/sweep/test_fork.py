@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from runner import fork_server
-from runner.sweep.child import Child
-from runner.sweep.fork import fork
-from runner.sweep.job_starter import environment
+from runner.sweep.fork import fork_job
+from runner.sweep.job_process import JobProcess
+from runner.sweep.job_starter import job_environment
 
 from .conftest import only, read, sweep
 
@@ -43,9 +43,9 @@ def test_a_forked_process_has_its_own_session_environment_output_and_exit_code(
         ("trainnig.steps=3", 2, "error: trainnig.steps: no config group or key 'trainnig'; did"),
     ):
         command = [sys.executable, "-P", "-m", "runner", typed]
-        variables = {**environment(1), "OWN": "1"}
-        child = Child.start(command, variables, tmp_path, None, start_process=fork)
-        assert child.process.wait(60) == code
+        variables = {**job_environment(1), "OWN": "1"}
+        child = JobProcess.start(command, variables, tmp_path, None, start_process=fork_job)
+        assert child.handle.wait(60) == code
         assert child.last_line().startswith(last) and os.environ.get("OWN") is None
         child.close()
 
@@ -58,12 +58,12 @@ FORKS = """
 import os, sys
 from pathlib import Path
 from runner import fork_server
-from runner.sweep.child import Child
-from runner.sweep.fork import fork
+from runner.sweep.job_process import JobProcess
+from runner.sweep.fork import fork_job
 fork_server.start(["starts_thread", "runner.sweep.fork"], os.environ)
-child = Child.start(["./spawned", "runner", "--version"], dict(os.environ), Path(), None,
-                    start_process=fork)
-child.process.wait(60)
+child = JobProcess.start(["./spawned", "runner", "--version"], dict(os.environ), Path(), None,
+                    start_process=fork_job)
+child.handle.wait(60)
 print(child.last_line())
 """
 
@@ -72,7 +72,7 @@ def test_where_the_server_has_another_thread_a_job_is_spawned(tmp_path: Path) ->
     (tmp_path / "starts_thread.py").write_text(STARTS_THREAD)
     (tmp_path / "spawned").write_text("#!/bin/sh\necho spawned\n")
     (tmp_path / "spawned").chmod(0o755)
-    variables = environment(1)
+    variables = job_environment(1)
     variables["PYTHONPATH"] += os.pathsep + str(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", FORKS],

@@ -16,7 +16,7 @@ from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import SecurityError, StorageError
 from runner.security.paths import own_trees, resumed_at, roots
-from runner.sweep.child import LOG, Child
+from runner.sweep.job_process import CONSOLE_LOG, JobProcess
 from runner.sweep.plan import archive_job
 from tests.runs import command
 
@@ -111,14 +111,16 @@ def test_checkpoints_are_deleted_in_the_run_s_own_folder_alone(victim: Path) -> 
 def test_no_file_is_emptied_or_written_to_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
-    for name in (".lock", LOG):
+    for name in (".lock", CONSOLE_LOG):
         Path(name).symlink_to(precious)
     with pytest.raises(StorageError):
         lock(Path())
-    child = Child.start([sys.executable, "-c", "print('said')"], dict(os.environ), Path(), None)
-    child.process.wait()
+    child = JobProcess.start(
+        [sys.executable, "-c", "print('said')"], dict(os.environ), Path(), None
+    )
+    child.handle.wait()
     child.close()
-    assert precious.read_text() == "precious" and Path(LOG).read_text() == "said\n"
+    assert precious.read_text() == "precious" and Path(CONSOLE_LOG).read_text() == "said\n"
 
 
 def test_every_job_of_a_sweep_lies_in_its_folder(tmp_path: Path) -> None:

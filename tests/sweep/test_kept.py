@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from runner.composing import compose
 from runner.errors import StorageError
 from runner.record.text import quote_for_hydra
-from runner.sweep import identity, job
+from runner.sweep import identity, job_context
 from runner.sweep.state import Sweep
 
 from .conftest import environment
@@ -49,7 +49,7 @@ def test_a_record_of_other_things_or_places_is_a_damaged_one(tmp_path: Path, job
 
 
 def job_hash(*overrides: str) -> str:
-    for cached in (identity.stamp, identity.code_hash):
+    for cached in (identity.file_stamp, identity.code_hash):
         cached.cache_clear()
     return identity.job_hash(compose(["data=cancer", *overrides]))
 
@@ -88,7 +88,7 @@ def test_a_job_is_another_one_with_another_variable() -> None:
 
 def context(stdin: int, **variables: str) -> str:
     """What a process with that stdin takes for its job's."""
-    code = "from runner.sweep.job import take_job_context; print(take_job_context())"
+    code = "from runner.sweep.job_context import take_job_context; print(take_job_context())"
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment() | variables, text=True, stdin=stdin,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -98,11 +98,14 @@ def context(stdin: int, **variables: str) -> str:
 
 def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe_alone() -> None:
     for stdin in (subprocess.DEVNULL, subprocess.PIPE):  # of a variable that was left behind
-        assert context(stdin, **{job.VARIABLE: "1"}) == f"{job.JobContext()}\n"
-    variables, reads, writes = job.parent_death_pipe(["seed=3"], chosen=False)
+        assert context(stdin, **{job_context.JOB_VARIABLE: "1"}) == f"{job_context.JobContext()}\n"
+    variables, reads, writes = job_context.parent_death_pipe(["seed=3"], folder_trusted=False)
     try:
-        assert context(reads) == f"{job.JobContext()}\n"
-        assert context(reads, **variables) == f"{job.JobContext(['seed=3'], chosen=False)}\n"
+        assert context(reads) == f"{job_context.JobContext()}\n"
+        assert (
+            context(reads, **variables)
+            == f"{job_context.JobContext(['seed=3'], folder_trusted=False)}\n"
+        )
     finally:
         os.close(reads)
         os.close(writes)

@@ -176,10 +176,10 @@ def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others
     (tmp_path / "gone").mkdir()
     cut_off = StudyFile(given, tmp_path / "gone").ask()
     assert cut_off is not None
-    (same,) = StudyFile(given, tmp_path / "gone").unfinished()
+    (same,) = StudyFile(given, tmp_path / "gone").unfinished_trials()
     assert (same.number, same.params) == (cut_off.number, cut_off.params)
     ask_all(tmp_path / "other", given)
-    first, *others = StudyFile(given, tmp_path / "gone").record()["trials"]
+    first, *others = StudyFile(given, tmp_path / "gone").as_record()["trials"]
     assert (first["status"], first["reason"]) == ("failed", "its process ended")
     assert [trial["status"] for trial in others] == ["done", "done"]
 

@@ -1,5 +1,5 @@
-"""Hydra's plugins for sweeps, at which it looks at every start. What they do is in `runner.sweep`,
-which is imported when it is used.
+"""Hydra plugins for sweeps. Hydra imports this module at every start, so `runner.sweep`, which does
+the work, is imported only when a sweep runs.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class IsolatedLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep what jobs are composed with; their task is a process's, not this function."""
+        """Store what composes jobs. Each job runs in its own process, not by `task_function`."""
         self.compose, self.config = hydra_context.config_loader.load_sweep_config, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run the jobs that are not done yet; returns the result of each."""
+        """Run the jobs that are not done yet; return the results of all jobs."""
         from runner.sweep.config import LauncherConfig
-        from runner.sweep.launch import launch
+        from runner.sweep.launch import launch_jobs
 
         settings = LauncherConfig(**self.settings)
-        return launch(self.config, self.compose, settings, job_overrides, initial_job_idx)
+        return launch_jobs(self.config, self.compose, settings, job_overrides, initial_job_idx)
 
 
 @final
 class JobSweeper(BasicSweeper):
-    """hydra/sweeper=jobs: Hydra's own, but a job is checked when it is composed for its run."""
+    """hydra/sweeper=jobs: Hydra's basic sweeper, without its check that composes all jobs first."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Nothing to do; Hydra's would compose all jobs once more before the first begins."""
+        """No-op: the launcher checks each job when it composes it."""
 
 
 @final
@@ -59,11 +59,11 @@ class SearchSweeper(Sweeper):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep what trials are composed with; their task is a process's, not this function."""
+        """Store what composes trials. Each one runs in its own process, not by `task_function`."""
         self.compose, self.composed = hydra_context.config_loader.load_sweep_config, config
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the trials; which parameters they vary was read when the command was checked."""
-        from runner.sweep.search import search
+        """Run the trials; the search space was read when the command was checked."""
+        from runner.sweep.search import run_search
 
-        search(self.composed, self.compose)
+        run_search(self.composed, self.compose)

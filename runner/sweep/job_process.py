@@ -16,44 +16,46 @@ from typing import TYPE_CHECKING
 from runner.device import cgroup
 from runner.errors import StorageError
 from runner.record.storage import for_owners
-from runner.sweep.job import parent_death_pipe
-from runner.sweep.state import WELL
+from runner.sweep.job_context import parent_death_pipe
+from runner.sweep.state import SUCCESS_STATUSES
 from runner.training.signals import ENDS
-from runner.training.summary import FILE as SUMMARY
+from runner.training.summary import FILE as SUMMARY_FILE
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
     from runner.sweep.fork import ForkedProcess
 
-    JobProcess = subprocess.Popen[bytes] | ForkedProcess
+    ProcessHandle = subprocess.Popen[bytes] | ForkedProcess
 
-LOG = "console.log"
-TAIL = 1 << 16  # bytes read from the end of the log
+CONSOLE_LOG = "console.log"
+TAIL_BYTES = 1 << 16  # bytes read from the end of the log
 GRACE_S = 20.0  # for a checkpoint, before a job is killed
-MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I)
-INTERRUPTED = {code for number in ENDS for code in (128 + number, -number)}  # exit codes
-CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
+)
+INTERRUPTED_CODES = {code for number in ENDS for code in (128 + number, -number)}  # exit codes
+TIME_PREFIX = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
-StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "JobProcess"]
+StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "ProcessHandle"]
 """(command, environment, stdin descriptor, output descriptor) → started process."""
 
 
 @dataclass
-class Child:
+class JobProcess:
     """A job's process in its own session, so that its descendants end with it."""
 
-    process: JobProcess
+    handle: ProcessHandle
     folder: Path
     timeout_s: float | None
     death_pipe: int  # closing it ends the process
     earlier_summary: tuple[int, int] | None  # identity of the summary that an earlier try left
     log_start: int = 0  # size of the log before this try
-    records: bool = False  # it writes a summary
-    began: float = field(default_factory=time.monotonic)
-    ooms: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
-    requested: str = ""  # status after being asked to end: timeout or interrupted
-    why: str = ""
+    writes_summary: bool = False
+    start_time: float = field(default_factory=time.monotonic)
+    oom_kills_before: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
+    requested_status: str = ""  # status after being asked to end: timeout or interrupted
+    requested_reason: str = ""
     deadline: float = float("inf")  # time at which it is killed
 
     @classmethod
@@ -64,124 +66,128 @@ class Child:
         folder: Path,
         timeout_s: float | None,
         overrides: Sequence[str] = (),
-        records: bool = False,
-        chosen: bool = True,
+        writes_summary: bool = False,
+        folder_trusted: bool = True,
         start_process: StartProcess | None = None,  # None: it is spawned
-    ) -> Child:
+    ) -> JobProcess:
         """Start a job with output to `console.log` in its folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
-        earlier, log_start = _identity(folder / SUMMARY), 0
-        variables, reads, writes = parent_death_pipe(overrides, chosen)
+        earlier_summary, log_start = _file_identity(folder / SUMMARY_FILE), 0
+        variables, read_end, write_end = parent_death_pipe(overrides, folder_trusted)
         try:
-            with open(folder / LOG, "ab", opener=for_owners) as sink:
-                log_start = sink.tell()
-                begin = start_process or _spawn
-                process = begin(command, {**environment, **variables}, reads, sink.fileno())
+            with open(folder / CONSOLE_LOG, "ab", opener=for_owners) as log_file:
+                log_start = log_file.tell()
+                start = start_process or _spawn
+                handle = start(command, {**environment, **variables}, read_end, log_file.fileno())
         except OSError:
-            os.close(writes)
+            os.close(write_end)
             raise
         finally:
-            os.close(reads)
-        return cls(process, folder, timeout_s, writes, earlier, log_start, records)
+            os.close(read_end)
+        return cls(handle, folder, timeout_s, write_end, earlier_summary, log_start, writes_summary)
 
     def has_ended(self) -> bool:
         """Whether it has ended; asks it to end after the timeout, and kills it at the deadline."""
-        if self.process.poll() is not None:
+        if self.handle.poll() is not None:
             return True
-        late = self.timeout_s is not None and self.seconds > self.timeout_s
-        if late and not self.requested:
-            self.ask(signal.SIGTERM, "timeout", f"not done within {self.timeout_s:g} s", GRACE_S)
+        timed_out = self.timeout_s is not None and self.seconds > self.timeout_s
+        if timed_out and not self.requested_status:
+            self.request_end(
+                signal.SIGTERM, "timeout", f"not done within {self.timeout_s:g} s", GRACE_S
+            )
         if time.monotonic() > self.deadline:
             self.kill()
         return False
 
-    def ask(self, number: int, status: str, why: str, grace_s: float = float("inf")) -> None:
+    def request_end(
+        self, number: int, status: str, reason: str, grace_s: float = float("inf")
+    ) -> None:
         """Send a signal, on which the job finishes its step and writes a checkpoint.
 
         The first reason is reported; the earliest deadline applies.
         """
-        if not self.requested:
-            self.requested, self.why = status, why
+        if not self.requested_status:
+            self.requested_status, self.requested_reason = status, reason
         self.deadline = min(self.deadline, time.monotonic() + grace_s)
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(self.process.pid, number)
+            os.kill(self.handle.pid, number)
 
     def kill(self) -> None:
         """Kill the process and its descendants."""
         for kill in (os.killpg, os.kill):  # it may not have its own session yet
             with suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid, signal.SIGKILL)
+                kill(self.handle.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Kill what is left, and release its resources."""
         self.kill()
-        self.process.wait()
+        self.handle.wait()
         with suppress(OSError):
             os.close(self.death_pipe)
 
     @property
     def seconds(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self.began
+        return time.monotonic() - self.start_time
 
     def last_line(self) -> str:
         """Return the last log line of this try, without the time of day."""
         try:
-            with (self.folder / LOG).open("rb") as file:
-                file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - TAIL))
+            with (self.folder / CONSOLE_LOG).open("rb") as file:
+                file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
                 text = file.read().decode("utf-8", "replace")
         except OSError:
             return ""
         lines = [line for line in text.splitlines() if line.strip()]
-        return CLOCK.sub("", lines[-1]).strip() if lines else ""
+        return TIME_PREFIX.sub("", lines[-1]).strip() if lines else ""
 
     @property
-    def left_a_record(self) -> bool:
+    def wrote_summary(self) -> bool:
         """Whether this try has written a summary."""
-        return _identity(self.folder / SUMMARY) not in (None, self.earlier_summary)
+        return _file_identity(self.folder / SUMMARY_FILE) not in (None, self.earlier_summary)
 
-    def ending(self) -> tuple[str, str]:
+    def end_status(self) -> tuple[str, str]:
         """Return status and reason, from exit code, summary and log."""
-        code, summary = self.process.returncode, self._summary()
-        well = summary is not None and summary.status in WELL
+        code, summary = self.handle.returncode, self._summary()
+        succeeded = summary is not None and summary.status in SUCCESS_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
-        if self.requested and code != 0:
-            return self.requested, self.why + (f"; {reason}" if reason else "")
-        if code == 0 and summary is not None and well:
+        if self.requested_status and code != 0:
+            return self.requested_status, self.requested_reason + (f"; {reason}" if reason else "")
+        if code == 0 and summary is not None and succeeded:
             return summary.status, reason
         if code == 0:
             with suppress(StorageError):  # it had ended earlier, before the sweep could record it
                 ended = Summary.read(self.folder)
-                if ended.status in WELL:
+                if ended.status in SUCCESS_STATUSES:
                     return ended.status, ended.reason
             problem = "exited with code 0, but left no record of its end"
-            return ("failed", problem) if self.records else ("done", "")
-        if code in INTERRUPTED:
+            return ("failed", problem) if self.writes_summary else ("done", "")
+        if code in INTERRUPTED_CODES:
             return "interrupted", reason or "it was interrupted"
         if code < 0:
-            return self._killed(-code)
-        reason = "" if well else reason  # the error came after the run itself
-        reason = reason or self._last_words(code)
-        return ("oom" if MEMORY.search(reason) else "failed"), reason
+            return self._describe_signal(-code)
+        reason = "" if succeeded else reason  # the error came after the run itself
+        reason = reason or self._describe_error(code)
+        return ("oom" if OUT_OF_MEMORY.search(reason) else "failed"), reason
 
-    def _last_words(self, code: int) -> str:
+    def _describe_error(self, code: int) -> str:
         """Return the printed error; else describe the exit code and the last line."""
         line = self.last_line()
         if line.startswith("error"):
             return line
-        why = "; its files could not be written" if code == StorageError.exit_code else ""
+        storage_note = "; its files could not be written" if code == StorageError.exit_code else ""
         output = f"printed last: {line}" if line else "printed nothing"
-        return f"it exited with code {code}{why} and {output}"
+        return f"it exited with code {code}{storage_note} and {output}"
 
-    def _killed(self, number: int) -> tuple[str, str]:
-        if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.ooms:
+    def _describe_signal(self, number: int) -> tuple[str, str]:
+        if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills_before:
             return "oom", "killed by the kernel: the container's memory was used up"
         hint = "; by the kernel, if the memory was used up" if number == signal.SIGKILL else ""
         return "killed", f"by signal {number} ({signal.Signals(number).name}){hint}"
 
     def _summary(self) -> Summary | None:
         with suppress(StorageError):
-            return Summary.read(self.folder) if self.left_a_record else None
+            return Summary.read(self.folder) if self.wrote_summary else None
         return None
 
 
@@ -198,7 +204,7 @@ def _spawn(
     )
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _file_identity(path: Path) -> tuple[int, int] | None:
     """Return a value that changes when the file is replaced; None if missing."""
     try:
         status = path.stat()

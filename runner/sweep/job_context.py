@@ -12,32 +12,32 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-VARIABLE = "RUNNER_JOB"
-GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
+JOB_VARIABLE = "RUNNER_JOB"
+ORPHAN_GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
 
 
 @dataclass(frozen=True)
 class JobContext:
     """What the launcher adds to the command line.
 
-    `chosen`: the user chose the sweep's folder; a resumed one is untrusted.
+    `folder_trusted`: the user named the sweep's folder; a resumed one is untrusted.
     """
 
     overrides: list[str] = field(default_factory=list)
-    chosen: bool = True
+    folder_trusted: bool = True
 
 
 def parent_death_pipe(
-    overrides: Sequence[str], chosen: bool = True
+    overrides: Sequence[str], folder_trusted: bool = True
 ) -> tuple[dict[str, str], int, int]:
     """Return an environment variable, a stdin and a write end, to start a job with.
 
     The context is in the pipe, so that a stale variable has no effect. Keep the write end open for
     as long as the job should live.
     """
-    reads, writes = os.pipe()
-    os.write(writes, json.dumps(asdict(JobContext(list(overrides), chosen))).encode())
-    return {VARIABLE: "1"}, reads, writes
+    read_end, write_end = os.pipe()
+    os.write(write_end, json.dumps(asdict(JobContext(list(overrides), folder_trusted))).encode())
+    return {JOB_VARIABLE: "1"}, read_end, write_end
 
 
 def take_job_context() -> JobContext:
@@ -47,11 +47,13 @@ def take_job_context() -> JobContext:
     deleted so that runners started by user code are not jobs. From now on the process and its
     descendants end when the parent ends.
     """
-    if os.environ.pop(VARIABLE, None) is None:
+    if os.environ.pop(JOB_VARIABLE, None) is None:
         return JobContext()
     try:
         message = json.loads(_read_stdin())
-        context = JobContext([str(o) for o in message["overrides"]], message["chosen"] is True)
+        context = JobContext(
+            [str(o) for o in message["overrides"]], message["folder_trusted"] is True
+        )
     except (ValueError, LookupError, TypeError, RecursionError):
         return JobContext()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -71,5 +73,5 @@ def _end_with_parent() -> None:
         while os.read(0, 1):  # blocks until the other end closes; nothing more is written
             pass
     os.kill(os.getpid(), signal.SIGTERM)  # the job saves a checkpoint
-    threading.Event().wait(GRACE_S)
+    threading.Event().wait(ORPHAN_GRACE_S)
     os.killpg(0, signal.SIGKILL)

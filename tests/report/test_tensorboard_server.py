@@ -15,13 +15,13 @@ from urllib.request import urlopen
 import pytest
 
 from runner.record.tensorboard import open_event_file
-from runner.report.board import EVENTS, link_runs
+from runner.report.tensorboard_server import EVENT_FILE_PREFIX, link_runs
 
 
 def run_in(folder: Path, *overrides: str) -> Path:
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra/overrides.yaml").write_text("".join(f"- {text}\n" for text in overrides))
-    (folder / f"{EVENTS}1").write_text("curve")
+    (folder / f"{EVENT_FILE_PREFIX}1").write_text("curve")
     return folder
 
 
@@ -37,14 +37,14 @@ def test_runs_are_named_by_what_differs_and_new_ones_are_added(tmp_path: Path) -
         typed = (f"optimizer.lr={rate}", f"seed={seed}", "model.weights=a/b")
         job = run_in(sweep / str(i), *typed, f"hydra.run.dir=outputs/{i}")
         (job / "checkpoints").mkdir()
-        (job / "checkpoints" / f"{EVENTS}2").touch()  # not a run
+        (job / "checkpoints" / f"{EVENT_FILE_PREFIX}2").touch()  # not a run
     run_in(sweep / "comparison")
     names = ["digits/lr=0.1", "digits/lr=0.2", "rates/comparison"]
     names += [f"rates/lr={x}" for x in ("0.1 seed=0", "0.1 seed=1", "0.2 seed=0")]
     assert sorted(link_runs([outputs], home)) == names
     assert (home / "digits/lr=0.2").readlink() == second
     links = [path for path in home.rglob("*") if path.is_symlink()]
-    assert len(links) == 6 and all((link / f"{EVENTS}1").is_file() for link in links)
+    assert len(links) == 6 and all((link / f"{EVENT_FILE_PREFIX}1").is_file() for link in links)
     assert sorted(link_runs([first], home)) == ["digits"]  # a run by itself has a name, too
     assert [path.name for path in home.iterdir()] == ["digits"]
     own = [run_in(outputs / place, "seed=1") for place in ("tuned", "mine/tuned")]
@@ -65,7 +65,7 @@ def test_names_hold_nothing_that_leads_out_of_the_folder(tmp_path: Path) -> None
 def test_tensorboard_itself_shows_these_names(tmp_path: Path) -> None:
     for rate in ("0.1", "0.2"):
         folder = run_in(tmp_path / "runs" / rate, f"optimizer.lr={rate}")
-        (folder / f"{EVENTS}1").unlink()
+        (folder / f"{EVENT_FILE_PREFIX}1").unlink()
         events = open_event_file(folder)
         events.scalars(1, "train", {"loss": 1.0})
         events.scalars(1, "faults", {"seen": 1.0})
