@@ -176,7 +176,7 @@ class TrialJobs:
     def write_record(self) -> None:
         """Write `search.json`, from which the page is made; an OSError is logged."""
         try:
-            text = json.dumps(json_safe(self.study.record()), indent=2, allow_nan=False)
+            text = json.dumps(json_safe(self.study.as_record()), indent=2, allow_nan=False)
             replace_text(self.folder / SEARCH_FILE, text + "\n")
         except OSError as error:
             log.warning("%s is not written: %s", SEARCH_FILE, error.strerror or error)
