@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runner.findings import Reason, Severity
-from runner.security.files.formats import SAVE_AGAIN, Refused, printable
+from runner.security.files.formats import SAVE_AGAIN, FileRefusal, printable
 from runner.security.files.policy import FileLimits
 
 MAPPINGS = (dict, OrderedDict, Counter)
@@ -27,74 +27,84 @@ PLAIN = frozenset(
     + (torch.dtype, torch.device, torch.Size, torch.layout, torch.qscheme)
     + (torch.storage.TypedStorage, torch.UntypedStorage)
 )
-MAGNITUDE = 1e10  # weights are many orders of magnitude smaller
-MOST = 20  # tensors that are reported
-PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers per byte; has no reductions
+MAX_MAGNITUDE = 1e10  # weights are many orders of magnitude smaller
+MAX_WARNINGS = 20  # tensors that are reported
+PACKED_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers per byte; has no reductions
 WAY_OUT = "check its origin before you use it; check_model examines it further"
 
-Place = tuple[Any, ...]  # keys and indices leading to a value
-Placed = tuple[Place, Tensor]
+KeyPath = tuple[Any, ...]  # keys and indices leading to a value
+LocatedTensor = tuple[KeyPath, Tensor]
 
 
-def check_types(content: Any, size: int, limits: FileLimits) -> list[Placed]:
+def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTensor]:
     """Return all tensors with their places. Raises Refused for anything but plain data."""
-    tensors: list[Placed] = []
+    tensors: list[LocatedTensor] = []
     _visit(content, (), limits.depth, {}, tensors)
-    total = sum(part.numel() * part.element_size() for _, one in tensors for part in _parts(one))
+    total = sum(
+        part.numel() * part.element_size()
+        for _, tensor in tensors
+        for part in _strided_parts(tensor)
+    )
     if total > limits.may_expand(size):
         evidence = f"its tensors would take {total:,} bytes, and the file has {size:,}"
-        raise Refused("tensor.expanded", "", evidence, "save them with .clone()")
+        raise FileRefusal("tensor.expanded", "", evidence, "save them with .clone()")
     return tensors
 
 
 def _visit(
-    value: Any, place: Place, depth: int, visited: dict[int, bool], tensors: list[Placed]
+    value: Any,
+    key_path: KeyPath,
+    depth: int,
+    visited: dict[int, bool],
+    tensors: list[LocatedTensor],
 ) -> None:
     """Visit nested values depth first; `visited`: id → whether all of it was visited."""
     if type(value) in PLAIN or visited.get(id(value)):
         return
-    if id(value) in visited or len(place) > depth:
-        wrong = f"contains itself, or is nested more than {depth} deep"
-        raise Refused("content.depth", path(place[:4]), wrong, SAVE_AGAIN)
+    if id(value) in visited or len(key_path) > depth:
+        problem = f"contains itself, or is nested more than {depth} deep"
+        raise FileRefusal("content.depth", format_key_path(key_path[:4]), problem, SAVE_AGAIN)
     visited[id(value)] = False
-    for key, inner in _items(value, place):
-        _visit(inner, (*place, key), depth, visited, tensors)
+    for key, child in _children(value, key_path):
+        _visit(child, (*key_path, key), depth, visited, tensors)
     if type(value) in TENSORS:
-        _check_tensor(value, place)
-        tensors.append((place, value))
+        _check_tensor(value, key_path)
+        tensors.append((key_path, value))
     visited[id(value)] = True
 
 
-def _items(value: Any, place: Place) -> Iterator[tuple[Any, Any]]:
+def _children(value: Any, key_path: KeyPath) -> Iterator[tuple[Any, Any]]:
     """Yield contained values by key, index or attribute. Raises Refused for other objects."""
     kind = type(value)
     if kind in SEQUENCES:
         yield from enumerate(value)
     elif kind in MAPPINGS:
-        for key, inner in dict.items(value):
+        for key, child in dict.items(value):
             yield "key", key
-            yield key, inner
+            yield key, child
     elif kind not in TENSORS:
         evidence = f"is a {kind.__module__}.{kind.__qualname__}"
-        raise Refused("content.type", path(place), evidence, SAVE_AGAIN)
-    for name, inner in getattr(value, "__dict__", {}).items():
+        raise FileRefusal("content.type", format_key_path(key_path), evidence, SAVE_AGAIN)
+    for name, child in getattr(value, "__dict__", {}).items():
         if hasattr(kind, name):
             evidence = f"has an attribute in place of its {name}"
-            raise Refused("content.attribute", path(place), evidence, SAVE_AGAIN)
-        yield name, inner
+            raise FileRefusal("content.attribute", format_key_path(key_path), evidence, SAVE_AGAIN)
+        yield name, child
 
 
-def _check_tensor(tensor: Tensor, place: Place) -> None:
+def _check_tensor(tensor: Tensor, key_path: KeyPath) -> None:
     """Raise Refused for tensors with hooks, on a device, or beyond their storage."""
-    wrong = ""
+    problem = ""
     if tensor._backward_hooks:
-        wrong = "has hooks, which would be called"
+        problem = "has hooks, which would be called"
     elif tensor.device.type != "cpu":
-        wrong = f"is on the device {tensor.device}"
+        problem = f"is on the device {tensor.device}"
     elif tensor.layout is torch.strided and not tensor.is_nested and _out_of_storage(tensor):
-        wrong = "reaches beyond its storage"
-    if wrong:
-        raise Refused("tensor.kind", path(place), wrong, "save a plain one: .detach().clone()")
+        problem = "reaches beyond its storage"
+    if problem:
+        raise FileRefusal(
+            "tensor.kind", format_key_path(key_path), problem, "save a plain one: .detach().clone()"
+        )
 
 
 def _out_of_storage(tensor: Tensor) -> bool:
@@ -105,7 +115,7 @@ def _out_of_storage(tensor: Tensor) -> bool:
     return last * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _strided_parts(tensor: Tensor) -> list[Tensor]:
     """Return the strided tensors it consists of; the values of a sparse tensor come last."""
     if tensor.layout is torch.strided:
         return [tensor]
@@ -116,37 +126,39 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
-def path(place: Place) -> str:
+def format_key_path(key_path: KeyPath) -> str:
     """Format a place as Python would write it."""
-    parts = [f"[{key}]" if type(key) is not str else f".{printable(key, 60)}" for key in place]
+    parts = [f"[{key}]" if type(key) is not str else f".{printable(key, 60)}" for key in key_path]
     return "".join(parts).removeprefix(".")
 
 
-def check_values(tensors: list[Placed]) -> list[Reason]:
+def check_values(tensors: list[LocatedTensor]) -> list[Reason]:
     """Return a warning for each tensor with NaN, infinities or very large numbers."""
     warnings = []
-    for place, tensor in tensors:
-        numbers = _numbers(tensor.detach())
+    for key_path, tensor in tensors:
+        numbers = _float_values(tensor.detach())
         if numbers is None:
             continue
         low, high = (end.item() for end in torch.aminmax(numbers))
-        if max(-low, high) <= MAGNITUDE:  # False for NaN, which `max` may drop
+        if max(-low, high) <= MAX_MAGNITUDE:  # False for NaN, which `max` may drop
             continue
-        code, what = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
+        code, evidence = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
         if not (math.isfinite(low) and math.isfinite(high)):
-            code, what = "weights.not_finite", f"holds {'NaN' if low != low else 'an infinity'}"
-        warnings.append(Reason(code, Severity.WARNING, path(place), what, WAY_OUT))
-    if len(warnings) > MOST:
-        more = f"{len(warnings) - MOST:,} more tensors like these"
-        warnings[MOST:] = [Reason("weights.more", Severity.WARNING, "", more)]
+            code, evidence = "weights.not_finite", f"holds {'NaN' if low != low else 'an infinity'}"
+        warnings.append(
+            Reason(code, Severity.WARNING, format_key_path(key_path), evidence, WAY_OUT)
+        )
+    if len(warnings) > MAX_WARNINGS:
+        more = f"{len(warnings) - MAX_WARNINGS:,} more tensors like these"
+        warnings[MAX_WARNINGS:] = [Reason("weights.more", Severity.WARNING, "", more)]
     return warnings
 
 
-def _numbers(tensor: Tensor) -> Tensor | None:
+def _float_values(tensor: Tensor) -> Tensor | None:
     """Return its values as a strided tensor for `aminmax`; None if there is nothing to check."""
-    if tensor.is_quantized or tensor.is_nested or tensor.dtype is PACKED:
+    if tensor.is_quantized or tensor.is_nested or tensor.dtype is PACKED_DTYPE:
         return None
-    numbers = _parts(tensor)[-1]
+    numbers = _strided_parts(tensor)[-1]
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers.resolve_conj())
     if not numbers.numel() or not numbers.is_floating_point():
