@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.optim.origin import is_torchs, runs_torchs_step
+from runner.optim.origin import is_torchs, uses_torch_step
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import FusedOptimizer
 from runner.training.run import Run
@@ -32,7 +32,7 @@ def engaged(config: FusedOptimizer, run: Run) -> Evidence:
     for group in optimizer.param_groups:
         weights[_implementation(optimizer, group)] += len(group["params"])
     implementation = weights.most_common(1)[0][0]
-    guard = "host reads a flag" if update.undo is None else "taken back on the device"
+    guard = "host reads a flag" if update.revertible is None else "taken back on the device"
     facts = {
         "implementation": implementation,
         "guard": "in the kernel" if update.in_kernel else guard,
@@ -48,7 +48,7 @@ def engaged(config: FusedOptimizer, run: Run) -> Evidence:
 
 def _implementation(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     """Return the implementation that torch's `step` takes by the group's options."""
-    if not runs_torchs_step(optimizer):
+    if not uses_torch_step(optimizer):
         return "its own step()"
     return next((name for name in ("fused", "foreach") if group.get(name)), "loop")
 
