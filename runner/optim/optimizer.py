@@ -63,18 +63,18 @@ def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
 
 def find_optimizer(name: str) -> type[Optimizer]:
     """Return the class of torch.optim with that name. Raises ConfigError."""
-    known = {
+    classes = {
         key: value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
-    if name not in known:
-        near = nearest(name, known, 0.5)
-        fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(known))}"
+    if name not in classes:
+        near = nearest(name, classes, 0.5)
+        fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(classes))}"
         if "." in name:
             fix = f"for your own class use optimizer._target_={name}"
         raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
-    return known[name]
+    return classes[name]
 
 
 def build_optimizer(

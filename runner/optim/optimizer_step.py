@@ -404,8 +404,8 @@ class LossScaler:
     The rule is that of torch.amp.GradScaler, which reads the flag on the host.
     """
 
-    def __init__(self, first: float, device: torch.device) -> None:
-        self.value = torch.full((), first, device=device)
+    def __init__(self, initial_scale: float, device: torch.device) -> None:
+        self.value = torch.full((), initial_scale, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: Tensor) -> None:

@@ -39,10 +39,10 @@ class StepGraph:
         update: OptimizerStep,
         samples: int,
         options: dict[str, Any],
-        limit: int | None = None,
+        index_limit: int | None = None,
     ) -> None:
-        """`limit` bounds integer targets if the objective does not state the classes."""
-        self.update, self.samples, self.limit = update, samples, limit
+        """`index_limit` bounds integer targets if the objective does not state the classes."""
+        self.update, self.samples, self.index_limit = update, samples, index_limit
         self.contexts = contexts
         self.targets = TargetCheck(objective.indices, objective.ignored, update.device)
         self.zero = torch.zeros((), device=update.device)
@@ -79,7 +79,7 @@ class StepGraph:
         update.recheck_step()
         if count(batch[1]) != self.samples or update.kernel is None or not update.has_single_lr:
             return False
-        return self.limit is None or not compiler.out_of_range(batch[1], self.limit)
+        return self.index_limit is None or not compiler.out_of_range(batch[1], self.index_limit)
 
     def check(self) -> None:
         """Raise DataError if a target was out of range since the last check. Host sync."""

@@ -19,7 +19,7 @@ def apply(config: ChannelsLast, builder: RunBuilder) -> str | None:
         return "the model has no 2-d convolution"
     memory_order = MemoryOrder()
     builder.model.to(memory_format=NHWC)  # type: ignore[call-overload]
-    builder.placements.append(memory_order.place)
+    builder.placements.append(memory_order.convert)
     builder.add_trial("channels_last", memory_order.set_enabled)
     return None
 
@@ -29,7 +29,7 @@ class MemoryOrder:
 
     format = NHWC
 
-    def place(self, batch: Batch) -> Batch:
+    def convert(self, batch: Batch) -> Batch:
         """Return the batch in the current memory format."""
         inputs = batch[0]
         if isinstance(inputs, Tensor) and inputs.ndim == 4:

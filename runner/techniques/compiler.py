@@ -341,9 +341,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    named = environ.get(CACHE_VARIABLE)
-    if named and named != default_cache_dir():  # torch itself sets it to its default
-        return Path(named)
+    user_folder = environ.get(CACHE_VARIABLE)
+    if user_folder and user_folder != default_cache_dir():  # torch itself sets it to its default
+        return Path(user_folder)
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     flags = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
     return home / "runner" / "compiled" / f"torch-{torch.__version__}-cpu-{flags}"

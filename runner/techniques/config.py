@@ -206,13 +206,13 @@ class AutoConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "optimization.auto")
-        known = [name for name, _ in Optimization().techniques()] if self.without else []
+        techniques = [name for name, _ in Optimization().techniques()] if self.without else []
         for name in self.without:
-            if name not in known:
+            if name not in techniques:
                 raise ConfigError(
                     "optimization.auto.without",
                     f"unknown technique {name!r}",
-                    f"use {', '.join(known)}",
+                    f"use {', '.join(techniques)}",
                 )
 
 

@@ -67,8 +67,8 @@ def entered(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
 def sample_batch(builder: RunBuilder, samples: int) -> Batch:
     """Return training samples as a batch, with the run's placements applied."""
     batch = builder.sample(samples)
-    for place in builder.placements:
-        batch = place(batch)
+    for transform in builder.placements:
+        batch = transform(batch)
     return batch
 
 

@@ -57,22 +57,22 @@ def engaged(config: Quantization, run: Run) -> Evidence:
     validated = progress.validated_step == progress.step and run.monitor in progress.metrics
     metrics = progress.metrics if validated else evaluate(run).metrics
     evaluation = evaluate(run, model)
-    before, after = metrics[run.monitor], evaluation.metrics[run.monitor]
-    drop = _relative_drop(before, after, run.higher_is_better)
+    float_metric, int8_metric = metrics[run.monitor], evaluation.metrics[run.monitor]
+    drop = _relative_drop(float_metric, int8_metric, run.higher_is_better)
     facts: dict[str, Any] = {
         "mode": config.mode.value,
         "layers": {"Int8Linear": quantized},
         "left_float": left_float,
         "metric": run.monitor,
-        "float": before,
-        "int8": after,
+        "float": float_metric,
+        "int8": int8_metric,
         "relative_drop": drop,
         "float_metrics": {k: x for k, x in metrics.items() if k.count("/") == 1},
         "float_bytes": float_bytes,
         "int8_bytes": model_bytes(model),
         "latency_ratio": round(_latency_ratio(run, model), 3),
     }
-    comparison = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
+    comparison = f"{run.monitor} {int8_metric:.4g} in int8, {float_metric:.4g} in float"
     if not drop <= config.max_drop:  # NaN too
         reason = f"{comparison}: the drop exceeds max_drop={config.max_drop:g}"
         return Evidence(False, reason, facts)
@@ -83,12 +83,12 @@ def engaged(config: Quantization, run: Run) -> Evidence:
     return Evidence(True, f"{comparison}; {coverage}", facts)
 
 
-def _relative_drop(before: float, after: float, higher_is_better: bool) -> float:
+def _relative_drop(float_metric: float, int8_metric: float, higher_is_better: bool) -> float:
     """Return the relative loss of the metric; negative if it improved."""
-    if before == after:
+    if float_metric == int8_metric:
         return 0.0
-    drop = before - after if higher_is_better else after - before
-    return drop / abs(before) if before else math.copysign(math.inf, drop)
+    drop = float_metric - int8_metric if higher_is_better else int8_metric - float_metric
+    return drop / abs(float_metric) if float_metric else math.copysign(math.inf, drop)
 
 
 def _latency_ratio(run: Run, model: nn.Module) -> float:

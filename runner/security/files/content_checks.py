@@ -37,7 +37,7 @@ LocatedTensor = tuple[KeyPath, Tensor]
 
 
 def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTensor]:
-    """Return all tensors with their places. Raises Refused for anything but plain data."""
+    """Return all tensors with their key paths. Raises FileRefusal for anything but plain data."""
     tensors: list[LocatedTensor] = []
     _visit(content, (), limits.depth, {}, tensors)
     total = sum(
@@ -74,7 +74,7 @@ def _visit(
 
 
 def _children(value: Any, key_path: KeyPath) -> Iterator[tuple[Any, Any]]:
-    """Yield contained values by key, index or attribute. Raises Refused for other objects."""
+    """Yield contained values by key, index or attribute. Raises FileRefusal for other objects."""
     kind = type(value)
     if kind in SEQUENCES:
         yield from enumerate(value)
@@ -93,7 +93,7 @@ def _children(value: Any, key_path: KeyPath) -> Iterator[tuple[Any, Any]]:
 
 
 def _check_tensor(tensor: Tensor, key_path: KeyPath) -> None:
-    """Raise Refused for tensors with hooks, on a device, or beyond their storage."""
+    """Raise FileRefusal for tensors with hooks, on a device, or beyond their storage."""
     problem = ""
     if tensor._backward_hooks:
         problem = "has hooks, which would be called"
@@ -127,7 +127,7 @@ def _strided_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def format_key_path(key_path: KeyPath) -> str:
-    """Format a place as Python would write it."""
+    """Format a key path as Python would write it."""
     parts = [f"[{key}]" if type(key) is not str else f".{printable(key, 60)}" for key in key_path]
     return "".join(parts).removeprefix(".")
 

@@ -35,9 +35,9 @@ def encode(
 ) -> Any:
     """Convert a value to tensors and built-in containers, which `read_state` can load.
 
-    Each tensor is passed to `tensor` with its place, and replaced by the result. Arrays become
+    Each tensor is passed to `tensor` with its path, and replaced by the result. Arrays become
     tensors, random generators their state, dataclasses dicts, enums their value, paths strings.
-    Raises TypeError with the place of anything else.
+    Raises TypeError with the path of anything else.
     """
     return _encode(value, path, (), tensor or (lambda _, plain: plain))
 

@@ -69,7 +69,7 @@ def is_model_name(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raise Refused for names of formats that contain code or need unpickling."""
+    """Raise FileRefusal for names of formats that contain code or need unpickling."""
     description = UNSUPPORTED_FORMATS.get(
         DCP_INDEX if name == DCP_INDEX else Path(name.lower()).suffix
     )
@@ -78,7 +78,7 @@ def check_name(name: str) -> None:
 
 
 def identify_format(data: Data, name: str) -> str:
-    """Return safetensors, torch_zip, npz, npy or pickle. Raises Refused for other content."""
+    """Return safetensors, torch_zip, npz, npy or pickle. Raises FileRefusal for other content."""
     check_name(name)
     suffix, head = Path(name.lower()).suffix, bytes(data[:HEAD_BYTES])
     kind = _identify_zip(data) if head.startswith(ZIP_MAGIC) else _identify_head(head, len(data))
@@ -108,7 +108,7 @@ def _identify_head(head: bytes, size: int) -> str:
 
 
 def open_zip(data: Data) -> zipfile.ZipFile:
-    """Open bytes as a zip archive. Raises Refused if Python's reader cannot."""
+    """Open bytes as a zip archive. Raises FileRefusal if Python's reader cannot."""
     try:
         return zipfile.ZipFile(data if isinstance(data, mmap.mmap) else io.BytesIO(data))  # type: ignore[arg-type]
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:

@@ -159,11 +159,11 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     Raises SecurityError if it is refused despite a matching digest, CheckpointError if it is
     missing or has changed.
     """
-    opened = open_file(path, STRICT_POLICY, sha256)
-    tensors: dict[str, Tensor] = opened.content
-    _require_format(opened, path, "safetensors")
+    loaded = open_file(path, STRICT_POLICY, sha256)
+    tensors: dict[str, Tensor] = loaded.content
+    _require_format(loaded, path, "safetensors")
     try:
-        for alias, name in json.loads(opened.metadata.get(TIED, "{}")).items():
+        for alias, name in json.loads(loaded.metadata.get(TIED, "{}")).items():
             if alias in tensors:
                 raise ValueError(f"{alias!r} is a tensor, but is also listed as an alias")
             tensors[alias] = tensors[name]
@@ -179,9 +179,9 @@ def read_state(path: Path, sha256: str) -> Any:
     Raises SecurityError if it contains more than plain data, CheckpointError if it is missing or
     has changed.
     """
-    opened = open_file(path, STRICT_POLICY, sha256)
-    _require_format(opened, path, "torch_zip")
-    return opened.content
+    loaded = open_file(path, STRICT_POLICY, sha256)
+    _require_format(loaded, path, "torch_zip")
+    return loaded.content
 
 
 def read_arrays(path: Path, policy: FilePolicy) -> Any:
@@ -189,12 +189,12 @@ def read_arrays(path: Path, policy: FilePolicy) -> Any:
 
     Raises SecurityError if it is refused.
     """
-    opened = open_file(path, policy, sandboxed=False)
-    _require_format(opened, path, "npy", "npz")
-    return opened.content
+    loaded = open_file(path, policy, sandboxed=False)
+    _require_format(loaded, path, "npy", "npz")
+    return loaded.content
 
 
-def _require_format(opened: Opened, path: Path, *kinds: str) -> None:
-    kind = opened.facts.format
+def _require_format(loaded: Opened, path: Path, *kinds: str) -> None:
+    kind = loaded.facts.format
     if kind not in kinds:
         raise SecurityError(f"{path}: refused: it is {kind} and should be {kinds[0]}")

@@ -71,7 +71,7 @@ ZIP_RULES = {
 
 
 def check_zip(data: Data, limits: FileLimits) -> None:
-    """Check an archive. Raises Refused for the first rule that it breaks."""
+    """Check an archive. Raises FileRefusal for the first rule that it breaks."""
     with open_zip(data) as archive:
         for code, rule in ZIP_RULES.items():
             if problem := rule(archive, limits.may_expand(len(data))):
