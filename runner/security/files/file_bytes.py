@@ -1,8 +1,8 @@
 """Read a file's bytes once, so that the hashed bytes are the ones that are loaded.
 
-`copy` is for files to load: on Linux into a sealed memfd, which no other process can change.
-`watch` is for a verdict only: the bytes stay on disk, and a file that changes meanwhile gets no
-verdict.
+`open_copy` is for files to load: on Linux into a sealed memfd, which no other process can change.
+`open_in_place` is for a verdict only: the bytes stay on disk, and a file that changes meanwhile
+gets no verdict.
 """
 
 from __future__ import annotations
