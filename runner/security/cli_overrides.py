@@ -158,7 +158,7 @@ def _check_config_folder(key: str, text: str, cli: CliOverrides, conf: Path) -> 
 
 
 def check_job_count(parsed: Sequence[Override], key: str = "") -> None:
-    """Raise SecurityError for a sweep of more than MOST_JOBS jobs, without expanding ranges."""
+    """Raise SecurityError for more than MAX_SWEEP_JOBS jobs in a sweep; expands no ranges."""
     jobs = 1
     for override in parsed:
         jobs *= max(1, _count_values(override))

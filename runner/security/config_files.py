@@ -157,7 +157,7 @@ class ConfigFiles:
 
 
 def check_foreign_file(path: str, group: str, package: str, config: Any) -> None:
-    """Raise SecurityError if a config file sets Hydra keys other than FILE_KEYS.
+    """Raise SecurityError if a config file sets Hydra keys other than FILE_HYDRA_KEYS.
 
     `group` is its path in the config folder. Groups and packages of Hydra's are refused; its
     defaults list may select installed options.

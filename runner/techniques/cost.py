@@ -78,8 +78,8 @@ def compile_break_even(builder: RunBuilder) -> tuple[int, str]:
     """Return the least number of steps for which compiling is tried, and the reason.
 
     If gains are measured, a timed step decides: a run that is compiled without gain (half a minute,
-    the first time) takes at most TRY_SHARE longer. Otherwise the FLOP count decides, so that the
-    same run is always compiled or never.
+    the first time) takes at most MAX_COMPILE_SHARE longer. Otherwise the FLOP count decides, so
+    that the same run is always compiled or never.
     """
     if not builder.measures:
         return _compile_rule(builder)
@@ -110,7 +110,7 @@ def _round_to_two_digits(steps: float) -> int:
 def step_seconds(builder: RunBuilder) -> float:
     """Estimate the seconds of forward and backward over a micro-batch: three times a forward.
 
-    Takes the fastest of PASSES, since disturbances (cold caches, other processes) only add time.
+    Takes the fastest of TIMED_FORWARDS: disturbances (cold caches, other processes) only add time.
     Raises NotRestorable.
     """
     inputs, _ = probe.sample_batch(builder, builder.micro_batch)
