@@ -16,7 +16,7 @@ Slot = tuple[dict[str, Tensor | None], str]
 
 
 @final
-class Buffers:
+class BufferSnapshot:
     """Saves a model's buffers, restores them after a skipped step, and checks that they are finite.
 
     A model may replace a buffer, also by another shape, create one in its first forward or drop
@@ -26,47 +26,47 @@ class Buffers:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
         # a scripted module returns a view, not a dict; its buffers are not replaced
-        self.dicts = [
+        self.buffer_dicts = [
             dict(module._buffers.items())
             if isinstance(module, torch.jit.ScriptModule)
             else module._buffers
             for module in model.modules()
         ]
-        self._scan()
+        self._save_all()
 
-    def now(self) -> list[Tensor]:
+    def current(self) -> list[Tensor]:
         """Return the current tensors: some models replace them, also by ones with gradients."""
         return _writable([buffers.get(name) for buffers, name in self.slots])
 
-    def remember(self) -> None:
+    def save(self) -> None:
         """Save the buffers, before forward."""
-        now = self._all()
-        if now is None or not self._fits(now):
-            self._scan()
+        current = self._current_by_slot()
+        if current is None or not self._matches_saved(current):
+            self._save_all()
             return
         if self.saved:
             with torch.no_grad():
-                torch._foreach_copy_(self.saved, now[: len(self.saved)])
-        if not all(map(is_, now, self.seen)):
-            self._see()
+                torch._foreach_copy_(self.saved, current[: len(self.saved)])
+        if not all(map(is_, current, self.last_tensors)):
+            self._record_tensors()
 
     def restore(self, skipped: Tensor | None = None) -> None:
         """Restore the saved buffers; with a flag only if it is 1, without a host sync.
 
         After a step that changed a buffer's shape, dtype or device the host reads the flag.
         """
-        now = self._all()
-        if now is None or not self._fits(now):
+        current = self._current_by_slot()
+        if current is None or not self._matches_saved(current):
             if skipped is None or skipped.item():
-                self._reassign()
+                self._reassign_saved()
             return
         with torch.no_grad():
             if skipped is not None:
                 skip = skipped.bool()
-                for buffer, saved in zip(now, self.saved, strict=False):
+                for buffer, saved in zip(current, self.saved, strict=False):
                     torch.where(skip, saved, buffer, out=buffer)
             elif self.saved:
-                torch._foreach_copy_(now[: len(self.saved)], self.saved)
+                torch._foreach_copy_(current[: len(self.saved)], self.saved)
 
     def are_finite(self) -> Tensor:
         """Return a 0-d bool on the device: statistics that were finite at first are so now.
@@ -76,8 +76,8 @@ class Buffers:
         200 µs: 0.1 % of a step on a CPU.
         """
         with torch.no_grad():
-            each = [buffers.get(name) for buffers, name in self.watched]
-            flat = [buffer.reshape(-1) for buffer in each if buffer is not None]
+            statistics = [buffers.get(name) for buffers, name in self.watched]
+            flat = [buffer.reshape(-1) for buffer in statistics if buffer is not None]
             if not flat:  # the model dropped all of them
                 return torch.ones((), dtype=torch.bool, device=self.device)
             # concatenated, since there is no fast kernel for the maximum of each; cat promotes to
@@ -85,59 +85,61 @@ class Buffers:
             largest: Tensor = torch.linalg.vector_norm(torch.cat(flat), math.inf)
             return largest < math.inf  # NaN: False
 
-    def _all(self) -> list[Any] | None:
+    def _current_by_slot(self) -> list[Any] | None:
         """Return the buffers by slot, or None if one was registered or deleted since."""
-        if sum(map(len, self.dicts)) != len(self.slots):
+        if sum(map(len, self.buffer_dicts)) != len(self.slots):
             return None
         return [buffers.get(name) for buffers, name in self.slots]
 
-    def _fits(self, now: list[Tensor | None]) -> bool:
+    def _matches_saved(self, current: list[Tensor | None]) -> bool:
         """Whether all buffers have the shape, dtype and device of their saved copies."""
-        if all(map(is_, now, self.seen)):
+        if all(map(is_, current, self.last_tensors)):
             return True  # usual case
         count = len(self.saved)
-        return all(map(is_, now[count:], self.seen[count:])) and all(
-            new is not None and _kind(new) == _kind(old)
-            for new, old in zip(now[:count], self.saved, strict=False)
+        return all(map(is_, current[count:], self.last_tensors[count:])) and all(
+            new is not None and _signature(new) == _signature(old)
+            for new, old in zip(current[:count], self.saved, strict=False)
         )
 
-    def _scan(self) -> None:
+    def _save_all(self) -> None:
         """Save all buffers anew, as after a change of their number, dtype or shape."""
-        slots = [(buffers, name) for buffers in self.dicts for name in buffers]
-        held = [slot for slot in slots if _is_writable(slot[0][slot[1]])]
+        slots = [(buffers, name) for buffers in self.buffer_dicts for name in buffers]
+        writable = [slot for slot in slots if _is_writable(slot[0][slot[1]])]
         # the others are None or not writable, and can only be replaced
-        self.slots: list[Slot] = held + [s for s in slots if not _is_writable(s[0][s[1]])]
-        self.saved = [buffer.detach().clone() for buffer in self.now()]
-        self._see()
+        self.slots: list[Slot] = writable + [s for s in slots if not _is_writable(s[0][s[1]])]
+        self.saved = [buffer.detach().clone() for buffer in self.current()]
+        self._record_tensors()
         self.watched: list[Slot] = [
             slot
-            for slot, saved in zip(held, self.saved, strict=True)
-            if is_statistic(slot[1]) and saved.device == self.device and _is_sound(saved)
+            for slot, saved in zip(writable, self.saved, strict=True)
+            if is_statistic(slot[1]) and saved.device == self.device and _is_finite(saved)
         ]
 
-    def _see(self) -> None:
+    def _record_tensors(self) -> None:
         """Record the tensors in the slots, except those that keep activations alive."""
-        self.seen = [
+        self.last_tensors = [
             None if i < len(self.saved) and buffer is not None and buffer.requires_grad else buffer
             for i, buffer in enumerate(buffers[name] for buffers, name in self.slots)
         ]
 
-    def _reassign(self) -> None:
+    def _reassign_saved(self) -> None:
         """Replace buffers that changed by copies of the saved ones, and delete new ones."""
-        known = {(id(buffers), name) for buffers, name in self.slots}
-        for buffers in self.dicts:
-            for name in [name for name in buffers if (id(buffers), name) not in known]:
+        known_slots = {(id(buffers), name) for buffers, name in self.slots}
+        for buffers in self.buffer_dicts:
+            for name in [name for name in buffers if (id(buffers), name) not in known_slots]:
                 del buffers[name]
-        before = [*self.saved, *self.seen[len(self.saved) :]]
+        originals = [*self.saved, *self.last_tensors[len(self.saved) :]]
         with torch.no_grad():
-            for i, ((buffers, name), old) in enumerate(zip(self.slots, before, strict=True)):
-                now = buffers.get(name)
-                if i >= len(self.saved) or old is None:
-                    buffers[name] = old
-                elif now is not None and _kind(now) == _kind(old):
-                    now.copy_(old)
+            for i, ((buffers, name), original) in enumerate(
+                zip(self.slots, originals, strict=True)
+            ):
+                current = buffers.get(name)
+                if i >= len(self.saved) or original is None:
+                    buffers[name] = original
+                elif current is not None and _signature(current) == _signature(original):
+                    current.copy_(original)
                 else:
-                    buffers[name] = old.clone()
+                    buffers[name] = original.clone()
 
 
 def _writable(buffers: list[Tensor | None]) -> list[Tensor]:
@@ -149,15 +151,15 @@ def _is_writable(buffer: Tensor | None) -> bool:
     if buffer is None:
         return False
     return buffer.layout is not torch.strided or not any(
-        step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)
+        stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
     )
 
 
-def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
+def _signature(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
     return buffer.shape, buffer.dtype, buffer.device, _is_writable(buffer)
 
 
-def _is_sound(buffer: Tensor) -> bool:
+def _is_finite(buffer: Tensor) -> bool:
     """Whether it holds only finite numbers. Host sync."""
-    known = buffer.is_floating_point() and buffer.itemsize > 1 and buffer.numel() > 0
-    return known and bool(buffer.isfinite().all())
+    is_checkable = buffer.is_floating_point() and buffer.itemsize > 1 and buffer.numel() > 0
+    return is_checkable and bool(buffer.isfinite().all())

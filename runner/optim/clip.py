@@ -14,7 +14,7 @@ EPSILON = 1e-3  # as in Brock et al.: lets weights that start at zero change
 
 
 @final
-class Clip:
+class GradientClipper:
     """Clips gradients, in this order: adaptive, by value, by the remaining norm.
 
     Adaptive is AGC (Brock et al. 2021, arXiv:2102.06171, section 4.1): the norm of an output
@@ -32,10 +32,12 @@ class Clip:
     ) -> None:
         self.value, self.adaptive = config.clip_value, config.clip_adaptive
         self.per_group = config.clip_per_group
-        out = _last_linear(model)
-        self.bounded = [[parameter not in out for parameter in group] for group in groups]
+        excluded = _last_linear(model)
+        self.adaptive_mask = [
+            [parameter not in excluded for parameter in group] for group in groups
+        ]
 
-    def limit(
+    def clip_gradients(
         self,
         groups: list[list[tuple[Tensor | None, Tensor]]],  # gradient and weight
         clip_norm: float | None,
@@ -46,38 +48,40 @@ class Clip:
         `scale` is the loss scale. Sparse gradients must be coalesced.
         """
         gradients = [[_values(g) for g, _ in group if g is not None] for group in groups]
-        every = [gradient for group in gradients for gradient in group]
+        all_gradients = [gradient for group in gradients for gradient in group]
         if scale is not None and (self.adaptive or self.value):
-            torch._foreach_div_(every, scale)
+            torch._foreach_div_(all_gradients, scale)
             scale = None
         if self.adaptive:
-            self._adapt(groups, self.adaptive)
+            self._clip_adaptively(groups, self.adaptive)
         if self.value:
-            torch._foreach_clamp_min_(every, -self.value)
-            torch._foreach_clamp_max_(every, self.value)
+            torch._foreach_clamp_min_(all_gradients, -self.value)
+            torch._foreach_clamp_max_(all_gradients, self.value)
         if clip_norm is None:
             return [scale] * len(groups)
         if not self.per_group:
-            return [_divisor(every, clip_norm, scale)] * len(groups)
+            return [_divisor(all_gradients, clip_norm, scale)] * len(groups)
         return [_divisor(group, clip_norm, scale) if group else None for group in gradients]
 
-    def _adapt(self, groups: list[list[tuple[Tensor | None, Tensor]]], factor: float) -> None:
+    def _clip_adaptively(
+        self, groups: list[list[tuple[Tensor | None, Tensor]]], factor: float
+    ) -> None:
         gradients, weights = [], []
-        for group, flags in zip(groups, self.bounded, strict=True):
-            for (gradient, weight), bounded in zip(group, flags, strict=True):
-                if gradient is None or not bounded:
+        for group, mask in zip(groups, self.adaptive_mask, strict=True):
+            for (gradient, weight), is_adaptive in zip(group, mask, strict=True):
+                if gradient is None or not is_adaptive:
                     continue
                 gradients.append(_values(gradient))
                 rows = gradient.indices()[0] if gradient.is_sparse else None
                 weights.append(weight.detach() if rows is None else weight.detach()[rows])
         if not gradients:
             return
-        shares = _unit_norms(weights)
-        torch._foreach_clamp_min_(shares, EPSILON)
-        torch._foreach_mul_(shares, factor)
-        torch._foreach_div_(shares, _unit_norms(gradients))  # Inf if the gradient is 0
-        torch._foreach_clamp_max_(shares, 1.0)
-        torch._foreach_mul_(gradients, shares)
+        factors = _unit_norms(weights)
+        torch._foreach_clamp_min_(factors, EPSILON)
+        torch._foreach_mul_(factors, factor)
+        torch._foreach_div_(factors, _unit_norms(gradients))  # Inf if the gradient is 0
+        torch._foreach_clamp_max_(factors, 1.0)
+        torch._foreach_mul_(gradients, factors)
 
 
 def _divisor(gradients: list[Tensor], clip_norm: float, scale: Tensor | None) -> Tensor:
@@ -103,6 +107,6 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _last_linear(model: nn.Module) -> set[Tensor]:
-    weighty = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
-    linear = [module for module in weighty if isinstance(module, nn.Linear)]
-    return set(linear[-1].parameters(recurse=False)) if linear and len(weighty) > 1 else set()
+    layers = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
+    linear = [module for module in layers if isinstance(module, nn.Linear)]
+    return set(linear[-1].parameters(recurse=False)) if linear and len(layers) > 1 else set()

@@ -14,7 +14,7 @@ from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
 
 
-def take_groups(
+def pop_groups(
     config: OptimizerConfig, rest: dict[str, Tensor], decays: bool
 ) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
     """Yield parameters, popped from `rest`, and options of each of `optimizer.groups`.
@@ -22,11 +22,11 @@ def take_groups(
     A group's own learning rate becomes `lr_share`, a multiple of `optimizer.lr`.
     """
     for number, group in enumerate(config.groups):
-        taken = match_names(group["match"], rest, f"optimizer.groups.{number}.match", "trained")
+        matched = match_names(group["match"], rest, f"optimizer.groups.{number}.match", "trained")
         options = {"lr_share": group["lr"] / config.lr} if "lr" in group else {}
         if "weight_decay" in group and decays:
             options["weight_decay"] = group["weight_decay"]
-        yield [rest.pop(name) for name in taken], options
+        yield [rest.pop(name) for name in matched], options
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -35,18 +35,21 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     A normalisation layer with all parameters frozen stays in evaluation mode, so that its running
     statistics are used and do not change (as in Keras).
     """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    frozen = [n for p in patterns for n in match_names(p, own, "optimizer.freeze", "parameters")]
+    named_parameters = dict(model.named_parameters(remove_duplicate=False))
+    key = "optimizer.freeze"
+    frozen = [n for p in patterns for n in match_names(p, named_parameters, key, "parameters")]
     for name in frozen:
-        own[name].requires_grad_(False)
+        named_parameters[name].requires_grad_(False)
     for module in model.modules():
         parameters = [*module.parameters(recurse=False)]
         statistics = getattr(module, "running_mean", None) is not None
         if statistics and parameters and not any(p.requires_grad for p in parameters):
-            still: Any = module
-            still.train = MethodType(_stay_in_evaluation, module)
-    if not any(p.requires_grad for p in own.values()):
-        problem = f"{', '.join(patterns)} leaves none of {len(own)} parameters trainable"
+            layer: Any = module
+            layer.train = MethodType(_stay_in_evaluation, module)
+    if not any(p.requires_grad for p in named_parameters.values()):
+        problem = (
+            f"{', '.join(patterns)} leaves none of {len(named_parameters)} parameters trainable"
+        )
         raise ConfigError("optimizer.freeze", problem, "freeze fewer")
 
 
@@ -54,16 +57,19 @@ def _stay_in_evaluation(self: nn.Module, mode: bool = True) -> nn.Module:
     return nn.Module.train(self, False)
 
 
-def match_names(pattern: str, names: Iterable[str], key: str, what: str) -> list[str]:
+def match_names(pattern: str, names: Iterable[str], key: str, kind: str) -> list[str]:
     """Return the names that a pattern or module name matches, from their start or any dot."""
-    known = list(names)
+    available = list(names)
     forms = [f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*")]
-    matched = [name for name in known if any(fnmatchcase(name, form) for form in forms)]
+    matched = [name for name in available if any(fnmatchcase(name, form) for form in forms)]
     if not matched:
-        tails = {name.split(".", n)[-1] for name in known for n in range(name.count(".") + 1)}
-        places = tails | {tail.rpartition(".")[0] for tail in tails} - {""}
-        near = difflib.get_close_matches(pattern.removesuffix(".*"), sorted(places), 3)
-        some = ", ".join(near or known[:6]) + (", …" if not near and len(known) > 6 else "")
-        fix = f"did you mean {some}?" if near else f"available: {some}"
-        raise ConfigError(key, f"{pattern!r} matches none of {len(known)} {what}", fix)
+        suffixes = {
+            name.split(".", n)[-1] for name in available for n in range(name.count(".") + 1)
+        }
+        candidates = suffixes | {tail.rpartition(".")[0] for tail in suffixes} - {""}
+        near = difflib.get_close_matches(pattern.removesuffix(".*"), sorted(candidates), 3)
+        examples = ", ".join(near or available[:6])
+        examples += ", …" if not near and len(available) > 6 else ""
+        fix = f"did you mean {examples}?" if near else f"available: {examples}"
+        raise ConfigError(key, f"{pattern!r} matches none of {len(available)} {kind}", fix)
     return matched

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from runner.optim.optimizer import Optimizer, sparse_embeddings
-from runner.optim.origin import runs_torchs_step
+from runner.optim.origin import uses_torch_step
 
 
 @dataclass
-class Group:
+class KernelGroup:
     """The tensors of a parameter group, as lists for the kernel."""
 
     options: dict[str, Any]  # the optimizer's own dict, so that a new learning rate takes effect
     parameters: list[Tensor]
-    first: list[Tensor]  # exp_avg, or momentum_buffer
-    second: list[Tensor]  # exp_avg_sq
+    first_moments: list[Tensor]  # exp_avg, or momentum_buffer
+    second_moments: list[Tensor]  # exp_avg_sq
     steps: list[Tensor]  # the shared counter, once per parameter
 
 
@@ -37,37 +37,40 @@ class FusedKernel:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self.count = torch.zeros((), dtype=torch.float32, device=device)  # updates made
-        self.one = torch.ones_like(self.count)
+        self.step_count = torch.zeros((), dtype=torch.float32, device=device)  # updates made
+        self.one = torch.ones_like(self.step_count)
         self.adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one
-        self.groups: list[Group] = []
-        self._collect()
+        self.groups: list[KernelGroup] = []
+        self._build_groups()
 
     @staticmethod
-    def fits(optimizer: Optimizer) -> bool:
+    def supports(optimizer: Optimizer) -> bool:
         """Whether there is a fused kernel for the optimizer."""
-        known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        is_known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         groups = optimizer.param_groups
-        plain = all(g.get("fused") and not g.get("amsgrad") for g in groups)
-        plain = plain and all(len({(p.dtype, p.device) for p in g["params"]}) == 1 for g in groups)
-        return known and plain and hasattr(torch, "_fused_adamw_") and hasattr(torch, "_fused_sgd_")
+        is_plain = all(g.get("fused") and not g.get("amsgrad") for g in groups)
+        is_plain = is_plain and all(
+            len({(p.dtype, p.device) for p in g["params"]}) == 1 for g in groups
+        )
+        has_kernels = hasattr(torch, "_fused_adamw_") and hasattr(torch, "_fused_sgd_")
+        return is_known and is_plain and has_kernels
 
     def step(self, divisors: list[Tensor | None], skipped: Tensor) -> None:
         """Update, unless `skipped` is 1; each group's gradients are divided by its divisor."""
-        self.count.add_(self.one)
+        self.step_count.add_(self.one)
         with torch.no_grad():
             for group, divisor in zip(self.groups, divisors, strict=True):
                 (self._adam if self.adam else self._sgd)(group, divisor, skipped)
-        self.count.sub_(skipped)
+        self.step_count.sub_(skipped)
 
-    def _adam(self, group: Group, divisor: Tensor | None, skipped: Tensor) -> None:
+    def _adam(self, group: KernelGroup, divisor: Tensor | None, skipped: Tensor) -> None:
         options = group.options
         decoupled = options["decoupled_weight_decay"]
         (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
             group.parameters,
             [p.grad for p in group.parameters],  # type: ignore[misc]  # every one has a gradient
-            group.first,
-            group.second,
+            group.first_moments,
+            group.second_moments,
             [],
             group.steps,
             lr=options["lr"],
@@ -81,12 +84,12 @@ class FusedKernel:
             found_inf=skipped,
         )
 
-    def _sgd(self, group: Group, divisor: Tensor | None, skipped: Tensor) -> None:
+    def _sgd(self, group: KernelGroup, divisor: Tensor | None, skipped: Tensor) -> None:
         options = group.options
         torch._fused_sgd_(
             group.parameters,
             [p.grad for p in group.parameters],  # type: ignore[misc]  # every one has a gradient
-            group.first,
+            group.first_moments,
             weight_decay=options["weight_decay"],
             momentum=options["momentum"],
             lr=options["lr"],
@@ -103,38 +106,38 @@ class FusedKernel:
         if self.adam:
             for group in self.groups:
                 for parameter in group.parameters:
-                    self.optimizer.state[parameter]["step"] = self.count.clone()
+                    self.optimizer.state[parameter]["step"] = self.step_count.clone()
 
-    def take_over(self) -> bool:
+    def load_state(self) -> bool:
         """Continue from loaded optimizer state; False if parameters differ in their step count."""
         state = self.optimizer.state
-        everyone = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if self.adam and any(state[p] for p in everyone):
-            if len({float(state[p]["step"]) if state[p] else -1.0 for p in everyone}) > 1:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.adam and any(state[p] for p in parameters):
+            if len({float(state[p]["step"]) if state[p] else -1.0 for p in parameters}) > 1:
                 return False
-        self._collect()
+        self._build_groups()
         return True
 
-    def _collect(self) -> None:
+    def _build_groups(self) -> None:
         state = self.optimizer.state
         self.groups = []
         for options in self.optimizer.param_groups:
             parameters = options["params"]
             for p in parameters:
                 if self.adam and not state[p]:
-                    state[p]["step"] = torch.zeros_like(self.count)
+                    state[p]["step"] = torch.zeros_like(self.step_count)
                     state[p]["exp_avg"] = torch.zeros_like(p)
                     state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            first = "exp_avg" if self.adam else "momentum_buffer"
-            group = Group(
+            moment_key = "exp_avg" if self.adam else "momentum_buffer"
+            group = KernelGroup(
                 options,
                 parameters,
-                [state[p][first] for p in parameters if first in state[p]],
+                [state[p][moment_key] for p in parameters if moment_key in state[p]],
                 [state[p]["exp_avg_sq"] for p in parameters if self.adam],
-                [self.count] * len(parameters),
+                [self.step_count] * len(parameters),
             )
             if self.adam and parameters:
-                self.count.copy_(state[parameters[0]]["step"])
+                self.step_count.copy_(state[parameters[0]]["step"])
             self.groups.append(group)
 
 
@@ -151,13 +154,13 @@ class RevertibleStep:
         self.optimizer = optimizer
 
     @staticmethod
-    def fits(optimizer: Optimizer, model: nn.Module, scheduled: bool) -> bool:
+    def supports(optimizer: Optimizer, model: nn.Module, scheduled: bool) -> bool:
         """Whether a step of this optimizer needs no host sync.
 
         A `scheduled` learning rate is a tensor, which SGD, Muon and plain loops would read.
         """
         kind, groups = type(optimizer), optimizer.param_groups
-        if not runs_torchs_step(optimizer):
+        if not uses_torch_step(optimizer):
             return False
         if sparse_embeddings(model):
             return False  # the number of rows of a sparse gradient needs a host sync
@@ -170,26 +173,27 @@ class RevertibleStep:
         """Update parameters, which all have a gradient, unless `skipped` is 1."""
         state = self.optimizer.state
         weights = [parameter.detach() for parameter in parameters]
-        places = [(state[p], key) for p in parameters if p in state for key in state[p]]
-        before = weights + [holder[key] for holder, key in places]
-        saved = [torch.empty_like(tensor) for tensor in before]
-        torch._foreach_copy_(saved, before)
+        entries = [(state[p], key) for p in parameters if p in state for key in state[p]]
+        originals = weights + [values[key] for values, key in entries]
+        copies = [torch.empty_like(tensor) for tensor in originals]
+        torch._foreach_copy_(copies, originals)
         self.optimizer.step()
         skip = skipped.bool()
-        for now, old in zip(weights + [h[key] for h, key in places], saved, strict=True):
-            torch.where(skip, old, now, out=now)
-        if len(places) < sum(len(state[p]) for p in parameters if p in state):
-            self._drop_new({(id(holder), key) for holder, key in places}, parameters, skipped)
+        for current, original in zip(weights + [v[key] for v, key in entries], copies, strict=True):
+            torch.where(skip, original, current, out=current)
+        if len(entries) < sum(len(state[p]) for p in parameters if p in state):
+            known_keys = {(id(values), key) for values, key in entries}
+            self._delete_new_state(known_keys, parameters, skipped)
 
-    def _drop_new(
-        self, known: set[tuple[int, str]], parameters: list[Tensor], skipped: Tensor
+    def _delete_new_state(
+        self, known_keys: set[tuple[int, str]], parameters: list[Tensor], skipped: Tensor
     ) -> None:
         """Delete state created by a skipped step, so that the next one creates it again."""
         if not skipped.item():  # host sync, at a parameter's first update only
             return
         for parameter in parameters:
-            holder = self.optimizer.state[parameter]
-            for key in [key for key in holder if (id(holder), key) not in known]:
-                del holder[key]
-            if not holder:
+            values = self.optimizer.state[parameter]
+            for key in [key for key in values if (id(values), key) not in known_keys]:
+                del values[key]
+            if not values:
                 del self.optimizer.state[parameter]

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from runner.errors import ConfigError
 from runner.format import nearest
 from runner.optim.config import OptimizerConfig
-from runner.optim.origin import without_compiler
+from runner.optim.origin import skip_compiler_import
 
 Optimizer = torch.optim.Optimizer
-IMPLEMENTATION = frozenset({"fused", "foreach", "differentiable"})
+IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "differentiable"})
 """Options that choose how an update is computed; at most one of them may be on."""
-OWN_KEYS = ("lr", "weight_decay")
+OPTIONS_WITH_OWN_KEY = ("lr", "weight_decay")
 log = logging.getLogger("runner")
 
 
@@ -38,8 +38,8 @@ def optimizer_class(
                 f"{config._target_} is not an optimizer",
                 "name a subclass of torch.optim.Optimizer",
             )
-    if why := unfit(cls, model):
-        raise ConfigError(key, why, "use AdamW")
+    if problem := unfit(cls, model):
+        raise ConfigError(key, problem, "use AdamW")
     return cls
 
 
@@ -63,18 +63,18 @@ def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
 
 def find_optimizer(name: str) -> type[Optimizer]:
     """Return the class of torch.optim with that name. Raises ConfigError."""
-    known = {
+    classes = {
         key: value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
-    if name not in known:
-        near = nearest(name, known, 0.5)
-        fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(known))}"
+    if name not in classes:
+        near = nearest(name, classes, 0.5)
+        fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(classes))}"
         if "." in name:
             fix = f"for your own class use optimizer._target_={name}"
         raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
-    return known[name]
+    return classes[name]
 
 
 def build_optimizer(
@@ -89,9 +89,9 @@ def build_optimizer(
     Tensors of two or more dimensions decay; norms' scales and biases do not (as in GPT-2, and
     He et al. 2019, arXiv:1812.01187, section 3.1).
     """
-    accepted = _accepted(cls)
-    _check_options(config, cls.__name__, accepted)
-    if config.options.keys() & IMPLEMENTATION:
+    accepted = _accepted_options(cls)
+    _check_config_options(config, cls.__name__, accepted)
+    if config.options.keys() & IMPLEMENTATION_OPTIONS:
         options = {}  # the config has precedence
     arguments = {"lr": config.lr, **config.options, **options}
     if not any(p.requires_grad for p in model.parameters()):
@@ -103,7 +103,7 @@ def build_optimizer(
         log.info("optimizer.weight_decay is not used: %s has no weight decay", cls.__name__)
     groups = _parameter_groups(config, names or dict(model.named_parameters()), decays)
     try:
-        with without_compiler():
+        with skip_compiler_import():
             optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = f"{cls.__name__}: {error}"
@@ -120,38 +120,38 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups: those of `optimizer.groups`, then the rest."""
     rest = {name: p for name, p in names.items() if p.requires_grad}
-    spares = decays and any(p.ndim >= 2 for p in rest.values())  # vectors alone do decay
+    exempt_vectors = decays and any(p.ndim >= 2 for p in rest.values())  # vectors alone do decay
     groups: list[dict[str, Any]] = []
     if config.groups:
-        from runner.optim.fine_tuning import take_groups
+        from runner.optim.fine_tuning import pop_groups
 
-        for parameters, options in take_groups(config, rest, decays):
+        for parameters, options in pop_groups(config, rest, decays):
             decay = options.get("weight_decay", config.weight_decay)
-            groups += _split_decayed(parameters, options, spares and decay > 0)
-    return groups + _split_decayed([*rest.values()], {}, spares and config.weight_decay > 0)
+            groups += _split_decayed(parameters, options, exempt_vectors and decay > 0)
+    return groups + _split_decayed([*rest.values()], {}, exempt_vectors and config.weight_decay > 0)
 
 
 def _split_decayed(
-    parameters: list[Tensor], options: dict[str, Any], spares: bool
+    parameters: list[Tensor], options: dict[str, Any], exempt_vectors: bool
 ) -> list[dict[str, Any]]:
-    """Return one group, or with `spares` a second one without decay for vectors."""
-    decayed = [p for p in parameters if p.ndim >= 2 or not spares]
-    plain = [p for p in parameters if p.ndim < 2 and spares]
+    """Return one group, or with `exempt_vectors` a second one without decay for vectors."""
+    decayed = [p for p in parameters if p.ndim >= 2 or not exempt_vectors]
+    undecayed = [p for p in parameters if p.ndim < 2 and exempt_vectors]
     groups = [{"params": decayed, **options}] if decayed else []
-    return groups + ([{"params": plain, **options, "weight_decay": 0.0}] if plain else [])
+    return groups + ([{"params": undecayed, **options, "weight_decay": 0.0}] if undecayed else [])
 
 
-def _check_options(config: OptimizerConfig, name: str, accepted: list[str]) -> None:
-    choices = [n for n in accepted if n not in ("params", *OWN_KEYS)]
+def _check_config_options(config: OptimizerConfig, name: str, accepted: list[str]) -> None:
+    choices = [n for n in accepted if n not in ("params", *OPTIONS_WITH_OWN_KEY)]
     for option in config.options:
         key = f"optimizer.options.{option}"
-        if option in OWN_KEYS:
+        if option in OPTIONS_WITH_OWN_KEY:
             raise ConfigError(key, "has its own key", f"use optimizer.{option}")
         if option not in accepted:
             raise ConfigError(key, f"{name} has no such option", f"use {', '.join(choices)}")
 
 
-def _accepted(cls: type[Optimizer]) -> list[str]:
+def _accepted_options(cls: type[Optimizer]) -> list[str]:
     """Return the parameters of the constructor, and of its base classes if it takes **kwargs."""
     names: dict[str, None] = {}
     for base in cls.__mro__:

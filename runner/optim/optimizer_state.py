@@ -32,14 +32,14 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
     if numbers != list(range(len(numbers))) or not saved["state"].keys() <= set(numbers):
         raise ValueError("an optimizer's state must be keyed by parameter numbers")
     if is_torchs(type(optimizer)):
-        _check_options(optimizer, saved_groups)
+        _check_saved_options(optimizer, saved_groups)
     state: dict[int, Any] = {}
-    for number, (group, weight) in zip(numbers, _weights(optimizer), strict=True):
+    for number, (group, weight) in zip(numbers, _iterate_weights(optimizer), strict=True):
         entries = saved["state"].get(number, {})
         if not isinstance(entries, Mapping):
             raise ValueError(f"the state of a weight is a {type(entries).__name__}")
         if is_torchs(type(optimizer)):
-            entries = _select(optimizer, group, weight, entries)
+            entries = _select_entries(optimizer, group, weight, entries)
         check_tensors(optimizer, weight, entries)
         if entries:
             state[number] = dict(entries)
@@ -49,17 +49,19 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
 def check_optimizer_state(optimizer: Optimizer) -> None:
     """Raise ValueError if state does not have the shape of its weight."""
     if torch_base(optimizer) is not None:
-        for _, weight in _weights(optimizer):
+        for _, weight in _iterate_weights(optimizer):
             check_tensors(optimizer, weight, optimizer.state.get(weight, {}))
 
 
 def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, Any]) -> None:
     """Raise ValueError for tensors of a shape or dtype that this weight's state cannot have."""
-    own = not is_torchs(type(optimizer))
+    is_user_class = not is_torchs(type(optimizer))
     if torch_base(optimizer) is torch.optim.Adafactor:  # state by rows and columns; no fused kernel
         return
     for name, value in entries.items():
-        if value is None or (own and (name not in MOMENTS or not isinstance(value, Tensor))):
+        if value is None or (
+            is_user_class and (name not in MOMENTS or not isinstance(value, Tensor))
+        ):
             continue
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             raise ValueError(f"{name} is not a dense tensor")
@@ -78,16 +80,16 @@ def torch_base(optimizer: Optimizer) -> type[Optimizer] | None:
     return next((c for c in classes if c is getattr(torch.optim, c.__name__, None)), None)
 
 
-def _check_options(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
+def _check_saved_options(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
     """Raise ValueError for options of another class; torch versions only add options to a class."""
     for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
-        before, now = saved.keys() - {"initial_lr"}, group.keys() - {"initial_lr"}
-        if not (before <= now or now <= before):
-            theirs, name = ", ".join(sorted(before - now)), type(optimizer).__name__
-            raise ValueError(f"saved by another optimizer: {name} has no {theirs}")
+        saved_keys, keys = saved.keys() - {"initial_lr"}, group.keys() - {"initial_lr"}
+        if not (saved_keys <= keys or keys <= saved_keys):
+            missing, name = ", ".join(sorted(saved_keys - keys)), type(optimizer).__name__
+            raise ValueError(f"saved by another optimizer: {name} has no {missing}")
 
 
-def _select(
+def _select_entries(
     optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the entries of options that are on; ValueError if a needed one is missing."""
@@ -104,7 +106,7 @@ def _select(
     return entries
 
 
-def _weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+def _iterate_weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
     return ((group, weight) for group in optimizer.param_groups for weight in group["params"])
 
 
@@ -117,7 +119,7 @@ def fill_momentum(optimizer: Optimizer) -> None:
     """
     if type(optimizer) is not torch.optim.SGD or not is_torchs(torch.optim.SGD):
         return
-    for group, weight in _weights(optimizer):
+    for group, weight in _iterate_weights(optimizer):
         if group.get("fused") and group["momentum"] and not group["dampening"]:
             state = optimizer.state[weight]
             if state.get("momentum_buffer") is None:
@@ -130,7 +132,7 @@ def align_state(optimizer: Optimizer) -> None:
     Moments get their weight's strides (for fused kernels), counters move to the device for updates
     without a host sync, and fused SGD gets missing momentum buffers.
     """
-    for group, weight in _weights(optimizer):
+    for group, weight in _iterate_weights(optimizer):
         on_device = group.get("fused") or group.get("capturable")
         state = optimizer.state.get(weight, {})
         for key, value in state.items():

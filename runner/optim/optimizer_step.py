@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.checkpoint.sound import finite
-from runner.optim.buffers import LARGEST, Buffers
+from runner.optim.buffers import LARGEST, BufferSnapshot
 from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.gradients import (
     coalesced_gradients,
@@ -18,12 +18,12 @@ from runner.optim.gradients import (
     gradient_values,
     tensor_norms,
 )
-from runner.optim.origin import runs_torchs_step, without_compiler
+from runner.optim.origin import skip_compiler_import, uses_torch_step
 from runner.stability.config import StabilityConfig
 
 if TYPE_CHECKING:
     from runner.distributed.sharded import Shards
-    from runner.optim.clip import Clip
+    from runner.optim.clip import GradientClipper
     from runner.optim.optimizer_state import Optimizer
 
 
@@ -57,9 +57,9 @@ class OptimizerStep:
         self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
         # each group's multiple of the scheduled rate; 1 if an owner sets the rates
-        owned = lr is None
-        self.rate_shares = [
-            1.0 if owned else g.get("lr_share", 1.0) for g in optimizer.param_groups
+        set_by_owner = lr is None
+        self.lr_shares = [
+            1.0 if set_by_owner else g.get("lr_share", 1.0) for g in optimizer.param_groups
         ]
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
@@ -67,43 +67,43 @@ class OptimizerStep:
         groups = optimizer.param_groups
         fused = all(group.get("fused") and not group.get("dampening") for group in groups)
         self.in_kernel = (
-            fused and self.device.type in ("cpu", "cuda") and runs_torchs_step(optimizer)
+            fused and self.device.type in ("cpu", "cuda") and uses_torch_step(optimizer)
         )
-        fits = self.in_kernel and FusedKernel.fits(optimizer)
-        self.kernel = FusedKernel(optimizer, self.device) if fits else None
+        supported = self.in_kernel and FusedKernel.supports(optimizer)
+        self.kernel = FusedKernel(optimizer, self.device) if supported else None
         self.guard = config.guard
         self.clip_norm = config.clip_norm
-        self.clip: Clip | None = None
+        self.clip: GradientClipper | None = None
         if config.clip_value or config.clip_adaptive or config.clip_per_group:
-            from runner.optim.clip import Clip
+            from runner.optim.clip import GradientClipper
 
-            self.clip = Clip(config, model, self.groups)
+            self.clip = GradientClipper(config, model, self.groups)
         self.scale = LossScaler(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
-        several = len(set(self.rate_shares)) > 1 or self.rate_shares[0] != 1.0
-        self.share_of_groups = (
-            torch.tensor(self.rate_shares, device=self.device) if several else None
+        has_shares = len(set(self.lr_shares)) > 1 or self.lr_shares[0] != 1.0
+        self.lr_share_tensor = (
+            torch.tensor(self.lr_shares, device=self.device) if has_shares else None
         )
-        read = self.in_kernel or self.device.type == "cpu"  # no host sync to read the flag
-        undone = not read and RevertibleStep.fits(optimizer, model, self.scheduled)
-        self.undo = RevertibleStep(optimizer) if undone else None
-        counted_at = "cpu" if self.host_waits else self.device  # one read a step is enough
-        self.updates = torch.zeros((), dtype=torch.int64, device=counted_at)
-        self.following = 1 - ema if ema else 0.0
+        sync_free = self.in_kernel or self.device.type == "cpu"  # no host sync to read the flag
+        is_revertible = not sync_free and RevertibleStep.supports(optimizer, model, self.scheduled)
+        self.revertible = RevertibleStep(optimizer) if is_revertible else None
+        counter_device = "cpu" if self.host_waits else self.device  # one read a step is enough
+        self.updates = torch.zeros((), dtype=torch.int64, device=counter_device)
+        self.ema_weight = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
-        self.buffers = Buffers(model, self.device)
+        self.buffers = BufferSnapshot(model, self.device)
         self.never = torch.zeros((), device=self.device)
-        self.always = torch.ones((), device=self.device)
+        self.one = torch.ones((), device=self.device)
         self.limits = torch.full((2,), LARGEST, device=self.device)  # of the loss and of the norm
         self.loss_limit, self.norm_limit = self.limits.unbind()  # views
-        self.begun = False
+        self.in_progress = False
         self._set_schedule()
 
     @property
     def host_waits(self) -> bool:
         """Whether every step has a host sync, to read the flag on an accelerator."""
-        return not self.in_kernel and self.undo is None and self.device.type != "cpu"
+        return not self.in_kernel and self.revertible is None and self.device.type != "cpu"
 
     def set_limits(self, loss: float, grad_norm: float) -> None:
         """Skip later steps above these limits; Inf is no limit. No host sync."""
@@ -116,14 +116,14 @@ class OptimizerStep:
             parameter.grad = None
         if self.shards is not None:
             self.shards.forget_gradients()
-        self.buffers.remember()
-        self.begun = True
+        self.buffers.save()
+        self.in_progress = True
 
     def abandon(self) -> None:
         """Discard a step that was begun and not applied."""
-        if self.begun:
+        if self.in_progress:
             self.buffers.restore()
-        self.begun = False
+        self.in_progress = False
 
     def measure(self, loss: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d.
@@ -131,28 +131,28 @@ class OptimizerStep:
         `norm` is given, over all shards, if the weights are sharded.
         """
         norms = tensor_norms(gradient_values(self.parameters)) if norm is None else [norm]
-        return self.judge(loss, norms)
+        return self.norm_and_skip(loss, norms)
 
     def local_part(self) -> tuple[Tensor, Tensor]:
         """Return 1.0 if this process's buffers are not finite, and its shard's squared norm."""
-        watched = self.guard and self.buffers.watched
-        spoiled = torch.where(self.buffers.are_finite(), 0.0, 1.0) if watched else self.never
+        checks_buffers = self.guard and self.buffers.watched
+        skipped = torch.where(self.buffers.are_finite(), 0.0, 1.0) if checks_buffers else self.never
         norms: list[Tensor] = []
         if self.shards is not None:
             self.shards.take_gradients()
             norms = tensor_norms(gradient_values(self.parameters))
-        return spoiled, torch.stack(norms).square().sum() if norms else self.never
+        return skipped, torch.stack(norms).square().sum() if norms else self.never
 
     def finite(self, tensors: Iterable[Tensor]) -> bool:
         """Whether the tensors are finite, in the shards of all processes. Host sync."""
-        sound = finite(tensors)
-        return sound if self.shards is None else self.shards.agree(sound)
+        is_finite = finite(tensors)
+        return is_finite if self.shards is None else self.shards.agree(is_finite)
 
-    def judge(self, loss: Tensor, each: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def norm_and_skip(self, loss: Tensor, norms: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return gradient norm and skip flag, from the loss and the norms of the gradients."""
         # 0, or NaN if the loss is not finite; a tensor costs a third of a Python number
-        each = [*each, loss * self.never]
-        norm = torch.linalg.vector_norm(torch.stack(each))
+        norms = [*norms, loss * self.never]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         if self.scale:
             norm = norm / self.scale.value
         if not self.guard:
@@ -160,7 +160,7 @@ class OptimizerStep:
         good = (loss <= self.loss_limit).logical_and_(norm <= self.norm_limit)  # NaN: False
         if self.buffers.watched:
             good.logical_and_(self.buffers.are_finite())
-        return norm, torch.where(good, self.never, self.always)
+        return norm, torch.where(good, self.never, self.one)
 
     def overflowed(self, norm: Tensor) -> Tensor:
         """Return 1.0 if the norm is not finite: then a loss scale is too large."""
@@ -171,27 +171,27 @@ class OptimizerStep:
 
         A step may be skipped for several reasons; the loss scale depends on the norm alone.
         """
-        self.check_step()
+        self.recheck_step()
         if self.in_kernel:
-            self._in_kernel(norm, skipped)
-        elif self.undo is not None:
-            self._undone(self.undo, norm, skipped)
+            self._apply_in_kernel(norm, skipped)
+        elif self.revertible is not None:
+            self._apply_revertible(self.revertible, norm, skipped)
         else:
-            self._by_host(norm, skipped)
+            self._apply_on_host(norm, skipped)
         if self.scale:
             self.scale.update(self.overflowed(norm))
-        self.begun = False
+        self.in_progress = False
 
-    def check_step(self) -> None:
+    def recheck_step(self) -> None:
         """Switch to the host-side decision if step() was patched or hooked since."""
-        if (self.in_kernel or self.undo is not None) and not runs_torchs_step(self.optimizer):
+        if (self.in_kernel or self.revertible is not None) and not uses_torch_step(self.optimizer):
             if self.kernel is not None:
                 self.kernel.write_counter()
-            self.in_kernel, self.kernel, self.undo = False, None, None
+            self.in_kernel, self.kernel, self.revertible = False, None, None
             self._set_schedule()
 
-    def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
-        self._look_up_rate()
+    def _apply_in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
+        self._read_lr_table()
         if self.kernel is not None and any(p.grad is None for p in self.parameters):
             self.kernel.write_counter()  # parameters now differ in their step count
             self.kernel = None
@@ -209,62 +209,64 @@ class OptimizerStep:
                 optimizer.step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
-        self._settle(skipped)
+        self._finish_update(skipped)
 
-    def _undone(self, undo: RevertibleStep, norm: Tensor, skipped: Tensor) -> None:
-        self._look_up_rate()
+    def _apply_revertible(self, revertible: RevertibleStep, norm: Tensor, skipped: Tensor) -> None:
+        self._read_lr_table()
         divide_gradients(self.groups, self.divisors(norm))
-        undo.step([p for p in self.parameters if p.grad is not None], skipped)
-        self._settle(skipped)
+        revertible.step([p for p in self.parameters if p.grad is not None], skipped)
+        self._finish_update(skipped)
 
-    def _settle(self, skipped: Tensor) -> None:
+    def _finish_update(self, skipped: Tensor) -> None:
         """Update the counter and the average, and restore the buffers of a skipped step."""
         if self.scheduled:
             self.updates.add_(skipped == 0)
         if self.average:
-            self._follow((1 - skipped) * self.following)
+            self._update_average((1 - skipped) * self.ema_weight)
         self.buffers.restore(skipped)
 
-    def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
+    def _apply_on_host(self, norm: Tensor, skipped: Tensor) -> None:
         if skipped.item():  # host sync on an accelerator
             self.buffers.restore()
             return
         divide_gradients(self.groups, self.divisors(norm))
         if self.scheduled:
-            self._set_rate(self.lr_at(int(self.updates.item())))
+            self._set_lr(self.lr_at(int(self.updates.item())))
         self.optimizer.step()
         if self.scheduled:
             self.updates += 1
         if self.average:
-            self._follow(torch.full_like(norm, self.following))
+            self._update_average(torch.full_like(norm, self.ema_weight))
 
-    def divisors(self, norm: Tensor, given: Sequence[Tensor] | None = None) -> list[Tensor | None]:
+    def divisors(
+        self, norm: Tensor, gradients: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
         """Apply the other kinds of clipping; return each group's divisor for loss scale and norm.
 
-        Gradients are in `.grad`, or `given`.
+        `gradients` are used in place of those in `.grad`.
         """
         if self.clip is None:
             return [self.divisor(norm)] * len(self.groups)
-        each = iter(coalesced_gradients(self.parameters) if given is None else given)
-        pairs = [[(next(each), parameter) for parameter in group] for group in self.groups]
+        iterator = iter(coalesced_gradients(self.parameters) if gradients is None else gradients)
+        pairs = [[(next(iterator), parameter) for parameter in group] for group in self.groups]
         with torch.no_grad():
             scale = self.scale.value if self.scale else None
-            return self.clip.limit(pairs, self.clip_norm, scale)
+            return self.clip.clip_gradients(pairs, self.clip_norm, scale)
 
     def divisor(self, norm: Tensor) -> Tensor | None:
         """Return the gradients' divisor: loss scale times excess over the clip norm, or None."""
         divisor = None
         if self.clip_norm is not None:
             excess = norm if self.clip_norm == 1.0 else norm / self.clip_norm
-            divisor = torch.maximum(excess, self.always)
+            divisor = torch.maximum(excess, self.one)
         if self.scale:
             divisor = self.scale.value if divisor is None else divisor * self.scale.value
         return divisor
 
-    def _follow(self, weight: Tensor) -> None:
-        steps = torch._foreach_sub([p.detach() for p in self.parameters], self.average)
-        torch._foreach_mul_(steps, weight)
-        torch._foreach_add_(self.average, steps)
+    def _update_average(self, weight: Tensor) -> None:
+        differences = torch._foreach_sub([p.detach() for p in self.parameters], self.average)
+        torch._foreach_mul_(differences, weight)
+        torch._foreach_add_(self.average, differences)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -273,12 +275,12 @@ class OptimizerStep:
             yield
             return
         parameters = [p.detach() for p in self.parameters]
-        live = [p.clone() for p in parameters]
+        current = [p.clone() for p in parameters]
         try:
             torch._foreach_copy_(parameters, self.average)
             yield
         finally:
-            torch._foreach_copy_(parameters, live)
+            torch._foreach_copy_(parameters, current)
 
     # -- schedule ------------------------------------------------------------------------------
 
@@ -301,43 +303,44 @@ class OptimizerStep:
         self.scheduled = True
         self._set_schedule()
 
-    def _look_up_rate(self) -> None:
+    def _read_lr_table(self) -> None:
         if self.scheduled and self.lr is not None:
-            at = self.updates.clamp(max=len(self.table) - 1)  # a benchmark may exceed the schedule
-            torch.take(self.table, at, out=self.lr_now)
-            if self.share_of_groups is not None:
-                torch.mul(self.share_of_groups, self.lr_now, out=self.lr_each)
+            # a benchmark may exceed the schedule
+            index = self.updates.clamp(max=len(self.lr_table) - 1)
+            torch.take(self.lr_table, index, out=self.current_lr)
+            if self.lr_share_tensor is not None:
+                torch.mul(self.lr_share_tensor, self.current_lr, out=self.group_lrs)
 
     def _set_schedule(self) -> None:
-        if self.scheduled and (self.in_kernel or self.undo is not None):
-            rates = [self.lr_at(u) for u in range(len(self.factors) + 1)]
-            self.table = torch.tensor(rates, dtype=torch.float32, device=self.device)
-            self.lr_now = torch.zeros((), dtype=torch.float32, device=self.device)
-            if self.share_of_groups is None:
-                self._set_rates([self.lr_now] * len(self.groups))
+        if self.scheduled and (self.in_kernel or self.revertible is not None):
+            lrs = [self.lr_at(u) for u in range(len(self.factors) + 1)]
+            self.lr_table = torch.tensor(lrs, dtype=torch.float32, device=self.device)
+            self.current_lr = torch.zeros((), dtype=torch.float32, device=self.device)
+            if self.lr_share_tensor is None:
+                self._set_lrs([self.current_lr] * len(self.groups))
             else:
-                self.lr_each = torch.zeros_like(self.share_of_groups)
-                self._set_rates(self.lr_each.unbind())
+                self.group_lrs = torch.zeros_like(self.lr_share_tensor)
+                self._set_lrs(self.group_lrs.unbind())
         else:
-            self._set_rate(self.lr_at(0))
+            self._set_lr(self.lr_at(0))
 
-    def _set_rate(self, rate: float) -> None:
-        self._set_rates([rate * share for share in self.rate_shares])
+    def _set_lr(self, lr: float) -> None:
+        self._set_lrs([lr * share for share in self.lr_shares])
 
-    def _set_rates(self, rates: Iterable[float | Tensor]) -> None:
+    def _set_lrs(self, lrs: Iterable[float | Tensor]) -> None:
         if self.lr is not None:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+                group["lr"] = lr
 
     @property
-    def one_rate(self) -> bool:
+    def has_single_lr(self) -> bool:
         """Whether all groups follow one learning rate; an owner may set several."""
         groups = self.optimizer.param_groups
         return self.lr is not None or len({float(group["lr"]) for group in groups}) == 1
 
-    def follow_owner(self) -> None:
+    def write_owner_lr(self) -> None:
         """Write the owner's current rate to the table that a whole step reads."""
-        self.table.fill_(self.lr_at(0))
+        self.lr_table.fill_(self.lr_at(0))
         self.updates.zero_()
 
     def align_state(self) -> None:
@@ -348,7 +351,7 @@ class OptimizerStep:
             self.kernel.write_counter()
         align_state(self.optimizer)
         if self.kernel is not None:
-            self.kernel.take_over()
+            self.kernel.load_state()
 
     # -- checkpoint ----------------------------------------------------------------------------
 
@@ -356,14 +359,14 @@ class OptimizerStep:
         """Return the state that the next update depends on."""
         if self.kernel is not None:
             self.kernel.write_counter()
-        with without_compiler():
+        with skip_compiler_import():
             optimizer_state = self.optimizer.state_dict()
         return {
             "optimizer": optimizer_state,
             "updates": self.updates,
             "backoff": self.backoff,
             "average": self.average,
-            "scale": [self.scale.value, self.scale.grown] if self.scale else [],
+            "scale": [self.scale.value, self.scale.growth_tracker] if self.scale else [],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -374,14 +377,16 @@ class OptimizerStep:
             raise ValueError("an average must have its weight's shape")
         from runner.optim.optimizer_state import align_state, compatible_state
 
-        fits = compatible_state(self.optimizer, state["optimizer"])
-        ours = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        with without_compiler():
-            self.optimizer.load_state_dict(fits)
-        for group, options in zip(self.optimizer.param_groups, ours, strict=True):
+        compatible = compatible_state(self.optimizer, state["optimizer"])
+        current_options = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
+        with skip_compiler_import():
+            self.optimizer.load_state_dict(compatible)
+        for group, options in zip(self.optimizer.param_groups, current_options, strict=True):
             group.update(options)  # the config has precedence over saved options
         align_state(self.optimizer)
-        if self.kernel is not None and not self.kernel.take_over():
+        if self.kernel is not None and not self.kernel.load_state():
             self.kernel = None
         self.updates.copy_(state["updates"])
         self.backoff = state["backoff"]
@@ -390,7 +395,7 @@ class OptimizerStep:
             torch._foreach_copy_(self.average, state["average"])
         if self.scale:
             self.scale.value.copy_(state["scale"][0])
-            self.scale.grown.copy_(state["scale"][1])
+            self.scale.growth_tracker.copy_(state["scale"][1])
 
 
 class LossScaler:
@@ -399,15 +404,15 @@ class LossScaler:
     The rule is that of torch.amp.GradScaler, which reads the flag on the host.
     """
 
-    def __init__(self, first: float, device: torch.device) -> None:
-        self.value = torch.full((), first, device=device)
-        self.grown = torch.zeros((), dtype=torch.int32, device=device)
+    def __init__(self, initial_scale: float, device: torch.device) -> None:
+        self.value = torch.full((), initial_scale, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: Tensor) -> None:
         """Adapt to one step; the flag is 1.0 or 0.0."""
-        torch._amp_update_scale_(self.value, self.grown, overflowed, 2.0, 0.5, 2000)
+        torch._amp_update_scale_(self.value, self.growth_tracker, overflowed, 2.0, 0.5, 2000)
 
     def lower(self, factor: float) -> None:
         """Multiply the scale by `factor`, in addition to its own rule."""
         self.value.mul_(factor)
-        self.grown.zero_()
+        self.growth_tracker.zero_()

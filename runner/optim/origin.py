@@ -15,43 +15,47 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-TORCH = os.path.dirname(torch.__file__) + os.sep
-OUR_HOOKS = {"runner.optim.user_optimizer"}  # they keep the state complete for callers of step()
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+# their hooks keep the state complete for callers of step()
+OUR_HOOK_MODULES = {"runner.optim.user_optimizer"}
 
 
 def is_torchs(cls: type[Optimizer]) -> bool:
     """Whether `cls` is a class of torch.optim itself, with an unpatched step()."""
     methods = (cls.step, getattr(cls, "_init_group", cls.step))
-    return cls is getattr(torch.optim, cls.__name__, None) and all(map(_is_torchs_code, methods))
+    return cls is getattr(torch.optim, cls.__name__, None) and all(map(_is_torch_code, methods))
 
 
-def runs_torchs_step(optimizer: Optimizer) -> bool:
+def uses_torch_step(optimizer: Optimizer) -> bool:
     """Whether only torch's code makes an update: no subclass, no patch, no hook on step().
 
     Only then may a kernel replace step(), or step() run for an update that is reverted: a user's
     code may change weights, or Python state that no copy restores.
     """
     cls = type(optimizer)
-    if cls is not getattr(torch.optim, cls.__name__, None) or not _is_torchs_code(optimizer.step):
+    if cls is not getattr(torch.optim, cls.__name__, None) or not _is_torch_code(optimizer.step):
         return False
-    own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    hooks = [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    modules = {getattr(hook, "__module__", "") for each in hooks if each for hook in each.values()}
-    return modules <= OUR_HOOKS
+    registries: list[Any] = [
+        *(optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks),
+        *(_global_optimizer_pre_hooks, _global_optimizer_post_hooks),
+    ]
+    hooks = [hook for registry in registries if registry for hook in registry.values()]
+    modules = {getattr(hook, "__module__", "") for hook in hooks}
+    return modules <= OUR_HOOK_MODULES
 
 
-def _is_torchs_code(function: Any) -> bool:
+def _is_torch_code(function: Any) -> bool:
     """Whether the function and all that it wraps are defined in torch's package."""
     while function is not None:
         code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(TORCH):
+        if code is None or not code.co_filename.startswith(TORCH_FOLDER):
             return False
         function = getattr(function, "__wrapped__", None)
     return True
 
 
 @contextmanager
-def without_compiler() -> Iterator[None]:
+def skip_compiler_import() -> Iterator[None]:
     """Avoid the import of torch's compiler (a second, once) in an optimizer's first calls.
 
     torch imports it to exclude these calls from compilation; before the import nothing is compiled.

@@ -15,28 +15,28 @@ def factors(config: ScheduleConfig, updates: int) -> list[float]:
     down to 1/250,000.
     """
     if config.kind is ScheduleKind.onecycle:
-        rise = _count(config.warmup or 0.3, updates)
+        rise = _to_updates(config.warmup or 0.3, updates)
         return [_one_cycle(u, rise, updates) for u in range(updates)]
-    warmup = _count(config.warmup, updates)
-    every = max(1, _count(config.every, updates))
+    warmup = _to_updates(config.warmup, updates)
+    every = max(1, _to_updates(config.every, updates))
     span = max(1, updates - warmup)
 
     def factor(update: int) -> float:
         if update < warmup:
             return (update + 1) / (warmup + 1)
-        after = update - warmup
+        elapsed = update - warmup
         if config.kind is ScheduleKind.cosine:
-            return config.floor + (1 - config.floor) * _cosine(after / span)
+            return config.floor + (1 - config.floor) * _cosine(elapsed / span)
         if config.kind is ScheduleKind.linear:
-            return config.floor + (1 - config.floor) * (1 - after / span)
+            return config.floor + (1 - config.floor) * (1 - elapsed / span)
         if config.kind is ScheduleKind.step:
-            return config.gamma ** (after // every)
+            return config.gamma ** (elapsed // every)
         return 1.0
 
     return [factor(u) for u in range(updates)]
 
 
-def _count(value: float, updates: int) -> int:
+def _to_updates(value: float, updates: int) -> int:
     """Return a number of updates: `value` itself if it is 1 or more, else that share of the run."""
     return round(value if value >= 1 else value * updates)
 

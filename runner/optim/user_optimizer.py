@@ -15,7 +15,7 @@ from runner.optim.optimizer_state import (
     fill_momentum,
 )
 from runner.optim.optimizer_step import OptimizerStep
-from runner.optim.origin import runs_torchs_step
+from runner.optim.origin import uses_torch_step
 
 
 def adopt_optimizer(
@@ -25,18 +25,18 @@ def adopt_optimizer(
 
     An implementation that its owner chose is kept, as is a step() that is not torch's.
     """
-    mine: Any = optimizer
+    untyped: Any = optimizer
     # else schedulers warn that step() was not called: the kernel replaces it
-    mine._opt_called = True
+    untyped._opt_called = True
     for parameter, state in optimizer.state.items():  # the model may have been moved since
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
     fill_momentum(optimizer)  # if its owner chose the fused kernel
     groups = optimizer.param_groups
-    if not options or not all(_is_open(group, options) for group in groups):
+    if not options or not all(_is_undecided(group, options) for group in groups):
         return optimizer
-    if not runs_torchs_step(optimizer) or (options.get("fused") and not _fusible(optimizer)):
+    if not uses_torch_step(optimizer) or (options.get("fused") and not _supports_fused(optimizer)):
         return optimizer
     scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
     _set_options(optimizer, [options] * len(groups))
@@ -53,22 +53,22 @@ def sync_state(update: OptimizerStep, options: Mapping[str, Any], scope: ExitSta
         if update.kernel is not None:
             update.kernel.write_counter()
 
-    def take_over(*_: object) -> None:
-        if update.kernel is not None and not update.kernel.take_over():
+    def reload_state(*_: object) -> None:
+        if update.kernel is not None and not update.kernel.load_state():
             update.kernel = None
 
-    def loaded(*_: object) -> None:
-        if update.in_kernel or update.undo is not None:  # loading replaced the options
+    def after_load(*_: object) -> None:
+        if update.in_kernel or update.revertible is not None:  # loading replaced the options
             _set_options(optimizer, [options] * len(optimizer.param_groups))
         check_optimizer_state(optimizer)
         align_state(optimizer)
-        take_over()
+        reload_state()
 
     for handle in (
         optimizer.register_state_dict_pre_hook(write_counter),
-        optimizer.register_load_state_dict_post_hook(loaded),
+        optimizer.register_load_state_dict_post_hook(after_load),
         optimizer.register_step_pre_hook(write_counter),
-        optimizer.register_step_post_hook(take_over),
+        optimizer.register_step_post_hook(reload_state),
     ):
         scope.callback(handle.remove)
     scope.callback(write_counter)
@@ -79,14 +79,14 @@ def _set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> 
         group.update(values)  # groups may have been added since
 
 
-def _is_open(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _is_undecided(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Whether no implementation was chosen, and a fused one would give the same results."""
     if options.get("fused") and (group.get("dampening") or group.get("differentiable")):
         return False
     return group.get("fused") is None and group.get("foreach") is None
 
 
-def _fusible(optimizer: Optimizer) -> bool:
+def _supports_fused(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from runner.data.batch import Batch, call, count
 from runner.errors import DataError
 from runner.objectives.base import Objective
-from runner.optim.fused_kernel import Group
+from runner.optim.fused_kernel import KernelGroup
 from runner.optim.gradients import tensor_norms
 from runner.optim.optimizer_step import OptimizerStep
 from runner.techniques import compiler
@@ -39,23 +39,23 @@ class StepGraph:
         update: OptimizerStep,
         samples: int,
         options: dict[str, Any],
-        limit: int | None = None,
+        index_limit: int | None = None,
     ) -> None:
-        """`limit` bounds integer targets if the objective does not state the classes."""
-        self.update, self.samples, self.limit = update, samples, limit
+        """`index_limit` bounds integer targets if the objective does not state the classes."""
+        self.update, self.samples, self.index_limit = update, samples, index_limit
         self.contexts = contexts
-        self.targets = Targets(objective.indices, objective.ignored, update.device)
-        self.never = torch.zeros((), device=update.device)
-        self.always = torch.ones((), device=update.device)
+        self.targets = TargetCheck(objective.indices, objective.ignored, update.device)
+        self.zero = torch.zeros((), device=update.device)
+        self.one = torch.ones((), device=update.device)
         update.schedule_on_device()
-        self.graphed = bool(options.get("triton.cudagraphs"))
-        if self.graphed:
-            _stay_in_place(update, self.targets)
+        self.uses_cuda_graphs = bool(options.get("triton.cudagraphs"))
+        if self.uses_cuda_graphs:
+            _mark_static(update, self.targets)
         self.steps = 0  # made so far
         if update.lr is not None:  # an owner may change an adopted optimizer
-            options = {**options, "guard_filter_fn": _worth_checking}
+            options = {**options, "guard_filter_fn": _select_guards}
         self._step = torch.compile(
-            _traced(forward, objective, update, self.targets),
+            _build_step(forward, objective, update, self.targets),
             fullgraph=True,
             options=options,
         )
@@ -66,7 +66,7 @@ class StepGraph:
         if update.kernel is None:
             name = type(update.optimizer).__name__
             return f"{name} has no fused kernel for these weights, which the graph needs"
-        if not update.one_rate:
+        if not update.has_single_lr:
             return "its optimizer's parameter groups have different learning rates"
         return None
 
@@ -76,27 +76,27 @@ class StepGraph:
         A batch with out-of-range targets, which a user's loss may ignore, takes the eager step.
         """
         update = self.update
-        update.check_step()
-        if count(batch[1]) != self.samples or update.kernel is None or not update.one_rate:
+        update.recheck_step()
+        if count(batch[1]) != self.samples or update.kernel is None or not update.has_single_lr:
             return False
-        return self.limit is None or not compiler.out_of_range(batch[1], self.limit)
+        return self.index_limit is None or not compiler.out_of_range(batch[1], self.index_limit)
 
     def check(self) -> None:
         """Raise DataError if a target was out of range since the last check. Host sync."""
-        if bool(self.targets.wrong):
-            self.targets.wrong.zero_()  # raised once: a checkpoint saved afterwards is sound
+        if bool(self.targets.any_wrong):
+            self.targets.any_wrong.zero_()  # raised once: a checkpoint saved afterwards is sound
             raise DataError(
-                f"target {int(self.targets.value)} is out of range: classes are 0 to "
+                f"target {int(self.targets.wrong_value)} is out of range: classes are 0 to "
                 f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
             )
 
     def __call__(self, batch: Batch, veto: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Make the step; compute it without an update if `veto` is 1."""
         if self.update.lr is None:
-            self.update.follow_owner()
-        loss, norm, skipped, overflow = self._run(batch, self.never if veto is None else veto)
+            self.update.write_owner_lr()
+        loss, norm, skipped, overflow = self._run(batch, self.zero if veto is None else veto)
         self.steps += 1
-        if self.graphed:  # the next replay overwrites them before they are read
+        if self.uses_cuda_graphs:  # the next replay overwrites them before they are read
             loss, norm, skipped = loss.clone(), norm.clone(), skipped.clone()
         if self.update.scale:
             self.update.scale.update(overflow)
@@ -104,7 +104,7 @@ class StepGraph:
 
     def dry_run(self, batch: Batch) -> None:
         """Compute the step as a skipped one: without an update."""
-        self._run(batch, self.always)
+        self._run(batch, self.one)
 
     def _run(self, batch: Batch, veto: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if not self.contexts:
@@ -115,7 +115,7 @@ class StepGraph:
             return self._step(*batch, veto)
 
 
-class Targets:
+class TargetCheck:
     """Check of class targets: compiled code reads out of bounds or ends the process at a wrong one.
 
     It is part of the graph: reading a flag on the host at each step would take longer.
@@ -123,36 +123,42 @@ class Targets:
 
     def __init__(self, classes: int | None, ignored: int | None, device: torch.device) -> None:
         self.classes, self.ignored = classes, ignored
-        self.wrong = torch.zeros((), dtype=torch.bool, device=device)  # ever
-        self.value = torch.zeros((), dtype=torch.int64, device=device)  # one that was
+        self.any_wrong = torch.zeros((), dtype=torch.bool, device=device)  # ever
+        self.wrong_value = torch.zeros((), dtype=torch.int64, device=device)  # one that was
 
-    def checked(self, target: Any, veto: Tensor) -> tuple[Any, Tensor]:
+    def replace_wrong(self, target: Any, veto: Tensor) -> tuple[Any, Tensor]:
         """Return the target with wrong classes set to 0, and 1.0 if there are any (or `veto`)."""
         if not self.classes or not isinstance(target, Tensor):
             return target, veto
         if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
             return target, veto
-        bad = (target < 0) | (target >= self.classes)
+        wrong = (target < 0) | (target >= self.classes)
         if self.ignored is not None:
-            bad = bad & (target != self.ignored)
-        any_bad = bad.any()
-        least = torch.iinfo(target.dtype).min
-        self.value.copy_(torch.where(any_bad, torch.where(bad, target, least).max(), self.value))
-        self.wrong.logical_or_(any_bad)
-        return torch.where(bad, 0, target), torch.maximum(veto, any_bad.to(veto.dtype))
+            wrong = wrong & (target != self.ignored)
+        any_wrong = wrong.any()
+        lowest = torch.iinfo(target.dtype).min
+        self.wrong_value.copy_(
+            torch.where(any_wrong, torch.where(wrong, target, lowest).max(), self.wrong_value)
+        )
+        self.any_wrong.logical_or_(any_wrong)
+        return torch.where(wrong, 0, target), torch.maximum(veto, any_wrong.to(veto.dtype))
 
 
-def _stay_in_place(update: OptimizerStep, targets: Targets) -> None:
+def _mark_static(update: OptimizerStep, targets: TargetCheck) -> None:
     """Mark the tensors that a step changes as static: else CUDA graphs are not recorded."""
     kernel = update.kernel
-    state = [t for group in kernel.groups for t in (*group.first, *group.second)] if kernel else []
+    state = (
+        [t for group in kernel.groups for t in (*group.first_moments, *group.second_moments)]
+        if kernel
+        else []
+    )
     counters = [
         update.updates,
-        targets.wrong,
-        targets.value,
-        *([kernel.count] if kernel else []),
+        targets.any_wrong,
+        targets.wrong_value,
+        *([kernel.step_count] if kernel else []),
     ]
-    flags = [update.loss_limit, update.norm_limit, update.never, update.always]
+    flags = [update.loss_limit, update.norm_limit, update.never, update.one]
     for tensor in (
         *state,
         *counters,
@@ -162,7 +168,7 @@ def _stay_in_place(update: OptimizerStep, targets: Targets) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
-def _worth_checking(guards: Sequence[Any]) -> list[bool]:
+def _select_guards(guards: Sequence[Any]) -> list[bool]:
     """Select the guards to check at each call: all of them take a sixth of a small step.
 
     Our own objects change only through this module, except the optimizer's options; guards on the
@@ -172,11 +178,11 @@ def _worth_checking(guards: Sequence[Any]) -> list[bool]:
     return [not g.name.startswith(ours) or ".options" in g.name for g in guards]
 
 
-def _traced(
+def _build_step(
     forward: Callable[..., Any],
     objective: Objective,
     update: OptimizerStep,
-    targets: Targets,
+    targets: TargetCheck,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return the function that becomes the graph; all of its Python runs during tracing."""
     parameters = update.parameters
@@ -185,47 +191,54 @@ def _traced(
         kernel = update.kernel
         if kernel is None:
             raise RuntimeError("parameters differ in their number of updates")
-        target, veto = targets.checked(target, veto)
-        before = [buffer.detach().clone() for buffer in update.buffers.now()]
+        target, veto = targets.replace_wrong(target, veto)
+        before = [buffer.detach().clone() for buffer in update.buffers.current()]
         loss = objective(call(forward, inputs), target)
-        if [buffer.shape for buffer in update.buffers.now()] != [old.shape for old in before]:
+        if [buffer.shape for buffer in update.buffers.current()] != [old.shape for old in before]:
             raise RuntimeError("its forward adds, removes or resizes a buffer")
         scaled = loss if update.scale is None else loss * update.scale.value
         gradients = list(torch.autograd.grad(scaled, parameters))
         with torch.no_grad():
             loss = loss.detach()
-            norm, skipped = update.judge(loss, tensor_norms(gradients))
+            norm, skipped = update.norm_and_skip(loss, tensor_norms(gradients))
             overflow = update.overflowed(norm) if update.scale else skipped
             skipped = torch.maximum(skipped, veto)
-            made = skipped == 0
+            applied = skipped == 0
             divisors = update.divisors(norm, gradients)
-            at = update.updates.clamp(max=len(update.table) - 1).reshape(1)
-            lr = update.table.index_select(0, at).squeeze(0)
-            kernel.count.add_(made)
-            update.updates.add_(made)
-            each = iter(gradients)
+            index = update.updates.clamp(max=len(update.lr_table) - 1).reshape(1)
+            lr = update.lr_table.index_select(0, index).squeeze(0)
+            kernel.step_count.add_(applied)
+            update.updates.add_(applied)
+            iterator = iter(gradients)
             for group, divisor, share in zip(
-                kernel.groups, divisors, update.rate_shares, strict=True
+                kernel.groups, divisors, update.lr_shares, strict=True
             ):
-                mine = [_prepared(next(each), divisor, group.options) for _ in group.parameters]
-                rate = lr if share == 1.0 else lr * share
-                (_adam if kernel.adam else _sgd)(group, mine, rate, kernel.count, made)
+                group_gradients = [
+                    _scale_gradient(next(iterator), divisor, group.options)
+                    for _ in group.parameters
+                ]
+                group_lr = lr if share == 1.0 else lr * share
+                (_adam_update if kernel.adam else _sgd_update)(
+                    group, group_gradients, group_lr, kernel.step_count, applied
+                )
             for average, parameter in zip(update.average, parameters, strict=False):
-                average.add_((parameter - average) * (update.following * made))
-            for buffer, old in zip(update.buffers.now(), before, strict=True):
-                buffer.copy_(torch.where(made, buffer, old))
+                average.add_((parameter - average) * (update.ema_weight * applied))
+            for buffer, old in zip(update.buffers.current(), before, strict=True):
+                buffer.copy_(torch.where(applied, buffer, old))
         return loss, norm, skipped, overflow
 
     return step
 
 
-def _prepared(gradient: Tensor, divisor: Tensor | None, options: dict[str, Any]) -> Tensor:
+def _scale_gradient(gradient: Tensor, divisor: Tensor | None, options: dict[str, Any]) -> Tensor:
     if divisor is not None:
         gradient = gradient / divisor
     return -gradient if options["maximize"] else gradient
 
 
-def _adam(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made: Tensor) -> None:
+def _adam_update(
+    group: KernelGroup, gradients: list[Tensor], lr: Tensor, count: Tensor, applied: Tensor
+) -> None:
     """Adam and AdamW (Kingma and Ba 2015, Loshchilov and Hutter 2019), as in torch's kernel."""
     options = group.options
     beta1, beta2 = options["betas"]
@@ -235,7 +248,7 @@ def _adam(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made
     updates = count.double().clamp(min=1)
     step_size = (lr.double() / (1 - beta1**updates)).float()
     root = (1 - beta2**updates).sqrt().float()
-    state = zip(group.parameters, gradients, group.first, group.second, strict=True)
+    state = zip(group.parameters, gradients, group.first_moments, group.second_moments, strict=True)
     for p, g, first, second in state:
         if decay and not decoupled:
             g = g + decay * p
@@ -244,10 +257,12 @@ def _adam(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made
         decayed = p * (1 - lr * decay) if decay and decoupled else p
         new = decayed - step_size * m / (v.sqrt() / root + eps)
         for tensor, value in ((p, new), (first, m), (second, v)):
-            tensor.copy_(torch.where(made, value, tensor))
+            tensor.copy_(torch.where(applied, value, tensor))
 
 
-def _sgd(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made: Tensor) -> None:
+def _sgd_update(
+    group: KernelGroup, gradients: list[Tensor], lr: Tensor, count: Tensor, applied: Tensor
+) -> None:
     """SGD with momentum, as in torch's kernel."""
     options = group.options
     momentum = options["momentum"]
@@ -255,7 +270,7 @@ def _sgd(group: Group, gradients: list[Tensor], lr: Tensor, count: Tensor, made:
         if options["weight_decay"]:
             g = g + options["weight_decay"] * p
         if momentum:
-            velocity = momentum * group.first[i] + (1 - options["dampening"]) * g
+            velocity = momentum * group.first_moments[i] + (1 - options["dampening"]) * g
             g = g + momentum * velocity if options["nesterov"] else velocity
-            group.first[i].copy_(torch.where(made, velocity, group.first[i]))
-        p.copy_(torch.where(made, p - lr * g, p))
+            group.first_moments[i].copy_(torch.where(applied, velocity, group.first_moments[i]))
+        p.copy_(torch.where(applied, p - lr * g, p))

@@ -18,19 +18,19 @@ from runner.errors import ConfigError, SecurityError, UsageError
 from runner.format import nearest
 from runner.security.config import SecurityConfig, SecurityLevel
 
-MOST_JOBS = 10_000
-FILE_KEYS = (
+MAX_SWEEP_JOBS = 10_000
+FILE_HYDRA_KEYS = (
     *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"),
     *("hydra.job.name", "hydra.job.chdir", "hydra.sweeper.params", "hydra.sweeper.n_trials"),
     *("hydra.sweeper.direction", "hydra.sweeper.max_batch_size"),
 )
 """Hydra keys that a config file may set."""
-TYPED_KEYS = (
-    *FILE_KEYS,
+CLI_HYDRA_KEYS = (
+    *FILE_HYDRA_KEYS,
     *("hydra.launcher", "hydra.sweeper", "hydra.searchpath", "hydra.mode", "hydra.verbose"),
 )
 """Hydra keys that may be typed; options of its groups (`hydra/launcher=…`) are separate."""
-FACTORIES = ("_target_", "custom_search_space")
+FACTORY_KEYS = ("_target_", "custom_search_space")
 """Keys with a value that Hydra or one of its plugins imports and calls."""
 
 
@@ -68,22 +68,24 @@ def read_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
     Raises SecurityError for overrides that are never allowed. An override that cannot be parsed is
     ignored here; Hydra reports it.
     """
-    parsed = [one for text in overrides if (one := parse(text)) is not None]
+    parsed = [override for text in overrides if (override := parse_override(text)) is not None]
     check_job_count(parsed)
-    values = {one.key_or_group: one.value() for one in parsed if not one.is_delete()}
-    typed = CliOverrides(_read_security(parsed), values)
-    for one in parsed if not typed.off else ():
-        _check_hydra_key(one)
-    if [one.key_or_group for one in parsed].count("hydra.searchpath") > 1:
+    values = {
+        override.key_or_group: override.value() for override in parsed if not override.is_delete()
+    }
+    cli = CliOverrides(_read_security(parsed), values)
+    for override in parsed if not cli.off else ():
+        _check_hydra_key(override)
+    if [override.key_or_group for override in parsed].count("hydra.searchpath") > 1:
         raise SecurityError(
             "hydra.searchpath: given twice, Hydra uses only the first; type one list"
         )
-    for folder in typed.searchpath:
-        _check_folder("hydra.searchpath", folder.removeprefix("file://"), typed, conf)
-    return typed
+    for folder in cli.searchpath:
+        _check_config_folder("hydra.searchpath", folder.removeprefix("file://"), cli, conf)
+    return cli
 
 
-def parse(text: str) -> Override | None:
+def parse_override(text: str) -> Override | None:
     """Parse an override; None if it cannot be parsed."""
     try:
         return OverridesParser.create().parse_override(text)
@@ -93,17 +95,17 @@ def parse(text: str) -> Override | None:
 
 def is_below(key: str, keys: Sequence[str]) -> bool:
     """Whether the dotted key equals or lies below one of `keys`."""
-    return any(f"{key}.".startswith(f"{one}.") for one in keys)
+    return any(f"{key}.".startswith(f"{other}.") for other in keys)
 
 
-def leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+def iterate_leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield every leaf value of nested mappings and lists, with its dotted key."""
     if isinstance(node, Mapping):
         for name, value in node.items():
-            yield from leaves(value, f"{key}.{name}" if key else str(name))
+            yield from iterate_leaves(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list):
         for number, value in enumerate(node):
-            yield from leaves(value, f"{key}.{number}")
+            yield from iterate_leaves(value, f"{key}.{number}")
     else:
         yield key, node
 
@@ -115,37 +117,40 @@ def _check_hydra_key(override: Override) -> None:
         raise SecurityError(f"{key}: is refused: its package is in Hydra's own config")
     if key.partition(".")[0] != "hydra":
         return
-    if not is_below(key, TYPED_KEYS):
-        if near := nearest(key, TYPED_KEYS, 0.9):
-            typed = (override.input_line or "").partition("=")[2]
-            raise ConfigError(key, "no such key", f"did you mean {near}={typed}?")
-        names = ", ".join(one.removeprefix("hydra.") for one in TYPED_KEYS)
+    if not is_below(key, CLI_HYDRA_KEYS):
+        if near := nearest(key, CLI_HYDRA_KEYS, 0.9):
+            text = (override.input_line or "").partition("=")[2]
+            raise ConfigError(key, "no such key", f"did you mean {near}={text}?")
+        names = ", ".join(one.removeprefix("hydra.") for one in CLI_HYDRA_KEYS)
         raise SecurityError(f"{key}: is refused: allowed Hydra keys are {names}")
     for one in value.list if isinstance(value, ChoiceSweep) else [value]:
-        for place, leaf in leaves(one.text if isinstance(one, QuotedString) else one, key):
-            if place.rpartition(".")[2] in FACTORIES:
+        for leaf_key, leaf in iterate_leaves(
+            one.text if isinstance(one, QuotedString) else one, key
+        ):
+            if leaf_key.rpartition(".")[2] in FACTORY_KEYS:
                 raise SecurityError(
-                    f"{place}: {leaf} is refused: choose an option of the group, hydra/launcher=…"
+                    f"{leaf_key}: {leaf} is refused: choose an option of the group, "
+                    "hydra/launcher=…"
                 )
-            called = is_below(key, ("hydra.launcher", "hydra.sweeper"))
-            if called and isinstance(leaf, str) and "${" in leaf:
-                raise SecurityError(f"{place}: {leaf} is refused: interpolation is not allowed")
+            is_instantiated = is_below(key, ("hydra.launcher", "hydra.sweeper"))
+            if is_instantiated and isinstance(leaf, str) and "${" in leaf:
+                raise SecurityError(f"{leaf_key}: {leaf} is refused: interpolation is not allowed")
 
 
-def check_folders(flags: dict[str, str | None], typed: CliOverrides, conf: Path) -> dict[str, str]:
+def check_folders(flags: dict[str, str | None], cli: CliOverrides, conf: Path) -> dict[str, str]:
     """Return the folders of Hydra's flags as absolute paths; under strict only ours pass."""
     folders = {flag: text for flag, text in flags.items() if text is not None}
     for flag, text in folders.items():
-        _check_folder(flag, text, typed, conf)
+        _check_config_folder(flag, text, cli, conf)
         if not Path(text).absolute().is_dir():
             raise UsageError(f"{flag}: there is no folder {text}")
     return {flag: str(Path(text).absolute()) for flag, text in folders.items()}
 
 
-def _check_folder(key: str, text: str, typed: CliOverrides, conf: Path) -> None:
+def _check_config_folder(key: str, text: str, cli: CliOverrides, conf: Path) -> None:
     if "://" in text:
         raise SecurityError(f"{key}: {text} is refused: it would import a package; name a folder")
-    if typed.strict and not Path(text).resolve().is_relative_to(conf.resolve()):
+    if cli.strict and not Path(text).resolve().is_relative_to(conf.resolve()):
         raise SecurityError(
             f"{key}={text}: is refused: security=strict reads no configs from other "
             "folders; type its keys, or review it and use security=standard"
@@ -153,18 +158,18 @@ def _check_folder(key: str, text: str, typed: CliOverrides, conf: Path) -> None:
 
 
 def check_job_count(parsed: Sequence[Override], key: str = "") -> None:
-    """Raise SecurityError for a sweep of more than MOST_JOBS jobs, without expanding ranges."""
+    """Raise SecurityError for more than MAX_SWEEP_JOBS jobs in a sweep; expands no ranges."""
     jobs = 1
-    for one in parsed:
-        jobs *= max(1, _count(one))
-        if jobs > MOST_JOBS:
+    for override in parsed:
+        jobs *= max(1, _count_values(override))
+        if jobs > MAX_SWEEP_JOBS:
             raise SecurityError(
-                f"{key or one.key_or_group}: a sweep of {jobs} jobs is refused, more than "
-                f"{MOST_JOBS}; name fewer values"
+                f"{key or override.key_or_group}: a sweep of {jobs} jobs is refused, more than "
+                f"{MAX_SWEEP_JOBS}; name fewer values"
             )
 
 
-def _count(override: Override) -> int:
+def _count_values(override: Override) -> int:
     value = override.value() if override.is_sweep_override() else None
     if isinstance(value, ChoiceSweep):
         return len(value.list)
@@ -183,29 +188,33 @@ def _count(override: Override) -> int:
 
 def security_of_overrides(overrides: Sequence[str]) -> SecurityConfig:
     """Return the security settings in these overrides."""
-    parsed = (parse(text) for text in overrides if "security" in text)
-    return _read_security([one for one in parsed if one is not None])
+    parsed = (parse_override(text) for text in overrides if "security" in text)
+    return _read_security([override for override in parsed if override is not None])
 
 
 def _read_security(parsed: Sequence[Override]) -> SecurityConfig:
     """Return the `security` group as typed, on top of its defaults."""
     config = OmegaConf.structured(SecurityConfig)
-    for one in parsed:
-        key = one.key_or_group
-        if "security" not in (key.partition(".")[0], *(one.package or "").split(".")):
+    for override in parsed:
+        key = override.key_or_group
+        if "security" not in (key.partition(".")[0], *(override.package or "").split(".")):
             continue
-        if one.is_sweep_override():
+        if override.is_sweep_override():
             raise SecurityError(f"{key}: cannot be swept: all jobs of a sweep share it")
-        if "${" in (one.input_line or ""):
+        if "${" in (override.input_line or ""):
             raise SecurityError(f"{key}: interpolation is not allowed here; write the value")
-        if one.package is not None or one.is_delete() or isinstance(one.value(), dict):
+        if (
+            override.package is not None
+            or override.is_delete()
+            or isinstance(override.value(), dict)
+        ):
             raise SecurityError(f"{key}: is refused: type security=LEVEL, security.KEY=VALUE")
-        _update(config, key, one.value())
+        _set_security_key(config, key, override.value())
     security: SecurityConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
     return security
 
 
-def _update(config: DictConfig, key: str, value: Any) -> None:
+def _set_security_key(config: DictConfig, key: str, value: Any) -> None:
     name = key.partition(".")[2] or "level"
     if name in ("trusted", "environment") and isinstance(value, str):
         value = [value]

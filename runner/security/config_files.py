@@ -32,105 +32,107 @@ from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.record.hydra_files import NO_VALUE, check_events
 from runner.security import secrets
 from runner.security.cli_overrides import (
-    FACTORIES,
-    FILE_KEYS,
-    TYPED_KEYS,
+    CLI_HYDRA_KEYS,
+    FACTORY_KEYS,
+    FILE_HYDRA_KEYS,
     CliOverrides,
     check_job_count,
     is_below,
-    leaves,
-    parse,
+    iterate_leaves,
+    parse_override,
 )
 from runner.security.config import NAME, SecurityConfig, SecurityLevel
 from runner.security.paths import check_below, check_place
 
-FILE_BYTES = 1 << 16
-RESOLUTIONS = 5_000  # interpolations resolved per config
-RESOLVED_LETTERS = 1 << 20
+MAX_CONFIG_CHARS = 1 << 16
+MAX_INTERPOLATIONS = 5_000  # interpolations resolved per config
+MAX_RESOLVED_CHARS = 1 << 20
 LEVELS = list(SecurityLevel)  # least strict first
 WORD = re.compile(r"\w+")
-CONTINUED = ("checkpoint.resume", "sweep.resume", "replay.path")
+RESUME_KEYS = ("checkpoint.resume", "sweep.resume", "replay.path")
 
 
 @dataclass
 class ConfigFiles:
-    """Checks of Hydra's config files; files in the folders `ours` are not checked."""
+    """Checks of Hydra's config files; those in `builtin_folders` are not checked."""
 
-    ours: Sequence[Path]
-    typed: CliOverrides = field(default_factory=CliOverrides)
+    builtin_folders: Sequence[Path]
+    cli: CliOverrides = field(default_factory=CliOverrides)
     continued: list[Path] = field(default_factory=list)  # folders of runs to resume
-    others: list[str] = field(default_factory=list)  # foreign files read so far
+    foreign_files: list[str] = field(default_factory=list)  # paths read so far
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Patch Hydra so that reading, composing and starting a job are checked."""
         sources = cast(list[type[ConfigSource]], Plugins.instance().discover(ConfigSource))
-        source: Any = next(one for one in sources if one.scheme() == "file")
+        source: Any = next(cls for cls in sources if cls.scheme() == "file")
         loader: Any = ConfigLoaderImpl
         job: Any = HydraConfig
-        read, compose, begin = source.load_config, loader.load_configuration, job.set_config
+        original_load, original_compose = source.load_config, loader.load_configuration
+        original_set_config = job.set_config
 
         def load_config(source: Any, config_path: str) -> ConfigResult:
             path = os.path.join(source.path, source._normalize_file_name(config_path))
-            if self._is_ours(path) or not os.path.exists(path):
-                return cast(ConfigResult, read(source, config_path))
-            return self._read(source, path, config_path)
+            if self._is_builtin(path) or not os.path.exists(path):
+                return cast(ConfigResult, original_load(source, config_path))
+            return self._read_foreign(source, path, config_path)
 
-        def load_configuration(loader: Any, *args: Any, **named: Any) -> DictConfig:
-            self.others.clear()
+        def load_configuration(loader: Any, *args: Any, **kwargs: Any) -> DictConfig:
+            self.foreign_files.clear()
             restart_reference_count()
             try:
-                config: DictConfig = compose(loader, *args, **named)
+                config: DictConfig = original_compose(loader, *args, **kwargs)
             except (RunnerError, HydraException, OmegaConfBaseException, YAMLError):
                 raise
             except Exception as error:  # Hydra assumes that its own config node is intact
-                raise self._not_composed(error) from error
-            check_level(config, self.typed.security)
-            check_parameters(config)
-            check_continued(config, self.typed)
+                raise self._composition_error(error) from error
+            check_level(config, self.cli.security)
+            check_sweep_parameters(config)
+            check_resume_paths(config, self.cli)
             return config
 
         def set_config(job: Any, config: DictConfig) -> None:
             if not OmegaConf.is_missing(config.hydra.runtime, "output_dir"):  # it will be created
                 self.check_folders(config, config.hydra.mode is RunMode.MULTIRUN)
-            begin(job, config)
+            original_set_config(job, config)
 
         source.load_config, loader.load_configuration = load_config, load_configuration
         job.set_config = set_config
         try:
             yield
         finally:
-            source.load_config, loader.load_configuration, job.set_config = read, compose, begin
+            source.load_config, loader.load_configuration = original_load, original_compose
+            job.set_config = original_set_config
 
     def check_folders(self, config: DictConfig, sweeps: bool) -> None:
         """Raise SecurityError if a Hydra folder lies outside the output roots and was not typed."""
         keys = ["hydra.sweep.dir", "hydra.sweep.subdir"] if sweeps else ["hydra.run.dir"]
-        home, *below = (secrets.place(config, key) for key in keys)
-        if self.typed.strict or not self.typed.has(keys[0]):
-            check_place(keys[0], home, self.continued, self.typed.strict)
-        for inner in below:
-            check_below(keys[1], str(inner), home)
+        output_folder, *subfolders = (secrets.place(config, key) for key in keys)
+        if self.cli.strict or not self.cli.has(keys[0]):
+            check_place(keys[0], output_folder, self.continued, self.cli.strict)
+        for subfolder in subfolders:
+            check_below(keys[1], str(subfolder), output_folder)
         if OmegaConf.select(config, "hydra.output_subdir") is not None:
-            inner = secrets.place(config, "hydra.output_subdir")
-            check_below("hydra.output_subdir", str(inner), home.joinpath(*below))
+            subfolder = secrets.place(config, "hydra.output_subdir")
+            check_below("hydra.output_subdir", str(subfolder), output_folder.joinpath(*subfolders))
         name = str(secrets.place(config, "hydra.job.name"))
         if not NAME.fullmatch(name.replace("-", "_")):
             raise SecurityError(
                 f"hydra.job.name: {name!r} is refused: it becomes part of a file name"
             )
 
-    def _not_composed(self, error: Exception) -> ConfigError:
+    def _composition_error(self, error: Exception) -> ConfigError:
         fix = "check the part below hydra against Hydra's own config"
         if isinstance(error, ValueError):  # in the defaults list
             fix = "fix the defaults list"
-        where = ", ".join(self.others) or "the command line"
+        where = ", ".join(self.foreign_files) or "the command line"
         return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
 
-    def _read(self, source: Any, path: str, config_path: str) -> ConfigResult:
+    def _read_foreign(self, source: Any, path: str, config_path: str) -> ConfigResult:
         """Check a foreign file as text, then parse the same text."""
         path = os.path.realpath(path)
-        self.others.append(path)
-        if self.typed.strict:
+        self.foreign_files.append(path)
+        if self.cli.strict:
             raise SecurityError(
                 f"{path}: is refused: security=strict reads no configs from other folders"
             )
@@ -141,91 +143,98 @@ class ConfigFiles:
             raise ConfigError(
                 path, f"its first line is not a valid header: {error}", "write # @package _global_"
             ) from error
-        config = _parsed(path, text)
-        if not self.typed.off:
-            check_file(path, config_path, header.get("package") or "", config)
+        config = _parse_yaml(path, text)
+        if not self.cli.off:
+            check_foreign_file(path, config_path, header.get("package") or "", config)
         return ConfigResult(
             provider=source.provider, path=f"file://{source.path}", config=config, header=header
         )
 
-    def _is_ours(self, path: str) -> bool:
-        return any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in self.ours)
+    def _is_builtin(self, path: str) -> bool:
+        return any(
+            Path(os.path.realpath(path)).is_relative_to(folder) for folder in self.builtin_folders
+        )
 
 
-def check_file(path: str, group: str, package: str, config: Any) -> None:
-    """Raise SecurityError if a config file sets Hydra keys other than FILE_KEYS.
+def check_foreign_file(path: str, group: str, package: str, config: Any) -> None:
+    """Raise SecurityError if a config file sets Hydra keys other than FILE_HYDRA_KEYS.
 
     `group` is its path in the config folder. Groups and packages of Hydra's are refused; its
     defaults list may select installed options.
     """
     tree: Any = OmegaConf.to_container(config, resolve=False)
     tree = tree if isinstance(tree, dict) else {}
-    defaults = [str(text) for pair in leaves(tree.get("defaults"), "") for text in pair]
+    defaults = [str(text) for pair in iterate_leaves(tree.get("defaults"), "") for text in pair]
     for text in (group, package, *(text.partition("@")[2] for text in defaults)):
         if "hydra" in WORD.findall(text):
             raise SecurityError(
                 f"{path}: {text} is refused: a config file cannot add to Hydra's config"
             )
-    for key, value in leaves(tree["hydra"], "hydra") if tree.get("hydra") is not None else ():
-        called = is_below(key, ("hydra.sweeper",)) and "${" in str(value)
-        if not is_below(key, FILE_KEYS) or set(key.split(".")) & set(FACTORIES) or called:
-            typed = is_below(key, TYPED_KEYS) and not set(key.split(".")) & set(FACTORIES)
-            way_out = f"if you mean it, type {key}=…" if typed else "leave it out"
+    for key, value in (
+        iterate_leaves(tree["hydra"], "hydra") if tree.get("hydra") is not None else ()
+    ):
+        is_interpolated = is_below(key, ("hydra.sweeper",)) and "${" in str(value)
+        is_factory = bool(set(key.split(".")) & set(FACTORY_KEYS))
+        if not is_below(key, FILE_HYDRA_KEYS) or is_factory or is_interpolated:
+            allowed_on_cli = is_below(key, CLI_HYDRA_KEYS) and not is_factory
+            way_out = f"if you mean it, type {key}=…" if allowed_on_cli else "leave it out"
             raise SecurityError(
                 f"{key}: {value} is refused: a config file may only set plain values of "
-                f"{', '.join(FILE_KEYS)}; {way_out}"
+                f"{', '.join(FILE_HYDRA_KEYS)}; {way_out}"
             )
 
 
-def check_level(config: DictConfig, typed: SecurityConfig) -> None:
+def check_level(config: DictConfig, cli_security: SecurityConfig) -> None:
     """Raise SecurityError if the `security` group allows more than was typed."""
     if "security" not in config:
         return
     tree: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     group = tree["security"] if isinstance(tree["security"], dict) else {"level": tree["security"]}
     level = str(group.get("level"))
-    least = min(LEVELS.index(typed.level), LEVELS.index(SecurityLevel.standard))
+    least = min(LEVELS.index(cli_security.level), LEVELS.index(SecurityLevel.standard))
     if level not in SecurityLevel.__members__ or LEVELS.index(SecurityLevel[level]) < least:
-        raise _not_typed("security.level", level)
+        raise _permission_error("security.level", level)
     for name in ("trusted", "environment", "allow_pickle", "pinned"):
-        more = [str(one) for one in group.get(name) or () if one not in getattr(typed, name)]
-        if more:
-            raise _not_typed(f"security.{name}", f"[{','.join(more)}]")
+        additional = [
+            str(one) for one in group.get(name) or () if one not in getattr(cli_security, name)
+        ]
+        if additional:
+            raise _permission_error(f"security.{name}", f"[{','.join(additional)}]")
 
 
-def _not_typed(key: str, value: str) -> SecurityError:
+def _permission_error(key: str, value: str) -> SecurityError:
     return SecurityError(
         f"{key}: {value} is refused: a config file cannot grant permissions; "
         f"to allow it, type {key}={value}"
     )
 
 
-def check_parameters(config: DictConfig) -> None:
+def check_sweep_parameters(config: DictConfig) -> None:
     """Raise SecurityError if a sweep's parameters set keys that may only be typed."""
     parameters = OmegaConf.select(config, "hydra.sweeper.params")
     tree: Any = OmegaConf.to_container(parameters, resolve=False) if parameters else {}
     parsed = []
     for name, value in tree.items():
-        one = parse(f"{name}={value}")
-        if one is None:
+        override = parse_override(f"{name}={value}")
+        if override is None:
             raise ConfigError("hydra.sweeper.params", f"{name[:80]} cannot be read")
-        words = WORD.findall(f"{one.key_or_group} {one.package}")
-        if {"security", "hydra", *FACTORIES} & set(words):
+        words = WORD.findall(f"{override.key_or_group} {override.package}")
+        if {"security", "hydra", *FACTORY_KEYS} & set(words):
             raise SecurityError(
                 f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
             )
-        parsed.append(one)
+        parsed.append(override)
     check_job_count(parsed, "hydra.sweeper.params")
 
 
-def check_continued(config: DictConfig, typed: CliOverrides) -> None:
+def check_resume_paths(config: DictConfig, cli: CliOverrides) -> None:
     """Raise SecurityError if a config file names a run outside the output roots to resume."""
-    for key in CONTINUED:
+    for key in RESUME_KEYS:
         try:
             value = OmegaConf.select(config, key)
         except OmegaConfBaseException:  # reported when the config is made
             continue
-        if value not in (None, "", "None", "none", "auto") and not typed.has(key):
+        if value not in (None, "", "None", "none", "auto") and not cli.has(key):
             check_place(key, value)
 
 
@@ -236,14 +245,14 @@ def _read_text(path: str) -> str:
         raise ConfigError(path, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(path, f"is not text: {error}", "save it as UTF-8") from error
-    if len(text) > FILE_BYTES:
+    if len(text) > MAX_CONFIG_CHARS:
         raise SecurityError(
-            f"{path}: has more than {FILE_BYTES} characters, the limit for a config"
+            f"{path}: has more than {MAX_CONFIG_CHARS} characters, the limit for a config"
         )
     return text
 
 
-def _parsed(path: str, text: str) -> Any:
+def _parse_yaml(path: str, text: str) -> Any:
     try:
         check_events(text.encode())
     except ComposerError as error:
@@ -266,15 +275,15 @@ def _parsed(path: str, text: str) -> Any:
         raise ConfigError(path, "is not a mapping", "write settings as key: value") from error
 
 
-class _Followed:
+class _InterpolationCounters:
     """Counters of resolved interpolations and their characters since the last composition."""
 
-    count = letters = 0
+    count = chars = 0
 
 
 def restart_reference_count() -> None:
     """Reset the interpolation counters before a config is resolved."""
-    _Followed.count = _Followed.letters = 0
+    _InterpolationCounters.count = _InterpolationCounters.chars = 0
 
 
 def bound_references() -> None:
@@ -283,16 +292,19 @@ def bound_references() -> None:
     if getattr(original, "bounded", False):
         return
 
-    def bounded(container: Container, *args: Any, **named: Any) -> Any:
-        _Followed.count += 1
-        if _Followed.count > RESOLUTIONS or _Followed.letters > RESOLVED_LETTERS:
+    def bounded(container: Container, *args: Any, **kwargs: Any) -> Any:
+        _InterpolationCounters.count += 1
+        if (
+            _InterpolationCounters.count > MAX_INTERPOLATIONS
+            or _InterpolationCounters.chars > MAX_RESOLVED_CHARS
+        ):
             raise InterpolationResolutionError("too many references") from SecurityError(
                 "config: its interpolations expand beyond "
-                f"{RESOLUTIONS} values or {RESOLVED_LETTERS} characters; write the values"
+                f"{MAX_INTERPOLATIONS} values or {MAX_RESOLVED_CHARS} characters; write the values"
             )
-        node = original(container, *args, **named)
+        node = original(container, *args, **kwargs)
         value = None if node is None or isinstance(node, Container) else node._value()
-        _Followed.letters += len(value) if isinstance(value, str) else 0
+        _InterpolationCounters.chars += len(value) if isinstance(value, str) else 0
         return node
 
     bounded.bounded = True  # type: ignore[attr-defined]

@@ -16,9 +16,9 @@ from runner.record.text import shorten
 
 T = TypeVar("T")
 
-VOCABULARY = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
+VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
 """Files that map text to ids; if tokenizer.json exists, it alone counts."""
-REMOTE = ("trust_remote_code", "custom code", "auto_map")
+REMOTE_CODE_WORDS = ("trust_remote_code", "custom code", "auto_map")
 
 
 def import_transformers(key: str) -> Any:
@@ -57,7 +57,7 @@ def load_from(folder: Path, key: str, loader: Callable[..., T], **options: Any) 
         return loader(str(folder), local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # tokenizers may raise any type
         text = shorten(" ".join(str(error).split()), 300)
-        if any(word in text for word in REMOTE):
+        if any(word in text for word in REMOTE_CODE_WORDS):
             problem = f"{folder} needs custom code (trust_remote_code), which is never run"
             fix = "use a model class of transformers, or your own: model._target_=…"
             raise ConfigError(key, problem, fix) from None
@@ -67,9 +67,11 @@ def load_from(folder: Path, key: str, loader: Callable[..., T], **options: Any) 
 
 def vocabulary_digest(folder: Path) -> str:
     """Return one sha256 of the vocabulary files; "" if there are none."""
-    files = [*folder.glob(VOCABULARY[0])]
-    files = files or sorted(file for pattern in VOCABULARY[1:] for file in folder.glob(pattern))
-    whole = hashlib.sha256()
+    files = [*folder.glob(VOCABULARY_FILES[0])]
+    files = files or sorted(
+        file for pattern in VOCABULARY_FILES[1:] for file in folder.glob(pattern)
+    )
+    digest = hashlib.sha256()
     for file in files:
-        whole.update(hashlib.sha256(file.read_bytes()).digest())
-    return whole.hexdigest() if files else ""
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest() if files else ""

@@ -16,23 +16,23 @@ from typing import NamedTuple
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 
-ROOTS = ("outputs", "multirun")  # the second is Hydra's default
+OUTPUT_ROOTS = ("outputs", "multirun")  # the second is Hydra's default
 OTHERS_WRITE = 0o002
-ALL_BUT_MINE = 0o077
+GROUP_AND_OTHERS = 0o077
 
 
-class _Started(NamedTuple):
-    resumed: Path | None
-    chosen: bool  # whether the output folder was typed
-    own: list[Path]  # output roots, relative to the original current folder
+class _RunOrigin(NamedTuple):
+    resumed_folder: Path | None
+    folder_typed: bool  # whether the output folder was typed
+    output_roots: list[Path]  # output roots, relative to the original current folder
 
 
-_started: ContextVar[_Started | None] = ContextVar("_started", default=None)
+_run_origin: ContextVar[_RunOrigin | None] = ContextVar("_run_origin", default=None)
 
 
-def roots() -> list[Path]:
+def output_roots() -> list[Path]:
     """Return the resolved output roots of the current folder."""
-    return [Path(os.path.realpath(name)) for name in ROOTS]
+    return [Path(os.path.realpath(name)) for name in OUTPUT_ROOTS]
 
 
 @contextmanager
@@ -42,11 +42,11 @@ def resumed_at(folder: Path | None, chosen: bool = True) -> Iterator[None]:
     `chosen=False`: nor is the folder of a resumed sweep's job. The output roots are resolved now,
     in case a job changes the current folder.
     """
-    token = _started.set(_Started(folder and folder.resolve(), chosen, roots()))
+    token = _run_origin.set(_RunOrigin(folder and folder.resolve(), chosen, output_roots()))
     try:
         yield
     finally:
-        _started.reset(token)
+        _run_origin.reset(token)
 
 
 def own_trees(folder: Path | None) -> list[Path]:
@@ -56,11 +56,12 @@ def own_trees(folder: Path | None) -> list[Path]:
     the folder itself. A run or sweep resumed by path may be anyone's, so its folder is not
     included.
     """
-    started = _started.get() or _Started(None, True, roots())
-    if folder is None or not started.chosen or folder.resolve() == started.resumed:
-        return started.own
-    place = folder.absolute()
-    return [*started.own, next((p for p in (place, *place.parents) if p.name == "outputs"), place)]
+    origin = _run_origin.get() or _RunOrigin(None, True, output_roots())
+    if folder is None or not origin.folder_typed or folder.resolve() == origin.resumed_folder:
+        return origin.output_roots
+    path = folder.absolute()
+    outputs = (parent for parent in (path, *path.parents) if parent.name == "outputs")
+    return [*origin.output_roots, next(outputs, path)]
 
 
 def check_place(
@@ -72,20 +73,20 @@ def check_place(
         path = Path(os.path.realpath(text))
     except (OSError, ValueError) as error:
         raise SecurityError(f"{key}: {text!r} is not a valid path: {error}") from error
-    if any(path.is_relative_to(folder) for folder in (*roots(), *allowed)):
+    if any(path.is_relative_to(folder) for folder in (*output_roots(), *allowed)):
         return
     where = f", which is {path}" if str(path) != text else ""
     who = "security=strict" if strict else "a config"
-    way = "use a folder in there" if strict else f"if you mean it, type {key}=…"
+    fix = "use a folder in there" if strict else f"if you mean it, type {key}=…"
     raise SecurityError(
-        f"{key}: {text}{where} is refused: {who} may only write below {roots()[0]}; {way}"
+        f"{key}: {text}{where} is refused: {who} may only write below {output_roots()[0]}; {fix}"
     )
 
 
 def check_below(key: str, inner: str, folder: Path) -> None:
     """Raise SecurityError unless the resolved path `inner` lies strictly below `folder`."""
-    home, path = (os.path.realpath(one) for one in (folder, folder / inner))
-    if home not in (str(parent) for parent in Path(path).parents):
+    root, path = (os.path.realpath(place) for place in (folder, folder / inner))
+    if root not in (str(parent) for parent in Path(path).parents):
         raise SecurityError(
             f"{key}: {inner} is refused: it is the name of a job's folder in {folder}"
         )
@@ -94,12 +95,12 @@ def check_below(key: str, inner: str, folder: Path) -> None:
 @contextmanager
 def own_files() -> Iterator[None]:
     """While entered, new files are not world-writable, whatever the umask."""
-    before = os.umask(OTHERS_WRITE)
-    os.umask(before | OTHERS_WRITE)
+    previous = os.umask(OTHERS_WRITE)
+    os.umask(previous | OTHERS_WRITE)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(previous)
 
 
 def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
@@ -111,19 +112,20 @@ def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
     if level is SecurityLevel.off:
         return []
     warnings = [
-        f"{place} is writable by every user, who could replace checkpoints in it; chmod o-w {place}"
-        for place in _parents_of_ours(folder)
-        if _others_may_replace(place)
+        f"{parent} is writable by every user, who could replace checkpoints in it; "
+        f"chmod o-w {parent}"
+        for parent in _parents_to_check(folder)
+        if _others_may_replace(parent)
     ]
     if level is SecurityLevel.strict:
         if warnings:
             raise SecurityError(f"hydra.run.dir: {warnings[0]}")
         keep_within(folder)
         folder.chmod(0o700)
-        for path in _files_in(folder):
+        for path in _walk_paths(folder):
             if not path.is_symlink():
-                path.chmod(stat.S_IMODE(path.stat().st_mode) & ~ALL_BUT_MINE)
-        os.umask(os.umask(ALL_BUT_MINE) | ALL_BUT_MINE)
+                path.chmod(stat.S_IMODE(path.stat().st_mode) & ~GROUP_AND_OTHERS)
+        os.umask(os.umask(GROUP_AND_OTHERS) | GROUP_AND_OTHERS)
     return warnings
 
 
@@ -134,10 +136,10 @@ def keep_within(folder: Path, *names: str) -> None:
     paths of these names below the folder, and in their content. A resumed folder may be another
     user's, and files in it are written, renamed and deleted by name.
     """
-    home = folder.resolve()
-    for path in _named_in(folder, names) if names else _files_in(folder):
+    root = folder.resolve()
+    for path in _paths_of(folder, names) if names else _walk_paths(folder):
         target = Path(os.path.realpath(path))
-        if path.is_symlink() and not target.is_relative_to(home):
+        if path.is_symlink() and not target.is_relative_to(root):
             raise SecurityError(
                 f"{path}: refused: it is a link out of the working folder, to "
                 f"{target}; replace it by its target, or remove it"
@@ -146,30 +148,30 @@ def keep_within(folder: Path, *names: str) -> None:
             raise SecurityError(f"{path}: refused: it is neither a file nor a folder; remove it")
 
 
-def _named_in(folder: Path, names: Sequence[str]) -> Iterator[Path]:
-    for place in (folder / name for name in names):
-        yield from [parent for parent in place.parents if folder in parent.parents]
-        yield place
-        yield from _files_in(place)
+def _paths_of(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    for path in (folder / name for name in names):
+        yield from [parent for parent in path.parents if folder in parent.parents]
+        yield path
+        yield from _walk_paths(path)
 
 
-def _files_in(folder: Path) -> Iterator[Path]:
+def _walk_paths(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         yield from (Path(parent) / name for name in (*folders, *files))
 
 
-def _parents_of_ours(folder: Path) -> list[Path]:
+def _parents_to_check(folder: Path) -> list[Path]:
     """Return the folder and its parents below the current one; outside it, folder and parent."""
     folder, current = folder.absolute(), Path.cwd()
     if not folder.is_relative_to(current):
         return [folder, folder.parent]
-    return [place for place in (folder, *folder.parents) if place.is_relative_to(current)][:-1]
+    return [path for path in (folder, *folder.parents) if path.is_relative_to(current)][:-1]
 
 
-def _others_may_replace(place: Path) -> bool:
+def _others_may_replace(folder: Path) -> bool:
     """Whether it is world-writable without the sticky bit, so that others may rename files."""
     try:
-        mode = place.stat().st_mode
+        mode = folder.stat().st_mode
     except OSError:
         return False
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX

@@ -16,12 +16,12 @@ from runner.record.text import shorten
 
 def packed(parts: Mapping[str, Any]) -> bytes:
     """Pickle all parts together, keeping shared objects. UsageError names a part that fails."""
-    parcel = _dumps(dict(parts))
-    if isinstance(parcel, bytes):
-        return parcel
+    data = _dumps(dict(parts))
+    if isinstance(data, bytes):
+        return data
     failures = ((name, _dumps(value)) for name, value in parts.items())
     first = ((name, error) for name, error in failures if isinstance(error, Exception))
-    name, cause = next(first, ("an argument", parcel))
+    name, cause = next(first, ("an argument", data))
     raise UsageError(
         f"{name} cannot be sent to another process ({type(cause).__name__}: "
         f"{shorten(str(cause), 300)}): each arm runs in its own; use classes and functions "
@@ -36,10 +36,10 @@ def _dumps(value: Any) -> bytes | Exception:
         return error
 
 
-def opened(parcel: bytes) -> dict[str, Any]:
+def opened(data: bytes) -> dict[str, Any]:
     """Unpickle the parts of `packed`. UsageError if a class cannot be imported."""
     try:
-        parts: dict[str, Any] = pickle.loads(parcel)  # noqa: S301  # our own parent's
+        parts: dict[str, Any] = pickle.loads(data)  # noqa: S301  # our own parent's
     except (AttributeError, ImportError) as error:
         raise UsageError(
             f"an argument cannot be rebuilt in another process: {error}; move its class to a "
@@ -48,17 +48,17 @@ def opened(parcel: bytes) -> dict[str, Any]:
     return parts
 
 
-def dumps_outline(value: Any, outline: Callable[[Any], Any]) -> bytes:
-    """Pickle for `loads_outline`; a non-None result of `outline` replaces an object."""
+def dumps_outline(value: Any, persistent_id: Callable[[Any], Any]) -> bytes:
+    """Pickle for `loads_outline`; a non-None result of `persistent_id` replaces an object."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-    pickler.persistent_id = outline  # type: ignore[method-assign]
+    pickler.persistent_id = persistent_id  # type: ignore[method-assign]
     pickler.dump(value)
     return buffer.getvalue()
 
 
-def loads_outline(parcel: bytes, fill: Callable[[Any], Any]) -> Any:
-    """Unpickle a value of `dumps_outline`; `fill` restores the replaced objects."""
-    unpickler = pickle.Unpickler(io.BytesIO(parcel))  # noqa: S301  # our own
-    unpickler.persistent_load = fill  # type: ignore[method-assign]
+def loads_outline(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
+    """Unpickle a value of `dumps_outline`; `persistent_load` restores the replaced objects."""
+    unpickler = pickle.Unpickler(io.BytesIO(data))  # noqa: S301  # our own
+    unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
     return unpickler.load()

@@ -38,7 +38,7 @@ SOURCES = {
     ),
 }
 """Public torch modules, and the files (below torch/) that define their names."""
-DEFINED = re.compile(
+DEFINITION = re.compile(
     r"^(?:class|def) ([A-Za-z]\w*)|^([a-z]\w*) = (?:_add_docstr|boolean_dispatch|_\w+)\b",
     re.MULTILINE,
 )
@@ -46,9 +46,9 @@ NEVER_TRUSTED = sys.stdlib_module_names | {
     *("hydra", "hydra_plugins", "omegaconf", "pip", "pkg_resources", "runner", "setuptools"),
     *("test", "torch", "yaml"),
 }
-EVERYTHING = "*"
+ANY_PACKAGE = "*"
 """As a trusted package, under security=off: any name is allowed."""
-INSTANTIATE = ("_target_", "_args_", "_partial_", "_convert_")
+INSTANTIATE_KEYS = ("_target_", "_args_", "_partial_", "_convert_")
 """Keys of Hydra's instantiate; `_convert_` is ignored, since values are plain containers."""
 
 
@@ -58,36 +58,36 @@ def torch_names() -> frozenset[str]:
     spec = find_spec("torch")  # without importing it
     folder = Path((spec and spec.origin) or "absent").parent
     names: set[str] = set()
-    for place, patterns in SOURCES.items():
+    for public_module, patterns in SOURCES.items():
         for file in (file for pattern in patterns for file in folder.glob(pattern)):
             module = ".".join(("torch", *file.relative_to(folder).with_suffix("").parts))
-            for groups in DEFINED.findall(file.read_text(encoding="utf-8")):
-                names |= {f"{place}.{''.join(groups)}", f"{module}.{''.join(groups)}"}
+            for groups in DEFINITION.findall(file.read_text(encoding="utf-8")):
+                names |= {f"{public_module}.{''.join(groups)}", f"{module}.{''.join(groups)}"}
     return frozenset(names)
 
 
 def nearest_name(target: str) -> str:
     """Return the torch name that was probably meant, or ""."""
-    last = target.rpartition(".")[2]
-    same_ending = [known for known in sorted(torch_names()) if known.endswith(f".{last}")]
+    short_name = target.rpartition(".")[2]
+    same_ending = [name for name in sorted(torch_names()) if name.endswith(f".{short_name}")]
     return min(same_ending, key=len, default=nearest(target, torch_names(), 0.85) or "")
 
 
 def permit(target: str, key: str, trusted: Sequence[str]) -> str:
     """Return the package to import `target` from. Raises SecurityError; imports nothing."""
     for package in trusted:
-        if package != EVERYTHING:
+        if package != ANY_PACKAGE:
             _check_trusted(package)
-    if not _is_plain(target):
+    if not _is_dotted_name(target):
         raise SecurityError(f"{key}: {target!r} is not a plain dotted name, such as package.Class")
-    packages = [package for package in trusted if inside(target, package)]
+    packages = [package for package in trusted if is_in_package(target, package)]
     if packages:
         return min(packages, key=len)
     if target.startswith("torch.") and target in torch_names():  # only then read torch's files
         return "torch"
-    if EVERYTHING in trusted:
+    if ANY_PACKAGE in trusted:
         return target.partition(".")[0]
-    raise _refusal(key, target, "it is not trusted", target)
+    raise _untrusted_error(key, target, "it is not trusted", target)
 
 
 def resolve(target: str, key: str, trusted: Sequence[str]) -> Any:
@@ -99,15 +99,15 @@ def resolve(target: str, key: str, trusted: Sequence[str]) -> Any:
     package = permit(target, key, trusted)
     if package != "torch":
         append_current_folder()  # user code may be there
-    value = _follow(target, package, key)
-    if package == "torch" or EVERYTHING in trusted:
+    value = _import_target(target, package, key)
+    if package == "torch" or ANY_PACKAGE in trusted:
         return value
     if not isinstance(value, type | FunctionType | MethodType):
         kind = type(value).__name__
         raise SecurityError(f"{key}: {target} is a {kind}; name a class or a function")
     module = getattr(value, "__module__", None) or ""
-    if not any(inside(module, one) for one in trusted):
-        raise _refusal(key, target, f"it is defined in {module or 'no module'}", module)
+    if not any(is_in_package(module, one) for one in trusted):
+        raise _untrusted_error(key, target, f"it is defined in {module or 'no module'}", module)
     return value
 
 
@@ -131,19 +131,19 @@ def construct(
     keywords = {p.name: p for p in named[len(positional) :]}
     values = {**{k: v for k, v in sizes.items() if k in keywords}, **arguments}
     name = getattr(factory, "__name__", str(factory))
-    takes = f"{name} takes {', '.join(keywords) or 'no arguments'}"
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [k for k in values if k not in keywords and not takes_any]
+    signature_text = f"{name} takes {', '.join(keywords) or 'no arguments'}"
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [k for k in values if k not in keywords and not accepts_any]
     if unknown:
         near = nearest(unknown[0], keywords)
-        fix = f"did you mean +{key}.{near}=…? {takes}" if near else takes
+        fix = f"did you mean +{key}.{near}=…? {signature_text}" if near else signature_text
         raise ConfigError(f"{key}.{unknown[0]}", f"{name} has no such argument", fix)
     missing = [k for k, p in keywords.items() if p.default is p.empty and k not in values]
     if missing:
         raise ConfigError(
             f"{key}.{missing[0]}",
             f"{name} needs a value for it",
-            f"add +{key}.{missing[0]}=…; {takes}",
+            f"add +{key}.{missing[0]}=…; {signature_text}",
         )
     try:
         return factory(*positional, **values)
@@ -159,13 +159,13 @@ def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> A
     `_args_` are positional arguments; `_partial_: true` makes a `functools.partial`.
     """
     if isinstance(arguments, Mapping):
-        whole = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
-        if "_target_" not in whole:
-            return whole
-        factory = resolve(whole["_target_"], f"{key}._target_")
-        values = {name: value for name, value in whole.items() if name not in INSTANTIATE}
-        positional = whole.get("_args_") or []
-        if whole.get("_partial_"):
+        mapping = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
+        if "_target_" not in mapping:
+            return mapping
+        factory = resolve(mapping["_target_"], f"{key}._target_")
+        values = {name: value for name, value in mapping.items() if name not in INSTANTIATE_KEYS}
+        positional = mapping.get("_args_") or []
+        if mapping.get("_partial_"):
             return partial(factory, *positional, **values)
         return construct(factory, values, {}, key, positional)
     if isinstance(arguments, list | tuple):
@@ -173,7 +173,7 @@ def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> A
     return arguments
 
 
-def inside(name: str, package: str) -> bool:
+def is_in_package(name: str, package: str) -> bool:
     """Whether the dotted `name` equals `package` or lies in it."""
     return name == package or name.startswith(f"{package}.")
 
@@ -185,12 +185,12 @@ def append_current_folder() -> None:
         sys.path.append(folder)
 
 
-def _is_plain(name: str) -> bool:
+def _is_dotted_name(name: str) -> bool:
     return bool(NAME.fullmatch(name)) and not any(p.startswith("__") for p in name.split("."))
 
 
 def _check_trusted(package: str) -> None:
-    if not _is_plain(package):
+    if not _is_dotted_name(package):
         raise SecurityError(f"security.trusted: {package!r} is not the name of a package")
     if package.partition(".")[0] in NEVER_TRUSTED:
         raise SecurityError(
@@ -199,27 +199,27 @@ def _check_trusted(package: str) -> None:
         )
 
 
-def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
+def _untrusted_error(key: str, target: str, why: str, source: str) -> SecurityError:
     """Return the error; `source` is the module that would have to be trusted."""
     top, near = source.partition(".")[0], nearest_name(target)
-    way = f"if you trust that code, add security.trusted=[{top}]"
+    fix = f"if you trust that code, add security.trusted=[{top}]"
     if top in NEVER_TRUSTED or not top:
-        way = "wrap it in a class or function of your own package, and trust that package"
+        fix = "wrap it in a class or function of your own package, and trust that package"
         if near and near != target:
-            way = f"did you mean {near}?"
-    return SecurityError(f"{key}: {target} is refused: {why}; {way}")
+            fix = f"did you mean {near}?"
+    return SecurityError(f"{key}: {target} is refused: {why}; {fix}")
 
 
-def _follow(target: str, root: str, key: str) -> Any:
+def _import_target(target: str, root: str, key: str) -> Any:
     """Import `root`, then resolve the remaining names; imports only submodules of `root`."""
     value: Any = _import(root, key, target)
     path = root
     for part in target[len(root) + 1 :].split(".") if target != root else []:
         if not hasattr(value, part):
-            absent = _absent(key, path, part, dir(value))
+            missing = _missing_attribute(key, path, part, dir(value))
             if not isinstance(value, ModuleType) or not hasattr(value, "__path__"):
-                raise absent
-            _import(f"{path}.{part}", key, target, absent)
+                raise missing
+            _import(f"{path}.{part}", key, target, missing)
             value = sys.modules[f"{path}.{part}"]
         else:
             value = getattr(value, part)
@@ -227,12 +227,12 @@ def _follow(target: str, root: str, key: str) -> Any:
     return value
 
 
-def _import(module: str, key: str, target: str, absent: ConfigError | None = None) -> ModuleType:
+def _import(module: str, key: str, target: str, missing: ConfigError | None = None) -> ModuleType:
     try:
         return import_module(module)
     except (ImportError, SyntaxError) as error:
-        if absent is not None and isinstance(error, ImportError) and error.name == module:
-            raise absent from None
+        if missing is not None and isinstance(error, ImportError) and error.name == module:
+            raise missing from None
         line = " ".join(str(error).split())
         raise ConfigError(
             key,
@@ -241,8 +241,8 @@ def _import(module: str, key: str, target: str, absent: ConfigError | None = Non
         ) from error
 
 
-def _absent(key: str, path: str, part: str, known: list[str]) -> ConfigError:
-    near = nearest(part, [name for name in known if not name.startswith("_")])
+def _missing_attribute(key: str, path: str, part: str, names: list[str]) -> ConfigError:
+    near = nearest(part, [name for name in names if not name.startswith("_")])
     return ConfigError(
         key, f"{path} has no {part!r}", f"did you mean {path}.{near}?" if near else ""
     )

@@ -18,11 +18,11 @@ from runner.record.storage import read_file
 def sealed(body: dict[str, Any]) -> bytes:
     """Return plain values as JSON bytes, masked, with their digest."""
     body = masked_all(body)
-    return _text({**body, "digest": hashlib.sha256(_text(body)).hexdigest()})
+    return _to_json({**body, "digest": hashlib.sha256(_to_json(body)).hexdigest()})
 
 
-def read_sealed(path: Path, newest: int) -> dict[str, Any]:
-    """Read and verify a record of format `newest`.
+def read_sealed(path: Path, expected_format: int) -> dict[str, Any]:
+    """Read and verify a record of format `expected_format`.
 
     Raises CheckpointError with the reason.
     """
@@ -31,19 +31,20 @@ def read_sealed(path: Path, newest: int) -> dict[str, Any]:
         body = json.loads(data)
         version = body["format"]
         digest = body.pop("digest")
-        whole = digest == hashlib.sha256(_text(body)).hexdigest()
-        whole = whole and data == _text({**body, "digest": digest})
+        intact = digest == hashlib.sha256(_to_json(body)).hexdigest()
+        intact = intact and data == _to_json({**body, "digest": digest})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: damaged, or not a manifest ({len(data)} bytes)") from None
-    if not whole:
+    if not intact:
         raise CheckpointError(f"{path}: damaged: its contents do not match its own checksum")
-    if version != newest:
+    if version != expected_format:
         raise CheckpointError(
-            f"{path}: has format {version!r}, but this version of the runner reads {newest}"
+            f"{path}: has format {version!r}, but this version of the runner reads "
+            f"{expected_format}"
         )
     fields: dict[str, Any] = body
     return fields
 
 
-def _text(body: dict[str, Any]) -> bytes:
+def _to_json(body: dict[str, Any]) -> bytes:
     return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()

@@ -41,7 +41,7 @@ class EnvironmentAccess:
 
 _access: EnvironmentAccess | None = None
 _values: dict[str, str] = {}  # values read by a config, of any length → variable name
-_shown: dict[str, tuple[str, str]] = {}  # config key → (value as text, masked text)
+_masked_by_key: dict[str, tuple[str, str]] = {}  # config key → (value as text, masked text)
 
 
 @contextmanager
@@ -56,13 +56,14 @@ def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iter
             raise ConfigError(KEY, f"{name!r} is not a variable name", "letters, digits, _")
         if (value := os.environ.get(name)) is not None:
             learn(name, value)  # the user's code may read it as well
-    before, _access = _access, EnvironmentAccess(None if names is None else frozenset(names), shows)
+    allowed = None if names is None else frozenset(names)
+    previous, _access = _access, EnvironmentAccess(allowed, shows)
     try:
         yield
     except OmegaConfBaseException as error:
         raise refusal_in(error) or error from None
     finally:
-        _access = before
+        _access = previous
 
 
 @contextmanager
@@ -128,16 +129,16 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
 
 
 def _decode(expr: Any, _parent_: Any, _node_: Any) -> Any:
-    _check_whole(expr, "oc.decode", _node_)
+    _check_no_secret(expr, "oc.decode", _node_)
     return oc.decode(expr, _parent_=_parent_, _node_=_node_)
 
 
 def _create(obj: Any, _parent_: Any, _node_: Any) -> Any:
-    _check_whole(obj, "oc.create", _node_)
+    _check_no_secret(obj, "oc.create", _node_)
     return oc.create(obj, _parent_=_parent_)
 
 
-def _check_whole(source: Any, resolver: str, node: Any) -> None:
+def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
     """Refuse to parse a secret value: its parts would be secret too, but not recognised."""
     if _access is not None:
         for value, name in _values.items():
@@ -156,16 +157,16 @@ def place(config: DictConfig, key: str) -> Path:
 
     Raises SecurityError if it contains a variable's value, ConfigError if it cannot be resolved.
     """
-    before = _access.reads if _access is not None else 0
+    reads_before = _access.reads if _access is not None else 0
     try:
         value: Any = config
         for part in key.split("."):
             value = value[part]
     except OmegaConfBaseException as error:
-        if refused := refusal_in(error):
-            raise refused from None
+        if refusal := refusal_in(error):
+            raise refusal from None
         raise ConfigError(str(error.full_key or key), str(error).partition("\n")[0]) from error
-    if _access is not None and _access.reads > before:
+    if _access is not None and _access.reads > reads_before:
         raise SecurityError(
             f"{key}: would put a value from the environment into a file or folder name; "
             f"type a name: name=…, or {key}=…"
@@ -179,51 +180,51 @@ def place(config: DictConfig, key: str) -> Path:
 def note(config: DictConfig) -> None:
     """Record which keys of a composed config contain an environment value."""
     if _access is not None and _values:
-        _note(config, "", _access)
+        _record_keys(config, "", _access)
 
 
-def _note(node: Any, path: str, access: EnvironmentAccess) -> None:
+def _record_keys(node: Any, parent_key: str, access: EnvironmentAccess) -> None:
     for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
         if OmegaConf.is_missing(node, key):
             continue
-        before, below = access.reads, f"{path}.{key}" if path else str(key)
+        reads_before, child_key = access.reads, f"{parent_key}.{key}" if parent_key else str(key)
         value = node[key]
         if isinstance(value, DictConfig | ListConfig):
-            _note(value, below, access)
-        elif value is not None and access.reads > before:
-            text = _text(value)
-            _shown[below] = (text, _hide(text))
+            _record_keys(value, child_key, access)
+        elif value is not None and access.reads > reads_before:
+            text = _to_text(value)
+            _masked_by_key[child_key] = (text, _mask_text(text))
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value.name if isinstance(value, Enum) else str(value)
 
 
-def _hide(text: str) -> str:
+def _mask_text(text: str) -> str:
     """Replace every environment value in the text, even short ones, by its reference."""
     parts = "|".join(re.escape(v) for v in sorted(_values, key=len, reverse=True) if v)
-    hidden = re.sub(parts, lambda match: stands_for(_values[match[0]]), text)
-    if hidden == text:  # a number or boolean, formatted differently than it was read
+    masked_text = re.sub(parts, lambda match: stands_for(_values[match[0]]), text)
+    if masked_text == text:  # a number or boolean, formatted differently than it was read
         names = sorted(n for v, n in _values.items() if v.strip().casefold() == text.casefold())
-        hidden = stands_for(names[0]) if names else masked(text)
-    return hidden
+        masked_text = stands_for(names[0]) if names else masked(text)
+    return masked_text
 
 
-def unresolved(tree: Any, path: str = "") -> Any:
+def unresolved(tree: Any, key: str = "") -> Any:
     """Return a config with environment values replaced by `${oc.env:NAME}`.
 
     Everything that is written of a config passes through this.
     """
-    if not _shown:
+    if not _masked_by_key:
         return tree
     if isinstance(tree, Mapping):
-        below = f"{path}." if path else ""
-        return {key: unresolved(item, f"{below}{key}") for key, item in tree.items()}
+        prefix = f"{key}." if key else ""
+        return {name: unresolved(item, f"{prefix}{name}") for name, item in tree.items()}
     if isinstance(tree, list):
-        return [unresolved(item, f"{path}.{i}") for i, item in enumerate(tree)]
-    value, shown = _shown.get(path, ("", ""))
-    if path in _shown and tree is not None and _text(tree) == value:
-        return shown
+        return [unresolved(item, f"{key}.{i}") for i, item in enumerate(tree)]
+    value, masked_text = _masked_by_key.get(key, ("", ""))
+    if key in _masked_by_key and tree is not None and _to_text(tree) == value:
+        return masked_text
     return masked(tree) if isinstance(tree, str) else tree
 
 
@@ -237,13 +238,13 @@ def mask_saved(folder: Path) -> None:
 
 def shared_state() -> dict[str, Any]:
     """Return the state that lets a child process mask the same values; picklable."""
-    return {"known": known(), "shown": dict(_shown), "values": dict(_values)}
+    return {"known": known(), "shown": dict(_masked_by_key), "values": dict(_values)}
 
 
 def adopt_state(state: Mapping[str, Any]) -> None:
     """Adopt the parent's `shared_state`."""
     adopt(state["known"])
-    _shown.update(state["shown"])
+    _masked_by_key.update(state["shown"])
     _values.update(state["values"])
 
 
@@ -257,12 +258,12 @@ def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()
     if isinstance(value, Mapping | list | tuple):
         is_call = isinstance(value, Mapping) and ("_target_" in value or ARGUMENTS.fullmatch(key))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, inner in items:
+        for name, item in items:
             if is_call and not str(name).isidentifier():
                 raise SecurityError(f"{key}: {name!r} is refused: a name must be an identifier")
-            below = f"{key}.{name}" if key else str(name)
+            child_key = f"{key}.{name}" if key else str(name)
             check_plain(name, key, ())
-            check_plain(inner, below, may_read)
+            check_plain(item, child_key, may_read)
     elif isinstance(value, str) and "${" in REFERENCE.sub("", value):  # could be anything
         raise SecurityError(f"{key}: {value!r} is refused: interpolation is not allowed here")
     elif isinstance(value, str) and may_read is not None:

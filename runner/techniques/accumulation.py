@@ -13,63 +13,67 @@ from runner.training.run import Run
 
 KEY = "training.micro_batch"
 MIB = 2**20
-SHARE = 0.8  # share of the free memory that a step may take
-HOLES = 2.0  # largest observed ratio of process memory to tensors: heap fragmentation
-FEW = 4  # samples in the smaller of two counted steps
-MOMENTS = 2  # per weight, as in Adam
+MEMORY_SHARE = 0.8  # share of the free memory that a step may take
+FRAGMENTATION = 2.0  # largest observed ratio of process memory to tensors: heap fragmentation
+FEW_SAMPLES = 4  # samples in the smaller of two counted steps
+MOMENTS_PER_WEIGHT = 2  # per weight, as in Adam
 
 
-def apply(knobs: Accumulation, draft: RunBuilder) -> str | None:
-    """Set the draft's micro-batch, by which the loop splits batches."""
+def apply(config: Accumulation, builder: RunBuilder) -> str | None:
+    """Set the builder's micro-batch, by which the loop splits batches."""
     reason = ""
-    if draft.micro_batch_asked is None:
-        size = int(draft.choose(KEY, lambda: _decide(knobs, draft)))
-        draft.micro_batch = largest_part(draft.batch_size, min(size, draft.batch_size))
-        reason = next(choice.reason for choice in draft.choices if choice.key == KEY)
-    if draft.micro_batch < draft.batch_size:
+    if builder.micro_batch_asked is None:
+        size = int(builder.choose(KEY, lambda: _choose_micro_batch(config, builder)))
+        builder.micro_batch = largest_part(builder.batch_size, min(size, builder.batch_size))
+        reason = next(choice.reason for choice in builder.choices if choice.key == KEY)
+    if builder.micro_batch < builder.batch_size:
         return None
-    whole = f"a batch of {draft.batch_size} already fits in one micro-batch"
-    return f"{whole}: {reason}" if knobs.micro_batch is None and reason else whole
+    fits = f"a batch of {builder.batch_size} already fits in one micro-batch"
+    return f"{fits}: {reason}" if config.micro_batch is None and reason else fits
 
 
-def _decide(knobs: Accumulation, draft: RunBuilder) -> tuple[int, str]:
+def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int, str]:
     """Return the micro-batch for the fewest even parts that fit in memory, and the reason."""
-    batch, free, cpu = draft.batch_size, memory.room(draft.device), draft.device.kind == "cpu"
-    if knobs.micro_batch is not None:
-        return largest_part(batch, min(knobs.micro_batch, batch)), "the accumulation technique"
+    batch, free, cpu = builder.batch_size, memory.room(builder.device), builder.device.kind == "cpu"
+    if config.micro_batch is not None:
+        return largest_part(batch, min(config.micro_batch, batch)), "the accumulation technique"
     try:
-        fixed, per_sample = _step_bytes(draft)
+        fixed, per_sample = _step_bytes(builder)
     except NotRestorable:
         raise
     except Exception as error:  # such as a model with a fixed batch size
         return batch, f"the memory of a step cannot be estimated ({type(error).__name__}: {error})"
-    most = SHARE * free / (HOLES if cpu else 1)
+    budget = MEMORY_SHARE * free / (FRAGMENTATION if cpu else 1)
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
-    size = next((size for size in sizes if fixed + size * per_sample <= most), 1)
+    size = next((size for size in sizes if fixed + size * per_sample <= budget), 1)
     needed = fixed + size * per_sample
-    beyond = "" if needed <= most else ", the smallest possible"
-    sides = f"{needed / MIB:,.0f} MiB estimated, {free / MIB:,.0f} MiB free"
-    return size, f"{sides} at {size} samples{beyond}"
+    suffix = "" if needed <= budget else ", the smallest possible"
+    memory_text = f"{needed / MIB:,.0f} MiB estimated, {free / MIB:,.0f} MiB free"
+    return size, f"{memory_text} at {size} samples{suffix}"
 
 
-def _step_bytes(draft: RunBuilder) -> tuple[int, int]:
+def _step_bytes(builder: RunBuilder) -> tuple[int, int]:
     """Return the bytes of a step that do not depend on the batch size, and those per sample.
 
     Bytes per sample are the difference in tensors saved for backward between two small steps.
     """
     from runner.techniques.probe import saved_bytes, trial_step
 
-    model, few = draft.model, min(FEW, max(1, draft.batch_size // 2))
-    small, large = (saved_bytes(model, partial(trial_step, draft, n)) for n in (few, 2 * few))
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    state = trained * (MOMENTS + draft.ema)
-    copies = 0
-    if draft.device.kind == "cpu":  # on other devices checkpoints are copied to the host
-        copies = state + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    return trained + state + copies, (large - small) // few
+    model, samples = builder.model, min(FEW_SAMPLES, max(1, builder.batch_size // 2))
+    small, large = (
+        saved_bytes(model, partial(trial_step, builder, n)) for n in (samples, 2 * samples)
+    )
+    gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    optimizer_bytes = gradient_bytes * (MOMENTS_PER_WEIGHT + builder.ema)
+    copy_bytes = 0
+    if builder.device.kind == "cpu":  # on other devices checkpoints are copied to the host
+        copy_bytes = optimizer_bytes + sum(
+            t.nbytes for t in (*model.parameters(), *model.buffers())
+        )
+    return gradient_bytes + optimizer_bytes + copy_bytes, (large - small) // samples
 
 
-def engaged(knobs: Accumulation, run: Run) -> Evidence:
+def engaged(config: Accumulation, run: Run) -> Evidence:
     """Return the number of backward passes per update."""
     parts = -(-count(run.train.peek()[1]) // run.micro_batch)
     reason = "" if parts > 1 else f"a batch is no larger than {run.micro_batch} samples"

@@ -10,57 +10,62 @@ from runner.models.preserved_state import NotRestorable
 from runner.techniques.base import RunBuilder, Technique, TechniqueStatus
 from runner.techniques.config import Optimization
 
-EXTRA = "optimization.extra"
-Named = list[tuple[str, Technique]]
+EXTRA_KEY = "optimization.extra"
+NamedTechniques = list[tuple[str, Technique]]
 
 
 def apply_techniques(
-    asked: Optimization,
-    draft: RunBuilder,
-    given: Mapping[str, Technique],
-    look_up: Callable[[str, str], Any],
-) -> tuple[Named, list[TechniqueStatus]]:
+    config: Optimization,
+    builder: RunBuilder,
+    instances: Mapping[str, Technique],
+    resolve: Callable[[str, str], Any],
+) -> tuple[NamedTechniques, list[TechniqueStatus]]:
     """Apply techniques in order; return those applied, by name, and the status of all others.
 
-    `given` are instances of `optimization.extra` made by the caller; `look_up` resolves the class
-    name of any other. Raises ConfigError under `optimization.strict` if one cannot engage.
+    `instances` has techniques of `optimization.extra` that the caller made; `resolve` resolves the
+    class name of any other. Raises ConfigError under `optimization.strict` if one cannot engage.
     """
-    applied: Named = []
-    others: list[TechniqueStatus] = []
-    extra = [(target.rpartition(".")[2], _extra(target, given, look_up)) for target in asked.extra]
-    for name, technique in [*asked.techniques(), *extra]:
+    applied: NamedTechniques = []
+    not_applied: list[TechniqueStatus] = []
+    extra = [
+        (target.rpartition(".")[2], _build_extra(target, instances, resolve))
+        for target in config.extra
+    ]
+    for name, technique in [*config.techniques(), *extra]:
         if not technique.enabled:
-            others.append(TechniqueStatus(name, False, False, "not requested"))
+            not_applied.append(TechniqueStatus(name, False, False, "not requested"))
             continue
-        status, reason = "not applicable", technique.unavailable(draft.device)
-        if draft.world is not None and reason is None:
-            reason = draft.world.refuses(name)
+        status, reason = "not applicable", technique.unavailable(builder.device)
+        if builder.world is not None and reason is None:
+            reason = builder.world.refuses(name)
         try:
             if reason is None:
-                status, reason = "skipped", technique.apply(draft)
+                status, reason = "skipped", technique.apply(builder)
         except NotRestorable as error:
             reason = f"it cannot call the model before training: {error}"
         if reason is None:
             applied.append((name, technique))
         else:
-            others.append(TechniqueStatus(name, True, False, reason, status=status))
-    refused = [row for row in others if row.requested]
-    if asked.strict and refused:
-        raise _refusal(refused)
-    return applied, others
+            not_applied.append(TechniqueStatus(name, True, False, reason, status=status))
+    requested = [row for row in not_applied if row.requested]
+    if config.strict and requested:
+        raise _strict_error(requested)
+    return applied, not_applied
 
 
-def _extra(
-    target: str, given: Mapping[str, Technique], look_up: Callable[[str, str], Any]
+def _build_extra(
+    target: str, instances: Mapping[str, Technique], resolve: Callable[[str, str], Any]
 ) -> Technique:
     """Return a user's technique, wrapped so that its effect is measured."""
-    technique = given.get(target)
+    technique = instances.get(target)
     if technique is None:
         from runner.security.registry import construct
 
-        technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
+        technique = construct(resolve(target, EXTRA_KEY), {"enabled": True}, {}, EXTRA_KEY)
     if not isinstance(technique, Technique):
-        raise ConfigError(EXTRA, f"{target} is not a Technique", "inherit from runner.Technique")
+        raise ConfigError(
+            EXTRA_KEY, f"{target} is not a Technique", "inherit from runner.Technique"
+        )
     if technique.enabled and not type(technique).__module__.startswith("runner."):
         from runner.techniques.fingerprint import MeasuredTechnique
 
@@ -68,7 +73,7 @@ def _extra(
     return technique
 
 
-def _refusal(rows: list[TechniqueStatus]) -> ConfigError:
+def _strict_error(rows: list[TechniqueStatus]) -> ConfigError:
     """Return one error with the reasons of all techniques that cannot engage."""
     first, *more = rows
     reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)

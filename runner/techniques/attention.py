@@ -29,115 +29,122 @@ from runner.techniques.config import Attention, Kernel
 from runner.training.run import Run
 
 KEY = "optimization.attention.kernel"
-DEFAULT = "default"  # torch's own choice
+TORCH_CHOICE = "default"  # torch's own choice
 SAMPLES = 8  # in the forward that records the calls
-MATRIX_MB = 1024  # limit of the attention matrices [query, key] of all layers
+MAX_MATRIX_MB = 1024  # limit of the attention matrices [query, key] of all layers
 OPERATORS = {
     "flash": "aten::_scaled_dot_product_flash_attention",
     "efficient": "aten::_scaled_dot_product_efficient_attention",
     "cudnn": "aten::_scaled_dot_product_cudnn_attention",
     "math": "aten::_scaled_dot_product_attention_math",
 }
-PRODUCTS = ("aten::bmm", "aten::baddbmm")
-UNFUSED = ("math", "plain", DEFAULT)  # decomposed by the compiler; torch's choice may be math
+PRODUCT_OPERATORS = ("aten::bmm", "aten::baddbmm")
+UNFUSED = ("math", "plain", TORCH_CHOICE)  # decomposed by the compiler; torch's choice may be math
 
 
-def unavailable(knobs: Attention, device: Device) -> str | None:
+def unavailable(config: Attention, device: Device) -> str | None:
     """Return a reason for kernels that the device lacks, or None."""
-    if knobs.kernel in (Kernel.efficient, Kernel.cudnn) and device.kind != "cuda":
-        return f"{knobs.kernel.value} runs on NVIDIA GPUs only"
-    if device.kind == "mps" and knobs.kernel not in (Kernel.math, Kernel.plain):
+    if config.kernel in (Kernel.efficient, Kernel.cudnn) and device.kind != "cuda":
+        return f"{config.kernel.value} runs on NVIDIA GPUs only"
+    if device.kind == "mps" and config.kernel not in (Kernel.math, Kernel.plain):
         return "MPS has its own kernel, math and plain only"
     return None
 
 
-def apply(knobs: Attention, draft: RunBuilder) -> str | None:
+def apply(config: Attention, builder: RunBuilder) -> str | None:
     """Record the model's calls, choose a kernel, and use it until the run closes."""
-    samples = min(draft.micro_batch, SAMPLES)
-    inputs, _ = probe.sample_batch(draft, samples)
-    forward = partial(probe.forward, draft, inputs)
-    with probe.untouched(draft):
-        draft.model.train()
+    samples = min(builder.micro_batch, SAMPLES)
+    inputs, _ = probe.sample_batch(builder, samples)
+    forward = partial(probe.forward, builder, inputs)
+    with probe.preserve_builder_state(builder):
+        builder.model.train()
         try:
-            calls = calls_of(forward, draft.model)
+            calls = calls_of(forward, builder.model)
         except Exception as error:  # such as a model with a fixed batch size
             return f"the model does not take {samples} samples ({type(error).__name__})"
         if not calls:
             return "the model does not call scaled_dot_product_attention"
-        draft.remarks["attention"] = {"calls": len(calls)}
-        name = knobs.kernel.value
-        if knobs.kernel is not Kernel.auto and (reason := _refusal(name, forward, draft)):
+        builder.technique_facts["attention"] = {"calls": len(calls)}
+        name = config.kernel.value
+        if config.kernel is not Kernel.auto and (
+            reason := _unsupported_reason(name, forward, builder)
+        ):
             return reason
-    if knobs.kernel is Kernel.auto:
-        matrix_mb = sum(c.matrix_bytes for c in calls) / 2**20 * draft.micro_batch / samples
+    if config.kernel is Kernel.auto:
+        matrix_mb = sum(c.matrix_bytes for c in calls) / 2**20 * builder.micro_batch / samples
         dtypes = {call.dtype for call in calls}
-        name = draft.choose(KEY, lambda: _choose(draft.device, dtypes, matrix_mb))
-    if name != DEFAULT:
-        stack = draft.scope.enter_context(ExitStack())
+        name = builder.choose(KEY, lambda: _choose_kernel(builder.device, dtypes, matrix_mb))
+    if name != TORCH_CHOICE:
+        stack = builder.scope.enter_context(ExitStack())
 
-        def turn(run: Run, on: bool) -> None:
+        def set_enabled(run: Run, on: bool) -> None:
             stack.close()
             if on:
-                stack.enter_context(use(name, run.model))
+                stack.enter_context(use_kernel(name, run.model))
 
-        stack.enter_context(use(name, draft.model))
-        draft.measure("attention", turn)
+        stack.enter_context(use_kernel(name, builder.model))
+        builder.add_trial("attention", set_enabled)
     return None
 
 
-def _refusal(name: str, forward: Callable[[], object], draft: RunBuilder) -> str | None:
+def _unsupported_reason(
+    name: str, forward: Callable[[], object], builder: RunBuilder
+) -> str | None:
     """Try the kernel in a forward; return why it cannot take the model's calls, or None."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with use(name, draft.model):
+            with use_kernel(name, builder.model):
                 forward()
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            why = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
-            gist = shorten(" ".join([*why, str(error).splitlines()[0]]), 300)
-            return f"{name} does not support the model's calls: {gist}"
+            messages = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
+            message = shorten(" ".join([*messages, str(error).splitlines()[0]]), 300)
+            return f"{name} does not support the model's calls: {message}"
     return None
 
 
-def _choose(device: Device, dtypes: set[torch.dtype], matrix_mb: float) -> tuple[str, str]:
+def _choose_kernel(device: Device, dtypes: set[torch.dtype], matrix_mb: float) -> tuple[str, str]:
     """Choose `plain` for 16 bits on a CPU (0.85 of flash's time, 8 x 4 x 256 x 64), or default."""
     size = f"matrices of {matrix_mb:,.0f} MB"
     if device.kind != "cpu" or not dtypes <= {torch.float16, torch.bfloat16}:
-        return DEFAULT, "torch's choice is fastest except 16 bits on a CPU"
-    if matrix_mb > MATRIX_MB:
-        return DEFAULT, f"torch's choice: {size} rule out math and plain"
+        return TORCH_CHOICE, "torch's choice is fastest except 16 bits on a CPU"
+    if matrix_mb > MAX_MATRIX_MB:
+        return TORCH_CHOICE, f"torch's choice: {size} rule out math and plain"
     return "plain", f"the fastest for 16 bits on a CPU, with {size}"
 
 
-def engaged(knobs: Attention, run: Run) -> Evidence:
+def engaged(config: Attention, run: Run) -> Evidence:
     """Return which kernels ran in the forward of one step, by operator name."""
-    wanted = knobs.kernel.value
-    if knobs.kernel is Kernel.auto:
-        wanted = next(str(c.value) for c in reversed(run.choices) if c.key == KEY)
-    seen = probe.operators(run)
-    forward = {name: n for name, n in seen.items() if not name.endswith("_backward")}
+    requested = config.kernel.value
+    if config.kernel is Kernel.auto:
+        requested = next(str(c.value) for c in reversed(run.choices) if c.key == KEY)
+    operators = probe.count_operators(run)
+    forward = {name: n for name, n in operators.items() if not name.endswith("_backward")}
     counts = {
         name: sum(n for operator, n in forward.items() if operator.startswith(start))
         for name, start in OPERATORS.items()
     }
-    ran = {name: n for name, n in counts.items() if n}
-    products = sum(seen.get(name, 0) for name in PRODUCTS)
-    apart = 0
-    if not ran and wanted in UNFUSED:
+    kernels = {name: n for name, n in counts.items() if n}
+    products = sum(operators.get(name, 0) for name in PRODUCT_OPERATORS)
+    unfused_calls = 0
+    if not kernels and requested in UNFUSED:
         # the compiler decomposes math and plain, and only their two products keep their names;
         # other layers have products as well, so at most the number of calls is counted
-        apart = min(_step_calls(run), products // 2)
-    facts: dict[str, Any] = {"kernel": wanted, "ran": ran or ({"bmm": products} if apart else {})}
-    others = [name for name in ran if name != wanted and wanted != DEFAULT]
-    if others:
-        return Evidence(False, f"{' and '.join(others)} ran instead", facts)
+        unfused_calls = min(_count_step_calls(run), products // 2)
+    unfused = {"bmm": products} if unfused_calls else {}
+    facts: dict[str, Any] = {"kernel": requested, "ran": kernels or unfused}
+    other_kernels = [name for name in kernels if name != requested and requested != TORCH_CHOICE]
+    if other_kernels:
+        return Evidence(False, f"{' and '.join(other_kernels)} ran instead", facts)
     # share of the calls recorded at build time; recomputed ones run twice a step
-    calls, took = int(run.remarks["attention"]["calls"]), sum(ran.values()) or apart
-    shown = Evidence.of_share(min(took, calls), calls, "calls ran in an attention kernel", **facts)
-    return shown if took else replace(shown, reason="no attention kernel ran")
+    calls = int(run.technique_facts["attention"]["calls"])
+    calls_in_kernel = sum(kernels.values()) or unfused_calls
+    counted = "calls ran in an attention kernel"
+    evidence = Evidence.of_share(min(calls_in_kernel, calls), calls, counted, **facts)
+    return evidence if calls_in_kernel else replace(evidence, reason="no attention kernel ran")
 
 
-def _step_calls(run: Run) -> int:
+def _count_step_calls(run: Run) -> int:
     """Return the attention calls in an uncompiled step over a micro-batch, with recomputed ones."""
     with torch.compiler.set_stance("force_eager"):
         return len(calls_of(partial(probe.dry_run_step, run, run.micro_batch), run.model))
@@ -151,53 +158,53 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-ARGUMENTS = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
-Attend = Callable[..., Tensor]
-DISPATCHED: Attend = torch.nn.functional.scaled_dot_product_attention
+ARGUMENT_NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
+AttentionFunction = Callable[..., Tensor]
+TORCH_ATTENTION: AttentionFunction = torch.nn.functional.scaled_dot_product_attention
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One attention call of a model."""
 
     dtype: torch.dtype  # of the query
     matrix_bytes: int  # of its attention matrices [query, key]
 
 
-class _Recorder(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Records every call of scaled_dot_product_attention, however the model imported it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[AttentionCall] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DISPATCHED:
-            self.note(args, kwargs or {})
+        if func is TORCH_ATTENTION:
+            self.record(args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def record(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record a call with these arguments."""
-        arguments = dict(zip(ARGUMENTS, args, strict=False)) | dict(kwargs)
+        arguments = dict(zip(ARGUMENT_NAMES, args, strict=False)) | dict(kwargs)
         query, key = arguments["query"], arguments["key"]
         elements = prod(query.shape[:-1]) * key.shape[-2]
-        self.calls.append(Call(query.dtype, elements * query.element_size()))
+        self.calls.append(AttentionCall(query.dtype, elements * query.element_size()))
 
-    def plain(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call `plain`, and record the call."""
-        self.note(args, kwargs)
-        return plain(*args, **kwargs)
+    def plain_attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call `plain_attention`, and record the call."""
+        self.record(args, kwargs)
+        return plain_attention(*args, **kwargs)
 
 
-def calls_of(run: Callable[[], object], model: nn.Module) -> list[Call]:
-    """Return the attention calls that `run` makes, in order, including calls of `plain`."""
-    recorder = _Recorder()
+def calls_of(run: Callable[[], object], model: nn.Module) -> list[AttentionCall]:
+    """Return the attention calls that `run` makes, in order, with those of `plain_attention`."""
+    recorder = _CallRecorder()
     with ExitStack() as stack, recorder:
-        _replace(plain, recorder.plain, model, stack)
+        _replace_function(plain_attention, recorder.plain_attention, model, stack)
         run()
     return recorder.calls
 
 
-def plain(
+def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -217,24 +224,27 @@ def plain(
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.matmul(query, (key * scale).transpose(-2, -1))
-    never = torch.finfo(scores.dtype).min / 2  # -inf would make a fully masked row NaN
+    masked_score = torch.finfo(scores.dtype).min / 2  # -inf would make a fully masked row NaN
     if is_causal:
-        wall = torch.full(scores.shape[-2:], never, dtype=scores.dtype, device=scores.device)
-        scores.add_(wall.triu(1))  # in place: the backward of a product needs only its factors
-    seen = None
+        causal_mask = torch.full(
+            scores.shape[-2:], masked_score, dtype=scores.dtype, device=scores.device
+        )
+        # in place: the backward of a product needs only its factors
+        scores.add_(causal_mask.triu(1))
+    attends = None
     if attn_mask is not None and attn_mask.dtype is torch.bool:
-        seen = attn_mask.any(-1, keepdim=True)
-        scores.masked_fill_(~attn_mask, never)
+        attends = attn_mask.any(-1, keepdim=True)
+        scores.masked_fill_(~attn_mask, masked_score)
     elif attn_mask is not None:
-        seen = (attn_mask > never).any(-1, keepdim=True)
-        scores.add_(attn_mask.clamp(min=never))
-    shares = F.dropout(scores.softmax(-1), dropout_p) if dropout_p else scores.softmax(-1)
-    out = torch.matmul(shares, value)
-    return out if seen is None else out.masked_fill(~seen, 0.0)  # as in torch
+        attends = (attn_mask > masked_score).any(-1, keepdim=True)
+        scores.add_(attn_mask.clamp(min=masked_score))
+    weights = F.dropout(scores.softmax(-1), dropout_p) if dropout_p else scores.softmax(-1)
+    out = torch.matmul(weights, value)
+    return out if attends is None else out.masked_fill(~attends, 0.0)  # as in torch
 
 
 @contextmanager
-def use(name: str, model: nn.Module) -> Iterator[None]:
+def use_kernel(name: str, model: nn.Module) -> Iterator[None]:
     """Compute all attention by this kernel while entered.
 
     This includes recomputation in the backward, which a context around the forward would not
@@ -242,7 +252,7 @@ def use(name: str, model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if name == "plain":
-            _replace(DISPATCHED, plain, model, stack)
+            _replace_function(TORCH_ATTENTION, plain_attention, model, stack)
         else:
             config: Any = torch.compiler.config  # the cache key does not contain the kernel
             stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
@@ -251,7 +261,9 @@ def use(name: str, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _replace(old: Attend, new: Attend, model: nn.Module, scope: ExitStack) -> None:
+def _replace_function(
+    old: AttentionFunction, new: AttentionFunction, model: nn.Module, scope: ExitStack
+) -> None:
     """Replace `old` in F and in the modules of the model's classes until `scope` closes."""
     for module in {sys.modules[type(m).__module__] for m in model.modules()} | {F}:
         for name, value in list(vars(module).items()):

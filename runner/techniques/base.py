@@ -1,4 +1,4 @@
-"""Techniques: their interface, the draft of a run that they change, and their evidence."""
+"""Techniques: their interface, the run builder that they change, and their evidence."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from runner.distributed.world import World
     from runner.objectives.base import Objective
     from runner.techniques.compiler import Compilation
-    from runner.techniques.recompute import Recomputed
+    from runner.techniques.recompute import RecomputedBlocks
     from runner.training.run import Recovery, Run
 
 
 TRIALS = "optimization.trials"  # key in checkpoints of the results of runner.training.trials
 TRIAL_SHARE = 0.02  # share of a run's steps that trials may take
-SHORTEST_TRIAL = 27  # steps: three to settle, six pairs of two blocks, of two steps each
+MIN_TRIAL_STEPS = 27  # steps: three to settle, six pairs of two blocks, of two steps each
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Evidence:
     facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_share(cls, part: int, whole: int, of: str, /, **facts: Any) -> Evidence:
-        """Return evidence that is engaged if `part` is more than half of `whole`.
+    def of_share(cls, part: int, total: int, counted: str, /, **facts: Any) -> Evidence:
+        """Return evidence that is engaged if `part` is more than half of `total`.
 
-        `of` starts with the plural noun of what is counted: "layers in 16 bits".
+        `counted` starts with the plural noun of what is counted: "layers in 16 bits".
         """
-        share = f"{part:,} of {whole:,}"
-        reason = "" if 0 < part == whole else f"{share} {of}"
-        return cls(2 * part > whole, reason, {of.partition(" ")[0]: share, **facts})
+        share = f"{part:,} of {total:,}"
+        reason = "" if 0 < part == total else f"{share} {counted}"
+        return cls(2 * part > total, reason, {counted.partition(" ")[0]: share, **facts})
 
 
 @dataclass
@@ -78,10 +78,10 @@ class Technique(ABC):
         return None
 
     @abstractmethod
-    def apply(self, draft: RunBuilder) -> str | None:
-        """Change the draft, or return why the technique does not apply to it.
+    def apply(self, builder: RunBuilder) -> str | None:
+        """Change the builder, or return why the technique does not apply to it.
 
-        Register undo callbacks of global switches in `draft.scope`.
+        Register undo callbacks of global switches in `builder.scope`.
         """
 
     @abstractmethod
@@ -118,9 +118,10 @@ class RunParts:
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None
-    recompute: Recomputed | None = None  # blocks recomputed in the backward
+    recompute: RecomputedBlocks | None = None  # blocks recomputed in the backward
     recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
-    remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
+    # by technique, for evidence
+    technique_facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
     fallen: dict[str, str] = field(default_factory=dict)  # reasons by technique that was given up
     switches: list[Switch] = field(default_factory=list)  # of techniques whose gain is measured
@@ -153,25 +154,32 @@ class RunBuilder(RunParts):
         """Return the fields that the finished run takes over, by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunParts)}
 
-    def measure(
-        self, name: str, turn: Callable[[Run, bool], None], *, first: bool = True, least: int = 0
+    def add_trial(
+        self,
+        name: str,
+        set_enabled: Callable[[Run, bool], None],
+        *,
+        initially_on: bool = True,
+        min_steps: int = 0,
     ) -> bool:
         """Register a trial of a technique's gain; False if the run does not measure it.
 
         A run is too short if all trials together would take more than TRIAL_SHARE of its steps, or
-        if it has fewer than `least`. `turn` switches the technique; `first` is its state before the
-        trial. A resumed or replayed run has the trials that it had before.
+        if it has fewer than `min_steps`. `set_enabled` switches the technique; `initially_on` is
+        its state before the trial. A resumed or replayed run has the trials that it had before.
         """
-        known = {trial["name"] for trial in self.recorded.get(TRIALS, ())}
+        previous_trials = {trial["name"] for trial in self.recorded.get(TRIALS, ())}
         trials = len(self.switches) + 1
-        room = trials * SHORTEST_TRIAL <= self.total_steps * TRIAL_SHARE
-        if name not in known and not (self.measures and room and self.total_steps >= least):
-            if self.measures and not room:
-                needed = math.ceil(trials * SHORTEST_TRIAL / TRIAL_SHARE)
+        fits_run = trials * MIN_TRIAL_STEPS <= self.total_steps * TRIAL_SHARE
+        if name not in previous_trials and not (
+            self.measures and fits_run and self.total_steps >= min_steps
+        ):
+            if self.measures and not fits_run:
+                needed = math.ceil(trials * MIN_TRIAL_STEPS / TRIAL_SHARE)
                 reason = f"{self.total_steps:,} steps are too few to measure ({needed:,} needed)"
                 self.choose("optimization.measure", lambda: (False, reason))
             return False
-        self.switches.append(Switch(name, turn, first))
+        self.switches.append(Switch(name, set_enabled, initially_on))
         return True
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:

@@ -13,43 +13,43 @@ from runner.training.run import Run
 NHWC = torch.channels_last
 
 
-def apply(knobs: ChannelsLast, draft: RunBuilder) -> str | None:
+def apply(config: ChannelsLast, builder: RunBuilder) -> str | None:
     """Convert weights and batches to NHWC memory format."""
-    if not any(isinstance(m, nn.Conv2d) for m in draft.model.modules()):
+    if not any(isinstance(m, nn.Conv2d) for m in builder.model.modules()):
         return "the model has no 2-d convolution"
-    order = MemoryOrder()
-    draft.model.to(memory_format=NHWC)  # type: ignore[call-overload]
-    draft.placements.append(order.place)
-    draft.measure("channels_last", order.turn)
+    memory_order = MemoryOrder()
+    builder.model.to(memory_format=NHWC)  # type: ignore[call-overload]
+    builder.placements.append(memory_order.convert)
+    builder.add_trial("channels_last", memory_order.set_enabled)
     return None
 
 
 class MemoryOrder:
-    """The memory format of batches and weights; `turn` switches it between NHWC and NCHW."""
+    """The memory format of batches and weights; `set_enabled` switches it between NHWC and NCHW."""
 
     format = NHWC
 
-    def place(self, batch: Batch) -> Batch:
+    def convert(self, batch: Batch) -> Batch:
         """Return the batch in the current memory format."""
         inputs = batch[0]
         if isinstance(inputs, Tensor) and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=self.format)
         return inputs, batch[1]
 
-    def turn(self, run: Run, on: bool) -> None:
+    def set_enabled(self, run: Run, on: bool) -> None:
         """Convert weights, and optimizer state, as fused kernels need both in one format."""
         self.format = NHWC if on else torch.contiguous_format
         run.model.to(memory_format=self.format)  # type: ignore[call-overload]
         run.update.align_state()
 
 
-def engaged(knobs: ChannelsLast, run: Run) -> Evidence:
+def engaged(config: ChannelsLast, run: Run) -> Evidence:
     """Return the share of convolutions that read and write NHWC, where it differs from NCHW.
 
     A convolution with NHWC weights always writes NHWC, and first copies an input in NCHW.
     """
     from runner.techniques.layer_evidence import convolution_layouts
 
-    orders = convolution_layouts(run)
-    good = sum(map(all, orders.values()))
-    return Evidence.of_share(good, len(orders), "convolutions read and write NHWC")
+    layouts = convolution_layouts(run)
+    matching = sum(map(all, layouts.values()))
+    return Evidence.of_share(matching, len(layouts), "convolutions read and write NHWC")

@@ -23,82 +23,85 @@ from runner.techniques.config import ChunkedLoss
 from runner.training.run import Run
 
 SAMPLES = 2  # in the forwards that find the output layer
-CHUNKS = {"cpu": 256}  # fits in a CPU's caches, measured with 32,000 words of width 256
-CHUNK = 2048  # faster than longer ones; GPUs need long ones, as each chunk accumulates a gradient
+CHUNK_OF_DEVICE = {"cpu": 256}  # fits in a CPU's caches, measured with 32,000 words of width 256
+# faster than longer ones; GPUs need long ones, as each chunk accumulates a gradient
+DEFAULT_CHUNK = 2048
 
 
-def apply(knobs: ChunkedLoss, draft: RunBuilder) -> str | None:
+def apply(config: ChunkedLoss, builder: RunBuilder) -> str | None:
     """Find the layer that computes the logits, and make it return DeferredLogits."""
-    if not draft.objective.takes_deferred:
-        return f"{type(draft.objective).__name__} needs full logits"
-    inputs, target = probe.sample_batch(draft, min(draft.micro_batch, SAMPLES))
-    with probe.untouched(draft), torch.no_grad():
-        draft.model.eval()
-        layer, shape = _last_layer(draft, inputs)
+    if not builder.objective.takes_deferred:
+        return f"{type(builder.objective).__name__} needs full logits"
+    inputs, target = probe.sample_batch(builder, min(builder.micro_batch, SAMPLES))
+    with probe.preserve_builder_state(builder), torch.no_grad():
+        builder.model.eval()
+        layer, shape = _find_output_layer(builder, inputs)
         if layer is None:
             return "its logits are not the output of a linear layer"
-        tokens = shape.numel() // shape[-1] * draft.micro_batch // count(target)
+        tokens = shape.numel() // shape[-1] * builder.micro_batch // count(target)
         size = tokens * shape[-1] * 4 / 2**20
-        chunk = knobs.chunk or CHUNKS.get(draft.device.kind, CHUNK)
-        if size < knobs.min_mb:
-            return f"the logits take {size:,.1f} MB (min_mb={knobs.min_mb}), little to save"
+        chunk = config.chunk or CHUNK_OF_DEVICE.get(builder.device.kind, DEFAULT_CHUNK)
+        if size < config.min_mb:
+            return f"the logits take {size:,.1f} MB (min_mb={config.min_mb}), little to save"
         if tokens <= chunk:
             return f"{tokens} tokens fit in one chunk (chunk={chunk})"
         defer(layer, chunk)
         layer.training = True  # only this layer, so that the forward is otherwise unchanged
         try:
-            output = find_logits(probe.forward(draft, inputs))
+            output = find_logits(probe.forward(builder, inputs))
             problem = "the output is another tensor"
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             output, problem = None, f"{type(error).__name__}: {error}"
     if not isinstance(output, DeferredLogits):
         return f"the model needs its full logits after the last layer: {problem}"
     defer(layer, chunk)
-    draft.scope.callback(undo, layer)
+    builder.scope.callback(undo, layer)
     return None
 
 
-def _last_layer(draft: RunBuilder, inputs: Any) -> tuple[nn.Module | None, Any]:
+def _find_output_layer(builder: RunBuilder, inputs: Any) -> tuple[nn.Module | None, Any]:
     """Return the layer that outputs the model's logits, if it runs once, and their shape."""
     outputs: list[tuple[nn.Module, Any]] = []
-    layers = [m for m in draft.model.modules() if type(m) in (nn.Linear, OutputLayer)]
+    layers = [m for m in builder.model.modules() if type(m) in (nn.Linear, OutputLayer)]
     with probe.forward_hooks(
         layers, after=lambda layer, _, output: outputs.append((layer, output))
     ):
-        logits = find_logits(probe.forward(draft, inputs))
+        logits = find_logits(probe.forward(builder, inputs))
     last = next((layer for layer, output in outputs if output is logits), None)
     once = sum(layer is last for layer, _ in outputs) == 1
     return (last if once else None), getattr(logits, "shape", None)
 
 
-def engaged(knobs: ChunkedLoss, run: Run) -> Evidence:
+def engaged(config: ChunkedLoss, run: Run) -> Evidence:
     """Return the size of the largest chunk of logits in a step, and of all logits."""
     deferred: list[DeferredLogits] = []
     elements: dict[int, int] = {}  # of the largest tensor, by size of the last dimension
 
-    def note_output(layer: nn.Module, inputs: Any, output: Any) -> None:
+    def record_deferred(layer: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, DeferredLogits):
             deferred.append(output)
 
-    def note(operator: Any, output: Any) -> None:
+    def record_size(operator: Any, output: Any) -> None:
         for tensor in () if operator.is_view else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.ndim:
-                last = tensor.shape[-1]
-                elements[last] = max(elements.get(last, 0), tensor.numel())
+                width = tensor.shape[-1]
+                elements[width] = max(elements.get(width, 0), tensor.numel())
 
     layers = [m for m in run.model.modules() if "forward" in vars(m)]
-    with probe.forward_hooks(layers, after=note_output), probe.OperatorObserver(note):
+    with probe.forward_hooks(layers, after=record_deferred), probe.OperatorObserver(record_size):
         probe.dry_run_step(run)
     if not deferred:
         return Evidence(False, "no layer deferred its logits")
     *rows, vocab = deferred[0].shape
     tokens = prod(rows)
-    made, whole = elements.get(vocab, 0), tokens * vocab
+    largest, total = elements.get(vocab, 0), tokens * vocab
     facts = {
         "tokens": tokens,
         "vocab": vocab,
         "chunks": -(-tokens // deferred[0].chunk),
-        "largest_mb": round(made * 4 / 2**20, 1),
-        "whole_mb": round(whole * 4 / 2**20, 1),
+        "largest_mb": round(largest * 4 / 2**20, 1),
+        "whole_mb": round(total * 4 / 2**20, 1),
     }
-    return Evidence(made < whole, "" if made < whole else "the full logits were computed", facts)
+    return Evidence(
+        largest < total, "" if largest < total else "the full logits were computed", facts
+    )

@@ -19,7 +19,7 @@ KEY = "optimization.compile.min_steps"
 ENABLED = "optimization.compile.enabled"  # chosen false if the compiler failed in one process
 
 
-def unavailable(knobs: Any, device: Device) -> str | None:
+def unavailable(config: Any, device: Device) -> str | None:
     """Return why nothing can be compiled for this device, or None."""
     if device.kind == "mps":
         return "torch.compile is experimental on MPS"
@@ -29,54 +29,56 @@ def unavailable(knobs: Any, device: Device) -> str | None:
     return None
 
 
-def apply(knobs: Compile, draft: RunBuilder) -> str | None:
+def apply(config: Compile, builder: RunBuilder) -> str | None:
     """Compile the model in place, so that state_dict keys do not change.
 
     If the whole step is one graph, compiling the model is deferred: it is needed only if that
     graph fails.
     """
-    failed = [c.reason for c in draft.choices if c.key == ENABLED and c.value is False]
-    if reason := failed[0] if failed else too_short(draft, knobs.min_steps):
+    failed = [c.reason for c in builder.choices if c.key == ENABLED and c.value is False]
+    if reason := failed[0] if failed else too_short(builder, config.min_steps):
         return reason
     from runner.techniques import compiler
     from runner.techniques.probe import repeated_blocks
 
-    parts: list[nn.Module] = repeated_blocks(draft.model) if knobs.regional else [draft.model]
+    parts: list[nn.Module] = repeated_blocks(builder.model) if config.regional else [builder.model]
     if not parts:
         return "the model has no repeated blocks to compile one by one"
-    compiler.prepare(draft.scope)
-    compiler.check_tokens(draft)
-    compilation = compiler.Compilation(parts, compiler.modes(knobs.mode.value, draft))
-    draft.compilation = compilation
-    draft.recoveries.append(compilation.recover)
-    draft.scope.callback(compilation.stop)
-    shared = any(switch.name == "whole_step" for switch in draft.switches)
-    if draft.whole_step is None or shared:  # both are measured, so each compiles
-        least = 2 * least_steps(draft) if shared else 0
-        measured = draft.measure("compile", compilation.turn, first=False, least=least)
-        if not measured and draft.whole_step is None:
+    compiler.prepare(builder.scope)
+    compiler.add_token_check(builder)
+    compilation = compiler.Compilation(parts, compiler.select_modes(config.mode.value, builder))
+    builder.compilation = compilation
+    builder.recoveries.append(compilation.recover)
+    builder.scope.callback(compilation.stop)
+    whole_step_measured = any(switch.name == "whole_step" for switch in builder.switches)
+    if builder.whole_step is None or whole_step_measured:  # both are measured, so each compiles
+        min_steps = 2 * minimum_steps(builder) if whole_step_measured else 0
+        measured = builder.add_trial(
+            "compile", compilation.turn, initially_on=False, min_steps=min_steps
+        )
+        if not measured and builder.whole_step is None:
             compilation.start()
     return None
 
 
-def least_steps(draft: RunBuilder, asked: int | None = 0) -> int:
-    """Return the least steps to try it: `asked`, by a timed step if measured, or by rule."""
-    if asked or not (asked is None or draft.measures or KEY in draft.recorded):
-        return asked or 0
+def minimum_steps(builder: RunBuilder, min_steps: int | None = 0) -> int:
+    """Return the least steps to try it: `min_steps`, by a timed step if measured, or by rule."""
+    if min_steps or not (min_steps is None or builder.measures or KEY in builder.recorded):
+        return min_steps or 0
     from runner.techniques.cost import compile_break_even
 
-    return int(draft.choose(KEY, lambda: compile_break_even(draft)))
+    return int(builder.choose(KEY, lambda: compile_break_even(builder)))
 
 
-def too_short(draft: RunBuilder, asked: int | None = 0) -> str | None:
+def too_short(builder: RunBuilder, min_steps: int | None = 0) -> str | None:
     """Return why the run is too short to be compiled, or None."""
-    least, steps = least_steps(draft, asked), draft.total_steps
-    if steps >= least:
+    required, steps = minimum_steps(builder, min_steps), builder.total_steps
+    if steps >= required:
         return None
-    return f"run too short ({steps:,} steps; tried from {least:,} on)"
+    return f"run too short ({steps:,} steps; tried from {required:,} on)"
 
 
-def engaged(knobs: Compile, run: Run) -> Evidence:
+def engaged(config: Compile, run: Run) -> Evidence:
     """Return the share of layers in compiled graphs, and dynamo's counters."""
     from runner.record.text import shorten
     from runner.techniques import compiler
@@ -84,9 +86,9 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
 
     compilation = run.compilation
     if run.whole is not None:
-        made = run.whole.steps > 0
-        reason = "" if made else compiler.graph_obstacle(run) or "no step ran as one graph"
-        return Evidence(made, reason, {"part_of": "whole_step"} if made else {})
+        has_run = run.whole.steps > 0
+        reason = "" if has_run else compiler.graph_obstacle(run) or "no step ran as one graph"
+        return Evidence(has_run, reason, {"part_of": "whole_step"} if has_run else {})
     reason = run.fallen.get("compile", "")
     if compilation is None or not compilation.mode:
         return Evidence(False, reason or "nothing was compiled")
@@ -95,6 +97,6 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
     if not min(graphs):  # agreed by all processes, since the dry runs below need all of them
         causes = facts.get("failed") or [compiler.graph_obstacle(run, eager=True)]
         return Evidence(False, shorten("; ".join(filter(None, ["no graph", *causes])), 300), facts)
-    compiled, layers = compiled_layers(run)
-    shown = Evidence.of_share(compiled, layers, "layers in compiled graphs", **facts)
-    return replace(shown, reason="; ".join(filter(None, (reason, shown.reason))))
+    compiled, total = compiled_layers(run)
+    evidence = Evidence.of_share(compiled, total, "layers in compiled graphs", **facts)
+    return replace(evidence, reason="; ".join(filter(None, (reason, evidence.reason))))

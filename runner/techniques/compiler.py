@@ -30,15 +30,15 @@ from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
-CALLS = re.compile(
+OPERATOR_CALL = re.compile(
     r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
     r"(\w+?)(?:_out)?(?:\.\w+)?\("
 )
 """Operator calls in generated code, C++ and Python."""
-PLACE = re.compile(r'File "([^"]+)", line (\d+)')
-FUNCTION = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
+CODE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+FUNCTION_LINE = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
 """The line of user code that a compiler message names."""
 TRACER_WARNINGS = (
     "The .grad attribute of a Tensor that is not a leaf",
@@ -110,16 +110,16 @@ def _compile(part: nn.Module, mode: str) -> None:
     part._compiled_call_impl = torch.compile(call, mode=mode)
 
 
-def modes(asked: str, draft: RunBuilder) -> list[str]:
+def select_modes(mode: str, builder: RunBuilder) -> list[str]:
     """Return the modes to try, in order.
 
     On a CPU max-autotune was measured 2 to 15 % slower than default.
     """
-    first = asked
-    if draft.cuda_graphs and asked in ("auto", "default"):
+    first = mode
+    if builder.cuda_graphs and mode in ("auto", "default"):
         first = "reduce-overhead"
-    elif asked == "auto":
-        first = "max-autotune-no-cudagraphs" if draft.device.kind == "cuda" else "default"
+    elif mode == "auto":
+        first = "max-autotune-no-cudagraphs" if builder.device.kind == "cuda" else "default"
     return list(dict.fromkeys([first, "default"]))
 
 
@@ -136,9 +136,9 @@ def prepare(scope: ExitStack) -> None:
     PyCodeCache.cache_clear()
     reset_counters()
     folder = cache_folder(os.environ)
-    if str(folder) != os.environ.get(CACHE):  # not the user's choice
-        scope.callback(os.environ.__setitem__, CACHE, default_cache_dir())
-        os.environ[CACHE] = str(_make_cache(folder, scope))
+    if str(folder) != os.environ.get(CACHE_VARIABLE):  # not the user's choice
+        scope.callback(os.environ.__setitem__, CACHE_VARIABLE, default_cache_dir())
+        os.environ[CACHE_VARIABLE] = str(_make_cache_folder(folder, scope))
 
 
 def reset_counters() -> None:
@@ -155,17 +155,19 @@ def is_at_fault(error: Exception) -> bool:
     from torch._dynamo.exc import TorchDynamoException
 
     # some of its errors are no TorchDynamoException, such as for too many recompiles
-    theirs = type(error).__module__ == TorchDynamoException.__module__
-    theirs = theirs or isinstance(error, TorchDynamoException)
-    return theirs or _passed(error, f"torch{os.sep}_inductor{os.sep}", "codecache")
+    is_dynamo_error = type(error).__module__ == TorchDynamoException.__module__
+    is_dynamo_error = is_dynamo_error or isinstance(error, TorchDynamoException)
+    return is_dynamo_error or _traceback_contains(
+        error, f"torch{os.sep}_inductor{os.sep}", "codecache"
+    )
 
 
 def was_running(error: Exception) -> bool:
     """Whether the error was raised while compiled code ran."""
-    return _passed(error, f"_inductor{os.sep}output_code.py")
+    return _traceback_contains(error, f"_inductor{os.sep}output_code.py")
 
 
-def _passed(error: Exception, *parts: str) -> bool:
+def _traceback_contains(error: Exception, *parts: str) -> bool:
     """Whether a frame of the traceback is in a file with all `parts` in its path."""
     paths = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
     return any(all(part in path for part in parts) for path in paths)
@@ -183,8 +185,9 @@ def summarize_message(text: str) -> str:
     first = lines[0].partition(", consider setting")[0]
     if first.endswith(":"):  # an error raised by a backend
         first = " ".join([first, *lines[1:2]])
-    places = PLACE.findall(text.partition("user code")[2])[-1:] or FUNCTION.findall(text)
-    where = f" ({places[0][0]}:{places[0][1]})" if places else ""
+    code_lines = CODE_LINE.findall(text.partition("user code")[2])[-1:]
+    code_lines = code_lines or FUNCTION_LINE.findall(text)
+    where = f" ({code_lines[0][0]}:{code_lines[0][1]})" if code_lines else ""
     return f"{shorten(first, 200)}{where}"
 
 
@@ -211,7 +214,7 @@ def _shorten_messages(scope: ExitStack) -> None:
 # -- counters --------------------------------------------------------------------------------------
 
 
-def kernels() -> dict[str, int]:
+def count_compiled_operators() -> dict[str, int]:
     """Return the number of calls per operator in the code compiled since `prepare`.
 
     A profiler does not see them if the calling code is compiled as well (cpp_wrapper).
@@ -219,7 +222,9 @@ def kernels() -> dict[str, int]:
     from torch._inductor.codecache import PyCodeCache
 
     files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
-    names = [name for file in files for name in CALLS.findall(file.read_text(errors="replace"))]
+    names = [
+        name for file in files for name in OPERATOR_CALL.findall(file.read_text(errors="replace"))
+    ]
     return dict(Counter(f"aten::{name}" for name in names))
 
 
@@ -228,12 +233,12 @@ def compilation_facts() -> dict[str, Any]:
     from torch._dynamo.utils import counters, get_compilation_metrics
 
     compiled = get_compilation_metrics()
-    forward = [one for one in compiled if one.co_name]
-    again = [one for one in forward if one.recompile_reason]
+    forward = [metrics for metrics in compiled if metrics.co_name]
+    recompiled = [metrics for metrics in forward if metrics.recompile_reason]
     breaks = [
-        f"{one.co_filename}:{one.co_firstlineno}"
-        for one in forward
-        if str(one.co_name).startswith("torch_dynamo_resume_in_") and one not in again
+        f"{metrics.co_filename}:{metrics.co_firstlineno}"
+        for metrics in forward
+        if str(metrics.co_name).startswith("torch_dynamo_resume_in_") and metrics not in recompiled
     ]
     inductor, autograd = counters["inductor"], counters["aot_autograd"]
     hits = inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"]
@@ -241,15 +246,21 @@ def compilation_facts() -> dict[str, Any]:
     details = {
         "broken_at": breaks[:10],
         "why_broken": [summarize_message(reason) for reason in reasons[:10]],
-        "failed": [summarize_message(str(o.fail_reason)) for o in forward if o.fail_reason][:5],
-        "why_recompiled": [shorten(str(one.recompile_reason), 200) for one in again[:5]],
+        "failed": [
+            summarize_message(str(metrics.fail_reason))
+            for metrics in forward
+            if metrics.fail_reason
+        ][:5],
+        "why_recompiled": [
+            shorten(str(metrics.recompile_reason), 200) for metrics in recompiled[:5]
+        ],
     }
     return {
         "graphs": int(counters["stats"]["unique_graphs"]),
-        "seconds": round(sum((one.duration_us or 0) for one in compiled) / 1e6, 2),
+        "seconds": round(sum((metrics.duration_us or 0) for metrics in compiled) / 1e6, 2),
         "cache": "warm" if hits and not inductor["fxgraph_cache_miss"] else "cold",
         "graph_breaks": len(breaks),
-        "recompiles": len(again),
+        "recompiles": len(recompiled),
         **{name: texts for name, texts in details.items() if texts},
     }
 
@@ -257,16 +268,16 @@ def compilation_facts() -> dict[str, Any]:
 # -- out-of-range indices, which would end the process ---------------------------------------------
 
 
-def check_tokens(draft: RunBuilder) -> None:
+def add_token_check(builder: RunBuilder) -> None:
     """Add a placement that raises DataError for token ids beyond the vocabulary, on a CPU.
 
     Compiled code checks indices in a parallel region, where an error ends the process.
     """
-    vocab = draft.sizes.vocab
-    if draft.device.kind != "cpu" or vocab is None:
+    vocab = builder.sizes.vocab
+    if builder.device.kind != "cpu" or vocab is None:
         return
 
-    def place(batch: Batch) -> Batch:
+    def check_ids(batch: Batch) -> Batch:
         ids: Any = batch[0]
         while isinstance(ids, tuple | list):
             ids = ids[0]
@@ -279,7 +290,7 @@ def check_tokens(draft: RunBuilder) -> None:
             )
         return batch
 
-    draft.placements.append(place)
+    builder.placements.append(check_ids)
 
 
 def out_of_range(indices: Any, limit: int) -> bool:
@@ -302,8 +313,8 @@ def graph_obstacle(run: Run, eager: bool = False) -> str:
     """
     for hook in run.hooks:
         events = ("around", "on_gradients")  # not possible for a step in one graph
-        looks = any(getattr(type(hook), event) is not getattr(Hook, event) for event in events)
-        if hook.every == 1 and looks and (hook.eager or not eager):
+        observes = any(getattr(type(hook), event) is not getattr(Hook, event) for event in events)
+        if hook.every == 1 and observes and (hook.eager or not eager):
             tool = getattr(hook, "name", "")  # debug tools have one, equal to their config key
             name = f"debug={tool}" if tool else type(hook).__name__
             slower = f"; debug.{tool}.every=50 avoids most of it" if tool else ""
@@ -330,9 +341,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    named = environ.get(CACHE)
-    if named and named != default_cache_dir():  # torch itself sets it to its default
-        return Path(named)
+    user_folder = environ.get(CACHE_VARIABLE)
+    if user_folder and user_folder != default_cache_dir():  # torch itself sets it to its default
+        return Path(user_folder)
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     flags = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
     return home / "runner" / "compiled" / f"torch-{torch.__version__}-cpu-{flags}"
@@ -345,14 +356,14 @@ def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
     """
     if not os.access(folder, os.W_OK):
         return "is not writable"
-    if str(folder) == environ.get(CACHE):
+    if str(folder) == environ.get(CACHE_VARIABLE):
         return None
     status = folder.stat()
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return "is writable by other users" if status.st_uid != os.getuid() or shared else None
 
 
-def _make_cache(folder: Path, scope: ExitStack) -> Path:
+def _make_cache_folder(folder: Path, scope: ExitStack) -> Path:
     """Create and return the folder, or a temporary one for this run if it cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

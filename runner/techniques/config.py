@@ -1,4 +1,4 @@
-"""The `optimization` group: the knobs of every technique, in order of application.
+"""The `optimization` group: the settings of every technique, in order of application.
 
 The fields of `Optimization` are the registry of techniques; every other list of them is derived
 from these fields. The code of a technique is in the module of its name.
@@ -42,9 +42,9 @@ class BuiltIn(Technique):
         check: Callable[..., str | None] | None = getattr(self._module(), "unavailable", None)
         return check(self, device) if check else None
 
-    def apply(self, draft: RunBuilder) -> str | None:
-        """Change the draft, or return why the technique does not apply to it."""
-        reason: str | None = self._module().apply(self, draft)
+    def apply(self, builder: RunBuilder) -> str | None:
+        """Change the builder, or return why the technique does not apply to it."""
+        reason: str | None = self._module().apply(self, builder)
         return reason
 
     def engaged(self, run: Run) -> Evidence:
@@ -206,13 +206,13 @@ class AutoConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "optimization.auto")
-        known = [name for name, _ in Optimization().techniques()] if self.without else []
+        techniques = [name for name, _ in Optimization().techniques()] if self.without else []
         for name in self.without:
-            if name not in known:
+            if name not in techniques:
                 raise ConfigError(
                     "optimization.auto.without",
                     f"unknown technique {name!r}",
-                    f"use {', '.join(known)}",
+                    f"use {', '.join(techniques)}",
                 )
 
 

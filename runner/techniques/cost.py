@@ -20,48 +20,48 @@ from runner.techniques.base import ForwardCost, RunBuilder
 from runner.training.recovery import is_out_of_memory, release_references
 
 COLD_S = 30.0  # cold compile time of a small transformer
-TRY_SHARE = 0.1  # share of a run that futile compiling may cost
-PASSES = 6  # timed forwards, the same number on each machine; the first ones are never the fastest
-ASSUMED_S = 0.01  # per step, of a model that cannot be timed
+MAX_COMPILE_SHARE = 0.1  # share of a run that futile compiling may cost
+TIMED_FORWARDS = 6  # the same on each machine; the first ones are never the fastest
+ASSUMED_STEP_S = 0.01  # per step, of a model that cannot be timed
 SAMPLES = 8  # counted, and scaled up to a micro-batch
-WORK_FLOP = {"cpu": 4e12}  # of a run in which compiling pays: minutes on a CPU with few cores
-OTHER_WORK_FLOP = 4e15  # and on an accelerator
+MIN_RUN_FLOP = {"cpu": 4e12}  # of a run in which compiling pays: minutes on a CPU with few cores
+MIN_RUN_FLOP_ACCELERATOR = 4e15  # and on an accelerator
 
 
-def forward_cost(draft: RunBuilder) -> ForwardCost:
+def forward_cost(builder: RunBuilder) -> ForwardCost:
     """Return the FLOP of a forward over a micro-batch, counted once per run.
 
     Rules use counts because they are reproducible, which timings are not. A model that must not be
     called before training counts as infinitely large.
     """
-    if draft.forward_cost is None:
+    if builder.forward_cost is None:
         try:
-            draft.forward_cost = _count(draft, SAMPLES)
+            builder.forward_cost = _count_flop(builder, SAMPLES)
         except NotRestorable as error:
-            draft.forward_cost = ForwardCost(inf, 1, str(error))
+            builder.forward_cost = ForwardCost(inf, 1, str(error))
         except Exception:  # such as a model with a fixed batch size
-            draft.forward_cost = _count(draft, draft.micro_batch)
-    return draft.forward_cost
+            builder.forward_cost = _count_flop(builder, builder.micro_batch)
+    return builder.forward_cost
 
 
-def _count(draft: RunBuilder, samples: int) -> ForwardCost:
-    inputs, target = probe.sample_batch(draft, samples)
-    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in draft.model.modules())
+def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
+    inputs, target = probe.sample_batch(builder, samples)
+    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in builder.model.modules())
     with ExitStack() as stack:
-        stack.enter_context(probe.untouched(draft))
-        stack.enter_context(modes.evaluation_mode(draft.model))
+        stack.enter_context(probe.preserve_builder_state(builder))
+        stack.enter_context(modes.evaluation_mode(builder.model))
         stack.enter_context(torch.no_grad())
-        if draft.compilation is not None:  # else the counting would be compiled
+        if builder.compilation is not None:  # else the counting would be compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         with (counter := ProductCounter()):
-            call(draft.model, inputs)
+            call(builder.model, inputs)
         flop, products = counter.flop, counter.products
-        if counter.opaque or scripted:
-            flop, products = _count_dispatched(draft, inputs)
-    return ForwardCost(flop / 1e6 * draft.micro_batch / count(target), products)
+        if counter.uncounted or scripted:
+            flop, products = _count_dispatched(builder, inputs)
+    return ForwardCost(flop / 1e6 * builder.micro_batch / count(target), products)
 
 
-def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
+def _count_dispatched(builder: RunBuilder, inputs: Any) -> tuple[int, int]:
     """Return FLOP and number of products by torch's FlopCounterMode, which sees each operator."""
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -70,57 +70,57 @@ def _count_dispatched(draft: RunBuilder, inputs: Any) -> tuple[int, int]:
         probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
         FlopCounterMode(display=False) as counter,
     ):
-        call(draft.model, inputs)
-    return counter.get_total_flops(), sum(one in flop_registry for one in products)
+        call(builder.model, inputs)
+    return counter.get_total_flops(), sum(operator in flop_registry for operator in products)
 
 
-def compile_break_even(draft: RunBuilder) -> tuple[int, str]:
+def compile_break_even(builder: RunBuilder) -> tuple[int, str]:
     """Return the least number of steps for which compiling is tried, and the reason.
 
     If gains are measured, a timed step decides: a run that is compiled without gain (half a minute,
-    the first time) takes at most TRY_SHARE longer. Otherwise the FLOP count decides, so that the
-    same run is always compiled or never.
+    the first time) takes at most MAX_COMPILE_SHARE longer. Otherwise the FLOP count decides, so
+    that the same run is always compiled or never.
     """
-    if not draft.measures:
-        return _compile_rule(draft)
+    if not builder.measures:
+        return _compile_rule(builder)
     try:
-        seconds = step_seconds(draft)
+        seconds = step_seconds(builder)
         measured = f"forward and backward take about {1e3 * seconds:.3g} ms"
     except NotRestorable as error:
-        seconds = ASSUMED_S
+        seconds = ASSUMED_STEP_S
         measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
-    share = f"{COLD_S:.0f} s of compiling may take {TRY_SHARE:.0%} of the run"
-    return _two_digits(COLD_S / TRY_SHARE / seconds), f"{measured}; {share}"
+    share = f"{COLD_S:.0f} s of compiling may take {MAX_COMPILE_SHARE:.0%} of the run"
+    return _round_to_two_digits(COLD_S / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
 
 
-def _compile_rule(draft: RunBuilder) -> tuple[int, str]:
-    cost = forward_cost(draft)
+def _compile_rule(builder: RunBuilder) -> tuple[int, str]:
+    cost = forward_cost(builder)
     if cost.unknown:
-        steps = COLD_S / TRY_SHARE / ASSUMED_S
+        steps = COLD_S / MAX_COMPILE_SHARE / ASSUMED_STEP_S
     else:
-        flop = 3e6 * cost.mflop * draft.batch_size / draft.micro_batch
-        steps = WORK_FLOP.get(draft.device.kind, OTHER_WORK_FLOP) / max(flop, 1.0)
-    return _two_digits(steps), f"by rule: {cost}"
+        flop = 3e6 * cost.mflop * builder.batch_size / builder.micro_batch
+        steps = MIN_RUN_FLOP.get(builder.device.kind, MIN_RUN_FLOP_ACCELERATOR) / max(flop, 1.0)
+    return _round_to_two_digits(steps), f"by rule: {cost}"
 
 
-def _two_digits(steps: float) -> int:
+def _round_to_two_digits(steps: float) -> int:
     return int(float(f"{steps:.1e}"))  # the inputs are no more precise
 
 
-def step_seconds(draft: RunBuilder) -> float:
+def step_seconds(builder: RunBuilder) -> float:
     """Estimate the seconds of forward and backward over a micro-batch: three times a forward.
 
-    Takes the fastest of PASSES, since disturbances (cold caches, other processes) only add time.
+    Takes the fastest of TIMED_FORWARDS: disturbances (cold caches, other processes) only add time.
     Raises NotRestorable.
     """
-    inputs, _ = probe.sample_batch(draft, draft.micro_batch)
+    inputs, _ = probe.sample_batch(builder, builder.micro_batch)
     seconds: list[float] = []
-    with probe.untouched(draft), torch.no_grad():
-        draft.model.train()
-        for _ in range(PASSES):
+    with probe.preserve_builder_state(builder), torch.no_grad():
+        builder.model.train()
+        for _ in range(TIMED_FORWARDS):
             start = perf_counter()
             try:
-                probe.forward(draft, inputs)
+                probe.forward(builder, inputs)
             except Exception as error:
                 if is_out_of_memory(error):
                     release_references(error)
@@ -128,14 +128,14 @@ def step_seconds(draft: RunBuilder) -> float:
                 if not seconds:
                     raise
                 break  # training will raise it, with its context
-            draft.device.synchronize()
+            builder.device.synchronize()
             seconds.append(perf_counter() - start)
     return 3 * min(seconds)
 
 
 # -- FLOP of matrix products, convolutions and attention, from shapes ------------------------------
 
-OPAQUE = {
+UNCOUNTED_FUNCTIONS = {
     "bilinear", "cdist", "chain_matmul", "einsum", "gru", "gru_cell", "inner", "kron", "lstm",
     "lstm_cell", "multi_dot", "multi_head_attention_forward", "outer", "rnn_relu", "rnn_relu_cell",
     "rnn_tanh", "rnn_tanh_cell", "tensordot",
@@ -143,31 +143,31 @@ OPAQUE = {
 """Functions with products inside that ProductCounter does not see."""
 
 
-def _inner(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
+def _matmul_flop(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
     """Return the FLOP formula of `[…, n, k] @ […, k, m]`; args[operand] has k as last dimension."""
     return lambda args, out: 2 * out.numel() * int(args[operand].shape[-1])
 
 
-def _convolution(args: Sequence[Any], out: Tensor) -> int:
+def _convolution_flop(args: Sequence[Any], out: Tensor) -> int:
     return 2 * out.numel() * int(args[1][0].numel())
 
 
-def _transposed(args: Sequence[Any], out: Tensor) -> int:
+def _transposed_convolution_flop(args: Sequence[Any], out: Tensor) -> int:
     return 2 * int(args[0].numel()) * int(args[1][0].numel())
 
 
-def _attention(args: Sequence[Any], out: Tensor) -> int:
+def _attention_flop(args: Sequence[Any], out: Tensor) -> int:
     query, key, value = args[:3]  # […, length, width]
     width = query.shape[-1] + value.shape[-1]
     return 2 * int(query.numel() // query.shape[-1] * key.shape[-2] * width)
 
 
-FLOP: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
-    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _inner(0)),
-    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _inner(1)),
-    **{f"conv{n}d": _convolution for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _transposed for n in (1, 2, 3)},
-    "scaled_dot_product_attention": _attention,
+FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
+    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _matmul_flop(0)),
+    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _matmul_flop(1)),
+    **{f"conv{n}d": _convolution_flop for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _transposed_convolution_flop for n in (1, 2, 3)},
+    "scaled_dot_product_attention": _attention_flop,
 }
 
 
@@ -175,24 +175,24 @@ class ProductCounter(TorchFunctionMode):
     """Context that counts FLOP (a multiply-add is two) and products.
 
     torch's FlopCounterMode needs a dispatch mode, which imports 800 modules (2 s, once). This one
-    sees functions called from Python, and lists those that it cannot count in `opaque`.
+    sees functions called from Python, and lists those that it cannot count in `uncounted`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flop = self.products = 0
-        self.opaque: set[str] = set()  # functions whose products were not seen
+        self.uncounted: set[str] = set()  # functions whose products were not seen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
-        if name in OPAQUE:
-            self.opaque.add(name)
-        elif name in FLOP:
+        if name in UNCOUNTED_FUNCTIONS:
+            self.uncounted.add(name)
+        elif name in FLOP_FORMULAS:
             try:
-                self.flop += FLOP[name](args, result)
+                self.flop += FLOP_FORMULAS[name](args, result)
                 self.products += 1
             except (AttributeError, IndexError, TypeError):  # keyword arguments
-                self.opaque.add(name)
+                self.uncounted.add(name)
         return result

@@ -5,31 +5,31 @@ from __future__ import annotations
 from runner.device.device import Device
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import CudaGraphs
-from runner.techniques.probe import operators
+from runner.techniques.probe import count_operators
 from runner.training.run import Run
 
-LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch")  # names in the profiler
+LAUNCH_EVENTS = ("cudaGraphLaunch", "hipGraphLaunch")  # names in the profiler
 
 
-def unavailable(knobs: CudaGraphs, device: Device) -> str | None:
+def unavailable(config: CudaGraphs, device: Device) -> str | None:
     """Return a reason on devices other than CUDA."""
     if device.kind == "cuda":
         return None
     return f"CUDA graphs need a CUDA GPU, but the device is {device.kind}"
 
 
-def apply(knobs: CudaGraphs, draft: RunBuilder) -> None:
+def apply(config: CudaGraphs, builder: RunBuilder) -> None:
     """Set a flag for the techniques that compile: their compiler captures the graphs.
 
     torch.cuda.make_graphed_callables is not used: it takes one shape only, and an epoch's last
     batch or micro-batch may have another.
     """
-    draft.cuda_graphs = True
+    builder.cuda_graphs = True
 
 
-def engaged(knobs: CudaGraphs, run: Run) -> Evidence:
+def engaged(config: CudaGraphs, run: Run) -> Evidence:
     """Return the number of graphs launched in one step, from the profiler."""
-    launches = sum(n for name, n in operators(run).items() if name.startswith(LAUNCH))
+    launches = sum(n for name, n in count_operators(run).items() if name.startswith(LAUNCH_EVENTS))
     reason = "" if launches else "the compiled step launches no graph"
     if not launches and run.compilation is None and run.whole is None:
         reason = "needs a compiled model: optimization.compile.enabled=true"

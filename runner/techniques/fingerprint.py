@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 CLAIM = "claimed by the technique itself"
 SAMPLES = 8  # in the compared step
-SHOWN_IN_A_STEP = {"model", "forward", "contexts", "placements", "remarks", "choices", "scope"}
-"""Fields of a draft that are not compared: their effect is seen in the compared step."""
+FIELDS_SEEN_IN_STEP = set("model forward contexts placements technique_facts choices scope".split())
+"""Fields of a builder that are not compared: their effect is seen in the compared step."""
 
 
-def fingerprint(draft: RunBuilder) -> dict[str, Any]:
-    """Return the observable state of a draft, by the name under which a change is reported."""
-    names = {one.name for one in fields(draft)} - SHOWN_IN_A_STEP
-    settings = {name: getattr(draft, name) for name in names}
+def fingerprint(builder: RunBuilder) -> dict[str, Any]:
+    """Return the observable state of a builder, by the name under which a change is reported."""
+    names = {f.name for f in fields(builder)} - FIELDS_SEEN_IN_STEP
+    settings = {name: getattr(builder, name) for name in names}
     settings = {k: copy(v) if isinstance(v, dict | list) else v for k, v in settings.items()}
-    model, kind = draft.model, draft.device.kind
-    with entered(draft.contexts):
+    model, kind = builder.model, builder.device.kind
+    with entered(builder.contexts):
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return {
         **settings,
@@ -37,7 +37,7 @@ def fingerprint(draft: RunBuilder) -> dict[str, Any]:
             for name, weight in [*model.named_parameters(), *model.named_buffers()]
         },
         "compiled modules": [module._compiled_call_impl is None for module in model.modules()],
-        "compiled forward": hasattr(draft.forward, "_torchdynamo_orig_callable"),
+        "compiled forward": hasattr(builder.forward, "_torchdynamo_orig_callable"),
         "switches of the process": [
             autocast,
             torch.get_num_threads(),
@@ -45,31 +45,31 @@ def fingerprint(draft: RunBuilder) -> dict[str, Any]:
             torch.get_float32_matmul_precision(),
             torch.backends.cudnn.benchmark,
         ],
-        **_step(draft),
+        **_step_effects(builder),
     }
 
 
-def _step(draft: RunBuilder) -> dict[str, Any]:
+def _step_effects(builder: RunBuilder) -> dict[str, Any]:
     """Return operators, sums of results and saved bytes of an uncompiled forward and backward."""
     numbers: list[float] = []
     operators: Counter[tuple[str, Any]] = Counter()
 
-    def note(operator: Any, output: Any) -> None:
+    def count_operator(operator: Any, output: Any) -> None:
         operators[str(operator), getattr(output, "dtype", None)] += 1
 
     def step() -> None:
-        loss, gradients = trial_step(draft, min(SAMPLES, draft.micro_batch))
+        loss, gradients = trial_step(builder, min(SAMPLES, builder.micro_batch))
         numbers.extend(float(t.double().sum()) for t in (loss, *gradients) if t is not None)
 
     try:
-        with OperatorObserver(note):
-            memory = saved_bytes(draft.model, step)
+        with OperatorObserver(count_operator):
+            memory = saved_bytes(builder.model, step)
     except Exception as error:  # such as a model with a fixed batch size
         return {"a step": type(error)}
     return {"memory for the backward": memory, "numbers": numbers, "operators": operators}
 
 
-def _differ(before: Any, after: Any) -> bool:
+def _is_changed(before: Any, after: Any) -> bool:
     try:
         return bool(before != after)
     except (RuntimeError, TypeError, ValueError):  # tensors and arrays give no single bool
@@ -81,20 +81,20 @@ class MeasuredTechnique(Technique):
     """Wrapper that measures what a user's technique changes."""
 
     technique: Technique = field(kw_only=True)
-    measured: list[str] = field(default_factory=list)  # names of changes
+    changes: list[str] = field(default_factory=list)  # names of what it changed
 
     def unavailable(self, device: Device) -> str | None:
         """Return the technique's own reason, or None."""
         return self.technique.unavailable(device)
 
-    def apply(self, draft: RunBuilder) -> str | None:
+    def apply(self, builder: RunBuilder) -> str | None:
         """Apply it between two fingerprints; ignore what also differs between repeated ones."""
-        first, before = fingerprint(draft), fingerprint(draft)
-        reason = self.technique.apply(draft)
-        after = fingerprint(draft)
+        first, before = fingerprint(builder), fingerprint(builder)
+        reason = self.technique.apply(builder)
+        after = fingerprint(builder)
         for name, value in before.items():
-            if not _differ(first.get(name), value) and _differ(value, after.get(name)):
-                self.measured.append(name)
+            if not _is_changed(first.get(name), value) and _is_changed(value, after.get(name)):
+                self.changes.append(name)
         return reason
 
     def engaged(self, run: Run) -> Evidence:
@@ -102,8 +102,8 @@ class MeasuredTechnique(Technique):
         evidence = self.technique.engaged(run)
         if not evidence.engaged:
             return evidence
-        facts = {"measured": ", ".join(self.measured) or "nothing", **evidence.facts}
-        if not self.measured:
+        facts = {"measured": ", ".join(self.changes) or "nothing", **evidence.facts}
+        if not self.changes:
             return Evidence(False, "claims to be engaged; nothing measurable changed", facts)
         return replace(
             evidence, reason="; ".join(filter(None, (CLAIM, evidence.reason))), facts=facts

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.optim.origin import is_torchs, runs_torchs_step
+from runner.optim.origin import is_torchs, uses_torch_step
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import FusedOptimizer
 from runner.training.run import Run
@@ -18,34 +18,37 @@ from runner.training.run import Run
 Options = dict[str, bool]
 
 
-def apply(knobs: FusedOptimizer, draft: RunBuilder) -> str | None:
+def apply(config: FusedOptimizer, builder: RunBuilder) -> str | None:
     """Select the fastest implementation that the optimizer's class has."""
-    options, reason = fastest(draft.optimizer_class, draft.model)
-    draft.optimizer_options.update(options)
+    options, reason = fastest(builder.optimizer_class, builder.model)
+    builder.optimizer_options.update(options)
     return reason
 
 
-def engaged(knobs: FusedOptimizer, run: Run) -> Evidence:
+def engaged(config: FusedOptimizer, run: Run) -> Evidence:
     """Return the share of weights with a fused update, and where the guard runs."""
     update, optimizer = run.update, run.update.optimizer
     weights: Counter[str] = Counter()
     for group in optimizer.param_groups:
         weights[_implementation(optimizer, group)] += len(group["params"])
-    ran = weights.most_common(1)[0][0]
-    guard = "host reads a flag" if update.undo is None else "taken back on the device"
-    facts = {"implementation": ran, "guard": "in the kernel" if update.in_kernel else guard}
-    of = "weights updated by a fused kernel"
-    shown = Evidence.of_share(weights["fused"], weights.total(), of, **facts)
+    implementation = weights.most_common(1)[0][0]
+    guard = "host reads a flag" if update.revertible is None else "taken back on the device"
+    facts = {
+        "implementation": implementation,
+        "guard": "in the kernel" if update.in_kernel else guard,
+    }
+    counted = "weights updated by a fused kernel"
+    evidence = Evidence.of_share(weights["fused"], weights.total(), counted, **facts)
     if weights["fused"]:
-        return shown
+        return evidence
     name = type(optimizer).__name__
-    reason = f"{name} has no fused kernel for these options: {ran}"
-    return replace(shown, reason=reason)
+    reason = f"{name} has no fused kernel for these options: {implementation}"
+    return replace(evidence, reason=reason)
 
 
 def _implementation(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     """Return the implementation that torch's `step` takes by the group's options."""
-    if not runs_torchs_step(optimizer):
+    if not uses_torch_step(optimizer):
         return "its own step()"
     return next((name for name in ("fused", "foreach") if group.get(name)), "loop")
 
@@ -63,6 +66,6 @@ def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[O
     if "foreach" in accepted:
         # counters on the device allow a bad update to be reverted without a host sync
         on_cuda = any(p.device.type == "cuda" for p in model.parameters())
-        more = {"capturable": True} if on_cuda and "capturable" in accepted else {}
-        return {"foreach": True, **more}, None
+        extra = {"capturable": True} if on_cuda and "capturable" in accepted else {}
+        return {"foreach": True, **extra}, None
     return {}, f"{optimizer.__name__} has neither a fused nor a foreach implementation"

@@ -38,10 +38,10 @@ def product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
     active: list[nn.Module] = []
     products: dict[nn.Module, set[torch.dtype]] = {}
 
-    def note(operator: Any, output: Any) -> None:
+    def record_dtype(operator: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
-        product = operator._overloadpacket in flop_registry or "rnn" in operator.__name__
-        if product and active and isinstance(first, Tensor):
+        is_product = operator._overloadpacket in flop_registry or "rnn" in operator.__name__
+        if is_product and active and isinstance(first, Tensor):
             products.setdefault(active[-1], set()).add(first.dtype)
 
     def enter(module: nn.Module, *_: Any) -> None:
@@ -50,22 +50,22 @@ def product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
     def leave(module: nn.Module, *_: Any) -> None:
         active.pop()
 
-    with forward_hooks(run.model.modules(), enter, leave), OperatorObserver(note):
+    with forward_hooks(run.model.modules(), enter, leave), OperatorObserver(record_dtype):
         dry_run_step(run)
     return products
 
 
 def convolution_layouts(run: Run) -> dict[nn.Module, list[bool]]:
     """Return for each convolution whether its input and output are NHWC, if that is decidable."""
-    orders: dict[nn.Module, list[bool]] = {}
+    layouts: dict[nn.Module, list[bool]] = {}
 
-    def note(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def record_layout(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         for tensor in (*inputs[:1], output):
             nhwc = tensor.is_contiguous(memory_format=torch.channels_last)
             if not (nhwc and tensor.is_contiguous()):
-                orders.setdefault(layer, []).append(nhwc)
+                layouts.setdefault(layer, []).append(nhwc)
 
     layers = [m for m in run.model.modules() if isinstance(m, nn.Conv2d)]
-    with forward_hooks(layers, after=note):
+    with forward_hooks(layers, after=record_layout):
         dry_run_step(run)
-    return orders
+    return layouts

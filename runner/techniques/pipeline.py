@@ -16,62 +16,65 @@ from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Pipeline
 from runner.training.run import Run
 
-MOST = 4  # workers
-BUDGET_S = 0.5  # of timed fetching
-CLEARLY = 0.05  # share of a step: faster fetching stays in the loop
+MAX_WORKERS = 4  # workers
+TIMING_BUDGET_S = 0.5  # of timed fetching
+NEGLIGIBLE_SHARE = 0.05  # share of a step: faster fetching stays in the loop
 
 
-def apply(knobs: Pipeline, draft: RunBuilder) -> str | None:
+def apply(config: Pipeline, builder: RunBuilder) -> str | None:
     """Decide the loader settings that the `data` group leaves open."""
-    open_to_us = draft.data.device_prefetch is None and draft.data.pin_memory is not False
-    if aside := draft.device.kind == "cuda" and open_to_us:
-        draft.data = replace(draft.data, device_prefetch=True)
-    if draft.data.workers is not None:
-        reason = f"data.workers={draft.data.workers} decides"
-    elif draft.in_memory:
+    is_undecided = builder.data.device_prefetch is None and builder.data.pin_memory is not False
+    if uses_stream := builder.device.kind == "cuda" and is_undecided:
+        builder.data = replace(builder.data, device_prefetch=True)
+    if builder.data.workers is not None:
+        reason = f"data.workers={builder.data.workers} decides"
+    elif builder.in_memory:
         reason = "the data is in memory, and workers would only copy it"
     else:
-        workers = draft.choose("data.workers", lambda: _choose_workers(draft))
-        draft.data = replace(draft.data, workers=workers)
+        workers = builder.choose("data.workers", lambda: _choose_workers(builder))
+        builder.data = replace(builder.data, workers=workers)
         return None
-    if not aside:
+    if not uses_stream:
         return reason
-    draft.remarks["pipeline"] = {"workers_left_alone": reason}
+    builder.technique_facts["pipeline"] = {"workers_left_alone": reason}
     return None
 
 
-def _choose_workers(draft: RunBuilder) -> tuple[int, str]:
+def _choose_workers(builder: RunBuilder) -> tuple[int, str]:
     """Return the workers that fetch a batch per step, or 0 if fetching is fast, and the reason."""
     from runner.techniques.cost import step_seconds
 
-    fetch = _fetch_seconds(draft)
+    fetch = _fetch_seconds(builder)
     try:
-        step = step_seconds(draft)
+        step = step_seconds(builder)
     except NotRestorable:
         step = 0.0
-    draft.remarks["pipeline"] = {"wait_share_without_workers": round(fetch / (fetch + step), 4)}
-    most = min(MOST, draft.device.cores)
-    workers = 0 if fetch < CLEARLY * step else min(most, ceil(fetch / step) if step else most)
+    builder.technique_facts["pipeline"] = {
+        "wait_share_without_workers": round(fetch / (fetch + step), 4)
+    }
+    limit = min(MAX_WORKERS, builder.device.cores)
+    needed = ceil(fetch / step) if step else limit
+    workers = 0 if fetch < NEGLIGIBLE_SHARE * step else min(limit, needed)
     return workers, f"a batch takes {1e3 * fetch:.1f} ms; a step computes about {1e3 * step:.1f} ms"
 
 
-def _fetch_seconds(draft: RunBuilder) -> float:
+def _fetch_seconds(builder: RunBuilder) -> float:
     """Return the seconds per batch, fetched in this process without any step."""
-    loader = draft.loader(replace(draft.data, workers=0))
+    loader = builder.loader(replace(builder.data, workers=0))
     try:
         batches = loader.batches(0)
         next(batches)  # opens files
         start, fetched = perf_counter(), 0
-        while not fetched or perf_counter() - start < BUDGET_S:
+        while not fetched or perf_counter() - start < TIMING_BUDGET_S:
             next(batches)
             fetched += 1
-        draft.device.synchronize()
+        builder.device.synchronize()
         return (perf_counter() - start) / fetched
     finally:
         loader.close()
 
 
-def engaged(knobs: Pipeline, run: Run) -> Evidence:
+def engaged(config: Pipeline, run: Run) -> Evidence:
     """Return the share of batches that were ready when requested, and the share of time waited.
 
     Workers that are slower than the step still engage if the loop waits a smaller share of its
@@ -81,15 +84,17 @@ def engaged(knobs: Pipeline, run: Run) -> Evidence:
     facts: dict[str, Any] = {
         "workers": choices.get("data.workers", run.settings["data.workers"]),
         "wait_share": round(run.watch.throughput(None).split.get("data", 0.0), 4),
-        **run.remarks.get("pipeline", {}),
+        **run.technique_facts.get("pipeline", {}),
     }
-    ready, asked = run.train.ready()
-    if asked:
-        shown = Evidence.of_share(ready, asked, "batches ready when requested", **facts)
-        alone = facts.get("wait_share_without_workers", 1.0)
-        return replace(shown, engaged=ready > 0 or facts["wait_share"] < alone)
-    refused = any(c.key == "data.device_prefetch" and not c.value for c in run.choices)
-    off = run.settings.get("data.device_prefetch") is False
-    facts["copied_aside"] = aside = run.device.kind == "cuda" and not refused and not off
-    reason = "" if aside else "no prefetching workers: they cost more than they save"
-    return Evidence(aside, reason, facts)
+    ready, requested = run.train.ready()
+    if requested:
+        evidence = Evidence.of_share(ready, requested, "batches ready when requested", **facts)
+        wait_without_workers = facts.get("wait_share_without_workers", 1.0)
+        return replace(evidence, engaged=ready > 0 or facts["wait_share"] < wait_without_workers)
+    is_refused = any(c.key == "data.device_prefetch" and not c.value for c in run.choices)
+    is_off = run.settings.get("data.device_prefetch") is False
+    facts["copied_aside"] = uses_stream = (
+        run.device.kind == "cuda" and not is_refused and not is_off
+    )
+    reason = "" if uses_stream else "no prefetching workers: they cost more than they save"
+    return Evidence(uses_stream, reason, facts)

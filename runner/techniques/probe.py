@@ -19,15 +19,15 @@ from runner.training.run import Run
 
 
 class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `note` with each operator below autocast and autograd, and its output."""
+    """Calls `callback` with each operator below autocast and autograd, and its output."""
 
-    def __init__(self, note: Callable[[Any, Any], None]) -> None:
+    def __init__(self, callback: Callable[[Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.note = note
+        self.callback = callback
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self.note(func, output)
+        self.callback(func, output)
         return output
 
 
@@ -64,57 +64,61 @@ def entered(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
 # -- while a run is built --------------------------------------------------------------------------
 
 
-def sample_batch(draft: RunBuilder, samples: int) -> Batch:
+def sample_batch(builder: RunBuilder, samples: int) -> Batch:
     """Return training samples as a batch, with the run's placements applied."""
-    batch = draft.sample(samples)
-    for place in draft.placements:
-        batch = place(batch)
+    batch = builder.sample(samples)
+    for transform in builder.placements:
+        batch = transform(batch)
     return batch
 
 
-def untouched(draft: RunBuilder) -> AbstractContextManager[None]:
+def preserve_builder_state(builder: RunBuilder) -> AbstractContextManager[None]:
     """Restore model, objective and random state on exit.
 
     Raises NotRestorable on entry if that is not possible.
     """
     return preserve_state(
-        draft.model,
-        draft.forward,
-        draft.objective,
-        device=draft.device.torch,
-        safe=large_parameters(draft.model),
+        builder.model,
+        builder.forward,
+        builder.objective,
+        device=builder.device.torch,
+        safe=large_parameters(builder.model),
         complete=True,
     )
 
 
-def forward(draft: RunBuilder, inputs: Inputs) -> Any:
+def forward(builder: RunBuilder, inputs: Inputs) -> Any:
     """Return the model's output, under the run's contexts."""
-    with entered(draft.contexts):
-        return call(draft.forward, inputs)
+    with entered(builder.contexts):
+        return call(builder.forward, inputs)
 
 
-def trial_step(draft: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
+def trial_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return loss and gradients over training samples, uncompiled.
 
     The model is restored afterwards; its exceptions propagate.
     """
-    inputs, target = sample_batch(draft, samples)
-    weights = [p for p in draft.model.parameters() if p.requires_grad]
-    with untouched(draft), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-        draft.model.train()
-        with entered(draft.contexts):
-            loss = draft.objective(call(draft.forward, inputs), target)
+    inputs, target = sample_batch(builder, samples)
+    weights = [p for p in builder.model.parameters() if p.requires_grad]
+    with (
+        preserve_builder_state(builder),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        builder.model.train()
+        with entered(builder.contexts):
+            loss = builder.objective(call(builder.forward, inputs), target)
         return loss.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
 
 
-def saved_bytes(model: nn.Module, step: Callable[[], object], *known: Tensor) -> int:
-    """Return the bytes that a step saves for backward, except state of the model and `known`."""
-    own = [*model.state_dict(keep_vars=True).values(), *known]
-    left_out = {t.untyped_storage()._cdata for t in own}
+def saved_bytes(model: nn.Module, step: Callable[[], object], *excluded: Tensor) -> int:
+    """Return the bytes that a step saves for backward, except state of the model and `excluded`."""
+    tensors = [*model.state_dict(keep_vars=True).values(), *excluded]
+    excluded_ids = {t.untyped_storage()._cdata for t in tensors}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in left_out:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in excluded_ids:
             sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -129,15 +133,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     In the parent's order; of nested blocks the outermost. Empty if no module repeats.
     """
     best: list[nn.Module] = []
-    most = 0
+    best_size = 0
     for parent in model.modules():
         groups: dict[type[nn.Module], list[nn.Module]] = {}
         for child in parent.children():
             groups.setdefault(type(child), []).append(child)
         for group in groups.values():
             size = sum(p.numel() for block in group for p in block.parameters())
-            if len(group) > 1 and size > most and any(list(b.children()) for b in group):
-                best, most = group, size
+            if len(group) > 1 and size > best_size and any(list(b.children()) for b in group):
+                best, best_size = group, size
     return best
 
 
@@ -179,7 +183,7 @@ def profiled(step: Callable[[], object], device: Device, kineto: bool) -> Any:
     return profiler.key_averages()
 
 
-def operators(run: Run) -> Mapping[str, int]:
+def count_operators(run: Run) -> Mapping[str, int]:
     """Return the calls of operators and kernels in one step of the run, by name.
 
     Forward, loss and backward over a training batch, compiled if the run is; without the update,
@@ -193,5 +197,5 @@ def operators(run: Run) -> Mapping[str, int]:
         if run.whole is not None:
             from runner.techniques import compiler
 
-            run.operators |= compiler.kernels()
+            run.operators |= compiler.count_compiled_operators()
     return run.operators

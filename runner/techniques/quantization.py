@@ -24,71 +24,71 @@ from runner.training.evaluation import evaluate, standalone
 from runner.training.run import Quantized, Run
 
 ROUNDS = 5  # of timed forwards, int8 and float in turn, the same number on each machine
-LEVELS = 127  # on either side of zero
-TINY = 1e-12  # the smallest scale, for rows of zeros
+INT8_LEVELS = 127  # on either side of zero
+MIN_SCALE = 1e-12  # the smallest scale, for rows of zeros
 MIN_CUDA_ROWS = 17  # the fewest that `torch._int_mm` takes on CUDA; other sizes: multiples of 8
 
 
-def unavailable(knobs: Quantization, device: Device) -> str | None:
+def unavailable(config: Quantization, device: Device) -> str | None:
     """Return a reason for dynamic mode on MPS, which has no int8 product."""
-    if knobs.mode is QuantizationMode.dynamic and device.kind == "mps":
+    if config.mode is QuantizationMode.dynamic and device.kind == "mps":
         return "MPS has no int8 matrix product: use mode=weight_only"
     return None
 
 
-def apply(knobs: Quantization, draft: RunBuilder) -> str | None:
+def apply(config: Quantization, builder: RunBuilder) -> str | None:
     """Check that there are layers to quantize; the copy is made from the trained model."""
-    if candidates(knobs, draft.model, draft.device.kind):
+    if quantizable_layers(config, builder.model, builder.device.kind):
         return None
     return (
-        f"no linear layer with {knobs.min_features} or more inputs and outputs "
+        f"no linear layer with {config.min_features} or more inputs and outputs "
         "and unshared weights (min_features)"
     )
 
 
-def engaged(knobs: Quantization, run: Run) -> Evidence:
+def engaged(config: Quantization, run: Run) -> Evidence:
     """Quantize a copy of the model; compare its metric, bytes and latency with the float model."""
-    plain = standalone(run)
-    layers = candidates(knobs, plain, run.device.kind)
-    float_bytes, quantized = model_bytes(plain), len(layers)
-    model = replace_layers(plain, layers, knobs.mode is QuantizationMode.dynamic)
+    float_model = standalone(run)
+    layers = quantizable_layers(config, float_model, run.device.kind)
+    float_bytes, quantized = model_bytes(float_model), len(layers)
+    model = replace_layers(float_model, layers, config.mode is QuantizationMode.dynamic)
     left_float = sum(linear_weight(module) is not None for module in model.modules())
     progress = run.progress
-    known = progress.validated_step == progress.step and run.monitor in progress.metrics
-    metrics = progress.metrics if known else evaluate(run).metrics
+    validated = progress.validated_step == progress.step and run.monitor in progress.metrics
+    metrics = progress.metrics if validated else evaluate(run).metrics
     evaluation = evaluate(run, model)
-    before, after = metrics[run.monitor], evaluation.metrics[run.monitor]
-    drop = _relative_drop(before, after, run.higher_is_better)
+    float_metric, int8_metric = metrics[run.monitor], evaluation.metrics[run.monitor]
+    drop = _relative_drop(float_metric, int8_metric, run.higher_is_better)
     facts: dict[str, Any] = {
-        "mode": knobs.mode.value,
+        "mode": config.mode.value,
         "layers": {"Int8Linear": quantized},
         "left_float": left_float,
         "metric": run.monitor,
-        "float": before,
-        "int8": after,
+        "float": float_metric,
+        "int8": int8_metric,
         "relative_drop": drop,
         "float_metrics": {k: x for k, x in metrics.items() if k.count("/") == 1},
         "float_bytes": float_bytes,
         "int8_bytes": model_bytes(model),
         "latency_ratio": round(_latency_ratio(run, model), 3),
     }
-    compared = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
-    if not drop <= knobs.max_drop:  # NaN too
-        reason = f"{compared}: the drop exceeds max_drop={knobs.max_drop:g}"
+    comparison = f"{run.monitor} {int8_metric:.4g} in int8, {float_metric:.4g} in float"
+    if not drop <= config.max_drop:  # NaN too
+        reason = f"{comparison}: the drop exceeds max_drop={config.max_drop:g}"
         return Evidence(False, reason, facts)
     run.quantized = Quantized(model, evaluation)
     share, latency = facts["int8_bytes"] / float_bytes, facts["latency_ratio"]
-    compared += f"; {share:.0%} of the bytes, {latency:.2f} of the time"
-    of = f"{quantized} of {quantized + left_float} linear layers"
-    return Evidence(True, f"{compared}; {of}", facts)
+    comparison += f"; {share:.0%} of the bytes, {latency:.2f} of the time"
+    coverage = f"{quantized} of {quantized + left_float} linear layers"
+    return Evidence(True, f"{comparison}; {coverage}", facts)
 
 
-def _relative_drop(before: float, after: float, higher_is_better: bool) -> float:
+def _relative_drop(float_metric: float, int8_metric: float, higher_is_better: bool) -> float:
     """Return the relative loss of the metric; negative if it improved."""
-    if before == after:
+    if float_metric == int8_metric:
         return 0.0
-    lost = before - after if higher_is_better else after - before
-    return lost / abs(before) if before else math.copysign(math.inf, lost)
+    drop = float_metric - int8_metric if higher_is_better else int8_metric - float_metric
+    return drop / abs(float_metric) if float_metric else math.copysign(math.inf, drop)
 
 
 def _latency_ratio(run: Run, model: nn.Module) -> float:
@@ -130,10 +130,10 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, dynamic: bool) -> None:
         super().__init__()
         self.dynamic = dynamic
-        exact = weight.detach().float()
-        levels = product_levels(weight.device.type) if dynamic else LEVELS
-        scale = exact.abs().amax(1).clamp(min=TINY) / levels
-        self.register_buffer("quantized", (exact / scale[:, None]).round().to(torch.int8))
+        float_weight = weight.detach().float()
+        levels = product_levels(weight.device.type) if dynamic else INT8_LEVELS
+        scale = float_weight.abs().amax(1).clamp(min=MIN_SCALE) / levels
+        self.register_buffer("quantized", (float_weight / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
 
@@ -150,14 +150,14 @@ class Int8Linear(nn.Module):
         if self.dynamic:
             product = self._int8_product(x)
         else:  # sums of unscaled weights overflow fp16
-            exact = torch.float32 if dtype is torch.float16 else dtype
-            product = F.linear(x.to(exact), self.quantized.to(exact))
+            product_dtype = torch.float32 if dtype is torch.float16 else dtype
+            product = F.linear(x.to(product_dtype), self.quantized.to(product_dtype))
         y = product * self.scale
         return (y if self.bias is None else y + self.bias).to(dtype)
 
     def _int8_product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
-        step = rows.abs().amax(1, keepdim=True).clamp(min=TINY) / LEVELS
+        step = rows.abs().amax(1, keepdim=True).clamp(min=MIN_SCALE) / INT8_LEVELS
         levels = (rows / step).round().to(torch.int8)
         if x.is_cuda:  # unconditionally: a branch would fix the batch size of an exported model
             levels = F.pad(levels, (0, 0, 0, MIN_CUDA_ROWS - 1))
@@ -173,10 +173,10 @@ def product_levels(device_type: str) -> int:
     "Nuances of int8 computations"). Tested by a product, as torch has no flag for it.
     """
     if device_type != "cpu":
-        return LEVELS
-    largest = torch.full((4, 64), LEVELS, dtype=torch.int8)
-    exact = bool((torch._int_mm(largest, largest.t()) == 64 * LEVELS**2).all())
-    return LEVELS if exact else 64
+        return INT8_LEVELS
+    largest = torch.full((4, 64), INT8_LEVELS, dtype=torch.int8)
+    is_exact = bool((torch._int_mm(largest, largest.t()) == 64 * INT8_LEVELS**2).all())
+    return INT8_LEVELS if is_exact else 64
 
 
 def linear_weight(module: nn.Module) -> Tensor | None:
@@ -193,20 +193,22 @@ def linear_weight(module: nn.Module) -> Tensor | None:
     return weight.t() if conv1d and weight.is_floating_point() else None
 
 
-def candidates(knobs: Quantization, model: nn.Module, kind: str) -> dict[nn.Module, Tensor]:
+def quantizable_layers(
+    config: Quantization, model: nn.Module, kind: str
+) -> dict[nn.Module, Tensor]:
     """Return the linear layers to quantise on a device of that `kind`, with their weights.
 
     Layers with a side below `min_features` or with shared weights are left out.
     """
-    dynamic = knobs.mode is QuantizationMode.dynamic
+    dynamic = config.mode is QuantizationMode.dynamic
     multiple = 8 if kind == "cuda" and dynamic else 1  # required by torch._int_mm
-    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    use_counts = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     layers: dict[nn.Module, Tensor] = {}
     for module in model.modules():
         weight = linear_weight(module)
-        if weight is None or owners[id(module._parameters["weight"])] > 1:
+        if weight is None or use_counts[id(module._parameters["weight"])] > 1:
             continue
-        if min(weight.shape) >= knobs.min_features and not any(n % multiple for n in weight.shape):
+        if min(weight.shape) >= config.min_features and not any(n % multiple for n in weight.shape):
             layers[module] = weight
     return layers
 

@@ -28,10 +28,10 @@ from runner.techniques.probe import dry_run_step, repeated_blocks, saved_bytes, 
 from runner.training.run import Run
 
 SAMPLES = 4  # in the trial steps that are compared
-NOTABLY = 0.9  # of the bytes saved without it: less counts as a saving
+SAVING_RATIO = 0.9  # of the bytes saved without it: less counts as a saving
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 aten = torch.ops.aten
-COSTLY = {
+SAVED_OPERATORS = {
     aten.mm.default,
     aten.bmm.default,
     aten.addmm.default,
@@ -45,127 +45,139 @@ COSTLY = {
 """Operators with outputs that the selective policy saves."""
 
 
-def apply(knobs: Recompute, draft: RunBuilder) -> str | None:
+def apply(config: Recompute, builder: RunBuilder) -> str | None:
     """Replace each block's forward by a checkpointed one; state_dict keys do not change."""
-    blocks = repeated_blocks(draft.model)
+    blocks = repeated_blocks(builder.model)
     if not blocks:
         return "the model has no repeated blocks to recompute one by one"
-    _drop_caches(draft)
-    recomputed = Recomputed(knobs.what, blocks)
+    _disable_caches(builder)
+    recomputed = RecomputedBlocks(config.what, blocks)
     try:
         with ExitStack() as scope:
             recomputed.wrap(scope)
-            trial_step(draft, min(draft.micro_batch, SAMPLES))
+            trial_step(builder, min(builder.micro_batch, SAMPLES))
     except NotRestorable:
         raise
     except Exception as error:  # such as a model with blocks that can run only once
-        gist = shorten(str(error), 200)
-        return f"its blocks cannot be computed twice: {type(error).__name__}: {gist}"
-    recomputed.wrap(draft.scope)
-    draft.recompute = recomputed
+        message = shorten(str(error), 200)
+        return f"its blocks cannot be computed twice: {type(error).__name__}: {message}"
+    recomputed.wrap(builder.scope)
+    builder.recompute = recomputed
     return None
 
 
-def _drop_caches(draft: RunBuilder) -> None:
+def _disable_caches(builder: RunBuilder) -> None:
     """Switch off `use_cache` of Hugging Face models: recomputing would fill caches twice."""
-    for module in draft.model.modules():
+    for module in builder.model.modules():
         config: Any = vars(module).get("config")
         if getattr(config, "use_cache", None) is True:
-            draft.scope.callback(setattr, config, "use_cache", True)
+            builder.scope.callback(setattr, config, "use_cache", True)
             config.use_cache = False
 
 
-def engaged(knobs: Recompute, run: Run) -> Evidence:
+def engaged(config: Recompute, run: Run) -> Evidence:
     """Return the share of blocks recomputed in one step, and the saved bytes with and without."""
-    recomputed = run.recompute
-    if recomputed is None:
+    recompute = run.recompute
+    if recompute is None:
         return Evidence(False, "nothing was recomputed")
-    blocks, samples = len(recomputed.blocks), min(run.micro_batch, SAMPLES)
+    block_count, samples = len(recompute.blocks), min(run.micro_batch, SAMPLES)
 
-    def count_saved(most: int | None) -> int:
-        return saved_bytes(run.model, lambda: dry_run_step(run, most))
+    def measure_saved(max_samples: int | None) -> int:
+        return saved_bytes(run.model, lambda: dry_run_step(run, max_samples))
 
-    recomputed.again.clear()
+    recompute.recomputed.clear()
     with torch.compiler.set_stance("force_eager"):  # few samples, as a step may not fit
-        held_bytes = count_saved(samples) * run.micro_batch // samples
-        again = len(recomputed.again)
-        recomputed.off = True
+        saved = measure_saved(samples) * run.micro_batch // samples
+        recomputed_count = len(recompute.recomputed)
+        recompute.disabled = True
         try:
-            without = count_saved(samples) * run.micro_batch // samples
+            saved_without = measure_saved(samples) * run.micro_batch // samples
         finally:
-            recomputed.off = False
-    facts: dict[str, Any] = {"what": recomputed.what.value}
-    if recomputed.what is RecomputePolicy.full:  # hooks do not see what selective saves
-        facts["held_bytes"] = held_bytes
-    facts |= {"held_bytes_without": without, "blocks": blocks}
+            recompute.disabled = False
+    facts: dict[str, Any] = {"what": recompute.what.value}
+    if recompute.what is RecomputePolicy.full:  # hooks do not see what selective saves
+        facts["held_bytes"] = saved
+    facts |= {"held_bytes_without": saved_without, "blocks": block_count}
     if run.compilation is not None and run.compilation.mode:
-        facts["compiled_held_bytes"] = compiled = count_saved(None)
+        facts["compiled_held_bytes"] = compiled = measure_saved(None)
         # a graph without recomputation saves about as much as eager without it
-        took = 0 < compiled < NOTABLY * without
-        return Evidence(took, "" if took else "the compiled graph saves no memory", facts)
-    facts["recomputed_blocks"] = again
-    return Evidence.of_share(again, blocks, "blocks ran again in the backward", **facts)
+        is_smaller = 0 < compiled < SAVING_RATIO * saved_without
+        return Evidence(
+            is_smaller, "" if is_smaller else "the compiled graph saves no memory", facts
+        )
+    facts["recomputed_blocks"] = recomputed_count
+    return Evidence.of_share(
+        recomputed_count, block_count, "blocks ran again in the backward", **facts
+    )
 
 
 @dataclass
-class Recomputed:
+class RecomputedBlocks:
     """The checkpointed blocks, and those that were recomputed."""
 
     what: RecomputePolicy
     blocks: list[nn.Module]
-    off: bool = False  # True: everything is saved
-    again: set[nn.Module] = field(default_factory=set, compare=False)  # recomputed in a backward
+    disabled: bool = False  # True: everything is saved
+    recomputed: set[nn.Module] = field(default_factory=set, compare=False)  # in a backward
 
     def wrap(self, scope: ExitStack) -> None:
         """Replace each block's forward until `scope` closes."""
         for block in self.blocks:
-            scope.callback(_unwrap, block, vars(block).get("forward"))
+            scope.callback(_restore_forward, block, vars(block).get("forward"))
             block.forward = self._checkpointed_forward(block, block.forward)
 
     def _checkpointed_forward(
         self, block: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         selective = self.what is RecomputePolicy.selective
-        contexts = partial(create_selective_checkpoint_contexts, _policy) if selective else None
+        contexts = (
+            partial(create_selective_checkpoint_contexts, _selective_policy) if selective else None
+        )
 
-        def eager() -> Contexts:
-            first, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
-            return first, self._again(block, again)
+        def eager_contexts() -> Contexts:
+            forward_context, recompute_context = (
+                (nullcontext(), nullcontext()) if contexts is None else contexts()
+            )
+            return forward_context, self._preserve_buffers(block, recompute_context)
 
-        def forget(*args: Any, **kwargs: Any) -> Any:
-            if self.off or not torch.is_grad_enabled():
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            if self.disabled or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if not torch.compiler.is_compiling():
-                return checkpoint(forward, *args, use_reentrant=False, context_fn=eager, **kwargs)
+                return checkpoint(
+                    forward, *args, use_reentrant=False, context_fn=eager_contexts, **kwargs
+                )
             if contexts is None:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-        return forget
+        return checkpointed
 
     @contextmanager
-    def _again(self, block: nn.Module, around: AbstractContextManager[Any]) -> Iterator[None]:
-        """Restore a block's buffers after recomputing: BatchNorm has counted the batch."""
-        self.again.add(block)
-        owners = [(m._buffers, dict(m._buffers)) for m in block.modules() if m._buffers]
-        for now, before in owners:
-            now.update({name: b if b is None else b.clone() for name, b in before.items()})
+    def _preserve_buffers(
+        self, block: nn.Module, context: AbstractContextManager[Any]
+    ) -> Iterator[None]:
+        """Record a recomputation; restore the buffers after it: BatchNorm has counted the batch."""
+        self.recomputed.add(block)
+        buffer_dicts = [(m._buffers, dict(m._buffers)) for m in block.modules() if m._buffers]
+        for current, saved in buffer_dicts:
+            current.update({name: b if b is None else b.clone() for name, b in saved.items()})
         try:
-            with around:
+            with context:
                 yield
         finally:
-            for now, before in owners:
-                now.update(before)
+            for current, saved in buffer_dicts:
+                current.update(saved)
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator in COSTLY:
+def _selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator in SAVED_OPERATORS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _unwrap(block: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
+def _restore_forward(block: nn.Module, original: Callable[..., Any] | None) -> None:
+    if original is None:
         del block.forward
     else:
-        block.forward = own
+        block.forward = original

@@ -22,76 +22,82 @@ from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import System
 from runner.training.run import Run
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-OPENMP = ("libgomp", "libiomp", "libomp")
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+OPENMP_LIBRARIES = ("libgomp", "libiomp", "libomp")
 FENV_BYTES = 64  # room for a fenv_t, which takes 32 on x86-64 and 8 on arm
-SHARED_OUT = 1 << 20  # elements: enough for an operator to run in all threads
+PARALLEL_ELEMENTS = 1 << 20  # elements: enough for an operator to run in all threads
 
 
-def unavailable(knobs: System, device: Device) -> str | None:
+def unavailable(config: System, device: Device) -> str | None:
     """Return a reason on MPS: it has no such switches, and does not use CPU threads."""
     return "no settings apply on mps" if device.kind == "mps" else None
 
 
-def apply(knobs: System, draft: RunBuilder) -> str | None:
-    """Set what the `device` group leaves open; note the reason for what could not be set."""
-    notes: dict[str, str | None] = {}
-    if draft.device.kind == "cpu":
-        if draft.threads_asked is None:
+def apply(config: System, builder: RunBuilder) -> str | None:
+    """Set what the `device` group leaves open; record why the rest could not be set."""
+    reasons: dict[str, str | None] = {}
+    if builder.device.kind == "cpu":
+        if builder.threads_asked is None:
             before = torch.get_num_threads()
-            threads = draft.choose("device.threads", lambda: _choose_threads(knobs, draft, before))
-            draft.scope.callback(torch.set_num_threads, before)
+            threads = builder.choose(
+                "device.threads", lambda: _choose_threads(config, builder, before)
+            )
+            builder.scope.callback(torch.set_num_threads, before)
             torch.set_num_threads(threads)
-            notes["threads"] = None
-        notes["denormals"] = flush_denormals(draft.scope)
-        notes["allocator"] = allocator.keep_freed_memory(draft.scope)
+            reasons["threads"] = None
+        reasons["denormals"] = flush_denormals(builder.scope)
+        reasons["allocator"] = allocator.keep_freed_memory(builder.scope)
     else:
-        notes["expandable_segments"] = allocator.expand_segments(draft.scope)
-        if knobs.cudnn_benchmark and torch.are_deterministic_algorithms_enabled():
-            notes["cudnn_benchmark"] = "device.deterministic: it picks kernels by timing"
-        elif knobs.cudnn_benchmark:
+        reasons["expandable_segments"] = allocator.expand_segments(builder.scope)
+        if config.cudnn_benchmark and torch.are_deterministic_algorithms_enabled():
+            reasons["cudnn_benchmark"] = "device.deterministic: it picks kernels by timing"
+        elif config.cudnn_benchmark:
             from runner.device import numerics
 
-            numerics.set_cudnn_benchmark(True, draft.scope)
-            notes["cudnn_benchmark"] = None
-    if all(notes.values()):
-        return "; ".join(f"{name}: {why}" for name, why in notes.items())
-    draft.remarks["system"] = {f"{name}_left_alone": why for name, why in notes.items() if why}
+            numerics.set_cudnn_benchmark(True, builder.scope)
+            reasons["cudnn_benchmark"] = None
+    if all(reasons.values()):
+        return "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    builder.technique_facts["system"] = {
+        f"{name}_left_alone": why for name, why in reasons.items() if why
+    }
     return None
 
 
-def _choose_threads(knobs: System, draft: RunBuilder, most: int) -> tuple[int, str]:
+def _choose_threads(config: System, builder: RunBuilder, max_threads: int) -> tuple[int, str]:
     """Choose the number of threads: 1 for small models, else one per free core.
 
     Threads wait for each other by spinning, for the slowest: one that shares its core.
     """
     from runner.techniques.cost import forward_cost
 
-    cost = forward_cost(draft)
-    if cost.mflop < knobs.small_mflop:
+    cost = forward_cost(builder)
+    if cost.mflop < config.small_mflop:
         return 1, f"{cost}, too little for several threads"
     reason = f"{cost}, enough for several threads"
     if torch.are_deterministic_algorithms_enabled():  # threads affect the last bits
-        return most, f"{reason}; device.deterministic: other processes are not considered"
-    if most == 1:
+        return max_threads, f"{reason}; device.deterministic: other processes are not considered"
+    if max_threads == 1:
         return 1, f"{reason}, but torch has only one thread"
     from runner.device import process
 
     busy = process.busy_cores()
-    threads = process.free_threads(most, busy)
-    if threads < most:
-        cores = len(capabilities.allowed_cores() or ()) or most
+    threads = process.free_threads(max_threads, busy)
+    if threads < max_threads:
+        cores = len(capabilities.allowed_cores() or ()) or max_threads
         reason += f"; {cores} cores, {busy:.1f} of them busy with other processes"
     return threads, reason
 
 
-def engaged(knobs: System, run: Run) -> Evidence:
+def engaged(config: System, run: Run) -> Evidence:
     """Read the settings back from the process."""
     settings = run.device.settings
     facts: dict[str, Any] = {key: settings[key] for key in ("threads", "affinity", "priority")}
-    facts["waiting"] = {key: os.environ[key] for key in WAITING if key in os.environ} or "spin"
+    facts["waiting"] = {
+        key: os.environ[key] for key in WAIT_VARIABLES if key in os.environ
+    } or "spin"
     facts["allocator"] = allocator.name()
-    facts |= run.remarks.get("system", {})
+    facts |= run.technique_facts.get("system", {})
     problems = []
     if run.device.kind == "cpu":
         threads = facts["threads"]
@@ -104,7 +110,7 @@ def engaged(knobs: System, run: Run) -> Evidence:
     else:
         facts |= {key: settings[key] for key in ("memory_fraction", "cudnn_benchmark")}
         facts["expandable_segments"], facts["segments"] = allocator.expandable_segments()
-        fixed = not knobs.cudnn_benchmark or "cudnn_benchmark_left_alone" in facts
+        fixed = not config.cudnn_benchmark or "cudnn_benchmark_left_alone" in facts
         if not fixed and not facts["cudnn_benchmark"]:
             problems.append("cudnn.benchmark is off")
     return Evidence(not problems, "; ".join(problems), facts)
@@ -117,35 +123,37 @@ def flush_denormals(scope: ExitStack) -> str | None:
     an update full of them took 21 times as long. `torch.set_flush_denormal` sets the calling thread
     only (torch 2.13), so OpenMP's threads, in which operators run, are set separately.
     """
-    names = [path for path in allocator.libraries() if Path(path).name.startswith(OPENMP)]
-    loaded = [ctypes.CDLL(path) for path in names]
-    teams = [library.GOMP_parallel for library in loaded if hasattr(library, "GOMP_parallel")]
-    if not teams:
+    paths = [path for path in allocator.libraries() if Path(path).name.startswith(OPENMP_LIBRARIES)]
+    libraries = [ctypes.CDLL(path) for path in paths]
+    parallel_regions = [
+        library.GOMP_parallel for library in libraries if hasattr(library, "GOMP_parallel")
+    ]
+    if not parallel_regions:
         return "operator threads are not accessible"
     for kind in (np.float32, np.float64):
         str(np.finfo(kind))  # fills NumPy's cache, which would warn of flushed denormals
     libc = ctypes.CDLL(None)
 
-    def environment() -> ctypes.Array[ctypes.c_char]:
-        switches = ctypes.create_string_buffer(FENV_BYTES)
-        libc.fegetenv(switches)
-        return switches
+    def read_fenv() -> ctypes.Array[ctypes.c_char]:
+        fenv = ctypes.create_string_buffer(FENV_BYTES)
+        libc.fegetenv(fenv)
+        return fenv
 
-    def set_threads(switches: ctypes.Array[ctypes.c_char]) -> None:
+    def set_fenv(fenv: ctypes.Array[ctypes.c_char]) -> None:
         function = ctypes.cast(libc.fesetenv, ctypes.c_void_p)
-        for run_in_each_thread in teams:
-            run_in_each_thread(function, switches, torch.get_num_threads(), 0)
-        libc.fesetenv(switches)
+        for run_in_threads in parallel_regions:
+            run_in_threads(function, fenv, torch.get_num_threads(), 0)
+        libc.fesetenv(fenv)
 
-    earlier = environment()
+    original = read_fenv()
     if not torch.set_flush_denormal(True):
         return "this CPU cannot flush denormals"
-    scope.callback(set_threads, earlier)
-    set_threads(environment())
+    scope.callback(set_fenv, original)
+    set_fenv(read_fenv())
     return None
 
 
 def denormals_flushed() -> bool:
     """Whether every thread of an operator flushes denormals to zero."""
-    smallest = torch.full((SHARED_OUT,), torch.finfo(torch.float32).tiny)
+    smallest = torch.full((PARALLEL_ELEMENTS,), torch.finfo(torch.float32).tiny)
     return not bool((smallest * 0.5).count_nonzero())

@@ -12,30 +12,32 @@ from runner.techniques.config import Tf32
 from runner.training.run import Run
 
 
-def unavailable(knobs: Tf32, device: Device) -> str | None:
+def unavailable(config: Tf32, device: Device) -> str | None:
     """Return a reason on devices without TF32 (NVIDIA before Ampere, and others)."""
     return None if device.capabilities.tf32 else f"{device.name} has no TF32"
 
 
-def apply(knobs: Tf32, draft: RunBuilder) -> str | None:
+def apply(config: Tf32, builder: RunBuilder) -> str | None:
     """Allow TF32 in matmul and cuDNN, until the run closes."""
-    if draft.tf32_asked is not None:
-        return f"device.tf32={str(draft.tf32_asked).lower()} decides"
+    if builder.tf32_asked is not None:
+        return f"device.tf32={str(builder.tf32_asked).lower()} decides"
     from runner.device import numerics
 
-    numerics.set_tf32(True, draft.scope)
+    numerics.set_tf32(True, builder.scope)
     return None
 
 
-def engaged(knobs: Tf32, run: Run) -> Evidence:
+def engaged(config: Tf32, run: Run) -> Evidence:
     """Return the flags, and whether a product of fp32 matrices is rounded to TF32."""
     facts: dict[str, Any] = {
         "matmul": torch.backends.cuda.matmul.allow_tf32,
         "cudnn": torch.backends.cudnn.allow_tf32,
         "products_are_rounded": rounds_to_tf32(run.device.torch),
     }
-    took = all(facts.values())
-    return Evidence(took, "" if took else "fp32 products keep their whole mantissa", facts)
+    is_rounded = all(facts.values())
+    return Evidence(
+        is_rounded, "" if is_rounded else "fp32 products keep their whole mantissa", facts
+    )
 
 
 def rounds_to_tf32(device: torch.device) -> bool:

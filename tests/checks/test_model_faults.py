@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from runner.checks.model import check_model
 from runner.findings import Severity
-from runner.techniques.recompute import Recomputed, RecomputePolicy
+from runner.techniques.recompute import RecomputedBlocks, RecomputePolicy
 
 FAULT, WARNING, NOTE = Severity.REFUSAL, Severity.WARNING, Severity.NOTE
 Change = Callable[[nn.Module], Any]
@@ -84,9 +84,9 @@ SOUND: dict[str, Change] = {
     "buffers of any kind": buffers,
     "16 bits": lambda m: m.to(torch.bfloat16),
     "weight norm of torch": lambda m: parametrizations.weight_norm(m[0]),
-    "blocks that the runner recomputes": lambda m: Recomputed(RecomputePolicy.full, [m[2]]).wrap(
-        ExitStack()
-    ),
+    "blocks that the runner recomputes": lambda m: RecomputedBlocks(
+        RecomputePolicy.full, [m[2]]
+    ).wrap(ExitStack()),
     "a script": lambda m: m.append(torch.jit.script(nn.Linear(2, 2))),
 }
 

@@ -109,13 +109,13 @@ def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
 
 
 def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, monkeypatch):
-    monkeypatch.delenv(compiler.CACHE, raising=False)
+    monkeypatch.delenv(compiler.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     check = environment.check_compile_cache(os.environ)
     assert not any(tmp_path.iterdir())
     with ExitStack() as scope:
         compiler.prepare(scope)
-        assert check.finding == os.environ[compiler.CACHE]
+        assert check.finding == os.environ[compiler.CACHE_VARIABLE]
     Path(check.finding).chmod(0o777)  # a run does not use code that others may have written
     assert environment.check_compile_cache(os.environ).status is CheckStatus.warn
     (tmp_path / "file").write_text("")

@@ -14,7 +14,7 @@ from runner import compose
 from runner.data.batch import call, rows
 from runner.errors import ConfigError
 from runner.jobs import evaluate as job
-from runner.techniques.quantization import LEVELS, product_levels
+from runner.techniques.quantization import INT8_LEVELS, product_levels
 from runner.training.summary import Summary
 from tests import runs
 
@@ -121,7 +121,7 @@ def test_the_quantised_state_is_int8_in_a_safetensors_file(mlp: Path, tmp_path: 
     with runs.opened(*asked(mlp, "optimizer.ema=0.9")) as run, run.update.averaged():
         weight = run.model.get_submodule("layers.0").weight.detach()
         again = state["layers.0.quantized"] * state["layers.0.scale"][:, None]
-        bound = 0.01 if product_levels("cpu") == LEVELS else 0.02  # a CPU without VNNI has 64
+        bound = 0.01 if product_levels("cpu") == INT8_LEVELS else 0.02  # a CPU without VNNI has 64
         assert float((again - weight).norm() / weight.norm()) < bound
         assert torch.equal(state["layers.4.weight"], run.model.get_submodule("layers.4").weight)
 

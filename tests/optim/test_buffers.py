@@ -15,7 +15,7 @@ from runner import build, compose
 from runner.build import Components
 from runner.checkpoint.sound import masks
 from runner.errors import ConfigError
-from runner.optim.buffers import Buffers
+from runner.optim.buffers import BufferSnapshot
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
 from runner.optim.optimizer_step import OptimizerStep
@@ -131,9 +131,9 @@ def test_a_lazy_model_is_refused_in_words(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_the_buffers_of_a_scripted_module_go_back_too() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))  # type: ignore[no-untyped-call]
-    buffers = Buffers(scripted, torch.device("cpu"))
+    buffers = BufferSnapshot(scripted, torch.device("cpu"))
     before = {name: buffer.clone() for name, buffer in scripted.named_buffers()}
-    buffers.remember()
+    buffers.save()
     scripted(torch.randn(5, 3) * 1e30)
     assert not bool(buffers.are_finite())
     buffers.restore()

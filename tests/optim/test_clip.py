@@ -57,7 +57,7 @@ def make(
     update = OptimizerStep(net, optimizer, stability, 1.0, [1.0], loss_scale=scale)
     assert (update.kernel is not None) == (way == "kernel")
     if way == "undone":
-        update.undo = RevertibleStep(optimizer)
+        update.revertible = RevertibleStep(optimizer)
     return update
 
 

@@ -77,7 +77,7 @@ def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(
         net = model(name != "Muon")
         update = make(net, name, options, how, "scheduled" not in way, ema=0.9)
         if "undone" in way:  # as on an accelerator
-            update.undo = RevertibleStep(update.optimizer)
+            update.revertible = RevertibleStep(update.optimizer)
         if way == "undone scheduled":
             update.schedule_on_device()
         update.set_limits(100.0, math.inf)
@@ -159,7 +159,7 @@ def test_a_loss_scale_shrinks_for_what_is_not_finite_and_not_for_a_spike() -> No
         net = model(name != "Muon")
         update = make(net, name, {}, how, True, loss_scale=1024.0)
         if name == "SGD":
-            update.undo = RevertibleStep(update.optimizer)
+            update.revertible = RevertibleStep(update.optimizer)
         assert update.scale is not None
         batch = batches(1)[0]
         norm, skipped = step(net, update, batch)
@@ -236,7 +236,7 @@ def test_nothing_is_read_between_reports(
 ) -> None:
     with runs.opened(*LOOP_OF, *overrides) as run:
         if undone:
-            run.update.undo = RevertibleStep(run.update.optimizer)
+            run.update.revertible = RevertibleStep(run.update.optimizer)
         with counted(monkeypatch) as reads:
             between = Between(reads)
             run.hooks.append(between)

@@ -180,7 +180,7 @@ class StaleAverage(Mutant):
     """The average of the weights stays where it began."""
 
     def apply(self, draft: RunBuilder) -> None:
-        patched(draft, "_follow", lambda self, weight: None)
+        patched(draft, "_update_average", lambda self, weight: None)
 
 
 def changed_outputs(draft: RunBuilder, factor: Callable[[], float]) -> None:

@@ -22,5 +22,5 @@ def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """No value that was read before is hidden now, nor one of now afterwards."""
     monkeypatch.setattr(masking, "_variable_by_text", {})
     monkeypatch.setattr(masking, "_pattern", None)
-    for name in ("_shown", "_values"):
+    for name in ("_masked_by_key", "_values"):
         monkeypatch.setattr(secrets, name, {})

@@ -14,11 +14,11 @@ from runner.errors import CheckpointError, SecurityError
 from runner.findings import Reason, Severity
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
-from runner.security.files.formats import Refused
+from runner.security.files.formats import FileRefusal
 from runner.security.files.loader import open_file
 from runner.security.files.policy import FileLimits, FilePolicy
-from runner.security.files.rules import check_zip
 from runner.security.files.sandbox import Sandbox
+from runner.security.files.zip_rules import check_zip
 from tests.security.files import benign, hostile
 from tests.security.files.archives import Member, archive
 from tests.security.files.hostile import Sample
@@ -44,7 +44,7 @@ def written(sample: Sample, folder: Path) -> tuple[Path, Path]:
 
 
 def refusals(sandbox: Sandbox, path: Path, limits: FileLimits = TIGHT) -> list[Reason]:
-    with FileBytes.watch(path) as data:
+    with FileBytes.open_in_place(path) as data:
         _, reasons = sandbox.examine(data, path.name, limits)
     return [reason for reason in reasons if reason.severity is Severity.REFUSAL]
 
@@ -114,7 +114,7 @@ BOMBS = [  # one that uses up its time is slow
 def test_a_bomb_is_refused_within_the_limits_of_the_sandbox(
     sample: Sample, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sandbox, "deaths", 0)
+    monkeypatch.setattr(sandbox, "crashes", 0)
     assert refusals(sandbox, written(sample, tmp_path)[0])
     if sandbox.process is not None:  # it was not ended by this file
         assert psutil.Process(sandbox.process.pid).memory_info().rss < 1 << 30
@@ -135,6 +135,6 @@ GOOD = (Member("a", b"x" * 100), Member("b", b"y" * 100))
 def test_each_rule_keeps_a_good_archive_and_refuses_a_bad_one(code: str, bad: list[Member]) -> None:
     limits = FileLimits(expanded=10_000, ratio=2)
     check_zip(archive(GOOD), limits)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(FileRefusal) as refused:
         check_zip(archive(bad), limits)
     assert refused.value.reason.code == code

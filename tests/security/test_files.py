@@ -26,7 +26,7 @@ from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
 from runner.security.files.loader import Opened, open_file, read_arrays
 from runner.security.files.policy import FileLimits, FilePolicy
-from runner.security.files.provenance import Assessment, FileFacts, is_own, judge, require
+from runner.security.files.provenance import Assessment, FileFacts, check_allowed, is_own, set_trust
 from runner.security.files.sandbox import Sandbox
 from runner.security.paths import own_trees
 from runner.security.sealed import sealed
@@ -244,15 +244,15 @@ def test_an_archive_that_a_loader_would_take_is_found_under_any_name(
 def test_hashed_bytes_cannot_be_changed_by_anybody(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"abc" * 1000)
-    with FileBytes.copy(path) as data:
+    with FileBytes.open_copy(path) as data:
         path.write_bytes(b"other")
-        assert bytes(data.data) == b"abc" * 1000 == Path(data.place).read_bytes()
+        assert bytes(data.data) == b"abc" * 1000 == Path(data.path).read_bytes()
         assert data.sha256 == hashlib.sha256(b"abc" * 1000).hexdigest()
         if sys.platform == "linux":
             with pytest.raises(OSError):
                 os.write(data.descriptor, b"x")
     path.write_bytes(b"")
-    with FileBytes.copy(path) as data:
+    with FileBytes.open_copy(path) as data:
         assert data.size == 0 and hash_file(path) == (data.sha256, 0)
 
 
@@ -311,11 +311,11 @@ def test_strict_knows_its_own_checkpoints(tmp_path: Path) -> None:
     checkpointer.save(1, {"w": state["strided"]}, state, False)
     checkpointer.close()
     folder = tmp_path / "ours/checkpoints/step_00000001"
-    restored = checkpoints.load(folder, FilePolicy(STRICT, own=(tmp_path / "ours",)))
+    restored = checkpoints.load(folder, FilePolicy(STRICT, run_tree=(tmp_path / "ours",)))
     assert torch.equal(restored.state["strided"], state["strided"])  # type: ignore[arg-type]
     assert (restored.state["empty"], restored.state["text"]) == (b"", state["text"])
     with pytest.raises(SecurityError, match="only files of this run tree and pinned ones"):
-        checkpoints.load(folder, FilePolicy(STRICT, own=(tmp_path / "others",)))
+        checkpoints.load(folder, FilePolicy(STRICT, run_tree=(tmp_path / "others",)))
 
 
 # -- provenance --------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def judged(path: Path, **policy: Any) -> Assessment:
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         kind = "other" if file.suffix in (".json", ".txt") else "safetensors"
         assessment.files[file.name] = FileFacts(*hash_file(file), kind)
-    judge(assessment, path, FilePolicy(**policy))
+    set_trust(assessment, path, FilePolicy(**policy))
     return assessment
 
 
@@ -335,12 +335,12 @@ def test_a_checkpoint_within_the_run_tree_is_checked_and_elsewhere_untrusted(
     tmp_path: Path,
 ) -> None:
     folder = checkpoint(tmp_path / "outputs/runs/digits/one/checkpoints/step_00000007")
-    ours = judged(folder, own=tuple(own_trees(tmp_path / "outputs/scans/x")))
+    ours = judged(folder, run_tree=tuple(own_trees(tmp_path / "outputs/scans/x")))
     assert ours.trust is Trust.CHECKED and not ours.reasons
-    assert judged(folder / "state.pt", own=(tmp_path / "outputs",)).trust is Trust.CHECKED
+    assert judged(folder / "state.pt", run_tree=(tmp_path / "outputs",)).trust is Trust.CHECKED
     read = json.loads(json.dumps(ours.as_dict()))
     assert read["schema"] == 1 and read["trust"] == "CHECKED"
-    theirs = judged(checkpoint(tmp_path / "theirs"), own=(tmp_path / "outputs",))
+    theirs = judged(checkpoint(tmp_path / "theirs"), run_tree=(tmp_path / "outputs",))
     assert theirs.trust is Trust.UNTRUSTED and not theirs.reasons
 
 
@@ -351,7 +351,7 @@ def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, ow
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     digests = tuple(digest(path) for path in folder.iterdir())
-    verdict = judged(folder, own=(tmp_path,) if own else (), pinned=digests)
+    verdict = judged(folder, run_tree=(tmp_path,) if own else (), pinned=digests)
     assert verdict.trust is Trust.REFUSED
     assert "model.safetensors" in verdict.refusals[0].where
     assert {reason.code for reason in verdict.reasons} == {"digests.differ"}
@@ -372,7 +372,7 @@ def test_a_damaged_or_hand_made_manifest_vouches_for_nothing(tmp_path: Path) -> 
         sealed({**body, "files": {"a": {"sha256": 1}}}),
     ):
         file.write_bytes(manifest)
-        assert judged(folder, own=(tmp_path,)).trust is Trust.UNTRUSTED
+        assert judged(folder, run_tree=(tmp_path,)).trust is Trust.UNTRUSTED
 
 
 def test_a_model_that_the_manifest_does_not_name_takes_the_trust_from_the_folder(
@@ -380,16 +380,16 @@ def test_a_model_that_the_manifest_does_not_name_takes_the_trust_from_the_folder
 ) -> None:
     folder = checkpoint(tmp_path / "c")
     (folder / "notes.txt").write_text("not loaded")
-    assert judged(folder, own=(tmp_path,)).trust is Trust.CHECKED
+    assert judged(folder, run_tree=(tmp_path,)).trust is Trust.CHECKED
     (folder / "other.safetensors").write_bytes(b"x")
-    assert judged(folder, own=(tmp_path,)).trust is Trust.UNTRUSTED
+    assert judged(folder, run_tree=(tmp_path,)).trust is Trust.UNTRUSTED
 
 
 def test_a_link_in_the_run_tree_to_elsewhere_is_not_its_own(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "theirs")
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/step_00000007").symlink_to(folder)
-    policy = FilePolicy(own=(tmp_path / "outputs",))
+    policy = FilePolicy(run_tree=(tmp_path / "outputs",))
     assert not is_own(tmp_path / "outputs/step_00000007", policy)
     assert not is_own(tmp_path / "outputs/../theirs", policy)
 
@@ -418,8 +418,8 @@ def test_a_folder_is_pinned_by_the_digest_of_each_file_that_is_loaded(tmp_path: 
 def test_what_a_level_lets_in(level: SecurityLevel, trust: Trust, passes: bool) -> None:
     assessment = Assessment("a\x1b[2J", trust, files={"a": FileFacts("0" * 64, 1, "npy")})
     if passes:
-        require(assessment, FilePolicy(level))
+        check_allowed(assessment, FilePolicy(level))
         return
     with pytest.raises(SecurityError) as refused:
-        require(assessment, FilePolicy(level))
+        check_allowed(assessment, FilePolicy(level))
     assert refused.value.exit_code == 3 and "\x1b" not in str(refused.value)

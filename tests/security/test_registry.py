@@ -17,7 +17,7 @@ from runner.security.registry import (
     SOURCES,
     assembled,
     construct,
-    inside,
+    is_in_package,
     resolve,
     torch_names,
 )
@@ -218,7 +218,9 @@ def test_every_public_name_of_the_installed_torch_is_in_the_registry() -> None:
     for place in SOURCES:
         for name, value in vars(import_module(place)).items():
             home = str(getattr(value, "__module__", ""))
-            own = inside(home, place) and ".datapipes" not in home and not name.startswith("_")
+            own = (
+                is_in_package(home, place) and ".datapipes" not in home and not name.startswith("_")
+            )
             if own and isinstance(value, type | FunctionType) and value.__name__ == name:
                 names.add(f"{place}.{name}")
     missing = names - torch_names()

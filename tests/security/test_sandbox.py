@@ -39,7 +39,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def examine(sandbox: Sandbox, path: Path, limits: FileLimits = LIMITS):
-    with FileBytes.copy(path) as data:
+    with FileBytes.open_copy(path) as data:
         return sandbox.examine(data, path.name, limits)
 
 
@@ -60,7 +60,12 @@ def test_it_runs_nothing_serves_all_files_and_has_the_promised_limits(sandbox, t
     _, reasons = examine(sandbox, tmp_path / "evil.pt")
     assert [reason.severity for reason in reasons] == [Severity.REFUSAL]
     assert not (tmp_path / "mark").exists() and pid_of(sandbox) == process.pid
-    for limit, most in (("FSIZE", 0), ("CORE", 0), ("NPROC", 0), ("NOFILE", module.DESCRIPTORS)):
+    for limit, most in (
+        ("FSIZE", 0),
+        ("CORE", 0),
+        ("NPROC", 0),
+        ("NOFILE", module.MAX_DESCRIPTORS),
+    ):
         soft, hard = process.rlimit(getattr(psutil, f"RLIMIT_{limit}"))
         assert soft == hard == most, limit
     space, _ = process.rlimit(psutil.RLIMIT_AS)
@@ -74,7 +79,7 @@ def test_it_runs_nothing_serves_all_files_and_has_the_promised_limits(sandbox, t
 def test_a_file_that_takes_too_long_or_kills_it_is_refused_and_so_many_times_at_most(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(module, "MOST_DEATHS", 2)
+    monkeypatch.setattr(module, "MAX_CRASHES", 2)
     slow = tmp_path / "slow.pt"
     torch.save({"n": [[n] for n in range(400_000)]}, slow)
     with Sandbox() as sandbox:
@@ -96,9 +101,9 @@ PARENT = """
 import sys
 from pathlib import Path
 from runner.security.files import sandbox
-endless = "from runner.security.files import loading; "
-endless += "loading.examine = lambda *_, **__: any(False for _ in iter(int, 1)); sandbox.serve()"
-sandbox.PROGRAM = sandbox.PROGRAM.replace("sandbox.serve()", endless)
+endless = "from runner.security.files import parsing; "
+endless += "parsing.examine = lambda *_, **__: any(False for _ in iter(int, 1)); sandbox.serve()"
+sandbox.SERVER_CODE = sandbox.SERVER_CODE.replace("sandbox.serve()", endless)
 opened = sandbox.Sandbox()
 opened._start()
 print(opened.process.pid, flush=True)
@@ -126,12 +131,12 @@ def test_an_answer_in_another_form_is_not_believed_and_forges_no_line():
         {"format": "npy"},
         {"format": 1, "reasons": []},
         {"format": "npy", "reasons": [["a", 9, "b", "c", "d"]]},
-        {"format": "npy", "reasons": [["a", 0, "", "", ""]] * (module.REASONS + 1)},
+        {"format": "npy", "reasons": [["a", 0, "", "", ""]] * (module.MAX_REASONS + 1)},
     ):
-        with pytest.raises(module.Died):
-            module._read_answer(answer)
+        with pytest.raises(module.SandboxError):
+            module._parse_answer(answer)
     answer = {"format": "npy", "reasons": [["a", 1, "x\n", "\x1b[2Jy", ""]]}
-    reasons = module._read_answer(answer)[1]
+    reasons = module._parse_answer(answer)[1]
     assert "\n" not in str(reasons) and "\x1b" not in str(reasons[0])
 
 
@@ -141,7 +146,7 @@ def test_own_and_pinned_files_need_no_process_foreign_ones_one_for_all_and_none_
     (own / "replay.md").write_text("what was found")
     checkpoint(tmp_path / "theirs/b")
     path = good(tmp_path)
-    policy = FilePolicy(own=(tmp_path / "outputs",), pinned=(hash_file(path)[0],))
+    policy = FilePolicy(run_tree=(tmp_path / "outputs",), pinned=(hash_file(path)[0],))
     with pytest.raises(KeyboardInterrupt), Scanner(policy) as scanner:
         sizes: list[int] = []
         found = scanner.scan(list_folder(own), sizes.append)

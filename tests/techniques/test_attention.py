@@ -74,7 +74,7 @@ def test_plain_is_torchs_attention_and_so_are_its_gradients(kind: str) -> None:
     learned = [m] if (m := chosen.get("attn_mask")) is not None and m.requires_grad else []
     with sdpa_kernel([SDPBackend.MATH]):
         expected = F.scaled_dot_product_attention(*leaves, **chosen)
-    ours = attention.plain(*leaves, **chosen)
+    ours = attention.plain_attention(*leaves, **chosen)
     torch.testing.assert_close(ours, expected)
     upstream = torch.randn_like(ours)
     torch.testing.assert_close(
@@ -98,7 +98,7 @@ def test_the_compiler_does_not_turn_plain_back_into_a_fused_kernel() -> None:
         return flash_calls(lambda: step(*leaves))
 
     assert compiled(scaled_after)  # it knows the usual spelling, so the next can fail
-    assert not compiled(attention.plain)
+    assert not compiled(attention.plain_attention)
 
 
 @needs_compiler
@@ -109,7 +109,7 @@ def test_what_was_compiled_for_one_kernel_is_not_taken_from_the_cache_for_anothe
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     leaves = [torch.randn(2, 4, 32, 16) for _ in range(3)]
     for kernel in ("math", "flash"):
-        with attention.use(kernel, nn.Identity()):
+        with attention.use_kernel(kernel, nn.Identity()):
             torch._dynamo.reset()
             compiled = torch.compile(lambda: F.scaled_dot_product_attention(*leaves))
             compiled()
@@ -160,7 +160,7 @@ def test_auto_goes_by_a_rule_gives_it_keeps_it_on_resume_and_takes_hold(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "MATRIX_MB", limit)
+    monkeypatch.setattr(attention, "MAX_MATRIX_MB", limit)
     with runs.opened("optimization=none", *GPT, *more, folder=tmp_path) as run:
         (choice,) = [c for c in run.choices if c.key == attention.KEY]
         row = runs.status(train(run), "attention")
@@ -196,7 +196,7 @@ scaled_dot_product_attention = F.scaled_dot_product_attention
 
 def test_a_function_that_was_imported_by_name_is_replaced_too() -> None:
     model, x = Dropping(0.0), torch.randn(2, 16)
-    with attention.use("plain", model):
+    with attention.use_kernel("plain", model):
         assert not flash_calls(lambda: model(x))
     assert flash_calls(lambda: model(x))
 

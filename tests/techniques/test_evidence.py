@@ -339,7 +339,7 @@ class Wrapper(Claimed):
         draft.placements.append(lambda batch: batch)
         draft.contexts.append(nullcontext)
         draft.model.fast = True  # type: ignore[assignment]
-        draft.remarks["mine"] = {"speed": 2}
+        draft.technique_facts["mine"] = {"speed": 2}
 
 
 class Autocast(Claimed):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("my_package")
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "BUDGET_S", 0.05)
+    monkeypatch.setattr(pipeline, "TIMING_BUDGET_S", 0.05)
 
 
 class Patient(Hook):
@@ -61,7 +61,7 @@ def test_a_loop_that_waits_as_long_as_without_workers_is_not_engaged() -> None:
         assert not row.engaged and "data.workers=1 decides" in row.reason
         waited = Pipeline(True).engaged(run).facts["wait_share"]
         run.train.pool.ready = 0  # type: ignore[attr-defined]
-        run.remarks["pipeline"] = {"wait_share_without_workers": waited}
+        run.technique_facts["pipeline"] = {"wait_share_without_workers": waited}
         evidence = Pipeline(True).engaged(run)
     assert not evidence.engaged
     assert evidence.reason == "0 of 4 batches ready when requested"

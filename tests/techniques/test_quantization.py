@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from runner import train
 from runner.techniques.config import Quantization
 from runner.techniques.quantization import (
-    LEVELS,
+    INT8_LEVELS,
     Int8Linear,
-    candidates,
     model_bytes,
     product_levels,
+    quantizable_layers,
     replace_layers,
 )
 from runner.training.evaluation import evaluate, standalone
@@ -40,7 +40,7 @@ def off(ours: Tensor, exact: Tensor) -> float:
 
 
 def quantised(model: nn.Module, dynamic: bool = False) -> nn.Module:
-    return replace_layers(model, candidates(Quantization(), model, "cpu"), dynamic)
+    return replace_layers(model, quantizable_layers(Quantization(), model, "cpu"), dynamic)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_int8_products_are_exact_on_a_cpu_without_vnni() -> None:
     code = """
 import torch
 from runner.device.capabilities import cpu_flags
-from runner.techniques.quantization import LEVELS, Int8Linear, product_levels
+from runner.techniques.quantization import INT8_LEVELS, Int8Linear, product_levels
 levels = product_levels("cpu")
 vnni = {"avx512_vnni", "avx_vnni"} & set(cpu_flags())
 layer = Int8Linear(torch.ones(8, 64), None, dynamic=True)
 y = layer(torch.ones(4, 64))
 # limited to AVX2 such a CPU saturates; one that has none may get torch's own loop, which is exact
-assert levels == 64 or (levels == LEVELS and not vnni), levels
+assert levels == 64 or (levels == INT8_LEVELS and not vnni), levels
 assert torch.allclose(y, torch.full((4, 8), 64.0), rtol=1e-3), y
 """
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -137,7 +137,7 @@ def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(
             average = live.detach().clone()
         assert isinstance(layer, Int8Linear)
         # by the levels that this CPU leaves the weights
-        limit = {127: 0.01, 64: 0.02}[product_levels("cpu") if layer.dynamic else LEVELS]
+        limit = {127: 0.01, 64: 0.02}[product_levels("cpu") if layer.dynamic else INT8_LEVELS]
         assert off(layer.weight, average) < limit < off(layer.weight, live.detach())
     row = runs.status(summary, "quantization")
     facts: dict[str, Any] = row.evidence

@@ -15,7 +15,7 @@ from runner.build import Components
 from runner.models.transformer import Block
 from runner.techniques.base import TechniqueStatus
 from runner.techniques.config import RecomputePolicy
-from runner.techniques.recompute import Recomputed
+from runner.techniques.recompute import RecomputedBlocks
 from runner.training.run import Run
 from runner.training.step import forward_backward
 from tests import runs
@@ -50,7 +50,7 @@ def step(*overrides: str) -> tuple[dict[str, Tensor], Run]:
 def test_gradients_and_buffers_are_bit_equal_and_keys_stay(data: list[str], what: str) -> None:
     plain, without = step(*data)
     same, run = step(*data, *recomputing(what))
-    assert run.recompute is not None and run.recompute.again
+    assert run.recompute is not None and run.recompute.recomputed
     assert plain.keys() == same.keys()
     assert [n for n in plain if not torch.equal(plain[n], same[n])] == []
     assert run.model.state_dict().keys() == without.model.state_dict().keys()
@@ -70,7 +70,7 @@ def test_flops_of_none_selective_and_full() -> None:
     def flops(what: RecomputePolicy | None) -> int:
         with ExitStack() as scope, FlopCounterMode(display=False) as counter:
             if what is not None:
-                Recomputed(what, list(blocks)).wrap(scope)
+                RecomputedBlocks(what, list(blocks)).wrap(scope)
             blocks(x).sum().backward()
         return counter.get_total_flops()
 

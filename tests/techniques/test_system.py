@@ -94,7 +94,7 @@ def test_on_a_gpu_segments_grow_and_cudnn_tries_its_kernels_unless_deterministic
 def test_the_command_line_has_threads_sleep_soon_unless_the_user_names_a_policy(
     own: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in system.WAITING:
+    for name in system.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     made = runs.command(tmp_path, *QUICK, "device=cpu", "hydra.run.dir=outputs/run", **own)
     assert made.returncode == 0, made.stderr

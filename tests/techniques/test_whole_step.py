@@ -233,7 +233,7 @@ def test_after_a_wrong_target_what_was_learned_is_saved(tmp_path: Path) -> None:
         def on_step(self, run: Run, step: Step) -> None:
             if step.number == 4:
                 assert run.whole is not None
-                run.whole.targets.wrong.fill_(True)
+                run.whole.targets.any_wrong.fill_(True)
 
     with build(compose([*TINY, *WHOLE, "training.steps=40"]), tmp_path) as run:
         run.hooks.append(Spoils())

@@ -1,8 +1,8 @@
 """Read a file's bytes once, so that the hashed bytes are the ones that are loaded.
 
-`copy` is for files to load: on Linux into a sealed memfd, which no other process can change.
-`watch` is for a verdict only: the bytes stay on disk, and a file that changes meanwhile gets no
-verdict.
+`open_copy` is for files to load: on Linux into a sealed memfd, which no other process can change.
+`open_in_place` is for a verdict only: the bytes stay on disk, and a file that changes meanwhile
+gets no verdict.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Self
 
 from runner.errors import CheckpointError
 
-BLOCK = 1 << 22
-FLAGS = os.O_RDONLY | os.O_NONBLOCK
+COPY_BYTES = 1 << 22
+OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK
 LINUX = sys.platform == "linux"
 
 
@@ -37,18 +37,18 @@ class FileBytes:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.place = f"/proc/self/fd/{descriptor}" if LINUX else str(path)
-        self._before = _stamp(descriptor)
-        self.size = self._before[0]
+        self.path = f"/proc/self/fd/{descriptor}" if LINUX else str(path)
+        self._initial_stamp = _file_stamp(descriptor)
+        self.size = self._initial_stamp[0]
         pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
         self._sha256 = pool.submit(_hash, path, descriptor)
         pool.shutdown(wait=False)
 
     @classmethod
-    def copy(cls, path: Path) -> Self:
+    def open_copy(cls, path: Path) -> Self:
         """Copy the file; except on Linux, only open it. Raises CheckpointError."""
         if sys.platform != "linux":
-            return cls.watch(path)
+            return cls.open_in_place(path)
         source = open_regular(path)
         try:
             target = os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -60,7 +60,7 @@ class FileBytes:
         return cls(path, target)
 
     @classmethod
-    def watch(cls, path: Path) -> Self:
+    def open_in_place(cls, path: Path) -> Self:
         """Open without copying. Raises CheckpointError."""
         return cls(path, open_regular(path))
 
@@ -83,19 +83,19 @@ class FileBytes:
 
     def changed(self) -> bool:
         """Whether size or times have changed since it was opened."""
-        return _stamp(self.descriptor) != self._before
+        return _file_stamp(self.descriptor) != self._initial_stamp
 
 
 def hash_file(path: Path) -> tuple[str, int]:
     """Return sha256 and size. Raises CheckpointError."""
-    with FileBytes.watch(path) as data:
+    with FileBytes.open_in_place(path) as data:
         return data.sha256, data.size
 
 
 def open_regular(path: Path) -> int:
     """Open a regular file without blocking on pipes or devices. Raises CheckpointError."""
     try:
-        source = os.open(path, FLAGS)
+        source = os.open(path, OPEN_FLAGS)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
     except OSError as error:
@@ -117,7 +117,7 @@ def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
 def _copy(path: Path, source: int, target: int) -> None:
     """Copy all bytes and seal the copy. Raises OSError, or CheckpointError if the file changed."""
     size, copied = os.fstat(source).st_size, 0
-    while copied < size and (block := os.read(source, min(BLOCK, size - copied))):
+    while copied < size and (block := os.read(source, min(COPY_BYTES, size - copied))):
         copied += os.write(target, block)
     if copied != size or os.read(source, 1):
         raise CheckpointError(f"{path}: it changed while it was read")
@@ -134,6 +134,6 @@ def _hash(path: Path, descriptor: int) -> str:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def _stamp(descriptor: int) -> tuple[int, ...]:
-    about = os.fstat(descriptor)
-    return about.st_size, about.st_mtime_ns, about.st_ctime_ns
+def _file_stamp(descriptor: int) -> tuple[int, ...]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns

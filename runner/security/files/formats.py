@@ -13,12 +13,12 @@ from runner.findings import Reason, Severity
 
 Data = bytes | mmap.mmap
 
-ZIP, NPY = b"PK\x03\x04", b"\x93NUMPY"  # first bytes
-HEAD = 1 << 12  # bytes read to identify a format
+ZIP_MAGIC, NPY_MAGIC = b"PK\x03\x04", b"\x93NUMPY"  # first bytes
+HEAD_BYTES = 1 << 12  # bytes read to identify a format
 SAVE_AGAIN = "save it again as safetensors, or with torch.save of tensors and plain containers"
 DAMAGED = "get the file again, or compare its sha256 with that of its author"
 CONVERT = "load it on a machine apart, and save its state_dict alone, as safetensors"
-KNOWN = "the runner reads safetensors, torch.save, .npy and .npz"
+FORMATS_HINT = "the runner reads safetensors, torch.save, .npy and .npz"
 
 MODEL_SUFFIXES = tuple(
     ".bin .ckpt .distcp .joblib .keras .nemo .npk .npy .npz .onnx .pickle .pkl .pt .pt2 .pte .pth "
@@ -30,7 +30,7 @@ DCP = (
     "a distributed checkpoint (DCP), which torch's own reader unpickles "
     "(torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts it)"
 )
-UNSUPPORTED_NAMES = {
+UNSUPPORTED_FORMATS = {
     ".distcp": DCP,
     DCP_INDEX: DCP,
     ".pt2": "an exported program (torch.export), which is code",
@@ -39,15 +39,15 @@ UNSUPPORTED_NAMES = {
     ".joblib": "a joblib file, which is a pickle",
     ".onnx": "an ONNX graph, not a file of tensors",
 }
-EXACT_NAMES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
-PICKLE_NAMES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+FORMAT_OF_SUFFIX = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
+PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Protocols 2 to 5 begin with a version byte; older ones are recognised by an import opcode.
 PICKLE = re.compile(rb"\x80[\x02-\x05]")
 OLD_PICKLE = re.compile(rb"[ci][A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\r?\n", re.ASCII)
 MODEL_IN_ZIP = re.compile(rb"data\.pkl|\.npy|\x93NUMPY", re.I)
 
 
-class Refused(Exception):
+class FileRefusal(Exception):
     """The file must not be loaded, for the given reason."""
 
     def __init__(self, code: str, where: str, evidence: str, way_out: str = DAMAGED) -> None:
@@ -58,9 +58,9 @@ class Refused(Exception):
 
 def printable(text: object, limit: int = 300) -> str:
     """Return text from a file as one short line without control characters."""
-    whole = str(text)
-    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in whole[:limit])
-    return plain if len(whole) <= limit else f"{plain}…"
+    full = str(text)
+    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in full[:limit])
+    return escaped if len(full) <= limit else f"{escaped}…"
 
 
 def is_model_name(name: str) -> bool:
@@ -69,36 +69,38 @@ def is_model_name(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raise Refused for names of formats that contain code or need unpickling."""
-    what = UNSUPPORTED_NAMES.get(DCP_INDEX if name == DCP_INDEX else Path(name.lower()).suffix)
-    if what is not None:
-        raise Refused("format.unsupported", "", f"is {what}", CONVERT)
+    """Raise FileRefusal for names of formats that contain code or need unpickling."""
+    description = UNSUPPORTED_FORMATS.get(
+        DCP_INDEX if name == DCP_INDEX else Path(name.lower()).suffix
+    )
+    if description is not None:
+        raise FileRefusal("format.unsupported", "", f"is {description}", CONVERT)
 
 
-def identify(data: Data, name: str) -> str:
-    """Return safetensors, torch_zip, npz, npy or pickle. Raises Refused for other content."""
+def identify_format(data: Data, name: str) -> str:
+    """Return safetensors, torch_zip, npz, npy or pickle. Raises FileRefusal for other content."""
     check_name(name)
-    suffix, head = Path(name.lower()).suffix, bytes(data[:HEAD])
-    kind = _identify_zip(data) if head.startswith(ZIP) else _identify_head(head, len(data))
-    if not kind and head and suffix in PICKLE_NAMES:
+    suffix, head = Path(name.lower()).suffix, bytes(data[:HEAD_BYTES])
+    kind = _identify_zip(data) if head.startswith(ZIP_MAGIC) else _identify_head(head, len(data))
+    if not kind and head and suffix in PICKLE_SUFFIXES:
         kind = "pickle"  # torch's loader reports what is wrong
     if not kind:
-        begins = (
+        evidence = (
             f"begins with {head[:8].hex(' ')}, which matches no known format"
             if head
             else "is empty"
         )
-        raise Refused("format.unknown", "", begins, f"{KNOWN}; {CONVERT}")
-    wanted = EXACT_NAMES.get(suffix, kind)
-    if wanted != kind:
-        evidence = f"its content is {kind}, but its extension says {wanted}"
-        raise Refused("format.name", name, evidence, "rename it if the content is right")
+        raise FileRefusal("format.unknown", "", evidence, f"{FORMATS_HINT}; {CONVERT}")
+    expected = FORMAT_OF_SUFFIX.get(suffix, kind)
+    if expected != kind:
+        evidence = f"its content is {kind}, but its extension says {expected}"
+        raise FileRefusal("format.name", name, evidence, "rename it if the content is right")
     return kind
 
 
 def _identify_head(head: bytes, size: int) -> str:
     """Return the format of a file that is not a zip; "" if unknown."""
-    if head.startswith(NPY):
+    if head.startswith(NPY_MAGIC):
         return "npy"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size:
         return "safetensors"
@@ -106,11 +108,11 @@ def _identify_head(head: bytes, size: int) -> str:
 
 
 def open_zip(data: Data) -> zipfile.ZipFile:
-    """Open bytes as a zip archive. Raises Refused if Python's reader cannot."""
+    """Open bytes as a zip archive. Raises FileRefusal if Python's reader cannot."""
     try:
         return zipfile.ZipFile(data if isinstance(data, mmap.mmap) else io.BytesIO(data))  # type: ignore[arg-type]
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-        raise Refused("zip.directory", "", f"not a readable zip archive: {error}") from None
+        raise FileRefusal("zip.directory", "", f"not a readable zip archive: {error}") from None
 
 
 def _identify_zip(data: Data) -> str:
@@ -123,22 +125,22 @@ def _identify_zip(data: Data) -> str:
         if any(name.endswith(ending) for name in names):
             return kind
     evidence = f"is a zip archive without data.pkl or arrays: {names[:3]}"
-    raise Refused("format.unknown", "", evidence, KNOWN)
+    raise FileRefusal("format.unknown", "", evidence, FORMATS_HINT)
 
 
 def is_loadable(path: Path) -> bool:
     """Whether loaders would read the file, by name or content; True if it cannot be read."""
-    numbers = path.suffix.lower() == ".bin"  # often raw numbers without a header
-    if is_model_name(path.name) and not numbers:
+    may_be_raw = path.suffix.lower() == ".bin"  # often raw numbers without a header
+    if is_model_name(path.name) and not may_be_raw:
         return True
     if not path.is_file():
         return False
     try:
         with path.open("rb") as file:
-            head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
-            if not head.startswith(ZIP):
+            head, size = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
+            if not head.startswith(ZIP_MAGIC):
                 kind = _identify_head(head, size)
-                return bool(kind) and (kind != "pickle" or numbers or bool(PICKLE.match(head)))
+                return bool(kind) and (kind != "pickle" or may_be_raw or bool(PICKLE.match(head)))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return MODEL_IN_ZIP.search(data) is not None
     except OSError:

@@ -21,21 +21,21 @@ from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
 from runner.security.files.encode import TIED
 from runner.security.files.file_bytes import FileBytes
-from runner.security.files.formats import Refused, check_name, printable
-from runner.security.files.loading import NEEDS_PICKLE, Examined, examine, load, unpickle
+from runner.security.files.formats import FileRefusal, check_name, printable
+from runner.security.files.parsing import NEEDS_PICKLE, Examination, examine, load_content, unpickle
 from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.provenance import (
     Assessment,
     FileFacts,
+    check_allowed,
     is_own,
-    judge,
-    known_trust,
-    require,
+    set_trust,
+    trust_by_digest,
 )
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder
 
-STRICT = FilePolicy(SecurityLevel.strict)  # no pickle, even if the config allows it
+STRICT_POLICY = FilePolicy(SecurityLevel.strict)  # no pickle, even if the config allows it
 
 
 @dataclass(frozen=True)
@@ -68,32 +68,32 @@ def open_file(
     """
     try:
         check_name(path.name)  # before the file is read
-    except Refused as refused:
-        raise _refused(path, str(refused)) from None
+    except FileRefusal as refusal:
+        raise _refusal_error(path, str(refusal)) from None
     assessment = Assessment(str(path))
-    with FileBytes.copy(path) as data:
+    with FileBytes.open_copy(path) as data:
         if sha256 is not None and data.sha256 != sha256:
             raise CheckpointError(
                 f"{path}: damaged: its {data.size} bytes do not match the recorded sha256"
             )
-        trust = Trust.CHECKED if sha256 is not None else known_trust(path, data, policy)
-        examined = _examine(data, path, policy, trust, sandboxed, sandbox)
+        trust = Trust.CHECKED if sha256 is not None else trust_by_digest(path, data, policy)
+        examination = _examine(data, path, policy, trust, sandboxed, sandbox)
         if policy.allows_pickle(data.sha256):
-            _unpickle_allowed(data, examined)
-        assessment.files[path.name] = FileFacts(data.sha256, data.size, examined.format)
-        assessment.refuse(examined.reasons)
+            _unpickle_allowed(data, examination)
+        assessment.files[path.name] = FileFacts(data.sha256, data.size, examination.format)
+        assessment.refuse(examination.reasons)
         if sha256 is None:
-            judge(assessment, path, policy)
+            set_trust(assessment, path, policy)
         elif not assessment.refused:
             assessment.trust = Trust.CHECKED
         if assessment.refused:
-            raise _refused(path, describe_refusal(assessment, policy))
+            raise _refusal_error(path, describe_refusal(assessment, policy))
         if sandboxed or policy.level is SecurityLevel.strict:
-            require(assessment, policy)
-        return Opened(examined.content, assessment, examined.metadata)
+            check_allowed(assessment, policy)
+        return Opened(examination.content, assessment, examination.metadata)
 
 
-def _refused(path: Path, why: str) -> SecurityError:
+def _refusal_error(path: Path, why: str) -> SecurityError:
     return SecurityError(escape_control_chars(f"{path}: refused: {why}"))
 
 
@@ -104,29 +104,31 @@ def _examine(
     trust: Trust,
     sandboxed: bool,
     sandbox: Sandbox | None,
-) -> Examined:
+) -> Examination:
     off, foreign = policy.level is SecurityLevel.off, trust is Trust.UNTRUSTED
     if not foreign or off or not sandboxed:
         limits = FileLimits(expanded=sys.maxsize) if off else policy.limits
         deep = trust is not Trust.CHECKED and not off
-        rules = foreign and not off
-        return examine(data.data, data.place, path.name, limits, rules=rules, deep=deep)
+        check_archive = foreign and not off
+        return examine(
+            data.data, data.path, path.name, limits, check_archive=check_archive, deep=deep
+        )
     with nullcontext(sandbox) if sandbox is not None else Sandbox() as process:
-        examined = Examined(*process.examine(data, path.name, policy.limits))
-    if not examined.refused:
-        examined.content, examined.metadata = load(data.place, examined.format)
-    return examined
+        examination = Examination(*process.examine(data, path.name, policy.limits))
+    if not examination.refused:
+        examination.content, examination.metadata = load_content(data.path, examination.format)
+    return examination
 
 
-def _unpickle_allowed(data: FileBytes, examined: Examined) -> None:
+def _unpickle_allowed(data: FileBytes, examination: Examination) -> None:
     """Unpickle a file whose digest is in allow_pickle, if it cannot be loaded otherwise."""
-    refusals = [r for r in examined.reasons if r.severity is Severity.REFUSAL]
+    refusals = [r for r in examination.reasons if r.severity is Severity.REFUSAL]
     if [reason.code for reason in refusals] != [NEEDS_PICKLE]:
         return
     evidence = f"unpickled, so it may run code: security.allow_pickle has {data.sha256[:12]}…"
-    examined.reasons.remove(refusals[0])
-    examined.reasons.append(Reason("pickle.allowed", Severity.WARNING, "", evidence))
-    examined.content = unpickle(data.place, examined.format)
+    examination.reasons.remove(refusals[0])
+    examination.reasons.append(Reason("pickle.allowed", Severity.WARNING, "", evidence))
+    examination.content = unpickle(data.path, examination.format)
 
 
 def describe_refusal(assessment: Assessment, policy: FilePolicy) -> str:
@@ -147,7 +149,7 @@ def admit_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
         return None
     with Scanner(policy) as scanner:
         assessment = scanner.scan(list_folder(folder))
-    require(assessment, policy)
+    check_allowed(assessment, policy)
     return assessment
 
 
@@ -157,11 +159,11 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     Raises SecurityError if it is refused despite a matching digest, CheckpointError if it is
     missing or has changed.
     """
-    opened = open_file(path, STRICT, sha256)
-    tensors: dict[str, Tensor] = opened.content
-    _expect(opened, path, "safetensors")
+    loaded = open_file(path, STRICT_POLICY, sha256)
+    tensors: dict[str, Tensor] = loaded.content
+    _require_format(loaded, path, "safetensors")
     try:
-        for alias, name in json.loads(opened.metadata.get(TIED, "{}")).items():
+        for alias, name in json.loads(loaded.metadata.get(TIED, "{}")).items():
             if alias in tensors:
                 raise ValueError(f"{alias!r} is a tensor, but is also listed as an alias")
             tensors[alias] = tensors[name]
@@ -177,9 +179,9 @@ def read_state(path: Path, sha256: str) -> Any:
     Raises SecurityError if it contains more than plain data, CheckpointError if it is missing or
     has changed.
     """
-    opened = open_file(path, STRICT, sha256)
-    _expect(opened, path, "torch_zip")
-    return opened.content
+    loaded = open_file(path, STRICT_POLICY, sha256)
+    _require_format(loaded, path, "torch_zip")
+    return loaded.content
 
 
 def read_arrays(path: Path, policy: FilePolicy) -> Any:
@@ -187,12 +189,12 @@ def read_arrays(path: Path, policy: FilePolicy) -> Any:
 
     Raises SecurityError if it is refused.
     """
-    opened = open_file(path, policy, sandboxed=False)
-    _expect(opened, path, "npy", "npz")
-    return opened.content
+    loaded = open_file(path, policy, sandboxed=False)
+    _require_format(loaded, path, "npy", "npz")
+    return loaded.content
 
 
-def _expect(opened: Opened, path: Path, *kinds: str) -> None:
-    kind = opened.facts.format
+def _require_format(loaded: Opened, path: Path, *kinds: str) -> None:
+    kind = loaded.facts.format
     if kind not in kinds:
         raise SecurityError(f"{path}: refused: it is {kind} and should be {kinds[0]}")

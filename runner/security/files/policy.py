@@ -33,13 +33,13 @@ class FilePolicy:
     level: SecurityLevel = SecurityLevel.standard
     allow_pickle: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
-    own: tuple[Path, ...] = ()  # folders of this run tree, with trusted manifests
+    run_tree: tuple[Path, ...] = ()  # folders of this run tree, with trusted manifests
     limits: FileLimits = FileLimits()
 
     @classmethod
-    def of(cls, config: SecurityConfig, own: Sequence[Path] = ()) -> FilePolicy:
+    def of(cls, config: SecurityConfig, run_tree: Sequence[Path] = ()) -> FilePolicy:
         """Create the policy of a config."""
-        return cls(config.level, tuple(config.allow_pickle), tuple(config.pinned), tuple(own))
+        return cls(config.level, tuple(config.allow_pickle), tuple(config.pinned), tuple(run_tree))
 
     def allows_pickle(self, sha256: str) -> bool:
         """Whether a file with this digest may be unpickled, which can run any code."""

@@ -2,7 +2,7 @@
 
 The origin is a manifest of this run tree, a digest pinned by the user, or unknown. A manifest's
 own digest detects damage but not forgery, so it counts only in folders of this run tree
-(`FilePolicy.own`), where an attacker with write access would not need to forge one.
+(`FilePolicy.run_tree`), where an attacker with write access would not need to forge one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SCHEMA = 1
 OTHER = "other"  # format of files that are never loaded
 SHOWN_DIGESTS = 4  # in one message
 MANIFEST = "manifest.json"
-FORMAT = 1  # of checkpoints and captures
-MOST_BYTES = 1 << 24  # maximum size of a manifest or digest list
-SUMS = "SHA256SUMS"
+MANIFEST_FORMAT = 1  # of checkpoints and captures
+MAX_MANIFEST_BYTES = 1 << 24  # maximum size of a manifest or digest list
+SUMS_FILE = "SHA256SUMS"
 SUM_LINE = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")
 
 
@@ -89,22 +89,22 @@ def enough(assessment: Assessment, level: SecurityLevel) -> bool:
     """Whether it may be loaded at that level; strict requires CHECKED or PINNED."""
     if level is SecurityLevel.off:
         return True
-    least = Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED
-    return assessment.trust >= least
+    required = Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED
+    return assessment.trust >= required
 
 
-def require(assessment: Assessment, policy: FilePolicy) -> None:
+def check_allowed(assessment: Assessment, policy: FilePolicy) -> None:
     """Raise SecurityError if the policy does not allow it; warn once about an unknown file."""
-    path, pin = escape_control_chars(assessment.path), way_in(assessment)
+    path, hint = escape_control_chars(assessment.path), way_in(assessment)
     if not enough(assessment, policy.level):
-        why = "security=strict loads only files of this run tree and pinned ones; " + pin
+        why = "security=strict loads only files of this run tree and pinned ones; " + hint
         if assessment.refused:
             first = next(iter(assessment.refusals), "no file of it may be loaded")
             why = escape_control_chars(str(first))
         raise SecurityError(f"{path}: refused: {why}")
     if assessment.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
         text = "not below outputs/ here, so checked in a sandboxed process and loaded as plain data"
-        log.warning("%s: %s; %s", path, text, pin)
+        log.warning("%s: %s; %s", path, text, hint)
 
 
 def way_in(assessment: Assessment) -> str:
@@ -121,20 +121,20 @@ def way_in(assessment: Assessment) -> str:
 def is_own(path: Path, policy: FilePolicy) -> bool:
     """Whether its resolved path lies in a folder of this run tree."""
     try:
-        place = path.resolve()
-        return any(place.is_relative_to(folder.resolve()) for folder in policy.own)
+        resolved = path.resolve()
+        return any(resolved.is_relative_to(folder.resolve()) for folder in policy.run_tree)
     except (OSError, RuntimeError):  # a symlink loop
         return False
 
 
-def known_trust(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
+def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
     """Return CHECKED or PINNED if the digest is known; hashes only if it could be."""
     if is_own(path.parent, policy):
         try:
             if _listed_digests(path.parent, MANIFEST).get(path.name) == data.sha256:
                 return Trust.CHECKED
         except CheckpointError:
-            pass  # a damaged manifest; `judge` reports it
+            pass  # a damaged manifest; `set_trust` reports it
     pinned = policy.pinned and data.sha256 in policy.pinned
     return Trust.PINNED if pinned else Trust.UNTRUSTED
 
@@ -147,14 +147,14 @@ def _listed_digests(folder: Path, source: str) -> dict[str, str]:
     path = folder / source
     if not path.is_file():
         return {}
-    if path.stat().st_size > MOST_BYTES:
-        raise CheckpointError(f"{path}: has more than {MOST_BYTES >> 20} MiB")
-    return _read_sums(path) if source == SUMS else _read_manifest(path)
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES >> 20} MiB")
+    return _read_sums(path) if source == SUMS_FILE else _read_manifest(path)
 
 
 def _read_manifest(path: Path) -> dict[str, str]:
     try:
-        files = read_sealed(path, FORMAT)["files"]
+        files = read_sealed(path, MANIFEST_FORMAT)["files"]
         return {name: str(entry["sha256"]) for name, entry in files.items()}
     except (LookupError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
@@ -174,7 +174,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     return sums
 
 
-def judge(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
+def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
     """Set the trust of a file or folder from its digests and reasons.
 
     `assessment.files` must be complete, keyed by path in the folder or by the single file's name. A
@@ -183,10 +183,10 @@ def judge(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
     """
     folder = path if path.is_dir() else path.parent
     checked = is_own(folder, policy)
-    for place in sorted({(folder / name).parent for name in assessment.files}):
-        names = [name for name in assessment.files if (folder / name).parent == place]
-        _compare(assessment, place, names, SUMS)
-        recorded = _compare(assessment, place, names, MANIFEST)
+    for parent in sorted({(folder / name).parent for name in assessment.files}):
+        names = [name for name in assessment.files if (folder / name).parent == parent]
+        _check_digests(assessment, parent, names, SUMS_FILE)
+        recorded = _check_digests(assessment, parent, names, MANIFEST)
         loadable = {
             Path(name).name
             for name in names
@@ -201,7 +201,9 @@ def judge(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
         assessment.trust = Trust.CHECKED if checked else Trust.UNTRUSTED
 
 
-def _compare(assessment: Assessment, folder: Path, names: list[str], source: str) -> dict[str, str]:
+def _check_digests(
+    assessment: Assessment, folder: Path, names: list[str], source: str
+) -> dict[str, str]:
     """Refuse files that differ from the folder's digest list; return the list."""
     try:
         listed = _listed_digests(folder, source)
@@ -210,10 +212,10 @@ def _compare(assessment: Assessment, folder: Path, names: list[str], source: str
         assessment.reasons.append(Reason("digests.damaged", Severity.WARNING, source, text))
         return {}
     for name in names:
-        digest, wanted = assessment.files[name].sha256, listed.get(Path(name).name)
-        if wanted is not None and digest and digest != wanted:
-            wanted = escape_control_chars(wanted)
-            text = f"its sha256 is {digest[:16]}…, but {source} lists {wanted[:16]}…"
+        digest, expected = assessment.files[name].sha256, listed.get(Path(name).name)
+        if expected is not None and digest and digest != expected:
+            expected = escape_control_chars(expected)
+            text = f"its sha256 is {digest[:16]}…, but {source} lists {expected[:16]}…"
             way_out = "use an intact copy or an earlier checkpoint"
             reason = Reason("digests.differ", Severity.REFUSAL, name, text, way_out)
             assessment.refuse([reason])

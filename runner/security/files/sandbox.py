@@ -28,22 +28,22 @@ from runner.security.files.file_bytes import LINUX, FileBytes, map_bytes
 from runner.security.files.formats import printable
 from runner.security.files.policy import FileLimits
 
-START_S = 120.0  # on a busy machine with a cold disk
-WALL = 10.0  # limit of wall time as a multiple of CPU time
+START_TIMEOUT_S = 120.0  # on a busy machine with a cold disk
+WALL_TIME_FACTOR = 10.0  # limit of wall time as a multiple of CPU time
 BYTES_PER_SECOND = 32 << 20  # per CPU second, in addition to limits.cpu_s
-ANSWER = 1 << 20  # maximum bytes of an answer
-REASONS = 1_000
-MOST_DEATHS = 8  # crashes per scan, after which files are refused unexamined
-DESCRIPTORS = 64
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
-PROGRAM = (
+MAX_ANSWER_BYTES = 1 << 20  # maximum bytes of an answer
+MAX_REASONS = 1_000
+MAX_CRASHES = 8  # crashes per scan, after which files are refused unexamined
+MAX_DESCRIPTORS = 64
+INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
+SERVER_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from runner.security.files import sandbox; sandbox.serve()"
 )
 WAY_OUT = "get it as safetensors, or inspect it on an isolated machine"
 
 
-class Died(Exception):
+class SandboxError(Exception):
     """The process died or has to be killed; with the reason to refuse the file."""
 
     def __init__(self, code: str, evidence: str) -> None:
@@ -56,7 +56,7 @@ class Sandbox:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.deaths = 0
+        self.crashes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -70,19 +70,20 @@ class Sandbox:
         """Return format and reasons. If the process dies, hangs or runs out of memory, the file is
         refused, and the next file gets a new process.
         """
-        if self.deaths >= MOST_DEATHS:
-            why = f"{self.deaths} files have ended the process that examines them"
-            return _refused("sandbox.given_up", name, why)
-        place = f"/proc/{os.getpid()}/fd/{data.descriptor}" if LINUX else data.place
-        question = {"place": place, "name": name, "deep": deep, "limits": asdict(limits)}
+        if self.crashes >= MAX_CRASHES:
+            why = f"{self.crashes} files have ended the process that examines them"
+            return _refusal_answer("sandbox.given_up", name, why)
+        path = f"/proc/{os.getpid()}/fd/{data.descriptor}" if LINUX else data.path
+        request = {"path": path, "name": name, "deep": deep, "limits": asdict(limits)}
         try:
             if self.process is None:
                 self._start()
-            return _read_answer(self._ask(question, WALL * cpu_seconds(limits, data.size)))
-        except Died as died:
+            timeout_s = WALL_TIME_FACTOR * cpu_seconds(limits, data.size)
+            return _parse_answer(self._send_request(request, timeout_s))
+        except SandboxError as error:
             self.close()
-            self.deaths += 1
-            return _refused(died.code, name, died.evidence)
+            self.crashes += 1
+            return _refusal_answer(error.code, name, error.evidence)
         except BaseException:  # Ctrl-C: a late answer must not be read as that of the next file
             self.close()
             raise
@@ -100,59 +101,63 @@ class Sandbox:
             process.wait()
 
     def _start(self) -> None:
-        environment = {key: os.environ[key] for key in INHERITED if key in os.environ}
+        environment = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
-        path = json.dumps([place or os.getcwd() for place in sys.path])
+        path = json.dumps([folder or os.getcwd() for folder in sys.path])
         self.process = subprocess.Popen(  # noqa: S603  # ourselves
-            [sys.executable, "-P", "-s", "-c", PROGRAM, path],
+            [sys.executable, "-P", "-s", "-c", SERVER_CODE, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
         )
-        self._receive(self.process, START_S)
+        self._receive_answer(self.process, START_TIMEOUT_S)
 
-    def _ask(self, question: dict[str, Any], seconds: float) -> Any:
+    def _send_request(self, request: dict[str, Any], seconds: float) -> Any:
         process = self.process
         if process is None or process.stdin is None:
-            raise Died("sandbox.died", "the process that examines it is gone")
+            raise SandboxError("sandbox.died", "the process that examines it is gone")
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
         except OSError:
-            raise _explain_death(process) from None
-        return self._receive(process, seconds)
+            raise _exit_failure(process) from None
+        return self._receive_answer(process, seconds)
 
-    def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> Any:
+    def _receive_answer(self, process: subprocess.Popen[bytes], seconds: float) -> Any:
         """Read one line of JSON, for at most `seconds`."""
-        pipe, until, text = process.stdout, time.monotonic() + seconds, b""
+        pipe, deadline, text = process.stdout, time.monotonic() + seconds, b""
         assert pipe is not None  # noqa: S101  # as it was started
         while not text.endswith(b"\n"):
-            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-                raise Died("sandbox.timeout", f"examining it took more than {seconds:.1f} s")
-            part = os.read(pipe.fileno(), ANSWER)
-            if not part:
-                raise _explain_death(process)
-            text += part
-            if len(text) > ANSWER:
-                raise Died("sandbox.answer", "the process that examines it sent too much")
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise SandboxError(
+                    "sandbox.timeout", f"examining it took more than {seconds:.1f} s"
+                )
+            chunk = os.read(pipe.fileno(), MAX_ANSWER_BYTES)
+            if not chunk:
+                raise _exit_failure(process)
+            text += chunk
+            if len(text) > MAX_ANSWER_BYTES:
+                raise SandboxError("sandbox.answer", "the process that examines it sent too much")
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise Died("sandbox.answer", "the process that examines it sent no JSON") from None
+            raise SandboxError(
+                "sandbox.answer", "the process that examines it sent no JSON"
+            ) from None
 
 
-def _explain_death(process: subprocess.Popen[bytes]) -> Died:
+def _exit_failure(process: subprocess.Popen[bytes]) -> SandboxError:
     code = None
     with suppress(subprocess.TimeoutExpired):
         code = process.wait(5)
     if code is None or code >= 0:
-        return Died("sandbox.died", f"the process that examined it ended with code {code}")
-    number = signal.Signals(-code)
-    if number is signal.SIGXCPU:
-        return Died("sandbox.timeout", "examining it exceeded the CPU time limit")
-    return Died("sandbox.died", f"{number.name} ended the process that examined it")
+        return SandboxError("sandbox.died", f"the process that examined it ended with code {code}")
+    signal_number = signal.Signals(-code)
+    if signal_number is signal.SIGXCPU:
+        return SandboxError("sandbox.timeout", "examining it exceeded the CPU time limit")
+    return SandboxError("sandbox.died", f"{signal_number.name} ended the process that examined it")
 
 
 def cpu_seconds(limits: FileLimits, size: int) -> float:
@@ -160,11 +165,11 @@ def cpu_seconds(limits: FileLimits, size: int) -> float:
     return limits.cpu_s + size / BYTES_PER_SECOND
 
 
-def _read_answer(answer: Any) -> tuple[str, list[Reason]]:
+def _parse_answer(answer: Any) -> tuple[str, list[Reason]]:
     """Validate an answer, since the sender has parsed foreign bytes."""
     try:
         kind, rows = answer["format"], answer["reasons"]
-        if type(kind) is not str or type(rows) is not list or len(rows) > REASONS:
+        if type(kind) is not str or type(rows) is not list or len(rows) > MAX_REASONS:
             raise TypeError
         reasons = []
         for code, severity, *texts in rows:
@@ -172,11 +177,13 @@ def _read_answer(answer: Any) -> tuple[str, list[Reason]]:
             reason = Reason(printable(code, 60), Severity(severity), where, evidence, way_out)
             reasons.append(reason)
     except (LookupError, TypeError, ValueError):
-        raise Died("sandbox.answer", "the process that examined it gave no valid answer") from None
+        raise SandboxError(
+            "sandbox.answer", "the process that examined it gave no valid answer"
+        ) from None
     return printable(kind, 60), reasons
 
 
-def _refused(code: str, where: str, evidence: str) -> tuple[str, list[Reason]]:
+def _refusal_answer(code: str, where: str, evidence: str) -> tuple[str, list[Reason]]:
     return "unknown", [Reason(code, Severity.REFUSAL, where, evidence, WAY_OUT)]
 
 
@@ -191,55 +198,57 @@ def serve() -> None:
     os.dup2(2, 1)  # keep libraries' output out of the answers
     import torch
 
-    from runner.security.files.loading import examine
+    from runner.security.files.parsing import examine
 
     torch.set_num_threads(1)
-    _limit_once()
+    _limit_process()
     gc.freeze()
     gc.disable()  # it would scan thousands of tensors repeatedly
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        question = json.loads(line)
-        limits, name = FileLimits(**question["limits"]), question["name"]
-        descriptor = os.open(question["place"], os.O_RDONLY)
+        request = json.loads(line)
+        limits, name = FileLimits(**request["limits"]), request["name"]
+        descriptor = os.open(request["path"], os.O_RDONLY)
         size = os.fstat(descriptor).st_size
-        _limit_file(limits, size)
-        data, place = map_bytes(descriptor, size), f"/dev/fd/{descriptor}"
-        examined = examine(data, place, name, limits, deep=question["deep"])
-        rows = [[r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in examined.reasons]
-        print(json.dumps({"format": examined.format, "reasons": rows}), file=answers, flush=True)
-        examined.content = None
+        _limit_time_and_memory(limits, size)
+        data, path = map_bytes(descriptor, size), f"/dev/fd/{descriptor}"
+        examination = examine(data, path, name, limits, deep=request["deep"])
+        rows = [
+            [r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in examination.reasons
+        ]
+        print(json.dumps({"format": examination.format, "reasons": rows}), file=answers, flush=True)
+        examination.content = None
         if isinstance(data, mmap.mmap):
             with suppress(BufferError):
                 data.close()
         os.close(descriptor)
-        del data, examined
+        del data, examination
         gc.collect()
 
 
-def _limit_once() -> None:
+def _limit_process() -> None:
     """Forbid writing files, new processes (not for root) and cores; limit descriptors."""
-    for name, most in (("FSIZE", 0), ("CORE", 0), ("NOFILE", DESCRIPTORS), ("NPROC", 0)):
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+    for name, maximum in (("FSIZE", 0), ("CORE", 0), ("NOFILE", MAX_DESCRIPTORS), ("NPROC", 0)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (maximum, maximum))
 
 
-def _limit_file(limits: FileLimits, size: int) -> None:
+def _limit_time_and_memory(limits: FileLimits, size: int) -> None:
     """Limit CPU time and, on Linux, memory, on top of current use."""
     if LINUX:  # other systems do not enforce it
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         in_use = pages * os.sysconf("SC_PAGE_SIZE")
-        _lower(resource.RLIMIT_AS, in_use + 3 * size + limits.memory)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    spent = used.ru_utime + used.ru_stime
-    _lower(resource.RLIMIT_CPU, int(spent + cpu_seconds(limits, size)) + 1)
+        _lower_limit(resource.RLIMIT_AS, in_use + 3 * size + limits.memory)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = usage.ru_utime + usage.ru_stime
+    _lower_limit(resource.RLIMIT_CPU, int(used_s + cpu_seconds(limits, size)) + 1)
 
 
-def _lower(what: int, value: int) -> None:
-    hard = resource.getrlimit(what)[1]
+def _lower_limit(resource_id: int, value: int) -> None:
+    hard = resource.getrlimit(resource_id)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
-    resource.setrlimit(what, (value, hard))
+    resource.setrlimit(resource_id, (value, hard))
 
 
 def _end_with_parent() -> None:

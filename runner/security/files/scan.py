@@ -12,20 +12,20 @@ from typing import Self
 from runner.errors import CheckpointError, SecurityError
 from runner.findings import Reason, Severity, Trust
 from runner.security.files.file_bytes import FileBytes, hash_file
-from runner.security.files.formats import Refused, check_name, is_loadable, is_model_name
+from runner.security.files.formats import FileRefusal, check_name, is_loadable, is_model_name
 from runner.security.files.policy import FilePolicy
 from runner.security.files.provenance import (
     MANIFEST,
     OTHER,
     Assessment,
     FileFacts,
-    judge,
-    known_trust,
+    set_trust,
+    trust_by_digest,
 )
 from runner.security.files.sandbox import Sandbox
 
-DEPTH = 64
-SPECIAL = "a pipe, socket or device"
+MAX_DEPTH = 64
+SPECIAL_FILE = "a pipe, socket or device"
 
 
 @dataclass
@@ -66,28 +66,30 @@ class Scanner:
         start = time.perf_counter()
         assessment = Assessment(str(item.path))
         assessment.refuse(item.odd)
-        alone = item.kind == "file"
+        is_single = item.kind == "file"
         for name, path in item.files.items():
-            loads = alone or is_loadable(path)
+            loadable = is_single or is_loadable(path)
             try:
-                facts, reasons = self._examine(path) if loads else _unexamined(path)
+                facts, reasons = self._examine(path) if loadable else _hash_unexamined(path)
             except CheckpointError as error:
-                assessment.refuse([_odd("file.unreadable", name, str(error), loads)])
+                assessment.refuse([_unopened_reason("file.unreadable", name, str(error), loadable)])
                 continue
             assessment.files[name] = facts
-            assessment.refuse(reasons if alone else [_within(name, reason) for reason in reasons])
+            assessment.refuse(
+                reasons if is_single else [_prefix_name(name, reason) for reason in reasons]
+            )
             if report is not None:
                 report(facts.size)
-        judge(assessment, item.path, self.policy)
+        set_trust(assessment, item.path, self.policy)
         assessment.seconds = time.perf_counter() - start
         return assessment
 
     def _examine(self, path: Path) -> tuple[FileFacts, list[Reason]]:
         try:
             check_name(path.name)
-        except Refused as refused:
-            return FileFacts(*hash_file(path), "unknown"), [refused.reason]
-        with FileBytes.watch(path) as data:
+        except FileRefusal as refusal:
+            return FileFacts(*hash_file(path), "unknown"), [refusal.reason]
+        with FileBytes.open_in_place(path) as data:
             kind, reasons = self._check(path, data)
             facts = FileFacts(data.sha256, data.size, kind)
             if data.changed():
@@ -97,14 +99,16 @@ class Scanner:
 
     def _check(self, path: Path, data: FileBytes) -> tuple[str, list[Reason]]:
         """Examine in this process if the digest is known, else in the sandbox during hashing."""
-        trust, limits = known_trust(path, data, self.policy), self.policy.limits
+        trust, limits = trust_by_digest(path, data, self.policy), self.policy.limits
         if trust is Trust.UNTRUSTED:
             return self.sandbox.examine(data, path.name, limits, self.deep)
-        from runner.security.files.loading import examine  # imports torch, rarely needed
+        from runner.security.files.parsing import examine  # imports torch, rarely needed
 
         deep = self.deep and trust is not Trust.CHECKED
-        examined = examine(data.data, data.place, path.name, limits, rules=False, deep=deep)
-        return examined.format, examined.reasons
+        examination = examine(
+            data.data, data.path, path.name, limits, check_archive=False, deep=deep
+        )
+        return examination.format, examination.reasons
 
 
 def list_items(path: Path) -> Iterator[Item]:
@@ -113,16 +117,16 @@ def list_items(path: Path) -> Iterator[Item]:
     Links that lead out of the folder are reported, not followed, except for those of a Hugging Face
     snapshot to its own `blobs`.
     """
-    if not os.path.isdir(path) or _is_whole(path):
+    if not os.path.isdir(path) or _is_checkpoint(path):
         yield list_folder(path)
         return
-    for folder, names in _walk(path, prune=_is_whole):
-        if folder != path and _is_whole(folder):
+    for folder, names in _walk(path, prune=_is_checkpoint):
+        if folder != path and _is_checkpoint(folder):
             yield list_folder(folder)
             continue
         for name in names:
             item = Item(folder / name)
-            _add(item, name, folder / name, _roots(path))
+            _add_file(item, name, folder / name, _link_roots(path))
             if item.files or item.odd:
                 yield item
 
@@ -131,27 +135,29 @@ def list_folder(path: Path) -> Item:
     """Return a file, or a folder judged as a whole."""
     if not os.path.isdir(path):
         if os.path.exists(path) and not os.path.isfile(path):
-            return Item(path, odd=[_odd("file.special", path.name, SPECIAL, refused=True)])
+            return Item(
+                path, odd=[_unopened_reason("file.special", path.name, SPECIAL_FILE, refuse=True)]
+            )
         return Item(path, files={path.name: path})
-    item = Item(path, "checkpoint" if _is_whole(path) else "folder")
+    item = Item(path, "checkpoint" if _is_checkpoint(path) else "folder")
     for folder, names in _walk(path):
         for name in names:
-            place = folder / name
-            _add(item, str(place.relative_to(path)), place, _roots(path))
+            member = folder / name
+            _add_file(item, str(member.relative_to(path)), member, _link_roots(path))
     item.files = dict(sorted(item.files.items()))
     return item
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_checkpoint(folder: Path) -> bool:
     """Whether it is one of our checkpoints or captures."""
     return os.path.isfile(folder / MANIFEST) and os.path.exists(folder / "state.pt")
 
 
-def _roots(folder: Path) -> list[Path]:
+def _link_roots(folder: Path) -> list[Path]:
     """Return the folders to which links in `folder` may lead."""
-    place = folder.resolve()
-    blobs = place.parent.parent / "blobs"
-    return [place, blobs] if place.parent.name == "snapshots" else [place]
+    resolved = folder.resolve()
+    blobs = resolved.parent.parent / "blobs"
+    return [resolved, blobs] if resolved.parent.name == "snapshots" else [resolved]
 
 
 def _walk(
@@ -169,40 +175,46 @@ def _walk(
         folder = Path(parent)
         links = [name for name in folders if (folder / name).is_symlink()]
         folders[:] = [] if folder != top and prune(folder) else sorted(set(folders) - set(links))
-        if folders and len(folder.relative_to(top).parts) >= DEPTH:
-            raise SecurityError(f"{folder / folders[0]}: refused: it lies below {DEPTH} folders")
+        if folders and len(folder.relative_to(top).parts) >= MAX_DEPTH:
+            raise SecurityError(
+                f"{folder / folders[0]}: refused: it lies below {MAX_DEPTH} folders"
+            )
         yield folder, sorted([*files, *links])
 
 
-def _add(item: Item, name: str, path: Path, roots: list[Path]) -> None:
+def _add_file(item: Item, name: str, path: Path, roots: list[Path]) -> None:
     """Add a file to `item`, or the reason why it cannot be opened."""
-    named = is_model_name(path.name)
+    is_model = is_model_name(path.name)
     try:
         if path.is_symlink():
             target = path.resolve()
             if not target.exists() or not any(target.is_relative_to(root) for root in roots):
-                item.odd.append(_odd("link.outside", name, f"a link that leads to {target}", named))
-            elif target.is_file() and named and path.suffix != target.suffix:
+                item.odd.append(
+                    _unopened_reason(
+                        "link.outside", name, f"a link that leads to {target}", is_model
+                    )
+                )
+            elif target.is_file() and is_model and path.suffix != target.suffix:
                 item.files[name] = path  # a loader uses the name it is given
             # else it is visited at its real place
         elif path.is_file():
             item.files[name] = path
         else:
-            item.odd.append(_odd("file.special", name, SPECIAL, named))
+            item.odd.append(_unopened_reason("file.special", name, SPECIAL_FILE, is_model))
     except (OSError, RuntimeError) as error:  # a symlink loop
-        item.odd.append(_odd("link.broken", name, str(error), named))
+        item.odd.append(_unopened_reason("link.broken", name, str(error), is_model))
 
 
-def _odd(code: str, name: str, evidence: str, refused: bool) -> Reason:
+def _unopened_reason(code: str, name: str, evidence: str, refuse: bool) -> Reason:
     """Return a refusal if it might be loaded, else a note."""
-    severity = Severity.REFUSAL if refused else Severity.NOTE
+    severity = Severity.REFUSAL if refuse else Severity.NOTE
     return Reason(code, severity, name, f"{evidence}; it was not opened", "copy the file itself")
 
 
-def _unexamined(path: Path) -> tuple[FileFacts, list[Reason]]:
+def _hash_unexamined(path: Path) -> tuple[FileFacts, list[Reason]]:
     return FileFacts(*hash_file(path), OTHER), []
 
 
-def _within(name: str, reason: Reason) -> Reason:
-    place = f"{name}: {reason.where}" if reason.where and reason.where != name else name
-    return Reason(reason.code, reason.severity, place, reason.evidence, reason.way_out)
+def _prefix_name(name: str, reason: Reason) -> Reason:
+    where = f"{name}: {reason.where}" if reason.where and reason.where != name else name
+    return Reason(reason.code, reason.severity, where, reason.evidence, reason.way_out)

@@ -20,7 +20,7 @@ from runner.cli.preflight import check
 from runner.errors import CheckpointError, RunnerError, SecurityError
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.loader import open_file
-from runner.security.files.loading import Examined, examine
+from runner.security.files.parsing import Examination, examine
 from runner.security.files.policy import FileLimits, FilePolicy
 from tests.security.files.benign import same
 from tests.security.files.mutants import Mutant, mutated_text
@@ -70,11 +70,11 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def examined(data: bytes, path: Path) -> Examined:
+def examined(data: bytes, path: Path) -> Examination:
     """The verdict of this process on a file of these bytes."""
     path.write_bytes(data)
-    with FileBytes.watch(path) as opened:
-        return examine(opened.data, opened.place, path.name, FileLimits())
+    with FileBytes.open_in_place(path) as opened:
+        return examine(opened.data, opened.path, path.name, FileLimits())
 
 
 def judge_file(mutant: Mutant, folder: Path) -> str:

@@ -19,14 +19,14 @@ import torch
 from safetensors import safe_open
 
 from runner.findings import Reason, Severity
-from runner.security.files import values
-from runner.security.files.formats import CONVERT, DAMAGED, Refused, identify, printable
+from runner.security.files import content_checks
+from runner.security.files.formats import CONVERT, DAMAGED, FileRefusal, identify_format, printable
 from runner.security.files.policy import FileLimits
-from runner.security.files.rules import check_zip
+from runner.security.files.zip_rules import check_zip
 
 NEEDS_PICKLE = "torch.weights_only"  # reason code: only an unrestricted unpickler could load it
 LOADER_MESSAGE = re.compile(
-    r"(?:WeightsUnpickler error: |^)(?P<gist>[^\n]*?(?:GLOBAL|Unsupported)[^\n]*?)"
+    r"(?:WeightsUnpickler error: |^)(?P<message>[^\n]*?(?:GLOBAL|Unsupported)[^\n]*?)"
     r"(?: Please use| was not an allowed|$)",
     re.MULTILINE,
 )
@@ -36,7 +36,7 @@ _LOCK = threading.Lock()
 
 
 @dataclass
-class Examined:
+class Examination:
     """Format, reasons, and content (None if the file is refused)."""
 
     format: str = "unknown"
@@ -52,67 +52,67 @@ class Examined:
 
 def examine(
     data: bytes | mmap.mmap,
-    place: str,
+    path: str,
     name: str,
     limits: FileLimits,
-    rules: bool = True,
+    check_archive: bool = True,
     deep: bool = True,
-) -> Examined:
-    """Check and load the bytes of the file called `name`; `place` is a path to the same bytes.
+) -> Examination:
+    """Check and load the bytes of the file called `name`; `path` is a path to the same bytes.
 
-    `rules` checks archives against the zip rules, needless if the digest is known; `deep` warns of
-    unusual values in tensors. Failures become reasons; it never raises.
+    `check_archive` applies the zip rules, needless if the digest is known; `deep` warns of unusual
+    values in tensors. Failures become reasons; it never raises.
     """
-    examined = Examined()
+    examination = Examination()
     try:
-        examined.format = identify(data, name)
-        if rules and examined.format in ("torch_zip", "npz"):
+        examination.format = identify_format(data, name)
+        if check_archive and examination.format in ("torch_zip", "npz"):
             check_zip(data, limits)
-        content, examined.metadata = load(place, examined.format)
-        tensors = values.check_types(content, len(data), limits)
-        examined.reasons += values.check_values(tensors) if deep else []
-        examined.content = content
-    except Refused as refused:
-        examined.reasons.append(refused.reason)
+        content, examination.metadata = load_content(path, examination.format)
+        tensors = content_checks.check_types(content, len(data), limits)
+        examination.reasons += content_checks.check_values(tensors) if deep else []
+        examination.content = content
+    except FileRefusal as refusal:
+        examination.reasons.append(refusal.reason)
     except Exception as error:  # parsers raise a dozen types
-        examined.reasons.append(parser_refusal(error, examined.format))
-    return examined
+        examination.reasons.append(parser_refusal(error, examination.format))
+    return examination
 
 
-def load(place: str, kind: str) -> tuple[Any, dict[str, str]]:
+def load_content(path: str, kind: str) -> tuple[Any, dict[str, str]]:
     """Return content on the CPU, and a safetensors file's metadata. Raises what the parser does.
 
     Tensors of safetensors and zip files are private (copy-on-write) mappings of the file.
     """
     if kind == "safetensors":
-        with safe_open(place, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, dict(file.metadata() or {})
     if kind in ("npy", "npz"):
-        opened = np.load(place, allow_pickle=False)
+        opened = np.load(path, allow_pickle=False)
         if isinstance(opened, np.ndarray):
             return opened, {}
         with opened:
             return {name: opened[name] for name in opened.files}, {}
-    return _load_torch(place, kind, weights_only=True), {}
+    return _load_torch(path, kind, weights_only=True), {}
 
 
-def unpickle(place: str, kind: str) -> Any:
+def unpickle(path: str, kind: str) -> Any:
     """Unpickle a file, which may run any code: only for files allowed by digest."""
     try:
-        return _load_torch(place, kind, weights_only=False)
+        return _load_torch(path, kind, weights_only=False)
     except Exception:  # not written by torch.save
         if kind != "pickle":
             raise
-        return pickle.loads(Path(place).read_bytes())  # noqa: S301
+        return pickle.loads(Path(path).read_bytes())  # noqa: S301
 
 
-def _load_torch(place: str, kind: str, weights_only: bool) -> Any:
+def _load_torch(path: str, kind: str, weights_only: bool) -> Any:
     # torch.save pickles b"" as a call of bytes, which torch.load does not allow
     allowed = torch.serialization.safe_globals([(bytes, "builtins.bytes")])
     with _LOCK, allowed, torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         mapped = kind == "torch_zip"
-        return torch.load(place, "cpu", weights_only=weights_only, mmap=mapped)
+        return torch.load(path, "cpu", weights_only=weights_only, mmap=mapped)
 
 
 def parser_refusal(error: Exception, kind: str) -> Reason:
@@ -120,11 +120,13 @@ def parser_refusal(error: Exception, kind: str) -> Reason:
     text = str(error)
     match = LOADER_MESSAGE.search(text) if kind in ("torch_zip", "pickle") else None
     if match is not None:
-        evidence = f"torch's weights_only loader refuses it: {printable(match['gist'].strip(' .'))}"
+        evidence = (
+            f"torch's weights_only loader refuses it: {printable(match['message'].strip(' .'))}"
+        )
     else:
         parser = {"safetensors": "safetensors", "npy": "numpy", "npz": "numpy"}.get(kind, "torch")
-        gist = printable((text.strip() or "no reason given").splitlines()[0].partition(". ")[0])
-        evidence = f"{parser} cannot read it: {type(error).__name__}: {gist}"
+        message = printable((text.strip() or "no reason given").splitlines()[0].partition(". ")[0])
+        evidence = f"{parser} cannot read it: {type(error).__name__}: {message}"
     if match is not None or kind == "pickle":
         return Reason(NEEDS_PICKLE, Severity.REFUSAL, "", evidence, CONVERT)
     way_out = CONVERT if "weights_only" in text else DAMAGED

@@ -1,6 +1,6 @@
 """Rules for zip archives.
 
-A rule takes an open archive and the bytes that its content may take; it returns what is wrong, or
+A rule takes an open archive and the limit of its content in bytes; it returns the problem, or
 "". Checks that the formats' own libraries do (safetensors offsets, npy shapes and types) are
 not repeated.
 """
@@ -10,36 +10,37 @@ from __future__ import annotations
 import zipfile
 from functools import partial
 
-from runner.security.files.formats import Data, Refused, open_zip
+from runner.security.files.formats import Data, FileRefusal, open_zip
 from runner.security.files.policy import FileLimits
 
 BLOCK = 1 << 20  # bytes inflated at a time
-METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # other methods are inflated without a bound
+# other methods are inflated without a bound
+COMPRESSION_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
-def check_unique(archive: zipfile.ZipFile, most: int) -> str:
+def check_unique(archive: zipfile.ZipFile, limit: int) -> str:
     """Check that names are unique ignoring case (as torch compares), since readers differ."""
     names = [member.orig_filename.lower() for member in archive.infolist()]
     return "" if len(set(names)) == len(names) else "two members have one name"
 
 
-def check_paths(archive: zipfile.ZipFile, most: int) -> str:
+def check_paths(archive: zipfile.ZipFile, limit: int) -> str:
     """Check for relative, printable names within the archive."""
     for member in archive.infolist():
         name = member.orig_filename
-        plain = name.isprintable() and not set(name) & set("\\:")
-        if not plain or any(part in ("", ".", "..") for part in name.split("/")):
+        is_plain = name.isprintable() and not set(name) & set("\\:")
+        if not is_plain or any(part in ("", ".", "..") for part in name.split("/")):
             return f"{name!r} is not a plain name within the archive"
     return ""
 
 
-def check_ratio(archive: zipfile.ZipFile, most: int) -> str:
-    """Check that the declared total size is at most `most`."""
+def check_total_size(archive: zipfile.ZipFile, limit: int) -> str:
+    """Check that the declared total size is at most `limit`."""
     total = sum(member.file_size for member in archive.infolist())
-    return "" if total <= most else f"its members expand to {total:,} bytes, more than {most:,}"
+    return "" if total <= limit else f"its members expand to {total:,} bytes, more than {limit:,}"
 
 
-def check_sums(archive: zipfile.ZipFile, most: int) -> str:
+def check_crc(archive: zipfile.ZipFile, limit: int) -> str:
     """Check each member's CRC and size; nothing is inflated beyond its declared size."""
     for member in archive.infolist():
         sizes = {member.file_size, _content_size(archive, member)}
@@ -52,7 +53,7 @@ def check_sums(archive: zipfile.ZipFile, most: int) -> str:
 
 def _content_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
     """Return a member's actual size; -1 if its header, method or checksum is invalid."""
-    if member.compress_type not in METHODS:
+    if member.compress_type not in COMPRESSION_METHODS:
         return -1
     try:
         with archive.open(member) as file:
@@ -64,14 +65,14 @@ def _content_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
 ZIP_RULES = {
     "zip.unique": check_unique,
     "zip.paths": check_paths,
-    "zip.ratio": check_ratio,
-    "zip.crc": check_sums,
+    "zip.ratio": check_total_size,
+    "zip.crc": check_crc,
 }
 
 
 def check_zip(data: Data, limits: FileLimits) -> None:
-    """Check an archive. Raises Refused for the first rule that it breaks."""
+    """Check an archive. Raises FileRefusal for the first rule that it breaks."""
     with open_zip(data) as archive:
         for code, rule in ZIP_RULES.items():
-            if wrong := rule(archive, limits.may_expand(len(data))):
-                raise Refused(code, "", wrong)
+            if problem := rule(archive, limits.may_expand(len(data))):
+                raise FileRefusal(code, "", problem)
