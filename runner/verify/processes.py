@@ -23,8 +23,8 @@ from runner.distributed.place import Place
 from runner.distributed.rank import start
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobConfig
-from runner.parity.dropout import silence
-from runner.parity.numerics import double, nudge
+from runner.parity.dropout import zero_dropout
+from runner.parity.numerics import perturb_weights, to_fp64
 from runner.record.storage import replace_text
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.hook import Hook, Step, Verdict
@@ -104,15 +104,15 @@ class ReferencePrecision(Technique):
 
     def apply(self, draft: RunBuilder) -> None:
         """Modify the model before its average is made and before it is distributed."""
-        self.silenced = silence(draft.model)
+        self.silenced = zero_dropout(draft.model)
         if self.double:
             draft.model.double()
-            draft.placements.append(double)
+            draft.placements.append(to_fp64)
             loss: Any = getattr(draft.objective, "loss", None)
             if getattr(loss, "class_weights", None) is not None:
                 loss.class_weights = loss.class_weights.double()
         if self.nudge:
-            nudge(draft.model, seed=1)
+            perturb_weights(draft.model, seed=1)
 
     def engaged(self, run: Run) -> Evidence:
         """Whether the weights are in fp64, if requested."""

@@ -42,8 +42,8 @@ from runner.config import RunConfig, config_hash
 from runner.data.batch import call
 from runner.data.loader import BatchLoader
 from runner.errors import RunnerError
-from runner.parity.candidates import fresh, opened, quiet
-from runner.parity.trajectory import one_step
+from runner.parity.candidates import copy_components, open_run, quiet
+from runner.parity.trajectory import make_finite_step
 from runner.record import provenance
 from runner.record.storage import replace_text
 from runner.record.text import dataclass_from_json, escape_control_chars, json_safe
@@ -223,7 +223,7 @@ class RunEstimate:
 
 def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
     """Build the run at `none`, time a few steps of a copy, and discard it."""
-    with opened(_arm_config(config, ()), given=fresh(given)) as run:
+    with open_run(_arm_config(config, ()), given=copy_components(given)) as run:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in run.model.named_parameters()]
         versions = provenance.versions()
         facts = [config_hash(config), shapes, machine(), run.device.name, versions]
@@ -239,7 +239,7 @@ def _time_steps(run: Run) -> float:
     began = perf_counter()
     while len(laps) < TIMED_STEPS and (len(laps) < 2 or perf_counter() - began < TIMED_S):
         start = perf_counter()
-        one_step(run, next(batches))
+        make_finite_step(run, next(batches))
         run.progress.step += 1
         run.device.synchronize()  # waits for the device: that is what is timed
         laps.append(perf_counter() - start)
