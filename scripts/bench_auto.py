@@ -103,8 +103,8 @@ def measure(found: Comparison, arms: Sequence[Arm], steps: int, each_s: float) -
     """One round: note the arms' speeds next to the first one's."""
     how = MeasureOptions(BenchmarkConfig(warmup_steps=5))
     heat = run_round(arms, arms[0].name, each_s * len(arms), 0, how)
-    found.ended |= {name: str(error) for name, error in heat.ended.items()}
-    turns = heat.measured.turns.get(found.chosen) or []
+    found.ended |= {name: str(error) for name, error in heat.failures.items()}
+    turns = heat.measurements.turns.get(found.chosen) or []
     if not turns:
         return
     own = steps * median(1e-3 * turn.per_sample_ms * turn.samples / turn.steps for turn in turns)
@@ -112,7 +112,7 @@ def measure(found: Comparison, arms: Sequence[Arm], steps: int, each_s: float) -
         found.noise_floor = max(found.noise_floor, noise_floor(control))
     for arm in arms[2:]:
         if (ratio := heat.ratio([found.chosen], [arm.name])) is not None:
-            extra = heat.ready[arm.name].setup_seconds - heat.ready[found.chosen].setup_seconds
+            extra = heat.setups[arm.name].setup_seconds - heat.setups[found.chosen].setup_seconds
             low, middle, high = (
                 own / max(1e-9, extra + own / r) for r in (ratio.low, ratio.ratio, ratio.high)
             )

@@ -23,7 +23,7 @@ from torch.utils.benchmark import Timer
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED, Turn
 from runner.benchmark.engine import median_load
-from runner.benchmark.machine import machine
+from runner.benchmark.machine import machine_facts
 from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.benchmark.statistics import Estimate, noise_floor
 from runner.composing import compose
@@ -169,7 +169,7 @@ def measure_claims(
             budget_s = left * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
             try:
                 round_ = _run_trial(trial, config, budget_s, options)
-                if round_.measured.stopped == INTERRUPTED:
+                if round_.measurements.stop_reason == INTERRUPTED:
                     raise KeyboardInterrupt
             except RunnerError as error:  # this machine or version does not support the config
                 claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
@@ -178,10 +178,10 @@ def measure_claims(
                 done = f" after {number} of {len(trials)} trials"
                 raise Interrupted(ending_signal(), done) from None
             claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
-            left = max(left - round_.measured.seconds, 1e-3)
-            turns |= {f"{number} {name}": some for name, some in round_.measured.turns.items()}
-            if round_.finished:
-                claims.machine = machine(one.summary for one in round_.finished.values())
+            left = max(left - round_.measurements.seconds, 1e-3)
+            turns |= {f"{number} {name}": some for name, some in round_.measurements.turns.items()}
+            if round_.results:
+                claims.machine = machine_facts(one.summary for one in round_.results.values())
             claims.load, claims.seconds = asdict(median_load(turns)), options.clock() - began
             if each is not None:
                 each(claims)
@@ -211,11 +211,13 @@ def _run_trial(
 
 def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     """Return the verdict on one claim from its trial's measurements."""
-    row = _make_row(trial, claim, round_.explain_end(PLAIN, claim.arm) or _missing(claim, round_))
+    row = _make_row(
+        trial, claim, round_.describe_failure(PLAIN, claim.arm) or _missing(claim, round_)
+    )
     if row.reason:
         return row
     noise = 0.0
-    if claim.measures == "speed" and {*round_.ready, *round_.ended} >= {AGAIN}:
+    if claim.measures == "speed" and {*round_.setups, *round_.failures} >= {AGAIN}:
         noise = noise_floor(round_.ratio([PLAIN], [AGAIN]))
         row.noise = noise if math.isfinite(noise) else None
     estimate = _estimate(claim, round_)
@@ -249,7 +251,7 @@ def _estimate(claim: Claim, round_: Round) -> Estimate | None:
     """Return the ratio to the plain run; for memory and latency the ratio of medians, and range."""
     if claim.measures == "speed":
         return round_.ratio([PLAIN], [claim.arm])
-    metrics = (round_.finished[name].metrics for name in (claim.arm, PLAIN))
+    metrics = (round_.results[name].metrics for name in (claim.arm, PLAIN))
     ours, plain = (values.get(claim.measures, []) for values in metrics)
     if claim.measures == "latency":
         plain = [1.0]  # a reading is a ratio already
@@ -260,9 +262,9 @@ def _estimate(claim: Claim, round_: Round) -> Estimate | None:
 
 def _missing(claim: Claim, round_: Round) -> str:
     """Return why the required technique is not engaged; "" if it is, or none is required."""
-    if claim.arm not in round_.finished:
+    if claim.arm not in round_.results:
         return "was not measured"
-    row = round_.finished[claim.arm].technique(claim.needs)
+    row = round_.results[claim.arm].technique(claim.needs)
     if not claim.needs or row.get("engaged"):
         return ""
     return f"{claim.needs} did not engage: {row['reason'] or 'no reason given'}"

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import machine, machine_differences
+from runner.benchmark.machine import machine_differences, machine_facts
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
-from runner.benchmark.statistics import ONE_PROCESS, Estimate, each_alpha, unpaired
+from runner.benchmark.statistics import (
+    ONE_PROCESS_NOISE,
+    Estimate,
+    bonferroni_alpha,
+    unpaired_ratio,
+)
 from runner.errors import ConfigError, StorageError
 from runner.record.text import escape_control_chars as escape
 
@@ -65,7 +70,7 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
         if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
             damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
             raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
-    _check_machine(baseline, machine())
+    _check_machine(baseline, machine_facts())
     theirs = [arm.name for arm in baseline.arms]
     if not set(theirs) & set(names):
         text = f"has none of the measured arms, only {escape(', '.join(theirs))}"
@@ -159,10 +164,10 @@ def _compare_times(
     if not timed:
         return
     changes = _Changes(max(math.hypot(_floor(now), _floor(then)), tolerance), result)
-    alpha = each_alpha(len(timed))
+    alpha = bonferroni_alpha(len(timed))
     plain = next((pair for pair in timed if pair[0].name == now.reference), timed[0])
     disturbance = _describe_disturbance(now.load, then.load)
-    own = {a.name: unpaired(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
+    own = {a.name: unpaired_ratio(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
     changes.note(plain[0].name, own[plain[0].name], disturbance, everything=list(own.values()))
     for arm, old in timed:
         if arm is plain[0]:
@@ -174,13 +179,15 @@ def _compare_times(
         excuse = ""
         if not disturbance and own[arm.name].ratio >= 1 / (1 + changes.limit):
             excuse = "its own time is within the limit"
-        changes.note(arm.name, unpaired(before, speedups, alpha), excuse, beside=plain[0].name)
+        changes.note(
+            arm.name, unpaired_ratio(before, speedups, alpha), excuse, beside=plain[0].name
+        )
 
 
 def _floor(result: BenchmarkResult) -> float:
-    """Return the noise floor; at least `ONE_PROCESS` if each arm had one process."""
+    """Return the noise floor; at least `ONE_PROCESS_NOISE` if each arm had one process."""
     floor = result.noise_floor or 0.0
-    return floor if result.processes > 1 else max(floor, ONE_PROCESS)
+    return floor if result.processes > 1 else max(floor, ONE_PROCESS_NOISE)
 
 
 def _describe_disturbance(now: Load, then: Load) -> str:

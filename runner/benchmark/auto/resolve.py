@@ -33,7 +33,7 @@ from runner.benchmark.auto.search import (
 )
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import machine
+from runner.benchmark.machine import machine_facts
 from runner.benchmark.parity_checker import ParityChecker
 from runner.benchmark.rounds import MeasureOptions
 from runner.build import Components
@@ -226,7 +226,7 @@ def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
     with open_run(_arm_config(config, ()), given=copy_components(given)) as run:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in run.model.named_parameters()]
         versions = provenance.versions()
-        facts = [config_hash(config), shapes, machine(), run.device.name, versions]
+        facts = [config_hash(config), shapes, machine_facts(), run.device.name, versions]
         key = sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
         return RunEstimate(run.total_steps, _time_steps(run), _find_reasons(run, config), key)
 

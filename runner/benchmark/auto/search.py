@@ -18,9 +18,9 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.engine import collect_choices
 from runner.benchmark.parity_checker import ParityVerdict
-from runner.benchmark.result import SAME
+from runner.benchmark.result import NEGLIGIBLE
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
-from runner.benchmark.statistics import fewest_blocks
+from runner.benchmark.statistics import min_blocks
 from runner.techniques.config import Optimization
 from runner.techniques.cost import COLD_S
 
@@ -185,7 +185,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.began = self.options.clock()
-        self.floor = SAME
+        self.floor = NEGLIGIBLE
         self.start_s, self.compiling_s = 0.0, COLD_S  # to start `none`; extra, to compile
 
     def run(self) -> SearchResult:
@@ -243,7 +243,7 @@ class Search:
     def _fewest_s(self, arms: int) -> float:
         """Return the seconds that the fewest blocks with an interval take for `arms` arms."""
         turn_s = max(self.options.settings.block_s, TURN_STEPS * self.step_s)
-        return fewest_blocks(self.options.alpha) * arms * turn_s
+        return min_blocks(self.options.alpha) * arms * turn_s
 
     def _start_estimate(self, one: Candidate) -> float:
         return self.start_s + (self.compiling_s if one.compiles else 0.0)
@@ -268,7 +268,7 @@ class Search:
             round_ = self._measure(group, seconds, ROUND_NARROW, 1, self._until_final)
             for row in group:
                 if row.state == "measured":
-                    row.round_ratio = round_.measured.estimates[row.name].ratio
+                    row.round_ratio = round_.measurements.estimates[row.name].ratio
                     measured.append(row)
             measured.sort(key=self._run_seconds)
             if measured:  # next, the candidates most similar to the best one
@@ -307,19 +307,19 @@ class Search:
         options = replace(self.options, settings=settings, start_limit_s=start_limit_s)
         arms = [self.arms[name] for name in (NONE, *more, *(row.name for row in rows))]
         round_ = run_round(arms, NONE, seconds, self.seed, options)
-        if round_.measured.stopped == INTERRUPTED:
+        if round_.measurements.stop_reason == INTERRUPTED:
             raise KeyboardInterrupt
-        if NONE in round_.ended:
-            raise round_.ended[NONE]
-        starts = {name: r.setup_seconds + r.settling_seconds for name, r in round_.ready.items()}
+        if NONE in round_.failures:
+            raise round_.failures[NONE]
+        starts = {name: r.setup_seconds + r.settling_seconds for name, r in round_.setups.items()}
         # the first process also waits for torch to be read from disk, so the faster start is used
         self.start_s = min(starts[name] for name in (NONE, *more) if name in starts)
-        if turns := round_.measured.turns.get(NONE):
+        if turns := round_.measurements.turns.get(NONE):
             self.step_s = median(turn.median_ms for turn in turns) / 1e3
         for row in rows:
             row.state, row.why = "measured", ""
-            if row.name in round_.ended:
-                row.state, row.why = "ended", round_.explain_end(row.name).partition(": ")[2]
+            if row.name in round_.failures:
+                row.state, row.why = "ended", round_.describe_failure(row.name).partition(": ")[2]
             row.extra_seconds = max(0.0, starts.get(row.name, 0.0) - self.start_s)
             if row.compiles and row.name in starts:
                 self.compiling_s = row.extra_seconds
@@ -363,7 +363,7 @@ class Search:
             estimates = [ratio for ratio in ratios if ratio is not None]
             if row.state == "measured" and estimates:
                 least = min(estimates, key=lambda estimate: estimate.ratio)
-                row.final_ratio, row.final_blocks = least.ratio, round_.measured.blocks
+                row.final_ratio, row.final_blocks = least.ratio, round_.measurements.blocks
                 row.final_processes = least.processes
                 row.final_interval = min(one.low for one in estimates), least.high
                 self.options.announce(f"final: {row.name}: {row.final_ratio:.2f}")
@@ -374,7 +374,7 @@ class Search:
         saved_s = self.steps * self.step_s * (1 - 1 / (row.gain or 1.0))
         limit_s = max(self._until_end(), saved_s / WORTH)
         self.options.announce(f"{row.name}: checking parity, for {limit_s:.0f} s at most")
-        choices = collect_choices(round_.finished.get(row.name))
+        choices = collect_choices(round_.results.get(row.name))
         verdict = self.check_parity(self.arms[row.name], choices, limit_s)
         row.parity, row.parity_reason = verdict.parity, verdict.reason
         self.options.announce(f"{row.name}: parity: {row.parity or 'not known'} ({verdict.reason})")

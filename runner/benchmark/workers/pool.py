@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from runner import fork_server
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Finished, Ready, Turn
+from runner.benchmark.blocks import ArmEnded, Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import LoadMonitor
 from runner.benchmark.workers import worker
@@ -64,7 +64,7 @@ class WorkerPool:
         parts = {} if given is None else {f.name: getattr(given, f.name) for f in fields(given)}
         self.parcel = packed({**parts, "metrics": dict(metrics or {})})
         self.workers: dict[str, ChildProcess] = {}
-        self.ready: dict[str, Ready] = {}
+        self.ready: dict[str, WorkerSetup] = {}
         self.mean = False  # compare mean steps, because an arm has data workers
         self.forks = fork_server.available() and not fork_server.is_running()
         self.scratch: TemporaryDirectory[str] | None = None  # holds run folders of later launches
@@ -113,7 +113,7 @@ class WorkerPool:
             for name in list(self.workers):
                 self.end(name)
 
-    def start(self, name: str, within_s: float | None = None) -> Ready:
+    def start(self, name: str, within_s: float | None = None) -> WorkerSetup:
         """Start the arm's process and make its warm-up steps, within `within_s` or `timeout_s`."""
         self.end(name)
         arm, folder = self.arms[name], self._folder(name)
@@ -130,7 +130,7 @@ class WorkerPool:
                 return self.start(name, within_s)
             process.ask(self.parcel)
             timeout_s = self.settings.timeout_s if within_s is None else within_s
-            ready: Ready = process.answer(timeout_s)
+            ready: WorkerSetup = process.answer(timeout_s)
         self.ready[name] = ready
         self.mean = self.mean or ready.workers > 0
         return ready
@@ -146,16 +146,16 @@ class WorkerPool:
             process.ask(seconds)
             limit_s = SLOW_S + SLOW * max(seconds, STEPS * ready.warm_ms / 1e3)
             turn: Turn = process.answer(limit_s)
-            turn = replace(turn, others=monitor.others())
+            turn = replace(turn, other_cpu_share=monitor.other_cpu_share())
         if self.mean:
             turn = replace(turn, per_sample_ms=1e3 * turn.seconds / turn.samples)
         return turn
 
-    def finish(self, name: str) -> Finished:
+    def finish(self, name: str) -> WorkerResults:
         """Finish the run normally, return its results, and end its process."""
         with self._busy(name) as (process, _):
             process.ask(FINISH)
-            finished: Finished = process.answer(FINISH_S)
+            finished: WorkerResults = process.answer(FINISH_S)
         process.wait(LEAVING_S)
         self.end(name)
         return finished
@@ -169,7 +169,7 @@ class WorkerPool:
             del self.workers[name]
 
     @contextmanager
-    def _busy(self, name: str) -> Iterator[tuple[ChildProcess, Ready]]:
+    def _busy(self, name: str) -> Iterator[tuple[ChildProcess, WorkerSetup]]:
         """Yield the arm's process, which does not count as waiting meanwhile or after an error."""
         if name not in self.ready:
             raise ArmEnded("failed", f"{name} was not started, or has ended")

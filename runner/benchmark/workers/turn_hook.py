@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.benchmark.blocks import Finished, Ready, Turn
+from runner.benchmark.blocks import Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.worker import FINISH
 from runner.data.loader import BatchLoader
@@ -99,7 +99,7 @@ class TurnHook(Hook):
         last = laps[-self._whole_rounds(LEAST) :]
         late = mean(last) if self.workers else median(last)
         self.turns.append(late * 1e3)
-        ready = Ready(
+        ready = WorkerSetup(
             samples_per_step=run.train.samples(0),
             setup_seconds=self.stamps[1] - self.started,
             warm_ms=late * 1e3,
@@ -263,7 +263,7 @@ def _describe_trend(first: Sequence[float], last: Sequence[float]) -> list[str]:
 
 def collect_results(
     run: Run, hook: TurnHook, summary: Summary, metrics: Mapping[str, Callable[[Run], Any]]
-) -> Finished:
+) -> WorkerResults:
     """Collect the arm's results, after writing the peaks measured so far to `summary.json`."""
     notes: list[str] = []
     summary.memory.peak_process_bytes, summary.memory.peak_device_bytes = hook.peaks
@@ -282,7 +282,9 @@ def collect_results(
             values[name] = metric(run)
         except Exception as error:  # the other results are valid
             notes.append(f"{name}: not known: {type(error).__name__}: {shorten(str(error), 200)}")
-    return Finished(asdict(summary), hook.training.first, hook.training.problems(), values, notes)
+    return WorkerResults(
+        asdict(summary), hook.training.first, hook.training.problems(), values, notes
+    )
 
 
 def is_memory_error(error: BaseException | None) -> bool:
