@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runner.benchmark.arms import Arm  # noqa: E402
 from runner.benchmark.auto.resolve import (  # noqa: E402
-    EVIDENCE,
+    EVIDENCE_FILE,
     estimate_run,
     make_arms,
     resolve_auto,
@@ -87,9 +87,9 @@ def compare(model: str, steps: int, budget_s: float, each_s: float) -> Compariso
     config = compose([*SYNTHETIC, *MODELS[model], f"training.steps={steps}", *auto])
     with tempfile.TemporaryDirectory() as folder:
         resolve_auto(config, Path(folder))
-        evidence = json.loads((Path(folder) / EVIDENCE).read_text())
+        evidence = json.loads((Path(folder) / EVIDENCE_FILE).read_text())
     found = Comparison(model, str(evidence["chosen"]), evidence["seconds"])
-    candidates = make_candidates(estimate_run(config, Components()).reasons)
+    candidates = make_candidates(estimate_run(config, Components()).exclusions)
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
     del arms["none again"]
     choice = arms.pop(found.chosen)

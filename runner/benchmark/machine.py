@@ -37,12 +37,12 @@ def machine_facts(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]
     return facts
 
 
-def machine_differences(current: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+def machine_differences(current: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
     """Return the facts that differ, as text; keys that only one of them has are skipped."""
     return [
-        f"{key.replace('_', ' ')} is {current[key]}, was {stored[key]}"
+        f"{key.replace('_', ' ')} is {current[key]}, was {baseline[key]}"
         for key in COMPARED
-        if key in current and key in stored and current[key] != stored[key]
+        if key in current and key in baseline and current[key] != baseline[key]
     ]
 
 
