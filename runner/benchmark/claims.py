@@ -206,8 +206,8 @@ def _run_trial(
     if options.settings.control:
         arms.append(replace(arms[0], name=CONTROL_ARM))
     settings = replace(options.settings, block_s=trial.block_s or options.settings.block_s)
-    measures = {claim.measures for claim in trial.claims} & METRICS.keys()
-    metrics = {name: METRICS[name] for name in sorted(measures)}
+    measures = {claim.measures for claim in trial.claims} & METRIC_FUNCTIONS.keys()
+    metrics = {name: METRIC_FUNCTIONS[name] for name in sorted(measures)}
     options = replace(options, settings=settings, metrics=metrics)
     return run_round(arms, PLAIN_ARM, budget_s, config.seed, options)
 
@@ -342,7 +342,7 @@ def _read_latency(run: Run) -> list[float]:
     return [compiled_latency_ratio(run) for _ in range(READINGS)]
 
 
-METRICS: dict[str, Callable[[Run], list[float]]] = {
+METRIC_FUNCTIONS: dict[str, Callable[[Run], list[float]]] = {
     "memory": _read_memory,
     "memory of a step": _read_step_memory,
     "latency": _read_latency,

@@ -20,7 +20,7 @@ from torch import nn
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.auto.search import (
-    CONTROL,
+    CONTROL_ARM,
     FREE_TECHNIQUES,
     NONE,
     Candidate,
@@ -115,7 +115,7 @@ def resolve_arms(
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
     """Return arms for `none`, its control, and every candidate."""
-    techniques: dict[str, list[str]] = {NONE: [], CONTROL: []}
+    techniques: dict[str, list[str]] = {NONE: [], CONTROL_ARM: []}
     techniques |= {one.name: one.techniques for one in candidates}
     return [Arm(name, _arm_config(config, names)) for name, names in techniques.items()]
 

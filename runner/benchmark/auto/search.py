@@ -40,7 +40,7 @@ COMPILE_TECHNIQUES = frozenset({"compile", "whole_step", "cuda_graphs"})
 MAX_CANDIDATES = 16
 EQUAL_GAIN_SHARE = 0.98  # of the best gain; candidates above it tie, and the plainest wins
 NONE = "none"
-CONTROL = "none again"
+CONTROL_ARM = "none again"
 """A second `none` process in the final: its ratio to `none` shows the noise."""
 CANDIDATES_PER_ROUND = 4
 ROUNDS_SHARE = 0.6  # of the budget; no round starts after that
@@ -363,11 +363,13 @@ class Search:
         seconds = max(FINAL_S, self._remaining_s() - starts_s)
         processes = self.options.settings.processes
         start_limit_s = self._seconds_until_stop
-        round_ = self._measure(rows, seconds, FINAL_HALF_WIDTH, processes, start_limit_s, CONTROL)
-        if (control := round_.ratio([NONE], [CONTROL])) is not None:
+        round_ = self._measure(
+            rows, seconds, FINAL_HALF_WIDTH, processes, start_limit_s, CONTROL_ARM
+        )
+        if (control := round_.ratio([NONE], [CONTROL_ARM])) is not None:
             self.noise_floor = max(self.noise_floor, control.ratio - 1, 1 / control.ratio - 1)
         for row in rows:
-            ratios = [round_.ratio([reference], [row.name]) for reference in (NONE, CONTROL)]
+            ratios = [round_.ratio([reference], [row.name]) for reference in (NONE, CONTROL_ARM)]
             estimates = [ratio for ratio in ratios if ratio is not None]
             if row.state == "measured" and estimates:
                 slowest = min(estimates, key=lambda estimate: estimate.ratio)
