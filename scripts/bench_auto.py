@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runner.benchmark.arms import Arm  # noqa: E402
 from runner.benchmark.auto.resolve import (  # noqa: E402
-    EVIDENCE,
+    EVIDENCE_FILE,
     estimate_run,
     make_arms,
     resolve_auto,
@@ -87,9 +87,9 @@ def compare(model: str, steps: int, budget_s: float, each_s: float) -> Compariso
     config = compose([*SYNTHETIC, *MODELS[model], f"training.steps={steps}", *auto])
     with tempfile.TemporaryDirectory() as folder:
         resolve_auto(config, Path(folder))
-        evidence = json.loads((Path(folder) / EVIDENCE).read_text())
+        evidence = json.loads((Path(folder) / EVIDENCE_FILE).read_text())
     found = Comparison(model, str(evidence["chosen"]), evidence["seconds"])
-    candidates = make_candidates(estimate_run(config, Components()).reasons)
+    candidates = make_candidates(estimate_run(config, Components()).exclusions)
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
     del arms["none again"]
     choice = arms.pop(found.chosen)
@@ -103,8 +103,8 @@ def measure(found: Comparison, arms: Sequence[Arm], steps: int, each_s: float) -
     """One round: note the arms' speeds next to the first one's."""
     how = MeasureOptions(BenchmarkConfig(warmup_steps=5))
     heat = run_round(arms, arms[0].name, each_s * len(arms), 0, how)
-    found.ended |= {name: str(error) for name, error in heat.ended.items()}
-    turns = heat.measured.turns.get(found.chosen) or []
+    found.ended |= {name: str(error) for name, error in heat.failures.items()}
+    turns = heat.measurements.turns.get(found.chosen) or []
     if not turns:
         return
     own = steps * median(1e-3 * turn.per_sample_ms * turn.samples / turn.steps for turn in turns)
@@ -112,7 +112,7 @@ def measure(found: Comparison, arms: Sequence[Arm], steps: int, each_s: float) -
         found.noise_floor = max(found.noise_floor, noise_floor(control))
     for arm in arms[2:]:
         if (ratio := heat.ratio([found.chosen], [arm.name])) is not None:
-            extra = heat.ready[arm.name].setup_seconds - heat.ready[found.chosen].setup_seconds
+            extra = heat.setups[arm.name].setup_seconds - heat.setups[found.chosen].setup_seconds
             low, middle, high = (
                 own / max(1e-9, extra + own / r) for r in (ratio.low, ratio.ratio, ratio.high)
             )

@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runner.benchmark.blocks import LOOKS, StoppingRule  # noqa: E402
+from runner.benchmark.blocks import INTERIM_BLOCKS, StoppingRule  # noqa: E402
 from runner.benchmark.statistics import median_interval  # noqa: E402
 from tests.benchmark.simulated_machine import (  # noqa: E402
     BASE,
@@ -65,7 +65,7 @@ def bootstrap_until_narrow(
 
 def ratios(noise: Noise, seed: int, blocks: int) -> list[float]:
     """Of an arm that is as fast as the reference, as many as there may be."""
-    rule = StoppingRule(1e-9, 1e9, looks=(blocks,))
+    rule = StoppingRule(1e-9, 1e9, interim_blocks=(blocks,))
     turns = measure(noise, seed, rule, {BASE: 1.0, "control": 1.0}).turns
     pairs = zip(turns[BASE], turns["control"], strict=True)
     return [a.per_sample_ms / b.per_sample_ms for a, b in pairs]
@@ -73,7 +73,7 @@ def ratios(noise: Noise, seed: int, blocks: int) -> list[float]:
 
 def plain_until_narrow(ratios: list[float], narrow: float) -> Known:
     """The benchmark's looks, each at 95 %, as if it were the only one."""
-    looks = [*(n for n in StoppingRule(narrow, 1).looks if n < len(ratios)), len(ratios)]
+    looks = [*(n for n in StoppingRule(narrow, 1).interim_blocks if n < len(ratios)), len(ratios)]
     low, high = -math.inf, math.inf
     for count in looks:
         low, high = median_interval(np.log(ratios[:count]).tolist(), 0.05)
@@ -98,8 +98,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     arguments = parser.parse_args()
     draw, narrow, runs = np.random.default_rng(0), arguments.narrow, arguments.runs
-    looks = (*(n for n in LOOKS if n < arguments.blocks), arguments.blocks)
-    rule = StoppingRule(narrow, 120, looks=looks)
+    looks = (*(n for n in INTERIM_BLOCKS if n < arguments.blocks), arguments.blocks)
+    rule = StoppingRule(narrow, 120, interim_blocks=looks)
     several = replace(rule, processes=arguments.processes)
     print("| noise | truth | ours | one process | plain 95 % | bootstrap |")
     print("|---|---|---|---|---|---|")

@@ -26,10 +26,10 @@ from runner.overrides.spelling import (
 from runner.record.text import escape_control_chars as escape
 
 KEY = "benchmark.arms"
-NAMED = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
-NOT_OF_ARMS = ("job", "benchmark", "sweep", "hydra")
-"""Config groups of the benchmark itself: they cannot differ between arms."""
-TAKEN = ("attribution", "claims", "comparison")
+NAMED_ARM = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
+SHARED_GROUPS = ("job", "benchmark", "sweep", "hydra")
+"""Config groups that apply to the whole benchmark: they cannot differ between arms."""
+RESERVED_FOLDERS = ("attribution", "claims", "comparison")
 """Folder names that the benchmark itself uses; no arm may have them."""
 
 
@@ -57,32 +57,34 @@ def arms_of(
     two arms, counting the `others` that the caller adds; and for an unknown `benchmark.reference`.
     """
     levels = list(options(*folders)["optimization"])
-    base = [text for text in overrides if _part(text) not in NOT_OF_ARMS]
+    base_overrides = [text for text in overrides if _config_group(text) not in SHARED_GROUPS]
     compose = partial(compose_raw, config_name=config_name, folders=folders)
     flags = [f"--config-dir={folder}" for folder in folders]
     flags += [] if config_name == "config" else [f"--config-name={config_name}"]
     arms: list[Arm] = []
     for text in settings.arms:
-        name, own = _parse(text, levels)
-        keys = {_key(override) for override in own}
+        name, arm_overrides = _parse_arm(text, levels)
+        keys = {_override_key(override) for override in arm_overrides}
         keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}
-        merged = [*(override for override in base if _key(override) not in keys), *own]
+        merged = [text for text in base_overrides if _override_key(text) not in keys]
+        merged += arm_overrides
         try:
             config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
         except ConfigError as error:
             raise ConfigError(KEY, f"{escape(name)}: {error}") from error
         # a recipe may ask for the benchmark
-        recipe = any(parse_override(one).key == "experiment" for one in merged)
-        train = ["job=train"] if recipe else []
-        command = shlex.join(["python", "-m", "runner", *flags, *train, *merged])
-        arm = Arm(name, config, own, command, _folder(name, [*TAKEN, *(a.folder for a in arms)]))
-        _check_new(arm, arms)
+        has_recipe = any(parse_override(one).key == "experiment" for one in merged)
+        job = ["job=train"] if has_recipe else []
+        command = shlex.join(["python", "-m", "runner", *flags, *job, *merged])
+        folder = _unique_folder(name, [*RESERVED_FOLDERS, *(arm.folder for arm in arms)])
+        arm = Arm(name, config, arm_overrides, command, folder)
+        _check_arm(arm, arms)
         arms.append(arm)
-    _check_together(arms, settings, others)
+    _check_arms(arms, settings, others)
     return arms
 
 
-def _check_together(arms: Sequence[Arm], settings: BenchmarkConfig, others: int) -> None:
+def _check_arms(arms: Sequence[Arm], settings: BenchmarkConfig, others: int) -> None:
     if len(arms) + others < 2 or not arms:
         raise ConfigError(
             KEY, f"needs two arms or more, got {len(arms)}", "e.g. benchmark.arms=[none,basic]"
@@ -120,32 +122,32 @@ def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
 def check_budget(settings: BenchmarkConfig, arms: int) -> None:
     """Raise ConfigError if the budget is too short for each process to have one turn."""
     processes = arms + settings.control
-    least = processes * settings.block_s
-    if settings.budget_s < least:
+    minimum_s = processes * settings.block_s
+    if settings.budget_s < minimum_s:
         raise ConfigError(
             "benchmark.budget_s",
             f"{settings.budget_s:g} s is not enough for one turn of {settings.block_s:g} s for each"
             f" of {processes} processes",
-            f"use {least * 10:g} or more, or a smaller benchmark.block_s",
+            f"use {minimum_s * 10:g} or more, or a smaller benchmark.block_s",
         )
 
 
-def _parse(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
+def _parse_arm(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
     """Split an arm as typed into its name and its overrides."""
-    named, shown = NAMED.fullmatch(text.strip()), escape(text)
+    match, escaped = NAMED_ARM.fullmatch(text.strip()), escape(text)
     try:
-        words = shlex.split(named["rest"] if named else text)
-        own = [f"optimization={word}" if word in levels else word for word in words]
-        keys = [_key(word) for word in own if "=" in word or word.startswith("~")]
+        words = shlex.split(match["rest"] if match else text)
+        overrides = [f"optimization={word}" if word in levels else word for word in words]
+        keys = [_override_key(word) for word in overrides if "=" in word or word.startswith("~")]
     except (ValueError, ConfigError) as error:
-        raise ConfigError(KEY, f"{shown} cannot be read: {error}") from error
+        raise ConfigError(KEY, f"{escaped} cannot be read: {error}") from error
     if not words:
         raise ConfigError(KEY, "an arm is empty", f"levels are {', '.join(levels)}")
-    for word in own:
+    for word in overrides:
         _check_override(word, levels)
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ConfigError(KEY, f"{shown} sets {twice[0]} twice")
-    return named["name"].strip() if named else " ".join(text.split()), own
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(KEY, f"{escaped} sets {repeated[0]} twice")
+    return match["name"].strip() if match else " ".join(text.split()), overrides
 
 
 def _check_override(word: str, levels: Sequence[str]) -> None:
@@ -156,64 +158,64 @@ def _check_override(word: str, levels: Sequence[str]) -> None:
         fix = f"did you mean {near}?" if near else f"levels are {', '.join(levels)}"
     elif sweep_overrides([word]):
         problem, fix = "names several values", "write one arm per value"
-    elif _part(word) in (*NOT_OF_ARMS, "security"):  # one answer to what is trusted
+    elif _config_group(word) in (*SHARED_GROUPS, "security"):  # one answer to what is trusted
         problem, fix = "applies to the whole benchmark", "set it on the command line"
     if problem:
         raise ConfigError(KEY, f"{escape(word)} {problem}", fix)
 
 
-def _part(override: str) -> str:
+def _config_group(override: str) -> str:
     return re.split(r"[./]", parse_override(override).key)[0]
 
 
-def _key(override: str) -> str:
+def _override_key(override: str) -> str:
     key = parse_override(override).key
     return ALIASES.get(key, key)
 
 
-def _folder(name: str, taken: Sequence[str]) -> str:
-    """Return a folder name made from `name` that is easy to type and not in `taken`."""
+def _unique_folder(name: str, reserved: Sequence[str]) -> str:
+    """Return a folder name made from `name` that is easy to type and not in `reserved`."""
     stem = folder = re.sub(r"[^A-Za-z0-9.=+]+", "-", name).strip("-.")[:60] or "arm"
-    number, folded = 1, {other.casefold() for other in taken}  # for file systems that fold case
+    number, folded = 1, {other.casefold() for other in reserved}  # for file systems that fold case
     while folder.casefold() in folded:
         number += 1
         folder = f"{stem}-{number}"
     return folder
 
 
-def _check_new(arm: Arm, before: Sequence[Arm]) -> None:
+def _check_arm(arm: Arm, previous: Sequence[Arm]) -> None:
     if arm.config.checkpoint.resume != "none":
         raise ConfigError("checkpoint.resume", "must be none: benchmark arms start at step 0")
-    for other in before:
+    for other in previous:
         both = escape(f"{other.name} and {arm.name}")
         if other.name == arm.name:
             raise ConfigError(KEY, f"{escape(arm.name)} is listed twice")
-        if _work(other.config) == _work(arm.config):
+        if _effective_values(other.config) == _effective_values(arm.config):
             raise ConfigError(
                 KEY,
                 f"{both} are the same (optimization level {arm.config.optimization.level})",
                 "remove one, or give it another level, such as optimization=none",
             )
-        if different := _different_data(other.config, arm.config):
+        if difference := _describe_data_difference(other.config, arm.config):
             raise ConfigError(
                 KEY,
-                f"{both} train on different data: {different}",
+                f"{both} train on different data: {difference}",
                 "arms need the same samples; to compare data, sweep: -m data=…",
             )
 
 
-def _work(config: RunConfig) -> dict[str, Any]:
+def _effective_values(config: RunConfig) -> dict[str, Any]:
     """Return the config without the keys that do not change what an arm computes."""
-    work = asdict(config)
-    for key in ("name", "monitoring", *NOT_OF_ARMS[:3]):
-        del work[key]
-    if work["optimization"]["level"] != "auto":  # which says nothing yet of its techniques
-        del work["optimization"]["level"]
-    return work
+    values = asdict(config)
+    for key in ("name", "monitoring", *SHARED_GROUPS[:3]):
+        del values[key]
+    if values["optimization"]["level"] != "auto":  # which says nothing yet of its techniques
+        del values["optimization"]["level"]
+    return values
 
 
-def _different_data(one: RunConfig, other: RunConfig) -> str:
+def _describe_data_difference(config: RunConfig, other: RunConfig) -> str:
     """Return the first data key in which the configs differ, with both values; "" if none does."""
-    ours, theirs = asdict(one.data), asdict(other.data)
-    keys = [k for k in ours | theirs if k not in LOADING and ours.get(k) != theirs.get(k)]
-    return f"data.{keys[0]} is {ours.get(keys[0])} and {theirs.get(keys[0])}" if keys else ""
+    data, other_data = asdict(config.data), asdict(other.data)
+    keys = [k for k in data | other_data if k not in LOADING and data.get(k) != other_data.get(k)]
+    return f"data.{keys[0]} is {data.get(keys[0])} and {other_data.get(keys[0])}" if keys else ""

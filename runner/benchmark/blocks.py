@@ -1,8 +1,8 @@
 """Randomised blocks: each block runs every arm once, in random order.
 
-Interim looks come at fixed numbers of blocks and share the 5 % (alpha spending). Within the budget
-all arms are launched several times, in new processes, with as many blocks as in the first launch;
-looks at the ends of launches share a sixth of the 5 % (Bonferroni).
+Interim analyses come at fixed numbers of blocks and share the 5 % (alpha spending). Within the
+budget all arms are launched several times, in new processes, with as many blocks as in the first
+launch; analyses at the ends of launches share a sixth of the 5 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -14,22 +14,31 @@ from typing import Any
 
 import numpy as np
 
-from runner.benchmark.statistics import CONFIDENCE, Estimate, Spending, contrast, fewest_blocks
+from runner.benchmark.statistics import (
+    CONFIDENCE,
+    AlphaSpending,
+    Estimate,
+    min_blocks,
+    paired_ratio,
+)
 
 INTERRUPTED = "interrupted"
-SHARE = 1 / 6  # of the alpha left, for each look but the last: enough for one look at 8 blocks
-LAUNCH_BLOCKS = 3  # minimum blocks of each launch
-FEWEST_LAUNCHES = 3  # two launches have t intervals 13 or more times as wide as their difference
-FURTHER = 2 / 3  # of the budget, at most, for launches after the first and their minimum blocks
+INTERIM_ALPHA_SHARE = 1 / 6
+"""Of the alpha left, for each analysis but the last: enough for one at 8 blocks."""
+MIN_LAUNCH_BLOCKS = 3
+MIN_LAUNCHES = 3  # two launches have t intervals 13 or more times as wide as their difference
+RELAUNCH_SHARE = (
+    2 / 3
+)  # of the budget, at most, for launches after the first and their minimum blocks
 # 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 … 1024
-LOOKS = (*(quarter << double for double in range(1, 8) for quarter in range(4, 8)), 1024)
+INTERIM_BLOCKS = (*(quarter << double for double in range(1, 8) for quarter in range(4, 8)), 1024)
 
 
 # -- what an arm's process sends: plain data, pickled through a pipe -------------------------------
 
 
 @dataclass(frozen=True)
-class Ready:
+class WorkerSetup:
     """Sent by an arm after its warm-up: set-up times and batch size."""
 
     samples_per_step: int
@@ -51,11 +60,13 @@ class Turn:
     per_sample_ms: float  # of the median step (data workers: mean); arms are compared by it
     step_ms: list[float] = field(default_factory=list)  # on an accelerator only the mean
     data_seconds: float = 0.0
-    others: float | None = None  # share of the CPUs that other processes used; None: unknown
+    other_cpu_share: float | None = (
+        None  # share of the CPUs that other processes used; None: unknown
+    )
 
 
 @dataclass(frozen=True)
-class Finished:
+class WorkerResults:
     """The results of an arm that finished normally."""
 
     summary: dict[str, Any]  # summary.json
@@ -87,34 +98,34 @@ Relaunch = Callable[[Sequence[str], float], dict[str, ArmEnded]]
 class StoppingRule:
     """When to stop: all intervals are narrow, the budget is spent, or all launches are done.
 
-    The budget is overdrawn only for the `fewest_blocks` (six at 5 %) that an interval requires.
+    The budget is overdrawn only for the `min_blocks` (six at 5 %) that an interval requires.
     """
 
     target_half_width: float  # of every interval, as a share of the ratio
     budget_s: float  # seconds of measuring and of all launches but the first
     processes: int = 1  # launches of each arm, if the budget allows three or more
     restart_s: float = 0.0  # expected seconds of a launch; later, of the last one
-    looks: Sequence[int] = LOOKS  # numbers of blocks; 8 is the first with an interval
+    interim_blocks: Sequence[int] = INTERIM_BLOCKS  # at 8 blocks there is an interval
     alpha: float = 1 - CONFIDENCE  # less where several intervals have to hold jointly
 
 
 @dataclass
-class Measured:
+class Measurements:
     """The turns of all blocks and the estimates from them.
 
-    A ratio taken afterwards (`contrast`) holds at 95 % with the alpha of the arm in it that has the
-    fewest turns, since all arms share the looks.
+    A ratio taken afterwards (`paired_ratio`) holds at 95 % with the alpha of the arm in it that has
+    the fewest turns, since all arms share the analyses.
     """
 
     turns: dict[str, list[Turn]]  # by arm; the n-th turn is from the n-th block
     estimates: dict[str, Estimate]  # against the reference, of all arms that share a block with it
-    ended: dict[str, ArmEnded] = field(default_factory=dict)
+    failures: dict[str, ArmEnded] = field(default_factory=dict)
     blocks: int = 0  # complete ones
     seconds: float = 0.0
-    stopped: str = ""
-    alphas: dict[str, float] = field(default_factory=dict)  # by arm: alpha of its last look
-    between: dict[str, float] = field(default_factory=dict)  # the same, of the t over launches
-    starts: list[int] = field(default_factory=lambda: [0])  # the first block of each launch
+    stop_reason: str = ""
+    alphas: dict[str, float] = field(default_factory=dict)  # by arm, of its last analysis
+    launch_alphas: dict[str, float] = field(default_factory=dict)  # of the t over launches
+    launch_starts: list[int] = field(default_factory=lambda: [0])  # the first block of each launch
     precise: bool = False  # every interval is as narrow as the target
 
     @property
@@ -124,237 +135,254 @@ class Measured:
 
 
 def run_blocks(
-    turn: Callable[[str, float], Turn],
+    run_turn: Callable[[str, float], Turn],
     names: Sequence[str],
     reference: str,
     rule: StoppingRule,
     block_s: float,
     seed: int,
     clock: Callable[[], float],
-    watch: Callable[[Measured], None] | None = None,
+    on_analysis: Callable[[Measurements], None] | None = None,
     relaunch: Relaunch | None = None,
-) -> Measured:
-    """Measure until every interval is narrow or the budget is spent, by `turn(name, seconds)`.
+) -> Measurements:
+    """Measure until every interval is narrow or the budget is spent, by `run_turn(name, seconds)`.
 
     `relaunch(names, within_s)` restarts the arms in new processes and returns those that failed to
     start; it raises TimeoutError if the time runs out. Without it each arm has one process.
 
     An arm whose turn raises ArmEnded leaves, keeping its turns; the others continue. Without the
-    reference, or with it alone, no ratios are estimated: times are gathered up to the first look.
-    Ctrl-C is not raised: the measurements so far are returned with the intervals of the last look
-    and `stopped="interrupted"`.
+    reference, or with it alone, no ratios are estimated: times are gathered up to the first
+    analysis. Ctrl-C is not raised: the measurements so far are returned with the intervals of the
+    last analysis and `stop_reason="interrupted"`.
 
-    `watch` receives the measurements so far at every look.
+    `on_analysis` receives the measurements so far at every analysis.
     """
-    measured = Measured({name: [] for name in names}, {})
+    measurements = Measurements({name: [] for name in names}, {})
     if relaunch is None:
         relaunch, rule = lambda names, within_s: {}, replace(rule, processes=1)
-    state = _Blocks(turn, relaunch, reference, rule, block_s, clock, measured, list(names), watch)
-    draw = np.random.default_rng(seed)
+    state = _BlockRunner(
+        run_turn, relaunch, reference, rule, block_s, clock, measurements, list(names), on_analysis
+    )
+    generator = np.random.default_rng(seed)
     try:
-        while not measured.stopped:
-            state.block([state.active[i] for i in draw.permutation(len(state.active))])
-            measured.stopped = state.after_block()
+        while not measurements.stop_reason:
+            state.run_block([state.active[i] for i in generator.permutation(len(state.active))])
+            measurements.stop_reason = state.finish_block()
     except KeyboardInterrupt:
-        measured.stopped = INTERRUPTED
-        state.interrupted()
-    measured.seconds = clock() - state.start
-    return measured
+        measurements.stop_reason = INTERRUPTED
+        state.complete_estimates()
+    measurements.seconds = clock() - state.start_time
+    return measurements
 
 
 @dataclass
-class _Blocks:
+class _BlockRunner:
     """The state of `run_blocks`."""
 
-    turn: Callable[[str, float], Turn]
+    run_turn: Callable[[str, float], Turn]
     relaunch: Relaunch
     reference: str
     rule: StoppingRule
     block_s: float
     clock: Callable[[], float]
-    measured: Measured
+    measurements: Measurements
     active: list[str]  # arms that still take turns
-    watch: Callable[[Measured], None] | None
+    on_analysis: Callable[[Measurements], None] | None
 
     def __post_init__(self) -> None:
-        self.spending = Spending(self.rule.alpha)
-        self.least = fewest_blocks(self.rule.alpha)
+        self.spending = AlphaSpending(self.rule.alpha)
+        self.min_blocks = min_blocks(self.rule.alpha)
         self.overdrawn = False  # the budget was too small for any interval
-        self.between = self.rule.alpha  # alpha left for looks at the ends of launches
-        self.restart_s, self.restarting_s = self.rule.restart_s, 0.0  # of the last launch; of all
-        self.looked_at, self.widest = 0, math.inf  # the last look's block, and widest half-width
-        self.until = 0.0  # when the launch has used its budget share; 0: first launch
-        self.start = self.clock()
+        self.launch_alpha = self.rule.alpha  # left for analyses at the ends of launches
+        self.restart_s = self.rule.restart_s  # of the last launch
+        self.total_restart_s = 0.0
+        self.analyzed_blocks, self.widest_half_width = 0, math.inf  # of the last analysis
+        self.launch_deadline = 0.0  # when the launch has used its budget share; 0: first launch
+        self.start_time = self.clock()
 
-    def block(self, order: Sequence[str]) -> None:
+    def run_block(self, order: Sequence[str]) -> None:
         """Run one turn of each arm, in this order."""
         for name in order:
             try:
-                turn = self.turn(name, self.block_s)
+                turn = self.run_turn(name, self.block_s)
             except ArmEnded as error:
                 self._drop(name, error)
                 continue
-            self.measured.turns[name].append(turn)
-        self.measured.blocks += 1
+            self.measurements.turns[name].append(turn)
+        self.measurements.blocks += 1
 
-    def after_block(self) -> str:
+    def finish_block(self) -> str:
         """Return why to stop; "" to continue."""
-        measured, rule = self.measured, self.rule
-        measured.seconds = self.clock() - self.start
-        spent = measured.seconds >= rule.budget_s
+        measurements, rule = self.measurements, self.rule
+        measurements.seconds = self.clock() - self.start_time
+        over_budget = measurements.seconds >= rule.budget_s
         if self.reference not in self.active or len(self.active) < 2:
-            return self._without_ratios(spent)
-        self.overdrawn |= spent and measured.blocks < self.least
-        launches, blocks = len(measured.starts), measured.blocks - measured.starts[-1]
-        least = self.least if launches == 1 else LAUNCH_BLOCKS
-        over = (spent and blocks >= least) or measured.blocks >= max(rule.looks)
-        if not over and not self._ends_launch(blocks):
+            return self._stop_without_ratios(over_budget)
+        self.overdrawn |= over_budget and measurements.blocks < self.min_blocks
+        launches = len(measurements.launch_starts)
+        blocks = measurements.blocks - measurements.launch_starts[-1]
+        required = self.min_blocks if launches == 1 else MIN_LAUNCH_BLOCKS
+        finished = over_budget and blocks >= required
+        finished = finished or measurements.blocks >= max(rule.interim_blocks)
+        if not finished and not self._is_launch_complete(blocks):
             return ""
-        further = 0 if over else self._further_launches(rule.budget_s - measured.seconds)
-        if self.looked_at < measured.blocks or (not further and not self._is_precise()):
-            self._look(last=not further)
-        if further and (launches == 1 or not self._is_precise()):
-            if self._launch():
+        remaining_s = rule.budget_s - measurements.seconds
+        more_launches = 0 if finished else self._affordable_launches(remaining_s)
+        ends_imprecise = not more_launches and not self._is_precise()
+        if self.analyzed_blocks < measurements.blocks or ends_imprecise:
+            self._analyze(last=not more_launches)
+        if more_launches and (launches == 1 or not self._is_precise()):
+            if self._start_launch():
                 return "" if self.active else "every arm ended early"
-            self._look(last=True)
-        return self._describe_end(spent)
+            self._analyze(last=True)
+        return self._describe_stop(over_budget)
 
     def _is_precise(self) -> bool:
-        return self.widest <= self.rule.target_half_width and not self.overdrawn
+        return self.widest_half_width <= self.rule.target_half_width and not self.overdrawn
 
-    def _describe_end(self, spent: bool) -> str:
-        measured, rule = self.measured, self.rule
-        measured.precise = self._is_precise()
-        if measured.precise:
-            left = " of the remaining arms" if measured.ended else ""
+    def _describe_stop(self, over_budget: bool) -> str:
+        measurements, rule = self.measurements, self.rule
+        measurements.precise = self._is_precise()
+        if measurements.precise:
+            left = " of the remaining arms" if measurements.failures else ""
             return f"every ratio{left} is known to within {100 * rule.target_half_width:g} %"
         if self.overdrawn:
             return (
-                f"the budget of {rule.budget_s:g} s was too small for the {self.least} blocks that "
-                f"an interval needs; they took {measured.seconds:.1f} s"
+                f"the budget of {rule.budget_s:g} s was too small for the {self.min_blocks} blocks "
+                f"that an interval needs; they took {measurements.seconds:.1f} s"
             )
-        if spent or len(measured.starts) < rule.processes:
+        if over_budget or len(measurements.launch_starts) < rule.processes:
             return f"the budget of {rule.budget_s:g} s is spent"
         if rule.processes > 1:
             return f"all {rule.processes} processes of each arm are measured"
-        return f"all {measured.blocks} planned blocks are measured"
+        return f"all {measurements.blocks} planned blocks are measured"
 
     # -- launches --------------------------------------------------------------------------------
 
-    def _ends_launch(self, blocks: int) -> bool:
+    def _is_launch_complete(self, blocks: int) -> bool:
         """Whether the current launch of `blocks` blocks is complete or has used its budget share.
 
         The first is complete when narrow enough for its part of the precision; the others match it.
         """
-        measured, rule = self.measured, self.rule
-        until = self.until
-        if len(measured.starts) > 1:
-            enough = blocks >= measured.starts[1]
+        measurements, rule = self.measurements, self.rule
+        deadline = self.launch_deadline
+        if len(measurements.launch_starts) > 1:
+            complete = blocks >= measurements.launch_starts[1]
         else:
-            further = self._further_launches(FURTHER * rule.budget_s)
-            until = self._share(0.0, further) if further else math.inf
-            target = rule.target_half_width * math.sqrt(1 + further)
-            enough = blocks in rule.looks and self._look(last=False) <= target
-        return enough or (measured.seconds >= until and blocks >= LAUNCH_BLOCKS)
+            later_launches = self._affordable_launches(RELAUNCH_SHARE * rule.budget_s)
+            deadline = self._launch_deadline(0.0, later_launches) if later_launches else math.inf
+            target = rule.target_half_width * math.sqrt(1 + later_launches)
+            complete = blocks in rule.interim_blocks and self._analyze(last=False) <= target
+        return complete or (measurements.seconds >= deadline and blocks >= MIN_LAUNCH_BLOCKS)
 
-    def _further_launches(self, seconds: float) -> int:
+    def _affordable_launches(self, seconds: float) -> int:
         """Return how many more launches fit into `seconds`; 0 if the total would be too small."""
-        measured, done = self.measured, len(self.measured.starts)
-        each_block_s = (measured.seconds - self.restarting_s) / measured.blocks
-        each_s = self.restart_s + LAUNCH_BLOCKS * each_block_s
-        wanted = self.rule.processes - done
-        further = wanted if each_s * wanted <= seconds else max(0, int(seconds / each_s))
-        fewest = min(FEWEST_LAUNCHES, self.rule.processes)
-        return further if done > 1 or 1 + further >= fewest else 0
+        measurements, launches = self.measurements, len(self.measurements.launch_starts)
+        block_s = (measurements.seconds - self.total_restart_s) / measurements.blocks
+        launch_s = self.restart_s + MIN_LAUNCH_BLOCKS * block_s
+        remaining = self.rule.processes - launches
+        fit = launch_s * remaining <= seconds
+        affordable = remaining if fit else max(0, int(seconds / launch_s))
+        min_launches = min(MIN_LAUNCHES, self.rule.processes)
+        return affordable if launches > 1 or 1 + affordable >= min_launches else 0
 
-    def _share(self, begun: float, further: int) -> float:
-        """Return when a launch begun at `begun` has used its share, with `further` ones to come."""
-        left = self.rule.budget_s - begun - further * self.restart_s
-        return begun + left / (1 + further)
+    def _launch_deadline(self, start: float, later_launches: int) -> float:
+        """Return when a launch that begins at `start` has used its share of the budget."""
+        remaining_s = self.rule.budget_s - start - later_launches * self.restart_s
+        return start + remaining_s / (1 + later_launches)
 
-    def _launch(self) -> bool:
+    def _start_launch(self) -> bool:
         """Restart all arms; False if that took longer than the budget allows."""
-        began = self.clock()
+        restart_time = self.clock()
+        remaining_s = self.rule.budget_s - (restart_time - self.start_time)
         try:
-            ended = self.relaunch(list(self.active), self.rule.budget_s - (began - self.start))
+            failures = self.relaunch(list(self.active), remaining_s)
         except TimeoutError:
             return False
         finally:
-            self.restart_s = self.clock() - began
-            self.restarting_s += self.restart_s
-            self.measured.seconds = self.clock() - self.start
-        for name, error in ended.items():
+            self.restart_s = self.clock() - restart_time
+            self.total_restart_s += self.restart_s
+            self.measurements.seconds = self.clock() - self.start_time
+        for name, error in failures.items():
             self._drop(name, error)
-        self.measured.starts.append(self.measured.blocks)
-        self.widest = math.inf
-        begun = self.measured.seconds
-        further = self._further_launches(self.rule.budget_s - begun)
-        self.until = self._share(begun, further)
+        self.measurements.launch_starts.append(self.measurements.blocks)
+        self.widest_half_width = math.inf
+        launch_start = self.measurements.seconds
+        later_launches = self._affordable_launches(self.rule.budget_s - launch_start)
+        self.launch_deadline = self._launch_deadline(launch_start, later_launches)
         return True
 
     # -- estimates -------------------------------------------------------------------------------
 
-    def interrupted(self) -> None:
-        """Complete the estimates after Ctrl-C; those of the last look are kept."""
-        for name in self.measured.turns:
-            if name not in self.measured.estimates and self._is_comparable(name):
-                self.measured.estimates[name] = self._estimate(name)  # a ratio without an interval
-            self.measured.alphas.setdefault(name, self._alpha_left(name))
-            self.measured.between.setdefault(name, self.between)
+    def complete_estimates(self) -> None:
+        """Complete the estimates after Ctrl-C; those of the last analysis are kept."""
+        measurements = self.measurements
+        for name in measurements.turns:
+            if name not in measurements.estimates and self._is_comparable(name):
+                measurements.estimates[name] = self._estimate(name)  # a ratio without an interval
+            measurements.alphas.setdefault(name, self._alpha_left(name))
+            measurements.launch_alphas.setdefault(name, self.launch_alpha)
 
-    def _look(self, last: bool) -> float:
+    def _analyze(self, last: bool) -> float:
         """Estimate the ratios of the active arms. Returns the widest half-width."""
-        measured = self.measured
-        alpha = self.spending.interim_alpha(measured.blocks, 1.0 if last else SHARE)
-        between = self.between
-        if not last and len(measured.starts) > 1:
-            between = self.rule.alpha * SHARE / (self.rule.processes - 2)
-            self.between -= between
-        measured.alphas |= dict.fromkeys(self.active, alpha)
-        measured.between |= dict.fromkeys(self.active, between)
+        measurements = self.measurements
+        share = 1.0 if last else INTERIM_ALPHA_SHARE
+        alpha = self.spending.interim_alpha(measurements.blocks, share)
+        launch_alpha = self.launch_alpha
+        if not last and len(measurements.launch_starts) > 1:
+            launch_alpha = self.rule.alpha * INTERIM_ALPHA_SHARE / (self.rule.processes - 2)
+            self.launch_alpha -= launch_alpha
+        measurements.alphas |= dict.fromkeys(self.active, alpha)
+        measurements.launch_alphas |= dict.fromkeys(self.active, launch_alpha)
         estimates = {n: self._estimate(n) for n in self.active if n != self.reference}
-        measured.estimates |= estimates
-        self.looked_at = measured.blocks
-        self.widest = max(estimate.half_width for estimate in estimates.values())
-        if self.watch is not None:
-            self.watch(measured)
-        return self.widest
+        measurements.estimates |= estimates
+        self.analyzed_blocks = measurements.blocks
+        self.widest_half_width = max(estimate.half_width for estimate in estimates.values())
+        if self.on_analysis is not None:
+            self.on_analysis(measurements)
+        return self.widest_half_width
 
     def _estimate(self, name: str) -> Estimate:
-        measured = self.measured
+        measurements = self.measurements
         base, times = (
-            [turn.per_sample_ms for turn in measured.turns[n]] for n in (self.reference, name)
+            [turn.per_sample_ms for turn in measurements.turns[n]] for n in (self.reference, name)
         )
-        alpha, between = measured.alphas.get(name, 0.0), measured.between.get(name, 0.0)
-        return contrast([base], [times], alpha, measured.starts, between)
+        alpha = measurements.alphas.get(name, 0.0)
+        launch_alpha = measurements.launch_alphas.get(name, 0.0)
+        return paired_ratio([base], [times], alpha, measurements.launch_starts, launch_alpha)
 
     def _is_comparable(self, name: str) -> bool:
         """Whether it shares a block with the reference, and the reference has not ended."""
-        turns = self.measured.turns
+        turns = self.measurements.turns
         both = name != self.reference and turns[self.reference] and turns[name]
-        return bool(both) and self.reference not in self.measured.ended
+        return bool(both) and self.reference not in self.measurements.failures
 
     def _drop(self, name: str, error: ArmEnded) -> None:
         """Remove an arm that has ended; estimate its ratio with all the alpha that is left."""
-        measured = self.measured
-        measured.ended[name] = error
+        measurements = self.measurements
+        measurements.failures[name] = error
         self.active.remove(name)
-        measured.alphas[name], measured.between[name] = self._alpha_left(name), self.between
+        measurements.alphas[name], measurements.launch_alphas[name] = (
+            self._alpha_left(name),
+            self.launch_alpha,
+        )
         if name == self.reference:
-            measured.estimates = {}
+            measurements.estimates = {}
         elif self._is_comparable(name):
-            measured.estimates[name] = self._estimate(name)
+            measurements.estimates[name] = self._estimate(name)
 
     def _alpha_left(self, name: str) -> float:
-        return self.spending.last(max(len(self.measured.turns[name]), self.spending.blocks))
+        return self.spending.final_alpha(
+            max(len(self.measurements.turns[name]), self.spending.blocks)
+        )
 
-    def _without_ratios(self, spent: bool) -> str:
+    def _stop_without_ratios(self, over_budget: bool) -> str:
         if not self.active:
             return "every arm ended early"
-        self.measured.alphas |= {name: self._alpha_left(name) for name in self.active}
-        self.measured.between |= dict.fromkeys(self.active, self.between)
-        if not spent and self.measured.blocks < min(self.rule.looks):
+        self.measurements.alphas |= {name: self._alpha_left(name) for name in self.active}
+        self.measurements.launch_alphas |= dict.fromkeys(self.active, self.launch_alpha)
+        if not over_budget and self.measurements.blocks < min(self.rule.interim_blocks):
             return ""
-        if self.reference in self.measured.ended:
+        if self.reference in self.measurements.failures:
             return f"the reference, {self.reference}, ended early: no ratios"
         return f"no arm to compare with {self.reference}"

@@ -23,7 +23,7 @@ from torch.utils.benchmark import Timer
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED, Turn
 from runner.benchmark.engine import median_load
-from runner.benchmark.machine import machine
+from runner.benchmark.machine import machine_facts
 from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.benchmark.statistics import Estimate, noise_floor
 from runner.composing import compose
@@ -43,15 +43,15 @@ from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
-FOLDER = CONF / "benchmark" / "claims"
-FILE, PAGE = "claims.json", "claims.md"
+CLAIMS_FOLDER = CONF / "benchmark" / "claims"
+JSON_FILE, MARKDOWN_FILE = "claims.json", "claims.md"
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
-UNKNOWN, BETTER = "not measurable here", "better than claimed"
-PLAIN, AGAIN = "plain", "plain, again"
-GAINS = ("speed", "scaling")  # must reach the bar; all others must stay below it
-ROUNDS, SETTLING = 9, 2  # timed forward passes, and warm-up passes before them
+NOT_MEASURABLE, BETTER = "not measurable here", "better than claimed"
+PLAIN_ARM, CONTROL_ARM = "plain", "plain, again"
+HIGHER_IS_BETTER = ("speed", "scaling")  # must reach the bar; all others must stay below it
+TIMED_PASSES, WARMUP_PASSES = 9, 2  # forward passes
 READINGS = 6  # the range of six readings covers the median with 97 %
-LOADED = 0.1  # share of the CPUs used by other processes above which the page mentions it
+NOTABLE_LOAD = 0.1  # share of the CPUs used by other processes above which the page mentions it
 METHOD = (
     "Intervals are 95 %; for memory and latency they are the range of six readings. A claim is "
     "decided if its interval, widened by the noise at both ends, lies on one side of the claimed "
@@ -95,7 +95,7 @@ class ClaimResult:
     claimed: str
     work: str
     quantity: str  # `Claim.measures`
-    verdict: str = UNKNOWN
+    verdict: str = NOT_MEASURABLE
     ratio: float | None = None
     interval: tuple[float, float] | None = None  # 95 %
     noise: float | None = None  # noise floor: the plain run against itself
@@ -123,19 +123,19 @@ def run_claims(config: RunConfig, folder: Path) -> None:
 
     def save(claims: Claims) -> None:
         try:
-            write(claims, folder)
+            write_claims(claims, folder)
         except StorageError as error:  # a later write may succeed
             log.warning("%s", error)
 
     claims = measure_claims(config, save)
     for row in claims.rows:
         reason = f" ({row.reason})" if row.reason else ""
-        print_stdout(f"{row.name}: {row.claimed}; here {_measured(row)}: {row.verdict}{reason}")
-    write(claims, folder)
-    print_stdout("", f"as Markdown: {folder / PAGE}", soft_wrap=True)
+        print_stdout(f"{row.name}: {row.claimed}; here {_format_ratio(row)}: {row.verdict}{reason}")
+    write_claims(claims, folder)
+    print_stdout("", f"as Markdown: {folder / MARKDOWN_FILE}", soft_wrap=True)
 
 
-def load_trials(folder: Path = FOLDER) -> list[ClaimTrial]:
+def load_trials(folder: Path = CLAIMS_FOLDER) -> list[ClaimTrial]:
     """Load the trials of every YAML file in `folder`."""
     trials = []
     for path in sorted(folder.glob("*.yaml")):
@@ -147,14 +147,15 @@ def load_trials(folder: Path = FOLDER) -> list[ClaimTrial]:
 
 def measure_claims(
     config: RunConfig,
-    each: Callable[[Claims], None] | None = None,
+    on_trial: Callable[[Claims], None] | None = None,
     trials: Sequence[ClaimTrial] | None = None,
     options: MeasureOptions | None = None,
 ) -> Claims:
     """Test every claim on the device of `config`, within `benchmark.budget_s` of measuring.
 
-    Trials share the budget by `ClaimTrial.share`; starting and compiling are not counted. `each` is
-    called with the claims so far after every trial. Raises Interrupted on Ctrl-C and SIGTERM.
+    Trials share the budget by `ClaimTrial.share`; starting and compiling are not counted.
+    `on_trial` is called with the claims so far after every trial. Raises Interrupted on Ctrl-C and
+    SIGTERM.
     """
     trials, options = trials or load_trials(), options or MeasureOptions(config.benchmark)
     claims = Claims(
@@ -162,29 +163,31 @@ def measure_claims(
         command=provenance.command(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    began, left, turns = options.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
+    start_time, remaining_s = options.clock(), config.benchmark.budget_s
+    turns: dict[str, list[Turn]] = {}
     with signals_unwind():
         for number, trial in enumerate(trials):
             options.announce(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
-            budget_s = left * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
+            budget_s = remaining_s * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
             try:
                 round_ = _run_trial(trial, config, budget_s, options)
-                if round_.measured.stopped == INTERRUPTED:
+                if round_.measurements.stop_reason == INTERRUPTED:
                     raise KeyboardInterrupt
             except RunnerError as error:  # this machine or version does not support the config
-                claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
+                claims.rows += [_make_result(trial, claim, str(error)) for claim in trial.claims]
                 continue
             except KeyboardInterrupt:
-                done = f" after {number} of {len(trials)} trials"
-                raise Interrupted(ending_signal(), done) from None
+                progress = f" after {number} of {len(trials)} trials"
+                raise Interrupted(ending_signal(), progress) from None
             claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
-            left = max(left - round_.measured.seconds, 1e-3)
-            turns |= {f"{number} {name}": some for name, some in round_.measured.turns.items()}
-            if round_.finished:
-                claims.machine = machine(one.summary for one in round_.finished.values())
-            claims.load, claims.seconds = asdict(median_load(turns)), options.clock() - began
-            if each is not None:
-                each(claims)
+            remaining_s = max(remaining_s - round_.measurements.seconds, 1e-3)
+            for name, arm_turns in round_.measurements.turns.items():
+                turns[f"{number} {name}"] = arm_turns
+            if round_.results:
+                claims.machine = machine_facts([r.summary for r in round_.results.values()])
+            claims.load, claims.seconds = asdict(median_load(turns)), options.clock() - start_time
+            if on_trial is not None:
+                on_trial(claims)
     return claims
 
 
@@ -196,27 +199,28 @@ def _run_trial(
         count = torch.cuda.device_count()
         raise RunnerError(f"needs {trial.gpus} GPUs in one run; torch sees {count} here")
     arms = []
-    for name, overrides in {PLAIN: trial.plain, **trial.arms}.items():
+    for name, overrides in {PLAIN_ARM: trial.plain, **trial.arms}.items():
         arm_config = compose([*trial.work, *overrides])
         arm_config.device, arm_config.seed = config.device, config.seed
         arms.append(Arm(name, arm_config, list(overrides)))
     if options.settings.control:
-        arms.append(replace(arms[0], name=AGAIN))
+        arms.append(replace(arms[0], name=CONTROL_ARM))
     settings = replace(options.settings, block_s=trial.block_s or options.settings.block_s)
-    measures = {claim.measures for claim in trial.claims} & METRICS.keys()
-    metrics = {name: METRICS[name] for name in sorted(measures)}
+    measures = {claim.measures for claim in trial.claims} & METRIC_FUNCTIONS.keys()
+    metrics = {name: METRIC_FUNCTIONS[name] for name in sorted(measures)}
     options = replace(options, settings=settings, metrics=metrics)
-    return run_round(arms, PLAIN, budget_s, config.seed, options)
+    return run_round(arms, PLAIN_ARM, budget_s, config.seed, options)
 
 
 def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     """Return the verdict on one claim from its trial's measurements."""
-    row = _make_row(trial, claim, round_.explain_end(PLAIN, claim.arm) or _missing(claim, round_))
+    problem = round_.describe_failure(PLAIN_ARM, claim.arm) or _explain_not_engaged(claim, round_)
+    row = _make_result(trial, claim, problem)
     if row.reason:
         return row
     noise = 0.0
-    if claim.measures == "speed" and {*round_.ready, *round_.ended} >= {AGAIN}:
-        noise = noise_floor(round_.ratio([PLAIN], [AGAIN]))
+    if claim.measures == "speed" and {*round_.setups, *round_.failures} >= {CONTROL_ARM}:
+        noise = noise_floor(round_.ratio([PLAIN_ARM], [CONTROL_ARM]))
         row.noise = noise if math.isfinite(noise) else None
     estimate = _estimate(claim, round_)
     if estimate is None:
@@ -225,50 +229,50 @@ def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     row.ratio, row.interval = estimate.ratio, estimate.interval
     row.reason = "no interval for the plain run against itself: the noise is unknown"
     if math.isfinite(noise):
-        row.verdict, row.reason = verdict(claim, estimate, noise)
+        row.verdict, row.reason = decide_verdict(claim, estimate, noise)
     return row
 
 
-def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
+def decide_verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
     """Return the verdict and its reason: which side of `bar` the whole interval is on.
 
     The interval is widened by `noise` at both ends. One beyond `range_end` is better than claimed.
     """
     low, high = estimate.low / (1 + noise), estimate.high * (1 + noise)
     bar, end = claim.bar, claim.range_end
-    if claim.measures in GAINS:
-        reached, missed, past = low >= bar, high < bar, end is not None and low > end
+    if claim.measures in HIGHER_IS_BETTER:
+        reached, missed, exceeded = low >= bar, high < bar, end is not None and low > end
     else:
-        reached, missed, past = high <= bar, low > bar, end is not None and high < end
-    if past or reached or missed:
-        return BETTER if past else HOLDS if reached else FAILS, ""
+        reached, missed, exceeded = high <= bar, low > bar, end is not None and high < end
+    if exceeded or reached or missed:
+        return BETTER if exceeded else HOLDS if reached else FAILS, ""
     return UNDECIDED, f"{low:.2f} to {high:.2f} with noise: the interval contains {bar:g}"
 
 
 def _estimate(claim: Claim, round_: Round) -> Estimate | None:
     """Return the ratio to the plain run; for memory and latency the ratio of medians, and range."""
     if claim.measures == "speed":
-        return round_.ratio([PLAIN], [claim.arm])
-    metrics = (round_.finished[name].metrics for name in (claim.arm, PLAIN))
-    ours, plain = (values.get(claim.measures, []) for values in metrics)
+        return round_.ratio([PLAIN_ARM], [claim.arm])
+    metrics = (round_.results[name].metrics for name in (claim.arm, PLAIN_ARM))
+    arm, plain = (values.get(claim.measures, []) for values in metrics)
     if claim.measures == "latency":
         plain = [1.0]  # a reading is a ratio already
-    if not ours or not plain or min(*ours, *plain) <= 0:
+    if not arm or not plain or min(*arm, *plain) <= 0:
         return None
-    return Estimate(median(ours) / median(plain), min(ours) / max(plain), max(ours) / min(plain))
+    return Estimate(median(arm) / median(plain), min(arm) / max(plain), max(arm) / min(plain))
 
 
-def _missing(claim: Claim, round_: Round) -> str:
+def _explain_not_engaged(claim: Claim, round_: Round) -> str:
     """Return why the required technique is not engaged; "" if it is, or none is required."""
-    if claim.arm not in round_.finished:
+    if claim.arm not in round_.results:
         return "was not measured"
-    row = round_.finished[claim.arm].technique(claim.needs)
+    row = round_.results[claim.arm].technique(claim.needs)
     if not claim.needs or row.get("engaged"):
         return ""
     return f"{claim.needs} did not engage: {row['reason'] or 'no reason given'}"
 
 
-def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
+def _make_result(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
     words = [*trial.work, *trial.arms.get(claim.arm, ())]
     return ClaimResult(
         name=claim.name,
@@ -306,7 +310,7 @@ def state_bytes(run: Run) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
-def compiled_latency(run: Run) -> float:
+def compiled_latency_ratio(run: Run) -> float:
     """Return compiled over eager forward time, without gradients. ValueError if not compiled."""
     if run.compilation is None or not run.compilation.mode:
         raise ValueError("the model is not compiled")
@@ -320,27 +324,27 @@ def compiled_latency(run: Run) -> float:
         means = []
         for stance in ("default", "force_eager"):
             with torch.compiler.set_stance(stance):
-                timer.timeit(SETTLING)
-                means.append(timer.timeit(ROUNDS).mean)
+                timer.timeit(WARMUP_PASSES)
+                means.append(timer.timeit(TIMED_PASSES).mean)
     return means[0] / means[1]
 
 
-def _read_steps(run: Run) -> list[float]:
+def _read_step_memory(run: Run) -> list[float]:
     return [step_bytes(run) for _ in range(READINGS)]
 
 
 def _read_memory(run: Run) -> list[float]:
     state = state_bytes(run)
-    return [state + step for step in _read_steps(run)]
+    return [state + step for step in _read_step_memory(run)]
 
 
 def _read_latency(run: Run) -> list[float]:
-    return [compiled_latency(run) for _ in range(READINGS)]
+    return [compiled_latency_ratio(run) for _ in range(READINGS)]
 
 
-METRICS: dict[str, Callable[[Run], list[float]]] = {
+METRIC_FUNCTIONS: dict[str, Callable[[Run], list[float]]] = {
     "memory": _read_memory,
-    "memory of a step": _read_steps,
+    "memory of a step": _read_step_memory,
     "latency": _read_latency,
 }
 """Functions that measure a finished run, by `Claim.measures`."""
@@ -349,7 +353,7 @@ METRICS: dict[str, Callable[[Run], list[float]]] = {
 # -- the page --------------------------------------------------------------------------------------
 
 
-def _measured(row: ClaimResult) -> str:
+def _format_ratio(row: ClaimResult) -> str:
     """Return the measured value, formatted in the units of the claim."""
     if row.ratio is None or row.interval is None:
         return "–"
@@ -361,18 +365,18 @@ def _measured(row: ClaimResult) -> str:
     return f"{ratio} % {unit} ({least} to {most})"
 
 
-def markdown(claims: Claims) -> str:
+def format_claims(claims: Claims) -> str:
     """Return the Markdown page: a table, then reasons and commands."""
     rows, machine = claims.rows, claims.machine
     noises = ["–" if row.noise is None else f"{row.noise * 100:.1f} %" for row in rows]
     cells = [
-        (row.name, row.claimed, _measured(row), noise, row.verdict)
+        (row.name, row.claimed, _format_ratio(row), noise, row.verdict)
         for row, noise in zip(rows, noises, strict=True)
     ]
-    where = [str(machine.get("cpu") or "unknown CPU"), f"{machine.get('cores', '?')} cores"]
+    hardware = [str(machine.get("cpu") or "unknown CPU"), f"{machine.get('cores', '?')} cores"]
     if machine.get("device") not in (None, "cpu"):
-        where.append(str(machine.get("device_name")))
-    where += [f"{n} {claims.versions[n]}" for n in ("torch", "python") if n in claims.versions]
+        hardware.append(str(machine.get("device_name")))
+    hardware += [f"{n} {claims.versions[n]}" for n in ("torch", "python") if n in claims.versions]
     others = claims.load.get("others") or 0
     load = f"Other processes used {others:.0%} of the CPUs, which widens the intervals."
     items = [
@@ -383,11 +387,11 @@ def markdown(claims: Claims) -> str:
     commands = dict.fromkeys(row.command for row in rows if row.command)
     parts = [
         "# Claims, checked on this machine",
-        escape(f"{', '.join(where)}; {claims.started[:10]}; {claims.seconds / 60:.0f} minutes."),
+        escape(f"{', '.join(hardware)}; {claims.started[:10]}; {claims.seconds / 60:.0f} minutes."),
         code(claims.command, "sh"),
         table(("claim", "claimed", "measured here", "noise", "verdict"), cells),
         METHOD,
-        *([load] if others > LOADED else []),
+        *([load] if others > NOTABLE_LOAD else []),
         "\n".join(items),
         "Commands that train like each arm:",
         code("\n".join(commands), "sh"),
@@ -395,10 +399,10 @@ def markdown(claims: Claims) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(claims: Claims, folder: Path) -> None:
+def write_claims(claims: Claims, folder: Path) -> None:
     """Write claims.json and claims.md atomically. Raises StorageError."""
-    write_json(folder / FILE, asdict(claims))
+    write_json(folder / JSON_FILE, asdict(claims))
     try:
-        replace_text(folder / PAGE, markdown(claims))
+        replace_text(folder / MARKDOWN_FILE, format_claims(claims))
     except OSError as error:
-        raise StorageError(f"{folder / PAGE}: not written: {error.strerror}") from error
+        raise StorageError(f"{folder / MARKDOWN_FILE}: not written: {error.strerror}") from error

@@ -16,18 +16,18 @@ from statistics import median
 from typing import Any
 
 from runner.benchmark.arms import Arm, check_budget, reference_of
-from runner.benchmark.blocks import INTERRUPTED, Finished, Ready, Turn
+from runner.benchmark.blocks import INTERRUPTED, Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import machine
+from runner.benchmark.machine import machine_facts
 from runner.benchmark.parity_checker import ParityChecker, ParityVerdict
 from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, BenchmarkResult, Control, Load
 from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.benchmark.statistics import (
     CONFIDENCE,
-    ONE_PROCESS,
+    ONE_PROCESS_NOISE,
     Estimate,
-    claim,
-    each_alpha,
+    bonferroni_alpha,
+    classify_ratio,
     median_interval,
     noise_floor,
 )
@@ -40,10 +40,10 @@ from runner.training.signals import signals_unwind
 
 log = logging.getLogger("runner")
 
-NOISY = 0.10  # share of the CPUs used by others above which the machine counts as noisy
-LEFT_OUT = (*OF_NO_CONSEQUENCE, "debug")
-WORK = {name: name for name in "model objective optimizer stability seed device.tf32".split()}
-WORK["batch size"] = "training.batch_size"
+NOISY_LOAD = 0.10  # share of the CPUs used by others above which the machine counts as noisy
+IGNORED_KEYS = (*OF_NO_CONSEQUENCE, "debug")
+WORK_KEYS = {name: name for name in "model objective optimizer stability seed device.tf32".split()}
+WORK_KEYS["batch size"] = "training.batch_size"
 """What is trained, without techniques: name → key. Parity is against the arm's own plain run."""
 
 
@@ -74,7 +74,8 @@ def measure(
     """
     reference = reference_of(arms, settings)
     check_budget(settings, len(arms))
-    alpha = each_alpha(len(arms) - 1)  # arms are ranked, so all intervals have to hold jointly
+    # arms are ranked, so all intervals have to hold jointly
+    alpha = bonferroni_alpha(len(arms) - 1)
     options = MeasureOptions(
         settings, folder, given, None, pool, clock, alpha, announce=announce or log.info
     )
@@ -85,7 +86,7 @@ def measure(
             benchmark.write()  # before parity, which takes its time
             benchmark.check_parity()
         except KeyboardInterrupt:
-            benchmark.round.measured.stopped = INTERRUPTED
+            benchmark.round.measurements.stop_reason = INTERRUPTED
         result = benchmark.write()
         if result.stopped == INTERRUPTED:
             raise Cut(ending_signal(), result)
@@ -100,40 +101,40 @@ class _Benchmark:
         self.settings = options.settings
         self.round = Round()
         self.verdicts: dict[str, ParityVerdict] = {}
-        self.processes = [reference, *(arm for arm in arms if arm is not reference)]
+        self.measured_arms = [reference, *(arm for arm in arms if arm is not reference)]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.control = ""  # the name of the reference's second process; "" without one
         if self.settings.control:
             self.control = f"{reference.name}, again"
             while any(arm.name == self.control for arm in arms):
                 self.control += "!"
-            self.processes.insert(1, replace(reference, name=self.control, folder=""))
+            self.measured_arms.insert(1, replace(reference, name=self.control, folder=""))
 
     def measure(self, seed: int) -> None:
         """Measure all arms and the control; without the reference only times."""
-        measured = run_round(
-            self.processes,
+        measurements = run_round(
+            self.measured_arms,
             self.reference.name,
             self.settings.budget_s,
             seed,
             self.options,
             self.round,
             needs_reference=False,
-        ).measured
-        blocks = f"{measured.blocks} blocks in {measured.seconds:.0f} s"
-        self.options.announce(f"{blocks}: {measured.stopped}")
-        if measured.stopped == INTERRUPTED:
+        ).measurements
+        blocks = f"{measurements.blocks} blocks in {measurements.seconds:.0f} s"
+        self.options.announce(f"{blocks}: {measurements.stop_reason}")
+        if measurements.stop_reason == INTERRUPTED:
             raise KeyboardInterrupt
 
     def check_parity(self) -> None:
         """Judge the numerical parity of each finished arm."""
-        finished = self.round.finished
-        arms = [arm for arm in self.arms if arm.name in finished]
+        results = self.round.results
+        arms = [arm for arm in self.arms if arm.name in results]
         if not self.settings.parity or not arms:
             return
         with ParityChecker(self.settings.timeout_s, self.options.given) as checker:
             for arm in arms:
-                verdict = checker.check(arm, collect_choices(finished[arm.name]))
+                verdict = checker.check(arm, collect_choices(results[arm.name]))
                 self.verdicts[arm.name] = verdict
                 self.options.announce(f"parity of {arm.name}: {verdict.parity or verdict.reason}")
 
@@ -148,27 +149,27 @@ class _Benchmark:
         return result
 
     def _result(self) -> BenchmarkResult:
-        measured, reference = self.round.measured, self.reference
-        results = [self._make_row(arm) for arm in self.arms]
-        again, control, floor = self._estimate(self.control), None, self._noise_floor()
-        if again is not None and math.isfinite(again.half_width):
-            control = Control(again.ratio, again.interval)
-        load = median_load(measured.turns)
-        alive = [arm for arm in self.arms if arm.name in self.round.ready]
-        notes = [*describe_differences(alive, reference), *self._describe_ends()]
+        measurements, reference = self.round.measurements, self.reference
+        rows = [self._make_row(arm) for arm in self.arms]
+        control_estimate, control, noise = self._estimate(self.control), None, self._noise_floor()
+        if control_estimate is not None and math.isfinite(control_estimate.half_width):
+            control = Control(control_estimate.ratio, control_estimate.interval)
+        load = median_load(measurements.turns)
+        started = [arm for arm in self.arms if arm.name in self.round.setups]
+        notes = [*describe_differences(started, reference), *self._describe_failures()]
         return BenchmarkResult(
             reference.config.name,
             reference.name,
-            results,
+            rows,
             control=control,
-            noise_floor=floor if math.isfinite(floor) else None,
-            blocks=measured.blocks,
-            seconds=measured.seconds,
+            noise_floor=noise if math.isfinite(noise) else None,
+            blocks=measurements.blocks,
+            seconds=measurements.seconds,
             compared=self._compared,
-            process_starts=list(measured.starts),
-            processes=measured.processes,
-            stopped=measured.stopped or "no arm could be measured",
-            machine=machine([row.summary for row in results]),
+            process_starts=list(measurements.launch_starts),
+            processes=measurements.processes,
+            stopped=measurements.stop_reason or "no arm could be measured",
+            machine=machine_facts([row.summary for row in rows]),
             load=load,
             notes=[*notes, *self._describe_processes(), *_describe_noise(load, control)],
             command=provenance.command(),
@@ -183,54 +184,54 @@ class _Benchmark:
     @property
     def _compared(self) -> str:
         """Which step of a turn is compared, mean or median: see `WorkerPool.turn`."""
-        return MEAN if any(ready.workers for ready in self.round.ready.values()) else MEDIAN
+        return MEAN if any(setup.workers for setup in self.round.setups.values()) else MEDIAN
 
     def _estimate(self, name: str) -> Estimate | None:
         """Return the arm's estimate against the reference; None if there is none."""
-        if self.reference.name in self.round.ended:
+        if self.reference.name in self.round.failures:
             return None
-        estimate = self.round.measured.estimates.get(name)
+        estimate = self.round.measurements.estimates.get(name)
         return estimate if estimate is not None and math.isfinite(estimate.ratio) else None
 
     def _noise_floor(self) -> float:
         """Return the noise floor of the control; inf if it has no interval.
 
-        Without a control it is 0, or `ONE_PROCESS` if each arm had one process.
+        Without a control it is 0, or `ONE_PROCESS_NOISE` if each arm had one process.
         """
         if self.control:
             return noise_floor(self._estimate(self.control))
-        return 0.0 if self.round.measured.processes > 1 else ONE_PROCESS
+        return 0.0 if self.round.measurements.processes > 1 else ONE_PROCESS_NOISE
 
     # -- rows ----------------------------------------------------------------------------------
 
     def _make_row(self, arm: Arm) -> ArmResult:
-        ready, finished = self.round.ready.get(arm.name), self.round.finished.get(arm.name)
+        setup, results = self.round.setups.get(arm.name), self.round.results.get(arm.name)
         row = ArmResult(
             arm.name,
             list(arm.overrides),
-            DONE if finished is not None else INTERRUPTED,
-            reason="" if finished is not None else "the benchmark was interrupted",
+            DONE if results is not None else INTERRUPTED,
+            reason="" if results is not None else "the benchmark was interrupted",
             folder=arm.folder or None,
             command=arm.command,
-            config=_shaping_keys(arm.config),
-            samples_per_step=ready.samples_per_step if ready else arm.config.training.batch_size,
+            config=_effective_config(arm.config),
+            samples_per_step=setup.samples_per_step if setup else arm.config.training.batch_size,
             other_work=other_work(arm, self.reference),
         )
-        if (ended := self.round.ended.get(arm.name)) is not None:
-            row.status, row.reason = ended.status, str(ended)
-        if turns := self.round.measured.turns.get(arm.name):
+        if (failure := self.round.failures.get(arm.name)) is not None:
+            row.status, row.reason = failure.status, str(failure)
+        if turns := self.round.measurements.turns.get(arm.name):
             _fill_speed(row, turns, self._compared == MEAN)
         self._fill_ratio(row)
-        if ready is not None:
-            self._fill_setup(row, ready)
-        if finished is not None:
-            _fill_run(row, finished)
+        if setup is not None:
+            self._fill_setup(row, setup)
+        if results is not None:
+            _fill_run(row, results)
         if (verdict := self.verdicts.get(arm.name)) is not None:
             row.parity, row.parity_reason = verdict.parity, verdict.reason
         elif row.status == DONE:
-            cut_off = "the benchmark was interrupted"
-            why = cut_off if self.settings.parity else "benchmark.parity=false"
-            row.parity_reason = f"not judged: {why}"
+            interrupted = "the benchmark was interrupted"
+            reason = interrupted if self.settings.parity else "benchmark.parity=false"
+            row.parity_reason = f"not judged: {reason}"
         return row
 
     def _fill_ratio(self, row: ArmResult) -> None:
@@ -243,41 +244,41 @@ class _Benchmark:
         row.speedup = estimate.ratio
         if math.isfinite(estimate.half_width):
             row.speedup_interval = estimate.interval
-        if row.status in (DONE, INTERRUPTED):  # the last look's interval is valid even then
-            row.claim = claim(estimate, self._noise_floor())
+        if row.status in (DONE, INTERRUPTED):  # the last analysis is valid even then
+            row.claim = classify_ratio(estimate, self._noise_floor())
 
-    def _fill_setup(self, row: ArmResult, ready: Ready) -> None:
+    def _fill_setup(self, row: ArmResult, setup: WorkerSetup) -> None:
         """Set the set-up times, and the number of steps after which they are paid back."""
-        row.setup_seconds, row.compile_seconds = ready.setup_seconds, ready.compile_seconds
+        row.setup_seconds, row.compile_seconds = setup.setup_seconds, setup.compile_seconds
         # the first process also waits for torch to be read from disk, so the faster start is used
         names = self.reference.name, self.control
-        plain = [self.round.ready[name] for name in names if name in self.round.ready]
-        if row.claim != "faster" or row.speedup is None or row.step_ms is None or not plain:
+        plain_setups = [self.round.setups[name] for name in names if name in self.round.setups]
+        if row.claim != "faster" or row.speedup is None or row.step_ms is None or not plain_setups:
             return
         # compiling may continue after the first step
-        start = ready.setup_seconds + ready.settling_seconds
-        extra = start - min(one.setup_seconds + one.settling_seconds for one in plain)
-        saved = row.step_ms / 1e3 * (row.speedup - 1)  # per step, for the same number of samples
-        row.break_even_steps = max(0, math.ceil(extra / saved))
+        setup_s = setup.setup_seconds + setup.settling_seconds
+        plain_s = min(plain.setup_seconds + plain.settling_seconds for plain in plain_setups)
+        saved_s = row.step_ms / 1e3 * (row.speedup - 1)  # per step, for the same number of samples
+        row.break_even_steps = max(0, math.ceil((setup_s - plain_s) / saved_s))
 
     # -- notes ---------------------------------------------------------------------------------
 
-    def _describe_ends(self) -> list[str]:
+    def _describe_failures(self) -> list[str]:
         """Return notes on a reference or control that ended, and on the compared step."""
-        notes, name, ends = [], self.reference.name, self.round.ended
+        notes, name, failures = [], self.reference.name, self.round.failures
         if self._compared == MEAN:
             notes.append(
                 "data workers deliver several batches at a time, so the mean step of each turn is "
                 "compared and shown, not the median one"
             )
-        if (ended := ends.get(name)) is not None:
+        if (failure := failures.get(name)) is not None:
             notes.append(
-                f"the reference, {name}, ended early ({ended.status}: {ended}): the others have "
-                "times but no speed-ups; set benchmark.reference to another arm"
+                f"the reference, {name}, ended early ({failure.status}: {failure}): the others "
+                "have times but no speed-ups; set benchmark.reference to another arm"
             )
-        if (ended := ends.get(self.control)) is not None:
-            notes.append(f"the control ended early ({ended.status}: {ended})")
-        if self.round.measured.estimates and math.isinf(self._noise_floor()):
+        if (failure := failures.get(self.control)) is not None:
+            notes.append(f"the control ended early ({failure.status}: {failure})")
+        if self.round.measurements.estimates and math.isinf(self._noise_floor()):
             notes.append(
                 f"{self.control} has no interval: the noise floor is unknown, "
                 "so no difference is claimed"
@@ -286,60 +287,62 @@ class _Benchmark:
 
     def _describe_processes(self) -> list[str]:
         """Return a note if each arm had only one process."""
-        measured = self.round.measured
-        if measured.processes > 1 or not measured.estimates:
+        measurements = self.round.measurements
+        if measurements.processes > 1 or not measurements.estimates:
             return []
         fix = "raise benchmark.budget_s or use fewer arms to measure several"
         if self.settings.processes == 1:
             fix = "set benchmark.processes=5 to measure several"
         return [
             "each arm was measured in one process, so intervals omit variation between processes: "
-            f"no difference within {ONE_PROCESS:.0%} is claimed; {fix}"
+            f"no difference within {ONE_PROCESS_NOISE:.0%} is claimed; {fix}"
         ]
 
 
-def _shaping_keys(config: RunConfig) -> dict[str, Any]:
+def _effective_config(config: RunConfig) -> dict[str, Any]:
     """Return the config keys that affect the run, as JSON-compatible values."""
     keys = {
         key: value
         for key, value in flat(config).items()
-        if key.partition(".")[0] not in LEFT_OUT and key != "checkpoint.resume"
+        if key.partition(".")[0] not in IGNORED_KEYS and key != "checkpoint.resume"
     }
     values: dict[str, Any] = json.loads(json.dumps(keys, default=str))
     return values
 
 
-def _fill_speed(row: ArmResult, turns: Sequence[Turn], of_mean: bool) -> None:
-    usual = [1e3 * turn.seconds / turn.steps if of_mean else turn.median_ms for turn in turns]
-    steps = sorted(ms for turn in turns for ms in turn.step_ms)
+def _fill_speed(row: ArmResult, turns: Sequence[Turn], use_mean: bool) -> None:
+    turn_step_ms = [
+        1e3 * turn.seconds / turn.steps if use_mean else turn.median_ms for turn in turns
+    ]
+    step_ms = sorted(ms for turn in turns for ms in turn.step_ms)
     seconds = sum(turn.seconds for turn in turns)
-    low, high = median_interval(usual, 1 - CONFIDENCE)
+    low, high = median_interval(turn_step_ms, 1 - CONFIDENCE)
     row.blocks = len(turns)
     row.per_sample_ms = [turn.per_sample_ms for turn in turns]
-    row.step_ms = median(usual)
+    row.step_ms = median(turn_step_ms)
     row.step_ms_interval = (low, high) if math.isfinite(high) else None
-    row.step_ms_p95 = steps[math.ceil(0.95 * len(steps)) - 1] if steps else None
+    row.step_ms_p95 = step_ms[math.ceil(0.95 * len(step_ms)) - 1] if step_ms else None
     row.samples_per_second = sum(turn.samples for turn in turns) / seconds
     row.data_wait = min(1.0, sum(turn.data_seconds for turn in turns) / seconds)
 
 
-def _fill_run(row: ArmResult, finished: Finished) -> None:
-    row.summary = finished.summary
-    memory = finished.summary.get("memory") or {}
+def _fill_run(row: ArmResult, results: WorkerResults) -> None:
+    row.summary = results.summary
+    memory = results.summary.get("memory") or {}
     row.peak_process_bytes = memory.get("peak_process_bytes") or None
     row.peak_device_bytes = memory.get("peak_device_bytes") or None
-    row.problems, row.losses = list(finished.problems), list(finished.losses)
-    row.notes = [*finished.notes, *(f"does not train: {text}" for text in finished.problems)]
-    requested = [one for one in finished.summary.get("techniques") or [] if one.get("requested")]
-    idle = [str(one.get("name")) for one in requested if not one.get("engaged")]
-    if idle:  # the reasons are in the summary, and in the report
-        count = f"{len(idle)} of {len(requested)}"
-        row.notes.append(f"{count} techniques did not engage: {', '.join(idle)}")
+    row.problems, row.losses = list(results.problems), list(results.losses)
+    row.notes = [*results.notes, *(f"does not train: {text}" for text in results.problems)]
+    requested = [one for one in results.summary.get("techniques") or [] if one.get("requested")]
+    not_engaged = [str(one.get("name")) for one in requested if not one.get("engaged")]
+    if not_engaged:  # the reasons are in the summary, and in the report
+        count = f"{len(not_engaged)} of {len(requested)}"
+        row.notes.append(f"{count} techniques did not engage: {', '.join(not_engaged)}")
 
 
-def collect_choices(finished: Finished | None) -> dict[str, Any]:
+def collect_choices(results: WorkerResults | None) -> dict[str, Any]:
     """Return the choices that a run made automatically, from its summary."""
-    rows = (finished.summary.get("choices") or []) if finished is not None else []
+    rows = (results.summary.get("choices") or []) if results is not None else []
     return {row["key"]: row["value"] for row in rows}
 
 
@@ -348,15 +351,15 @@ def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
     blocks: dict[int, list[float]] = {}
     for arm_turns in turns.values():
         for number, turn in enumerate(arm_turns):
-            if turn.others is not None:
-                blocks.setdefault(number, []).append(turn.others)
+            if turn.other_cpu_share is not None:
+                blocks.setdefault(number, []).append(turn.other_cpu_share)
     return Load(median(map(median, blocks.values())) if blocks else None)
 
 
 def _describe_noise(load: Load, control: Control | None) -> list[str]:
     """Return notes on load or noise that hides small differences."""
     notes = []
-    if load.others is not None and load.others > NOISY:
+    if load.others is not None and load.others > NOISY_LOAD:
         notes.append(f"noisy machine: other processes used {load.others:.0%} of the CPUs")
     if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
         low, high = control.interval
@@ -368,10 +371,10 @@ def _describe_noise(load: Load, control: Control | None) -> list[str]:
 
 
 def other_work(arm: Arm, reference: Arm) -> list[str]:
-    """Return the parts of `WORK` in which the arm differs from the reference."""
+    """Return the parts of `WORK_KEYS` in which the arm differs from the reference."""
     return [
         part
-        for part, key in WORK.items()
+        for part, key in WORK_KEYS.items()
         if attrgetter(key)(arm.config) != attrgetter(key)(reference.config)
     ]
 

@@ -15,11 +15,11 @@ from runner.device import capabilities
 from runner.record import provenance
 
 GIB = 1 << 30
-CLASS = "cpu cores memory_gib platform device device_name device_memory_gib threads".split()
+COMPARED = "cpu cores memory_gib platform device device_name device_memory_gib threads".split()
 """Facts that must be equal for two machines to be comparable; the torch version is not one."""
 
 
-def machine(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def machine_facts(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return facts about this machine, with the device of the first summary that names one."""
     facts: dict[str, Any] = {
         "cpu": capabilities.cpu_name(),
@@ -37,12 +37,12 @@ def machine(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
     return facts
 
 
-def machine_differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+def machine_differences(current: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
     """Return the facts that differ, as text; keys that only one of them has are skipped."""
     return [
-        f"{key.replace('_', ' ')} is {now[key]}, was {then[key]}"
-        for key in CLASS
-        if key in now and key in then and now[key] != then[key]
+        f"{key.replace('_', ' ')} is {current[key]}, was {baseline[key]}"
+        for key in COMPARED
+        if key in current and key in baseline and current[key] != baseline[key]
     ]
 
 
@@ -54,15 +54,15 @@ class LoadMonitor:
     """
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.before = pid, _read_counters(pid)
+        self.pid, self.start = pid, _read_counters(pid)
 
-    def others(self) -> float | None:
+    def other_cpu_share(self) -> float | None:
         """Return the share of the CPUs used by other processes since creation; None if unknown."""
-        before, after = self.before, _read_counters(self.pid)
-        if before is None or after is None or after[0] <= before[0]:
+        start, end = self.start, _read_counters(self.pid)
+        if start is None or end is None or end[0] <= start[0]:
             return None
-        seconds, busy, ours = (b - a for a, b in zip(before, after, strict=True))
-        return min(1.0, max(0.0, (busy - ours) / (seconds * len(os.sched_getaffinity(0)))))
+        seconds, busy, own = (b - a for a, b in zip(start, end, strict=True))
+        return min(1.0, max(0.0, (busy - own) / (seconds * len(os.sched_getaffinity(0)))))
 
 
 def _read_counters(pid: int) -> tuple[float, float, float] | None:
@@ -70,19 +70,19 @@ def _read_counters(pid: int) -> tuple[float, float, float] | None:
 
     None if the process has ended or the system is not Linux.
     """
-    at = time.monotonic()
+    timestamp = time.monotonic()
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         cores, cpus = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
     except (OSError, AttributeError, psutil.Error):
         return None
-    used = [cpu for number, cpu in enumerate(cpus) if number in cores]
-    busy = sum(cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq for cpu in used)
-    ours = 0.0
+    own_cpus = [cpu for number, cpu in enumerate(cpus) if number in cores]
+    busy = sum(cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq for cpu in own_cpus)
+    own_seconds = 0.0
     for process in (*processes, psutil.Process()):
         with suppress(psutil.Error):  # it ended meanwhile; its parent has its times
             times = process.cpu_times()
-            ours += times.user + times.system
+            own_seconds += times.user + times.system
             if process.pid != os.getpid():  # our own children's times include ended arms
-                ours += times.children_user + times.children_system
-    return at, busy, ours
+                own_seconds += times.children_user + times.children_system
+    return timestamp, busy, own_seconds

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from runner.benchmark.arms import Arm, asks
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.workers.process import ENDING_S, ChildProcess, ChildSide
+from runner.benchmark.workers.process import EXIT_TIMEOUT_S, ChildProcess, ChildSide
 from runner.config import RunConfig
 from runner.distributed.config import DistributedConfig
 from runner.errors import UsageError
@@ -19,7 +19,7 @@ from runner.security.pickle_transfer import opened, packed
 if TYPE_CHECKING:
     from runner.parity.reference import ParityReference
 
-PLAIN = "is the plain run: no technique is enabled"
+NO_TECHNIQUE = "is the plain run: no technique is enabled"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class ParityChecker:
 
     def __exit__(self, *error: object) -> None:
         if self.process is not None and error[0] is None:
-            self.process.dismiss()
-            self.process.wait(ENDING_S)  # so that it releases its semaphores
+            self.process.request_exit()
+            self.process.wait(EXIT_TIMEOUT_S)  # so that it releases its semaphores
         self._end()
 
     def check(
@@ -59,21 +59,21 @@ class ParityChecker:
         The limit defaults to `timeout_s`; `choices` are the arm's automatic choices, to repeat.
         """
         if not asks(arm.config):
-            return ParityVerdict("exact", PLAIN)
+            return ParityVerdict("exact", NO_TECHNIQUE)
         limit_s = self.timeout_s if within_s is None else within_s
         try:
             if self.process is None:
                 arguments = (packed({"given": self.given}),)
-                self.process = ChildProcess(_main, arguments, None)
+                self.process = ChildProcess(_judge_requests, arguments, None)
                 self.process.start()
-            alone = replace(arm.config, distributed=DistributedConfig())
-            self.process.ask({"config": alone, "choices": choices or {}})
+            single_process = replace(arm.config, distributed=DistributedConfig())
+            self.process.ask({"config": single_process, "choices": choices or {}})
             return ParityVerdict(*self.process.answer(limit_s))
-        except ArmEnded as ended:
+        except ArmEnded as failure:
             self._end()
-            if ended.status == "timeout":
+            if failure.status == "timeout":
                 return ParityVerdict(None, f"not judged within {limit_s:.4g} s")
-            return ParityVerdict(None, f"the parity process: {ended.reason}")
+            return ParityVerdict(None, f"the parity process: {failure.reason}")
         except UsageError as error:
             return ParityVerdict(None, str(error))
 
@@ -86,7 +86,7 @@ class ParityChecker:
 # -- in the process --------------------------------------------------------------------------------
 
 
-def _main(child: ChildSide, parcel: bytes) -> None:
+def _judge_requests(child: ChildSide, payload: bytes) -> None:
     """Answer each request with a verdict, until None arrives."""
     sys.argv[:] = ["runner-parity"]
 
@@ -97,17 +97,18 @@ def _main(child: ChildSide, parcel: bytes) -> None:
     while (request := child.pipe.recv()) is not None:
         try:
             config = request["config"]
-            new = ParityReference(without_techniques(config), given=opened(parcel)["given"])
-            known = next((one for one in references if one.baseline == new.baseline), None)
-            if known is None:
-                references.append(new)
-            answer: tuple[str | None, str] = _check(known or new, config, request["choices"])
+            reference = ParityReference(without_techniques(config), given=opened(payload)["given"])
+            cached = next((r for r in references if r.baseline == reference.baseline), None)
+            if cached is None:
+                references.append(reference)
+            choices = request["choices"]
+            answer: tuple[str | None, str] = _judge_arm(cached or reference, config, choices)
         except Exception as error:
             answer = None, f"could not be judged: {type(error).__name__}: {error}"
         child.pipe.send(answer)
 
 
-def _check(
+def _judge_arm(
     reference: ParityReference, config: RunConfig, choices: Mapping[str, Any]
 ) -> tuple[str, str]:
     started = time.monotonic()

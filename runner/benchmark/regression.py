@@ -13,18 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import machine, machine_differences
+from runner.benchmark.machine import machine_differences, machine_facts
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
-from runner.benchmark.statistics import ONE_PROCESS, Estimate, each_alpha, unpaired
+from runner.benchmark.statistics import (
+    ONE_PROCESS_NOISE,
+    Estimate,
+    bonferroni_alpha,
+    unpaired_ratio,
+)
 from runner.errors import ConfigError, StorageError
 from runner.record.text import escape_control_chars as escape
 
 KEY = "benchmark.baseline"
-PARITY = ("exact", "explained by precision", "FAIL")  # best to worst
-LEAST_BYTES = 16 << 20  # more than the memory of two equal runs differs by
-QUIET = 0.05  # share of CPUs used by others, up to which absolute times are judged
+PARITY_ORDER = ("exact", "explained by precision", "FAIL")  # best to worst
+MEMORY_NOISE_BYTES = 16 << 20  # more than the memory of two equal runs differs by
+QUIET_LOAD = 0.05  # share of CPUs used by others, up to which absolute times are judged
 
-Pair = tuple[ArmResult, ArmResult]  # (now, then)
+ArmPair = tuple[ArmResult, ArmResult]  # (current, baseline)
 
 
 @dataclass
@@ -65,70 +70,73 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
         if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
             damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
             raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
-    _check_machine(baseline, machine())
-    theirs = [arm.name for arm in baseline.arms]
-    if not set(theirs) & set(names):
-        text = f"has none of the measured arms, only {escape(', '.join(theirs))}"
+    _check_machine(baseline, machine_facts())
+    stored_names = [arm.name for arm in baseline.arms]
+    if not set(stored_names) & set(names):
+        text = f"has none of the measured arms, only {escape(', '.join(stored_names))}"
         raise ConfigError(KEY, text)
     return baseline
 
 
-def _check_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
-    differing = machine_differences(now, then.machine)
-    if differing:
-        what = f"was measured on another machine: {escape('; '.join(differing))}"
-        raise ConfigError(KEY, what, "measure a new baseline on this machine")
+def _check_machine(baseline: BenchmarkResult, current: dict[str, Any]) -> None:
+    differences = machine_differences(current, baseline.machine)
+    if differences:
+        problem = f"was measured on another machine: {escape('; '.join(differences))}"
+        raise ConfigError(KEY, problem, "measure a new baseline on this machine")
 
 
 def against(
-    now: BenchmarkResult, then: BenchmarkResult, settings: BenchmarkConfig
+    current: BenchmarkResult, baseline: BenchmarkResult, settings: BenchmarkConfig
 ) -> BaselineComparison:
     """Compare every arm that both results have. Raises ConfigError for another machine."""
-    _check_machine(then, now.machine)
-    result = BaselineComparison(str(settings.baseline), then.started)
-    pairs = _pair_arms(now, then, result)
-    torch, was = now.machine.get("torch"), then.machine.get("torch")
-    if torch != was:
-        result.notes.append(escape(f"torch is {torch}, was {was}"))
-    for arm, old in pairs:
-        if arm.status != DONE and old.status == DONE:
-            ended = escape(f"{arm.name} ended: {arm.status}: {arm.reason}")
-            result.regressions.append(ended)
-    _compare_times(now, then, pairs, settings.tolerance, result)
-    for arm, old in pairs:
-        result.regressions += _compare_memory(arm, old, settings.tolerance)
-        known = arm.parity in PARITY and old.parity in PARITY
-        if known and PARITY.index(arm.parity or "") > PARITY.index(old.parity or ""):
-            text = f"{arm.name}: parity is {arm.parity}, was {old.parity} ({arm.parity_reason})"
+    _check_machine(baseline, current.machine)
+    result = BaselineComparison(str(settings.baseline), baseline.started)
+    pairs = _pair_arms(current, baseline, result)
+    torch, baseline_torch = current.machine.get("torch"), baseline.machine.get("torch")
+    if torch != baseline_torch:
+        result.notes.append(escape(f"torch is {torch}, was {baseline_torch}"))
+    for arm, baseline_arm in pairs:
+        if arm.status != DONE and baseline_arm.status == DONE:
+            failure = escape(f"{arm.name} ended: {arm.status}: {arm.reason}")
+            result.regressions.append(failure)
+    _compare_times(current, baseline, pairs, settings.tolerance, result)
+    for arm, baseline_arm in pairs:
+        result.regressions += _compare_memory(arm, baseline_arm, settings.tolerance)
+        parity, was = arm.parity, baseline_arm.parity
+        if parity not in PARITY_ORDER or was not in PARITY_ORDER:
+            continue
+        if PARITY_ORDER.index(parity) > PARITY_ORDER.index(was):
+            text = f"{arm.name}: parity is {parity}, was {was} ({arm.parity_reason})"
             result.regressions.append(escape(text))
     return result
 
 
 def _pair_arms(
-    now: BenchmarkResult, then: BenchmarkResult, result: BaselineComparison
-) -> list[Pair]:
+    current: BenchmarkResult, baseline: BenchmarkResult, result: BaselineComparison
+) -> list[ArmPair]:
     """Pair arms of the same name and work; the others become notes."""
-    before = {arm.name: arm for arm in then.arms}
-    pairs: list[Pair] = []
-    for arm in now.arms:
-        old = before.pop(arm.name, None)
-        if old is None:
+    unpaired = {arm.name: arm for arm in baseline.arms}
+    pairs: list[ArmPair] = []
+    for arm in current.arms:
+        baseline_arm = unpaired.pop(arm.name, None)
+        if baseline_arm is None:
             result.notes.append(escape(f"{arm.name} is not in the baseline"))
-        elif differing := _different_work(arm, old):
-            result.notes.append(escape(f"{arm.name} is not compared: {differing}"))
+        elif difference := _describe_work_difference(arm, baseline_arm):
+            result.notes.append(escape(f"{arm.name} is not compared: {difference}"))
         else:
-            pairs.append((arm, old))
-    result.notes += [escape(f"{name} is only in the baseline") for name in before]
+            pairs.append((arm, baseline_arm))
+    result.notes += [escape(f"{name} is only in the baseline") for name in unpaired]
     return pairs
 
 
-def _different_work(now: ArmResult, then: ArmResult) -> str:
+def _describe_work_difference(current: ArmResult, baseline: ArmResult) -> str:
     """Return how overrides or config differ; "" if not. Keys that only one has are ignored."""
-    if now.overrides != then.overrides:
-        return f"its overrides are {' '.join(now.overrides)}, were {' '.join(then.overrides)}"
-    for key in now.config.keys() & then.config.keys():
-        if now.config[key] != then.config[key]:
-            return f"{key} is {now.config[key]}, was {then.config[key]}"
+    if current.overrides != baseline.overrides:
+        overrides = f"its overrides are {' '.join(current.overrides)}"
+        return f"{overrides}, were {' '.join(baseline.overrides)}"
+    for key in current.config.keys() & baseline.config.keys():
+        if current.config[key] != baseline.config[key]:
+            return f"{key} is {current.config[key]}, was {baseline.config[key]}"
     return ""
 
 
@@ -136,9 +144,9 @@ def _different_work(now: ArmResult, then: ArmResult) -> str:
 
 
 def _compare_times(
-    now: BenchmarkResult,
-    then: BenchmarkResult,
-    pairs: Sequence[Pair],
+    current: BenchmarkResult,
+    baseline: BenchmarkResult,
+    pairs: Sequence[ArmPair],
     tolerance: float,
     result: BaselineComparison,
 ) -> None:
@@ -149,106 +157,112 @@ def _compare_times(
     rule needs a quiet machine.
     """
     timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
-    if now.compared != then.compared:  # an arm with data workers came or went
-        text = f"times are not compared: this result has the {now.compared}"
-        result.notes.append(escape(f"{text}, the baseline the {then.compared}"))
+    if current.compared != baseline.compared:  # an arm with data workers came or went
+        text = f"times are not compared: this result has the {current.compared}"
+        result.notes.append(escape(f"{text}, the baseline the {baseline.compared}"))
         return
-    if now.noise_floor is None or then.noise_floor is None:
+    if current.noise_floor is None or baseline.noise_floor is None:
         result.notes.append("times are not compared: one of the two noise floors is unknown")
         return
     if not timed:
         return
-    changes = _Changes(max(math.hypot(_floor(now), _floor(then)), tolerance), result)
-    alpha = each_alpha(len(timed))
-    plain = next((pair for pair in timed if pair[0].name == now.reference), timed[0])
-    disturbance = _describe_disturbance(now.load, then.load)
-    own = {a.name: unpaired(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
-    changes.note(plain[0].name, own[plain[0].name], disturbance, everything=list(own.values()))
-    for arm, old in timed:
-        if arm is plain[0]:
+    noise = math.hypot(_noise_floor(current), _noise_floor(baseline))
+    changes, alpha = _TimeChanges(max(noise, tolerance), result), bonferroni_alpha(len(timed))
+    reference_pair = next((pair for pair in timed if pair[0].name == current.reference), timed[0])
+    reference = reference_pair[0].name
+    disturbance = _describe_disturbance(current.load, baseline.load)
+    own = {a.name: unpaired_ratio(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
+    changes.add(reference, own[reference], disturbance, all_changes=list(own.values()))
+    for arm, baseline_arm in timed:
+        if arm is reference_pair[0]:
             continue
-        before, speedups = (
+        baseline_speedups, speedups = (
             [a / b for a, b in zip(one.per_sample_ms, base.per_sample_ms, strict=False)]
-            for one, base in zip((old, arm), reversed(plain), strict=True)
+            for one, base in zip((baseline_arm, arm), reversed(reference_pair), strict=True)
         )
-        excuse = ""
+        exemption = ""
         if not disturbance and own[arm.name].ratio >= 1 / (1 + changes.limit):
-            excuse = "its own time is within the limit"
-        changes.note(arm.name, unpaired(before, speedups, alpha), excuse, beside=plain[0].name)
+            exemption = "its own time is within the limit"
+        change = unpaired_ratio(baseline_speedups, speedups, alpha)
+        changes.add(arm.name, change, exemption, relative_to=reference)
 
 
-def _floor(result: BenchmarkResult) -> float:
-    """Return the noise floor; at least `ONE_PROCESS` if each arm had one process."""
+def _noise_floor(result: BenchmarkResult) -> float:
+    """Return the noise floor; at least `ONE_PROCESS_NOISE` if each arm had one process."""
     floor = result.noise_floor or 0.0
-    return floor if result.processes > 1 else max(floor, ONE_PROCESS)
+    return floor if result.processes > 1 else max(floor, ONE_PROCESS_NOISE)
 
 
-def _describe_disturbance(now: Load, then: Load) -> str:
+def _describe_disturbance(current: Load, baseline: Load) -> str:
     """Return why times of the two sessions cannot be compared directly; "" if they can."""
-    if now.others is None or then.others is None:
+    if current.others is None or baseline.others is None:
         return "the machine's load is unknown"
-    if max(now.others, then.others) > QUIET:
-        return f"other processes used {now.others:.0%} of the CPUs (baseline: {then.others:.0%})"
+    if max(current.others, baseline.others) > QUIET_LOAD:
+        text = f"other processes used {current.others:.0%} of the CPUs"
+        return f"{text} (baseline: {baseline.others:.0%})"
     return ""
 
 
 @dataclass
-class _Changes:
+class _TimeChanges:
     """Collects changes of times as regressions or notes of `result`."""
 
     limit: float  # changes up to this are ignored
     result: BaselineComparison
 
-    def note(
+    def add(
         self,
         name: str,
         change: Estimate,
-        excuse: str,
-        beside: str = "",
-        everything: Sequence[Estimate] = (),
+        exemption: str,
+        relative_to: str = "",
+        all_changes: Sequence[Estimate] = (),
     ) -> None:
-        """Add a regression if the time grew by more than the limit; a note if there is an excuse.
+        """Add a regression if the time grew by more than the limit; a note if it has an exemption.
 
-        `beside` is the arm it is a ratio to. `everything` holds the changes of all arms, for one
-        sentence if all got slower or all faster.
+        `relative_to` is the arm it is a ratio to. `all_changes` holds the changes of all arms, for
+        one sentence if all got slower or all faster.
         """
-        known = math.isfinite(change.half_width)
-        interval = [change.low, change.high] if known else None
-        row = {"name": name, "beside": beside, "ratio": change.ratio, "interval": interval}
+        has_interval = math.isfinite(change.half_width)
+        interval = [change.low, change.high] if has_interval else None
+        row = {"name": name, "beside": relative_to, "ratio": change.ratio, "interval": interval}
         self.result.compared.append({**row, "limit": self.limit})
-        name, by = escape(name), escape(f" next to {beside}") if beside else ""
-        if not known:
+        name, suffix = escape(name), escape(f" next to {relative_to}") if relative_to else ""
+        if not has_interval:
             self.result.notes.append(f"{name}: too few blocks to compare its times")
             return
-        sign = self.sign(change)
-        factor, least, most = (1 / ratio for ratio in (change.ratio, change.high, change.low))
+        direction = self.direction(change)
+        factor, low, high = (1 / ratio for ratio in (change.ratio, change.high, change.low))
         slower = (
-            f"{name} takes {factor - 1:.1%} more time per sample{by} ({least - 1:.1%} to "
-            f"{most - 1:.1%}; up to {self.limit:.1%} is no regression)"
+            f"{name} takes {factor - 1:.1%} more time per sample{suffix} ({low - 1:.1%} to "
+            f"{high - 1:.1%}; up to {self.limit:.1%} is no regression)"
         )
-        text = slower if sign > 0 else f"{name} takes {1 - factor:.1%} less time{by}"
-        if len(everything) > 1 and all(self.sign(one) == sign for one in everything):
+        text = slower if direction > 0 else f"{name} takes {1 - factor:.1%} less time{suffix}"
+        if len(all_changes) > 1 and all(self.direction(one) == direction for one in all_changes):
             text = (
-                f"all arms took {factor:.2f} times as long per sample ({least:.2f} to {most:.2f}, "
+                f"all arms took {factor:.2f} times as long per sample ({low:.2f} to {high:.2f}, "
                 "by the reference); the machine or shared code changed"
             )
-        if sign > 0 and not excuse:
+        if direction > 0 and not exemption:
             self.result.regressions.append(text)
-        elif sign:
-            self.result.notes.append(f"{text}; not judged: {excuse}" if sign > 0 else text)
+        elif direction:
+            self.result.notes.append(f"{text}; not judged: {exemption}" if direction > 0 else text)
 
-    def sign(self, change: Estimate) -> int:
+    def direction(self, change: Estimate) -> int:
         """Return 1 if slower by more than the limit, -1 if faster, else 0."""
         if change.high < 1 and change.ratio < 1 / (1 + self.limit):
             return 1
         return -int(change.low > 1 and change.ratio > 1 + self.limit)
 
 
-def _compare_memory(now: ArmResult, then: ArmResult, tolerance: float) -> Iterator[str]:
+def _compare_memory(current: ArmResult, baseline: ArmResult, tolerance: float) -> Iterator[str]:
     for key, owner in (("peak_process_bytes", "process"), ("peak_device_bytes", "device")):
-        ours, theirs = getattr(now, key), getattr(then, key)
-        if ours and theirs and ours - theirs > max(LEAST_BYTES, theirs * tolerance):
+        peak, baseline_peak = getattr(current, key), getattr(baseline, key)
+        if not peak or not baseline_peak:
+            continue
+        growth = peak - baseline_peak
+        if growth > max(MEMORY_NOISE_BYTES, baseline_peak * tolerance):
             yield (
-                f"{escape(now.name)} uses {(ours - theirs) / 2**20:,.0f} MiB more "
-                f"peak {owner} memory ({ours / theirs - 1:.0%})"
+                f"{escape(current.name)} uses {growth / 2**20:,.0f} MiB more "
+                f"peak {owner} memory ({peak / baseline_peak - 1:.0%})"
             )

@@ -14,7 +14,7 @@ from runner.record.text import dataclass_from_json
 
 FILE = "benchmark.json"
 SCHEMA = 1
-SAME = 0.02  # a difference too small to matter
+NEGLIGIBLE = 0.02  # a difference too small to matter
 DONE = "done"
 """Other statuses: failed, killed, timeout, oom, interrupted."""
 MEDIAN, MEAN = "median step", "mean step"
@@ -140,7 +140,7 @@ class BenchmarkResult:
     @property
     def unclaimed(self) -> float | None:
         """Ratios within 1 ± this are not claimed (at least 2 %); None: no ratio is."""
-        return None if self.noise_floor is None else max(self.noise_floor, SAME)
+        return None if self.noise_floor is None else max(self.noise_floor, NEGLIGIBLE)
 
     def write(self, folder: Path) -> None:
         """Write `benchmark.json` atomically, with NaN and Inf as null. Raises StorageError."""

@@ -16,20 +16,20 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import (
     INTERRUPTED,
     ArmEnded,
-    Finished,
-    Measured,
-    Ready,
+    Measurements,
     StoppingRule,
+    WorkerResults,
+    WorkerSetup,
     run_blocks,
 )
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
+from runner.benchmark.statistics import CONFIDENCE, Estimate, paired_ratio
 from runner.benchmark.workers.pool import WorkerPool
 from runner.training.signals import raised
 
 log = logging.getLogger("runner")
-WIDEST = 9.0  # half-width above which an interval is not logged
-CACHED = 0.5  # share of the compile time that the disk cache is assumed to save a relaunch
+MAX_LOGGED_WIDTH = 9.0  # half-width above which an interval is not logged
+CACHED_COMPILE_SHARE = 0.5  # of the compile time, assumed to be saved at a relaunch (disk cache)
 
 
 @dataclass(frozen=True)
@@ -52,38 +52,38 @@ class MeasureOptions:
 class Round:
     """The measurements of several arms in the same blocks."""
 
-    measured: Measured = field(default_factory=lambda: Measured({}, {}))
-    ready: dict[str, Ready] = field(default_factory=dict)
-    finished: dict[str, Finished] = field(default_factory=dict)
-    ended: dict[str, ArmEnded] = field(default_factory=dict)  # arms that ended early
+    measurements: Measurements = field(default_factory=lambda: Measurements({}, {}))
+    setups: dict[str, WorkerSetup] = field(default_factory=dict)
+    results: dict[str, WorkerResults] = field(default_factory=dict)
+    failures: dict[str, ArmEnded] = field(default_factory=dict)  # arms that ended early
 
     def ratio(self, over: Sequence[str], under: Sequence[str]) -> Estimate | None:
         """Return the product of times per sample of `over` divided by that of `under`, by block.
 
         None if an arm has no blocks, or there are too few for an interval.
         """
-        names = [*over, *under]
-        series = [[t.per_sample_ms for t in self.measured.turns.get(name, [])] for name in names]
+        measurements, names = self.measurements, [*over, *under]
+        series = [[t.per_sample_ms for t in measurements.turns.get(name, [])] for name in names]
         if not all(series):
             return None
-        fewest = min(names, key=lambda name: len(self.measured.turns[name]))
-        alpha = self.measured.alphas[fewest]  # all arms share the looks
-        measured, above = self.measured, len(over)
-        between = measured.between[fewest]
-        estimate = contrast(series[:above], series[above:], alpha, measured.starts, between)
+        shortest = min(names, key=lambda name: len(measurements.turns[name]))
+        alpha = measurements.alphas[shortest]  # all arms share the analyses
+        launch_alpha, starts = measurements.launch_alphas[shortest], measurements.launch_starts
+        above, below = series[: len(over)], series[len(over) :]
+        estimate = paired_ratio(above, below, alpha, starts, launch_alpha)
         return None if math.isinf(estimate.half_width) else estimate
 
-    def explain_end(self, *names: str) -> str:
+    def describe_failure(self, *names: str) -> str:
         """Return how the first of these arms that ended early did so; "" if none has."""
         for name in names:
-            if name in self.ended:
-                return f"{name}: {self.ended[name].status}: {self.ended[name].reason}"
+            if name in self.failures:
+                return f"{name}: {self.failures[name].status}: {self.failures[name].reason}"
         return ""
 
-    def note_end(self, name: str, ended: ArmEnded) -> None:
+    def record_failure(self, name: str, failure: ArmEnded) -> None:
         """Record how the arm ended, and log it."""
-        self.ended[name] = ended
-        log.warning("%s: %s: %s", name, ended.status, ended)
+        self.failures[name] = failure
+        log.warning("%s: %s: %s", name, failure.status, failure)
 
 
 def run_round(
@@ -97,65 +97,66 @@ def run_round(
 ) -> Round:
     """Measure these arms in the same blocks; one that ends early is recorded, the others continue.
 
-    Each arm has several successive processes (`StoppingRule`); `finished` and the record are those
+    Each arm has several successive processes (`StoppingRule`); `results` and the record are those
     of the first. The budget covers measuring and later starts. `result` is filled in as it goes,
     for callers that are interrupted. Without the reference nothing is measured, or with
-    `needs_reference=False` only times. On Ctrl-C while measuring, `measured.stopped` is
-    `interrupted` and no arm is finished.
+    `needs_reference=False` only times. On Ctrl-C while measuring, `measurements.stop_reason` is
+    `interrupted` and no arm has results.
     """
     result, settings, clock = result or Round(), options.settings, options.clock
     with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
-        began = clock()
+        start_time = clock()
         for number, arm in enumerate(arms, 1):
             options.announce(f"starting {arm.name} ({number} of {len(arms)})")
             start_limit_s = None if arm.name == reference else options.start_limit_s
             try:
-                ready = pool.start(arm.name, start_limit_s() if start_limit_s else None)
+                setup = pool.start(arm.name, start_limit_s() if start_limit_s else None)
             except ArmEnded as error:
-                result.note_end(arm.name, error)
+                result.record_failure(arm.name, error)
                 continue
-            result.ready[arm.name] = ready
-            options.announce(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
-        alive = list(result.ready)
-        if (reference in alive and len(alive) > 1) or (alive and not needs_reference):
-            against = reference if reference in alive else alive[0]
-            compiling_s = sum(ready.compile_seconds for ready in result.ready.values())
-            restart_s = clock() - began - CACHED * compiling_s
+            result.setups[arm.name] = setup
+            options.announce(f"{arm.name}: first step after {setup.setup_seconds:.1f} s")
+        active = list(result.setups)
+        if (reference in active and len(active) > 1) or (active and not needs_reference):
+            base_arm = reference if reference in active else active[0]
+            compiling_s = sum(setup.compile_seconds for setup in result.setups.values())
+            restart_s = clock() - start_time - CACHED_COMPILE_SHARE * compiling_s
             rule = StoppingRule(
                 settings.narrow, budget_s, settings.processes, restart_s, alpha=options.alpha
             )
 
-            def watch(measured: Measured) -> None:
-                options.announce(_describe_look(measured, budget_s))
+            def on_analysis(measurements: Measurements) -> None:
+                options.announce(_describe_progress(measurements, budget_s))
 
             def relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
-                return _relaunch(pool, names, within_s, options, result)
+                return _relaunch_arms(pool, names, within_s, options, result)
 
             block_s = settings.block_s
-            result.measured = run_blocks(
-                pool.turn, alive, against, rule, block_s, seed, clock, watch, relaunch
+            result.measurements = run_blocks(
+                pool.turn, active, base_arm, rule, block_s, seed, clock, on_analysis, relaunch
             )
-            for name, ended in result.measured.ended.items():
-                result.note_end(name, ended)
-        if result.measured.stopped != INTERRUPTED:
-            left = [name for name in alive if name not in {*result.ended, *result.finished}]
-            for name, ended in _finish(pool, left, result).items():
-                result.note_end(name, ended)
+            for name, failure in result.measurements.failures.items():
+                result.record_failure(name, failure)
+        if result.measurements.stop_reason != INTERRUPTED:
+            ended = {*result.failures, *result.results}
+            unfinished = [name for name in active if name not in ended]
+            for name, failure in _finish_arms(pool, unfinished, result).items():
+                result.record_failure(name, failure)
     return result
 
 
-def _finish(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, ArmEnded]:
+def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, ArmEnded]:
     """Finish these arms and store their results; return those that ended early instead."""
-    ended = {}
+    failures = {}
     for name in names:
         try:
-            result.finished[name] = pool.finish(name)
+            result.results[name] = pool.finish(name)
         except ArmEnded as error:
-            ended[name] = error
-    return ended
+            failures[name] = error
+    return failures
 
 
-def _relaunch(
+def _relaunch_arms(
     pool: WorkerPool,
     names: Sequence[str],
     within_s: float,
@@ -163,25 +164,25 @@ def _relaunch(
     result: Round,
 ) -> dict[str, ArmEnded]:
     """Restart these arms in new processes; keep the first results. See `run_blocks`."""
-    until = options.clock() + within_s
-    ended = _finish(pool, [name for name in names if name not in result.finished], result)
+    deadline = options.clock() + within_s
+    failures = _finish_arms(pool, [name for name in names if name not in result.results], result)
     pool.renew()
-    for name in [name for name in names if name not in ended]:
-        left_s = max(0.0, until - options.clock())
+    for name in [name for name in names if name not in failures]:
+        left_s = max(0.0, deadline - options.clock())
         try:
             pool.start(name, min(options.settings.timeout_s, left_s))
         except ArmEnded as error:
-            if error.status == "timeout" and options.clock() >= until:
+            if error.status == "timeout" and options.clock() >= deadline:
                 raise TimeoutError from None
-            ended[name] = error
-    return ended
+            failures[name] = error
+    return failures
 
 
-def _describe_look(measured: Measured, budget_s: float) -> str:
-    ratios = [f"{name} {_describe(ratio)}" for name, ratio in measured.estimates.items()]
-    spent = f"{measured.seconds:.0f} of {budget_s:g} s"
-    launch = f"process {len(measured.starts)} of each arm"
-    return " · ".join([f"block {measured.blocks}", launch, spent, *ratios])
+def _describe_progress(measurements: Measurements, budget_s: float) -> str:
+    ratios = [f"{name} {_format_estimate(ratio)}" for name, ratio in measurements.estimates.items()]
+    elapsed = f"{measurements.seconds:.0f} of {budget_s:g} s"
+    launch = f"process {len(measurements.launch_starts)} of each arm"
+    return " · ".join([f"block {measurements.blocks}", launch, elapsed, *ratios])
 
 
 def ending_signal() -> int:
@@ -189,7 +190,7 @@ def ending_signal() -> int:
     return raised[0] if raised else signal.SIGINT
 
 
-def _describe(estimate: Estimate) -> str:
-    if estimate.half_width < WIDEST:
+def _format_estimate(estimate: Estimate) -> str:
+    if estimate.half_width < MAX_LOGGED_WIDTH:
         return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
     return f"{estimate.ratio:.2f}×"

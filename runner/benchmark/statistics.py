@@ -14,14 +14,14 @@ from statistics import NormalDist
 
 import numpy as np
 
-from runner.benchmark.result import SAME
+from runner.benchmark.result import NEGLIGIBLE
 
 CONFIDENCE = 0.95
-ONE_PROCESS = 0.07
+ONE_PROCESS_NOISE = 0.07
 """Noise floor where each arm had one process: if processes differ by 2 % (standard deviation),
 their ratios differ by 2.8 %, and 99 % of those lie within this."""
 LARGEST_LOG = 700.0  # largest argument whose exp is a finite float
-COARSE = 0.05  # above this noise floor the machine is too noisy to call arms the same
+COARSE_NOISE = 0.05  # above this noise floor the machine is too noisy to call arms the same
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Estimate:
         return math.sqrt(self.high / self.low) - 1
 
 
-def contrast(
+def paired_ratio(
     above: Sequence[Sequence[float]],
     below: Sequence[Sequence[float]],
     alpha: float,
     starts: Sequence[int] = (),
-    between: float | None = None,
+    between_alpha: float | None = None,
 ) -> Estimate:
     """Estimate the product of the series `above` over that of the series `below`, block by block.
 
@@ -60,9 +60,9 @@ def contrast(
     few blocks for that `alpha` (5 % takes six). Only blocks that all series have are used.
 
     `starts` are the blocks at which all arms began in new processes. If there are two or more,
-    their mean log-ratio has a t interval with miss probability `between` (default `alpha`), valid
-    for unequal variances (Ibragimov, Müller 2010). The result is never narrower than the interval
-    of the blocks within processes.
+    their mean log-ratio has a t interval with miss probability `between_alpha` (default `alpha`),
+    valid for unequal variances (Ibragimov, Müller 2010). The result is never narrower than the
+    interval of the blocks within processes.
     """
     series = [*above, *below]
     blocks = min(len(values) for values in series)
@@ -73,12 +73,14 @@ def contrast(
     parts = [part for part in np.split(ratios, [n for n in starts if n < blocks]) if len(part)]
     centers = [float(np.median(part)) for part in parts]
     center = float(np.mean(centers))
-    rest = np.concatenate([part - mid for part, mid in zip(parts, centers, strict=True)]).tolist()
-    low, high = median_interval(rest, alpha, lag1_rank_autocorrelation(rest))
+    centered = [part - mid for part, mid in zip(parts, centers, strict=True)]
+    residuals = np.concatenate(centered).tolist()
+    low, high = median_interval(residuals, alpha, lag1_rank_autocorrelation(residuals))
     if (count := len(parts)) > 1:
-        spread = float(np.std(centers, ddof=1)) / math.sqrt(count)
-        half = spread * t_quantile(count - 1, alpha if between is None else between)
-        low, high = min(low, -half), max(high, half)
+        standard_error = float(np.std(centers, ddof=1)) / math.sqrt(count)
+        t_alpha = alpha if between_alpha is None else between_alpha
+        margin = standard_error * t_quantile(count - 1, t_alpha)
+        low, high = min(low, -margin), max(high, margin)
     return Estimate(math.exp(center), _exp(center + low), _exp(center + high), count)
 
 
@@ -96,11 +98,11 @@ def t_quantile(degrees: int, alpha: float) -> float:
         return math.inf
     low, high = 0.0, math.pi / 2
     while (angle := (low + high) / 2) not in (low, high):
-        low, high = (angle, high) if _t_within(angle, degrees) < 1 - alpha else (low, angle)
+        low, high = (angle, high) if _t_probability(angle, degrees) < 1 - alpha else (low, angle)
     return math.sqrt(degrees) * math.tan(angle)
 
 
-def _t_within(angle: float, degrees: int) -> float:
+def _t_probability(angle: float, degrees: int) -> float:
     """P(|t| < sqrt(degrees) tan(angle))."""
     odd, total = degrees % 2, 0.0
     term = math.cos(angle) if odd else 1.0
@@ -119,7 +121,8 @@ def median_interval(
     With lag-1 autocorrelation r the effective sample size is (1 - r) / (1 + r) times as large, so
     the interval is wider, or unbounded.
     """
-    rank = int(np.searchsorted(np.multiply(2, _tails(len(values))), alpha, side="right"))
+    two_sided = np.multiply(2, _tail_probabilities(len(values)))
+    rank = int(np.searchsorted(two_sided, alpha, side="right"))
     if rank and autocorrelation > 0:
         middle = len(values) / 2
         factor = math.sqrt((1 + autocorrelation) / (1 - autocorrelation))
@@ -139,13 +142,13 @@ def lag1_rank_autocorrelation(values: Sequence[float]) -> float:
     if len(values) < 3:
         return 0.0
     # differences in the last digits are rounding errors, which are autocorrelated
-    _, which, counts = np.unique(np.round(values, 9), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - counts / 2)[which] - len(values) / 2
-    spread = float(ranks @ ranks)
-    return max(0.0, float(ranks[1:] @ ranks[:-1]) / spread) if spread else 0.0
+    _, inverse, counts = np.unique(np.round(values, 9), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2)[inverse] - len(values) / 2
+    squares = float(ranks @ ranks)
+    return max(0.0, float(ranks[1:] @ ranks[:-1]) / squares) if squares else 0.0
 
 
-def unpaired(reference: Sequence[float], other: Sequence[float], alpha: float) -> Estimate:
+def unpaired_ratio(reference: Sequence[float], other: Sequence[float], alpha: float) -> Estimate:
     """Estimate the ratio `reference` / `other` from unpaired measurements.
 
     The Hodges-Lehmann (1963) estimator on logs, with the interval of the Mann-Whitney test by the
@@ -162,51 +165,51 @@ def unpaired(reference: Sequence[float], other: Sequence[float], alpha: float) -
     return Estimate(math.exp(float(np.median(shifts))), math.exp(low), math.exp(high))
 
 
-class Spending:
-    """Exact alpha spending over interim looks (Lan, DeMets 1983).
+class AlphaSpending:
+    """Exact alpha spending over interim analyses (Lan, DeMets 1983).
 
     The interval for a median misses when too few or too many blocks lie below the true value, as
-    with tosses of a fair coin. So the probability that a look is the first to miss can be computed
-    exactly, and each look takes the narrowest interval that keeps all looks within their total
-    alpha.
+    with tosses of a fair coin. So the probability that an analysis is the first to miss can be
+    computed exactly, and each analysis takes the narrowest interval that keeps all of them within
+    their total alpha.
     """
 
     def __init__(self, alpha: float = 1 - CONFIDENCE) -> None:
         self.alpha = alpha
-        self.spent = 0.0
+        self.spent_alpha = 0.0
         self.blocks = 0
-        self._unmissed = np.ones(1)  # P(number of tails, and no look has missed yet)
+        self._unmissed = np.ones(1)  # P(number of tails, and no analysis has missed yet)
 
     def interim_alpha(self, blocks: int, share: float = 1.0) -> float:
-        """Return the marginal miss probability of this look's intervals: `alpha` of `contrast`.
+        """Return the marginal miss probability of an analysis: `alpha` of `paired_ratio`.
 
-        The look may spend `share` of the alpha left; use 1 for the last. Returns 0.0 and spends
+        It may spend `share` of the alpha left; use 1 for the last. Returns 0.0 and spends
         nothing where `blocks` are too few for an interval.
         """
         for _ in range(blocks - self.blocks):
             self._unmissed = (np.append(self._unmissed, 0) + np.append(0, self._unmissed)) / 2
         self.blocks = blocks
-        allowed = (self.alpha - self.spent) * share * (1 + 1e-9)  # tolerance for rounding
-        missing = 2 * np.cumsum(self._unmissed[: (blocks + 1) // 2])
-        rank = int(np.searchsorted(missing, allowed, side="right"))
+        available_alpha = (self.alpha - self.spent_alpha) * share * (1 + 1e-9)  # 1e-9: rounding
+        miss_probability = 2 * np.cumsum(self._unmissed[: (blocks + 1) // 2])
+        rank = int(np.searchsorted(miss_probability, available_alpha, side="right"))
         if not rank:
             return 0.0
-        self.spent += float(missing[rank - 1])
+        self.spent_alpha += float(miss_probability[rank - 1])
         self._unmissed[:rank] = self._unmissed[blocks + 1 - rank :] = 0.0
-        return 2 * _tails(blocks)[rank - 1]
+        return 2 * _tail_probabilities(blocks)[rank - 1]
 
-    def last(self, blocks: int) -> float:
-        """Return the alpha of a last look for one arm; the state for the others is unchanged."""
+    def final_alpha(self, blocks: int) -> float:
+        """Return the alpha of one arm's last analysis; the state for the others is unchanged."""
         return deepcopy(self).interim_alpha(blocks)
 
 
-def each_alpha(count: int) -> float:
+def bonferroni_alpha(count: int) -> float:
     """Return the alpha of each of `count` intervals so that all hold jointly (Bonferroni)."""
     return (1 - CONFIDENCE) / max(1, count)
 
 
-def fewest_blocks(alpha: float) -> int:
-    """Return the fewest blocks for which `contrast` gives an interval."""
+def min_blocks(alpha: float) -> int:
+    """Return the fewest blocks for which `paired_ratio` gives an interval."""
     return 1 + math.ceil(-math.log2(alpha))
 
 
@@ -214,16 +217,16 @@ def noise_floor(control: Estimate | None) -> float:
     """Return the largest deviation of the control's interval from 1, as a share.
 
     A floor of 0.03 covers 1/1.03 to 1.03. It is inf, so that nothing is claimed, if the control was
-    not measured or has no interval; and at least `ONE_PROCESS` if the control had one process,
-    which does not show how processes differ.
+    not measured or has no interval; and at least `ONE_PROCESS_NOISE` if the control had one
+    process, which does not show how processes differ.
     """
     if control is None or control.low <= 0 or math.isnan(control.low):
         return math.inf
-    least = ONE_PROCESS if control.processes == 1 else 0.0
+    least = ONE_PROCESS_NOISE if control.processes == 1 else 0.0
     return max(control.high - 1, 1 / control.low - 1, least)
 
 
-def claim(estimate: Estimate, floor: float) -> str:
+def classify_ratio(estimate: Estimate, floor: float) -> str:
     """Return `faster`, `slower`, `same`, or "" where no claim can be made.
 
     `faster` or `slower`: the interval excludes 1 and the ratio is beyond both `floor` and 2 %.
@@ -232,23 +235,23 @@ def claim(estimate: Estimate, floor: float) -> str:
     """
     if math.isinf(floor):
         return ""
-    beyond = 1 + max(floor, SAME)
-    if estimate.low > 1 and estimate.ratio > beyond:
+    limit = 1 + max(floor, NEGLIGIBLE)
+    if estimate.low > 1 and estimate.ratio > limit:
         return "faster"
-    if estimate.high < 1 and estimate.ratio < 1 / beyond:
+    if estimate.high < 1 and estimate.ratio < 1 / limit:
         return "slower"
-    alike = max(floor, SAME) if floor <= COARSE else SAME
-    if estimate.processes > 1 and 1 / (1 + alike) <= estimate.low and estimate.high <= 1 + alike:
+    same = 1 + (max(floor, NEGLIGIBLE) if floor <= COARSE_NOISE else NEGLIGIBLE)
+    if estimate.processes > 1 and 1 / same <= estimate.low and estimate.high <= same:
         return "same"
     return ""
 
 
 @lru_cache(maxsize=64)
-def _tails(count: int) -> list[float]:
+def _tail_probabilities(count: int) -> list[float]:
     """Return P(tails of `count` fair tosses <= 0, 1, 2 …) up to half of them, exactly."""
-    ways, total, chances = 1, 0, []
+    combinations, total, probabilities = 1, 0, []
     for tails in range((count + 1) // 2):
-        total += ways
-        chances.append(total / 2**count)
-        ways = ways * (count - tails) // (tails + 1)
-    return chances
+        total += combinations
+        probabilities.append(total / 2**count)
+        combinations = combinations * (count - tails) // (tails + 1)
+    return probabilities

@@ -11,7 +11,7 @@ from typing import Any
 from runner.build import Components, build
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
-from runner.parity.dropout import silence
+from runner.parity.dropout import zero_dropout
 from runner.techniques.config import Optimization
 from runner.training.run import Run
 
@@ -45,14 +45,17 @@ def quiet(config: RunConfig) -> RunConfig:
     return config
 
 
-def cut(config: RunConfig, micro: int | None) -> RunConfig:
+def with_micro_batch(config: RunConfig, micro_batch: int | None) -> RunConfig:
     """Return the config with that micro-batch size; None: unchanged."""
     config = deepcopy(config)
-    config.training.micro_batch = config.training.micro_batch if micro is None else micro
+    if micro_batch is not None:
+        config.training.micro_batch = micro_batch
     return config
 
 
-def fresh(given: Components | None, choices: Mapping[str, Any] | None = None) -> Components:
+def copy_components(
+    given: Components | None, choices: Mapping[str, Any] | None = None
+) -> Components:
     """Return copies of the caller's components, since training modifies them."""
     given = given or Components()
     parts = deepcopy((given.model, given.objective, given.optimizer))  # at once: shared tensors
@@ -62,18 +65,18 @@ def fresh(given: Components | None, choices: Mapping[str, Any] | None = None) ->
 
 
 @contextmanager
-def opened(
-    config: RunConfig, silent: bool = False, given: Components | None = None
+def open_run(
+    config: RunConfig, dropout_off: bool = False, given: Components | None = None
 ) -> Iterator[Run]:
-    """Build a run; `silent` disables dropout."""
+    """Build a run; `dropout_off` disables dropout."""
     with build(config, given=given) as run:
-        if silent:
-            silence(run.model)
+        if dropout_off:
+            zero_dropout(run.model)
         yield run
 
 
 @contextmanager
-def eager_draws() -> Iterator[None]:
+def eager_random_numbers() -> Iterator[None]:
     """Let code compiled within draw the same random numbers as eager code."""
     import torch._inductor.config as inductor
 

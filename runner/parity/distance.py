@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from runner.parity.numerics import ROUNDOFF
 from runner.parity.trajectory import StepRecord, Tensors
 
-OFTEN = 8.0
+P90_FACTOR = 8.0
 """Factor on the plain run's 90th percentile error: equal roundings, differently
 correlated."""
-KINK = 0.1  # relative change of a gradient when one activation crosses its kink
-KINKS = 5  # at most one step in KINKS may be explained by a kink
+KINK_ERROR = 0.1  # relative change of a gradient when one activation crosses its kink
+STEPS_PER_KINK = 5  # at most one step in so many may be explained by a kink
 
 
 class ErrorKind(IntEnum):
@@ -37,7 +37,7 @@ class ErrorKind(IntEnum):
     draw = 8  # a statistic over several draws of dropout
 
 
-class Key(NamedTuple):
+class TensorKey(NamedTuple):
     """Identifies one tensor of each step (for outputs: of each validation batch)."""
 
     kind: ErrorKind
@@ -76,13 +76,13 @@ class ParityRow:
     kinks: int = 0  # number of steps beyond the bound that a kink explains
 
     def __str__(self) -> str:
-        what = self.kind if self.name == self.kind else f"{self.kind} of {self.name}"
+        subject = self.kind if self.name == self.kind else f"{self.kind} of {self.name}"
         places = {
             "draw": f"{self.name} over draws of dropout",
             "output": f"{self.name} in evaluation mode, of validation batch {self.step}",
-            "parameter": f"{what} before step 1",
+            "parameter": f"{subject} before step 1",
         }
-        place = places.get(self.kind, f"{what} at step {self.step}")
+        place = places.get(self.kind, f"{subject} at step {self.step}")
         return f"{place}: off by {self.error:.1e}, rounding or chance explains {self.bound:.1e}"
 
     @property
@@ -93,7 +93,7 @@ class ParityRow:
     @property
     def excess(self) -> float:
         """The error as a multiple of its bound."""
-        return _share(self.error, self.bound)
+        return _ratio(self.error, self.bound)
 
 
 @dataclass(frozen=True)
@@ -118,95 +118,109 @@ class Distances:
     """The differences of each tensor, by step."""
 
     def __init__(self) -> None:
-        self.steps: dict[Key, list[Difference]] = {}
+        self.steps: dict[TensorKey, list[Difference]] = {}
 
-    def add(self, key: Key, ours: Tensor, theirs: Tensor, floor: float | None = None) -> None:
+    def add(
+        self, key: TensorKey, actual: Tensor, expected: Tensor, floor: float | None = None
+    ) -> None:
         """Add a step of a tensor; `floor` overrides the error of a single rounding."""
-        size = norm(torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs)))
-        error = distance(ours, theirs)
+        size = norm(torch.where(expected.isfinite(), expected, torch.zeros_like(expected)))
+        error = distance(actual, expected)
         if floor is None:
-            floor = ROUNDOFF.get(ours.dtype, 0.0) * size
-        if error and not ours.is_floating_point():
+            floor = ROUNDOFF.get(actual.dtype, 0.0) * size
+        if error and not actual.is_floating_point():
             error = math.inf  # a count has to be the same
         self.steps.setdefault(key, []).append(Difference(error, size, floor))
 
-    def add_change(self, key: Key, ours: Tensor, theirs: Tensor, start: Tensor) -> None:
+    def add_change(self, key: TensorKey, actual: Tensor, expected: Tensor, start: Tensor) -> None:
         """Add the difference between two changes of a tensor, both from `start`."""
-        if ours.shape != theirs.shape:
-            return self.add(key, ours, theirs)
-        before = start.double()
-        mine, right = ours.double() - before, theirs.double() - before
-        roundoff = ROUNDOFF.get(ours.dtype, 0.0)
-        return self.add(key, mine, right, floor=roundoff * (norm(before) + norm(right)))
+        if actual.shape != expected.shape:
+            return self.add(key, actual, expected)
+        origin = start.double()
+        change, expected_change = actual.double() - origin, expected.double() - origin
+        floor = ROUNDOFF.get(actual.dtype, 0.0) * (norm(origin) + norm(expected_change))
+        return self.add(key, change, expected_change, floor)
 
-    def scale(self) -> dict[ErrorKind, list[float]]:
+    def kind_norms(self) -> dict[ErrorKind, list[float]]:
         """Return the combined norm of all tensors of each kind, by step."""
-        scales: dict[ErrorKind, list[float]] = {}
+        norms: dict[ErrorKind, list[float]] = {}
         for key, steps in self.steps.items():
-            before = scales.get(key.kind, [0.0] * len(steps))
-            sizes = zip(before, steps, strict=False)
-            scales[key.kind] = [math.hypot(one, step.size) for one, step in sizes]
-        return scales
+            sums = norms.get(key.kind, [0.0] * len(steps))
+            pairs = zip(sums, steps, strict=False)
+            norms[key.kind] = [math.hypot(total, step.size) for total, step in pairs]
+        return norms
 
 
 class Tolerance:
     """Bounds on each tensor's distance from the reference, learned from plain runs.
 
-    The maximum of `worst` times the median over steps, `OFTEN` times the 90th percentile, `OFTEN`
-    times the error at that step, and `worst` times the median over tensors of its kind, since the
-    error of a small tensor is sometimes zero.
+    The maximum of `factor` times the median over steps, `P90_FACTOR` times the 90th percentile,
+    `P90_FACTOR` times the error at that step, and `factor` times the median over tensors of its
+    kind, since the error of a small tensor is sometimes zero.
     """
 
-    def __init__(self, plain: Distances, worst: float) -> None:
-        scale = plain.scale()
-        self.shares: dict[Key, float] = {}  # relative to the scale of its kind
-        self.own: dict[Key, list[float]] = {}  # absolute, by step
-        typical: dict[ErrorKind, list[float]] = {}  # relative to the tensor's own norm
+    def __init__(self, plain: Distances, factor: float) -> None:
+        kind_norms = plain.kind_norms()
+        self.relative_bounds: dict[TensorKey, float] = {}  # relative to the norm of its kind
+        self.step_bounds: dict[TensorKey, list[float]] = {}  # absolute, by step
+        typical_errors: dict[ErrorKind, list[float]] = {}  # relative to the tensor's own norm
         for key, steps in plain.steps.items():
-            parts = [_share(d.error, s) for d, s in zip(steps, scale[key.kind], strict=True)]
-            self.shares[key] = max(worst * median(parts), OFTEN * _often(parts))
-            self.own[key] = [OFTEN * d.error for d in steps]
-            shares = [_share(d.error, d.size) for d in steps]
-            typical.setdefault(key.kind, []).append(median(shares))
-        self.typical = {kind: worst * median(values) for kind, values in typical.items()}
+            shares = [_ratio(d.error, s) for d, s in zip(steps, kind_norms[key.kind], strict=True)]
+            self.relative_bounds[key] = max(
+                factor * median(shares), P90_FACTOR * _percentile_90(shares)
+            )
+            self.step_bounds[key] = [P90_FACTOR * d.error for d in steps]
+            relative_errors = [_ratio(d.error, d.size) for d in steps]
+            typical_errors.setdefault(key.kind, []).append(median(relative_errors))
+        self.typical_bounds = {
+            kind: factor * median(values) for kind, values in typical_errors.items()
+        }
 
-    def bounds(self, key: Key, steps: Sequence[Difference], scale: Sequence[float]) -> list[float]:
+    def bounds(
+        self, key: TensorKey, steps: Sequence[Difference], kind_norm: Sequence[float]
+    ) -> list[float]:
         """Return the tensor's bound at each step."""
-        share, typical = self.shares.get(key, 0.0), self.typical.get(key.kind, 0.0)
-        own = self.own.get(key, [0.0] * len(steps))
-        each = zip(steps, scale, own, strict=True)
+        share, typical = self.relative_bounds.get(key, 0.0), self.typical_bounds.get(key.kind, 0.0)
+        step_bounds = self.step_bounds.get(key, [0.0] * len(steps))
+        each = zip(steps, kind_norm, step_bounds, strict=True)
         return [max(share * s, typical * d.size, e) + d.floor for d, s, e in each]
 
     def widen(self, other: Tolerance) -> None:
         """Raise the bounds to at least those of `other`."""
-        for key, share in other.shares.items():
-            self.shares[key] = max(self.shares.get(key, 0.0), share)
-            pairs = zip(self.own.get(key, other.own[key]), other.own[key], strict=True)
-            self.own[key] = [max(pair) for pair in pairs]
-        for kind, share in other.typical.items():
-            self.typical[kind] = max(self.typical.get(kind, 0.0), share)
+        for key, share in other.relative_bounds.items():
+            self.relative_bounds[key] = max(self.relative_bounds.get(key, 0.0), share)
+            pairs = zip(
+                self.step_bounds.get(key, other.step_bounds[key]),
+                other.step_bounds[key],
+                strict=True,
+            )
+            self.step_bounds[key] = [max(pair) for pair in pairs]
+        for kind, share in other.typical_bounds.items():
+            self.typical_bounds[kind] = max(self.typical_bounds.get(kind, 0.0), share)
 
 
-def judge(distances: Distances, tolerance: Tolerance) -> Iterator[ParityRow]:
+def judge_tensors(distances: Distances, tolerance: Tolerance) -> Iterator[ParityRow]:
     """Yield a row for each tensor, in the order of `ErrorKind`."""
-    scale = distances.scale()
+    kind_norms = distances.kind_norms()
     for key in sorted(distances.steps, key=lambda key: key.kind):
         steps = distances.steps[key]
-        bounds = tolerance.bounds(key, steps, scale[key.kind])
-        beyond = [i for i, d in enumerate(steps) if not d.error <= bounds[i]]
-        kinky = key.kind in (ErrorKind.grad_norm, ErrorKind.gradient)
-        small = [i for i in beyond if kinky and steps[i].error <= KINK * steps[i].size]
-        if len(small) > len(steps) // KINKS:
-            small = []
-        ratios = [_share(d.error, bound) for d, bound in zip(steps, bounds, strict=True)]
-        for i in small:
+        bounds = tolerance.bounds(key, steps, kind_norms[key.kind])
+        exceeding = [i for i, d in enumerate(steps) if not d.error <= bounds[i]]
+        has_kinks = key.kind in (ErrorKind.grad_norm, ErrorKind.gradient)
+        kink_steps = [
+            i for i in exceeding if has_kinks and steps[i].error <= KINK_ERROR * steps[i].size
+        ]
+        if len(kink_steps) > len(steps) // STEPS_PER_KINK:
+            kink_steps = []
+        ratios = [_ratio(d.error, bound) for d, bound in zip(steps, bounds, strict=True)]
+        for i in kink_steps:
             ratios[i] = -1.0
-        large = [i for i in beyond if i not in small]
-        worst = large[0] if large else ratios.index(max(ratios))
+        failed_steps = [i for i in exceeding if i not in kink_steps]
+        worst = failed_steps[0] if failed_steps else ratios.index(max(ratios))
         error, size, _ = steps[worst]
         size = size if size and math.isfinite(size) else 1.0
         kind, name = key.kind.name, key.name
-        yield ParityRow(worst + 1, kind, name, error / size, bounds[worst] / size, len(small))
+        yield ParityRow(worst + 1, kind, name, error / size, bounds[worst] / size, len(kink_steps))
 
 
 def compare_steps(
@@ -214,40 +228,46 @@ def compare_steps(
 ) -> Distances:
     """Compare loss, norm, gradients, and the buffers' changes from `starts`."""
     distances = Distances()
-    for ours, theirs, start in zip(steps, truth, starts, strict=True):
-        distances.add(Key(ErrorKind.loss, "loss"), ours.loss, theirs.loss)
-        distances.add(Key(ErrorKind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
-        names = theirs.gradients.keys() | ours.gradients.keys()
-        for name in names if ours.gradients else ():  # gradients inside one graph may be unknown
-            known = [dense(one.gradients[name]) for one in (ours, theirs) if name in one.gradients]
-            zero = torch.zeros_like(known[0])
-            a, b = (dense(one.gradients.get(name, zero)) for one in (ours, theirs))
-            distances.add(Key(ErrorKind.gradient, name), a, b)
-        _compare_buffers(distances, ours.after.buffers, theirs.after.buffers, start)
+    for actual, expected, start in zip(steps, truth, starts, strict=True):
+        distances.add(TensorKey(ErrorKind.loss, "loss"), actual.loss, expected.loss)
+        distances.add(
+            TensorKey(ErrorKind.grad_norm, "grad_norm"), actual.grad_norm, expected.grad_norm
+        )
+        names = expected.gradients.keys() | actual.gradients.keys()
+        for name in names if actual.gradients else ():  # gradients inside one graph may be unknown
+            gradients = [
+                dense(one.gradients[name]) for one in (actual, expected) if name in one.gradients
+            ]
+            zero = torch.zeros_like(gradients[0])
+            a, b = (dense(one.gradients.get(name, zero)) for one in (actual, expected))
+            distances.add(TensorKey(ErrorKind.gradient, name), a, b)
+        _compare_buffers(distances, actual.after.buffers, expected.after.buffers, start)
     return distances
 
 
-def _compare_buffers(distances: Distances, ours: Tensors, theirs: Tensors, start: Tensors) -> None:
+def _compare_buffers(
+    distances: Distances, actual: Tensors, expected: Tensors, start: Tensors
+) -> None:
     """Compare changes; for integers, new or reshaped buffers, values."""
-    for name, value in theirs.items():
-        key, before = Key(ErrorKind.buffer, name), start.get(name)
-        mine = ours.get(name, torch.zeros_like(value))
-        if before is None or before.shape != value.shape or not value.is_floating_point():
-            distances.add(key, mine, value)
+    for name, value in expected.items():
+        key, start_value = TensorKey(ErrorKind.buffer, name), start.get(name)
+        actual_value = actual.get(name, torch.zeros_like(value))
+        if start_value is None or start_value.shape != value.shape or not value.is_floating_point():
+            distances.add(key, actual_value, value)
         else:
-            distances.add_change(key, mine, value, before)
+            distances.add_change(key, actual_value, value, start_value)
 
 
-def compare_outputs(distances: Distances, ours: list[Any], truth: list[Any]) -> None:
+def compare_outputs(distances: Distances, outputs: list[Any], truth: list[Any]) -> None:
     """Compare floating-point outputs, by validation batch."""
-    for batch in zip(ours, truth, strict=True):
+    for batch in zip(outputs, truth, strict=True):
         tensors = ([t for t in tree_leaves(one) if isinstance(t, Tensor)] for one in batch)
         leaves = ([t for t in some if t.is_floating_point()] for some in tensors)
-        for number, (mine, right) in enumerate(zip(*leaves, strict=True)):
-            distances.add(Key(ErrorKind.output, f"output {number}"), mine, right)
+        for number, (actual, expected) in enumerate(zip(*leaves, strict=True)):
+            distances.add(TensorKey(ErrorKind.output, f"output {number}"), actual, expected)
 
 
-def same(a: Tensor | None, b: Tensor | None) -> bool:
+def is_equal(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether both exist and are bit-equal, NaN included; 0 and -0 count as equal."""
     if a is None or b is None:
         return a is b
@@ -273,11 +293,11 @@ def distance(a: Tensor, b: Tensor) -> float:
     return math.inf if math.isnan(result) else result
 
 
-def _share(error: float, size: float) -> float:
+def _ratio(error: float, size: float) -> float:
     return error / size if size else (0.0 if not error else math.inf)
 
 
-def _often(values: list[float]) -> float:
+def _percentile_90(values: list[float]) -> float:
     """Return the 90th percentile; of fewer than ten values the maximum."""
     if len(values) < 10 or not all(map(math.isfinite, values)):
         return max(values)

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from runner.device.device import Device
 
 T = 1e12
-SIZE, TRIES, SLOW_S = 2048, 5, 0.05
+MAX_SIZE, REPEATS, SLOW_S = 2048, 5, 0.05
 
 
-def call_flops(what: Callable[[], Any], grad: bool = True) -> int:
+def call_flops(function: Callable[[], Any], grad: bool = True) -> int:
     """Count FLOPs of matmul, convolution and attention in a call; a multiply-add counts as two.
 
     Runs eagerly with attention as plain products, since torch's counter misses compiled graphs and
@@ -30,7 +30,7 @@ def call_flops(what: Callable[[], Any], grad: bool = True) -> int:
         sdpa_kernel([SDPBackend.MATH]),
         FlopCounterMode(display=False) as counter,
     ):
-        what()
+        function()
     return int(counter.get_total_flops())
 
 
@@ -45,7 +45,7 @@ class PeakFlops:
 
 # Dense products (half of the numbers "with sparsity"), accumulated in fp32. The first entry whose
 # name is part of the device's name applies, so longer names come first.
-SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
+DATA_SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     ("B200", {"16 bits": 2250 * T, "tf32": 1125 * T, "fp32": 75 * T}, "NVIDIA HGX B200"),
     ("H200 NVL", {"16 bits": 835 * T, "tf32": 417 * T, "fp32": 60 * T}, "NVIDIA H200"),
     ("H200", {"16 bits": 989 * T, "tf32": 494 * T, "fp32": 67 * T}, "NVIDIA H200"),
@@ -80,7 +80,7 @@ def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak
         return _measure_peak(dtype, torch.get_num_threads()) if measure else None
     if name == "fp32" and device.kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         name = "tf32"
-    for part, rates, sheet in SHEETS if device.kind == "cuda" else ():
+    for part, rates, sheet in DATA_SHEETS if device.kind == "cuda" else ():
         if part in device.name:
             rate = rates.get(name) or (rates.get("16 bits") if name in ("bf16", "fp16") else None)
             return PeakFlops(rate, name, f"data sheet of {sheet}, dense") if rate else None
@@ -94,10 +94,10 @@ def _measure_peak(dtype: torch.dtype, threads: int) -> PeakFlops:
     Sizes grow until one is slow, since a CPU without 16-bit units would take minutes.
     """
     size, seconds, rate = 128, 0.0, 0.0
-    while size < SIZE and seconds < SLOW_S:
+    while size < MAX_SIZE and seconds < SLOW_S:
         size *= 2
         a = torch.ones(size, size, dtype=dtype)
-        seconds = min(repeat(partial(torch.mm, a, a), number=1, repeat=TRIES + 1))
+        seconds = min(repeat(partial(torch.mm, a, a), number=1, repeat=REPEATS + 1))
         rate = max(rate, 2 * size**3 / seconds)
     source = f"measured here: products of up to {size}×{size}, {threads} threads"
     return PeakFlops(rate, NAMES[dtype], source)

@@ -19,28 +19,40 @@ import torch
 from runner.build import Components
 from runner.config import RunConfig
 from runner.errors import RunnerError
-from runner.parity.candidates import cut, fresh, opened, quiet, without_techniques
+from runner.parity.candidates import (
+    copy_components,
+    open_run,
+    quiet,
+    with_micro_batch,
+    without_techniques,
+)
 from runner.parity.distance import (
-    KINK,
+    KINK_ERROR,
     Distances,
     ErrorKind,
-    Key,
+    TensorKey,
     Tolerance,
     compare_outputs,
     compare_steps,
 )
 from runner.parity.dropout import is_random
-from runner.parity.numerics import ROUNDOFF, Numerics, computing_in, numerics, to_double
-from runner.parity.trajectory import Record, Stretch, choose_stretch, follow
+from runner.parity.numerics import (
+    ROUNDOFF,
+    Numerics,
+    apply_numerics,
+    convert_run_to_fp64,
+    read_numerics,
+)
+from runner.parity.trajectory import StepWindow, Trajectory, choose_window, record_trajectory
 from runner.training.run import Run
 
-SAME_ROUNDING = 8.0
+SAME_ROUNDING_FACTOR = 8.0
 """Factor on the plain run's error at the same reduced precision: equal roundings, differently
 correlated."""
-OTHER_ORDER = 64.0
+SUMMATION_ORDER_FACTOR = 64.0
 """Factor on the error in fp32, where only the order of summation differs: adding n terms in
 sequence has sqrt(n / log2 n) times the error of a tree (Higham 1993), 64 for n = 65,536."""
-INFERRED = 32 * ROUNDOFF[torch.float32]
+INFERRED_GRADIENT_ERROR = 32 * ROUNDOFF[torch.float32]
 """Relative to the largest gradient: error of one inferred from a moment, at beta1=0.9."""
 
 
@@ -48,9 +60,9 @@ INFERRED = 32 * ROUNDOFF[torch.float32]
 class PlainRecord:
     """Plain runs over the trajectory, in one configuration."""
 
-    truth: Record
-    precise: bool  # computed in fp64
-    own: Record  # at the baseline's precision
+    truth: Trajectory
+    is_fp64: bool  # computed in fp64
+    baseline: Trajectory  # at the baseline's precision
     tolerances: dict[Numerics, Tolerance]
 
 
@@ -58,75 +70,85 @@ class PlainRuns:
     """The baseline's steps and their errors by precision; measured once for many candidates."""
 
     def __init__(self, baseline: RunConfig, steps: int | None, given: Components | None) -> None:
-        self.baseline, self.asked, self.given = quiet(baseline), steps, given
+        self.baseline, self.requested_steps, self.given = quiet(baseline), steps, given
         self.clip_norm: float | None = None  # replaces a limit that no gradient reaches
-        self._measured: dict[tuple[bool, int | None], PlainRecord] = {}
-        self._random: dict[bool, bool] = {}
+        self._records: dict[tuple[bool, int | None], PlainRecord] = {}
+        self._randomness: dict[bool, bool] = {}
 
     @contextmanager
-    def opened(
-        self, config: RunConfig, silent: bool = False, choices: Mapping[str, Any] | None = None
+    def open_run(
+        self, config: RunConfig, dropout_off: bool = False, choices: Mapping[str, Any] | None = None
     ) -> Iterator[Run]:
-        """Build a run with the baseline's clipping; `silent` disables dropout."""
+        """Build a run with the baseline's clipping; `dropout_off` disables dropout."""
         if self.clip_norm is not None:
             config = copy(config)  # not validated again, as a plain run needs no technique
             config.stability = replace(config.stability, clip_norm=self.clip_norm)
-        with opened(config, silent, fresh(self.given, choices)) as run:
+        with open_run(config, dropout_off, copy_components(self.given, choices)) as run:
             yield run
 
-    def is_random(self, silent: bool) -> bool:
+    def is_random(self, dropout_off: bool) -> bool:
         """Whether the baseline's loss depends on random numbers; cached."""
-        if silent not in self._random:
-            with self.opened(self.baseline, silent) as run:
-                self._random[silent] = is_random(run)
-        return self._random[silent]
+        if dropout_off not in self._randomness:
+            with self.open_run(self.baseline, dropout_off) as run:
+                self._randomness[dropout_off] = is_random(run)
+        return self._randomness[dropout_off]
 
     @cached_property
-    def chosen(self) -> tuple[Stretch, list[str]]:
+    def window_and_omissions(self) -> tuple[StepWindow, list[str]]:
         """The steps to compare, and what they omit."""
-        with self.opened(self.baseline) as run:
-            return choose_stretch(run, self.asked)
+        with self.open_run(self.baseline) as run:
+            return choose_window(run, self.requested_steps)
 
     @property
-    def stretch(self) -> Stretch:
+    def window(self) -> StepWindow:
         """The steps to compare."""
-        return self.chosen[0]
+        return self.window_and_omissions[0]
 
     @cached_property
-    def path(self) -> Record:
+    def trajectory(self) -> Trajectory:
         """The baseline's trajectory; if it has a clip norm, some of its steps are clipped."""
-        record = self._follow_baseline()
+        record = self._record_baseline()
         norms, limit = [float(s.grad_norm) for s in record.steps], self.baseline.stability.clip_norm
         if limit is not None and 0 < max(norms) <= limit:
             self.clip_norm = median(norms)
-            record = self._follow_baseline()
+            record = self._record_baseline()
         return record
 
-    def _follow_baseline(self) -> Record:
-        with self.opened(self.baseline) as run:
-            self.says = numerics(run)
-            record = follow(run, self.stretch)
-            self.validation, whole = len(record.outputs), run.validation.steps_per_epoch
-        rest = f"validation batches after the first {self.validation}"
-        self.omissions = [*self.chosen[1], *([] if self.validation == whole else [rest])]
+    def _record_baseline(self) -> Trajectory:
+        with self.open_run(self.baseline) as run:
+            self.numerics = read_numerics(run)
+            record = record_trajectory(run, self.window)
+            self.validation_batches = len(record.outputs)
+            total_batches = run.validation.steps_per_epoch
+        self.omissions = list(self.window_and_omissions[1])
+        if self.validation_batches != total_batches:
+            text = f"validation batches after the first {self.validation_batches}"
+            self.omissions.append(text)
         return record
 
-    def follow(self, run: Run, **how: Any) -> Record:
+    def record_run(self, run: Run, **options: Any) -> Trajectory:
         """Make the baseline's steps with another run, each from the baseline's weights."""
-        return follow(run, self.stretch, self.path, validation=self.validation, **how)
+        return record_trajectory(
+            run, self.window, self.trajectory, validation_batches=self.validation_batches, **options
+        )
 
-    def _follow_plain(
-        self, config: RunConfig, silent: bool, says: Numerics | None = None, nudged: bool = False
-    ) -> Record:
+    def _record_plain(
+        self,
+        config: RunConfig,
+        dropout_off: bool,
+        numerics: Numerics | None = None,
+        perturbed: bool = False,
+    ) -> Trajectory:
         with ExitStack() as stack:
-            run = stack.enter_context(self.opened(config, silent))
-            if says is not None:
-                stack.enter_context(computing_in(says, run))
-            return self.follow(run, update=False, nudged=nudged)
+            run = stack.enter_context(self.open_run(config, dropout_off))
+            if numerics is not None:
+                stack.enter_context(apply_numerics(numerics, run))
+            return self.record_run(run, update=False, perturbed=perturbed)
 
-    def distances(self, record: Record, truth: Record) -> Distances:
+    def distances(self, record: Trajectory, truth: Trajectory) -> Distances:
         """Compare losses, norms, gradients, buffers and outputs of two records."""
-        buffers = [self.path.before(number).buffers for number in range(self.stretch.steps)]
+        states = map(self.trajectory.state_before, range(self.window.steps))
+        buffers = [state.buffers for state in states]
         distances = compare_steps(record.steps, truth.steps, buffers)
         compare_outputs(distances, record.outputs, truth.outputs)
         if record.gradients_hidden:
@@ -136,57 +158,60 @@ class PlainRuns:
     def _raise_floors(self, distances: Distances) -> None:
         for key, steps in distances.steps.items():
             if key.kind is ErrorKind.gradient:
-                least = INFERRED * max(step.size for step in steps)
-                steps[:] = [step._replace(floor=max(least, step.floor)) for step in steps]
+                floor = INFERRED_GRADIENT_ERROR * max(step.size for step in steps)
+                steps[:] = [step._replace(floor=max(floor, step.floor)) for step in steps]
 
-    def measured(self, silent: bool, micro: int | None) -> PlainRecord:
-        """Return the plain runs, without dropout if `silent`, for a micro-batch size; cached."""
-        key = silent, micro
-        if key not in self._measured:
-            self._measured[key] = self._measure(silent, micro)
-        return self._measured[key]
+    def record(self, dropout_off: bool, micro_batch: int | None) -> PlainRecord:
+        """Return the plain runs for a micro-batch size, with or without dropout; cached."""
+        key = dropout_off, micro_batch
+        if key not in self._records:
+            self._records[key] = self._make_record(dropout_off, micro_batch)
+        return self._records[key]
 
-    def _measure(self, silent: bool, micro: int | None) -> PlainRecord:
-        usual = cut(self.baseline, micro)
-        plain, own = without_techniques(usual), self.path
-        if silent or micro is not None:
-            own = self._follow_plain(usual, silent)
-        truth = self._truth(plain, silent)
+    def _make_record(self, dropout_off: bool, micro_batch: int | None) -> PlainRecord:
+        config = with_micro_batch(self.baseline, micro_batch)
+        plain_config, baseline = without_techniques(config), self.trajectory
+        if dropout_off or micro_batch is not None:
+            baseline = self._record_plain(config, dropout_off)
+        truth = self._record_fp64(plain_config, dropout_off)
         if truth is not None:
-            errors = self.distances(own, truth)
-            losses = errors.steps[Key(ErrorKind.loss, "loss")]
-            apart = [step.error / step.size for step in losses if step.size]
-            if apart and median(apart) > KINK:
+            errors = self.distances(baseline, truth)
+            losses = errors.steps[TensorKey(ErrorKind.loss, "loss")]
+            relative_errors = [step.error / step.size for step in losses if step.size]
+            if relative_errors and median(relative_errors) > KINK_ERROR:
                 truth = None  # in fp64 dropout draws different numbers
         if truth is None:
-            errors = self.distances(self._follow_plain(plain, silent, self.says, nudged=True), own)
+            perturbed = self._record_plain(plain_config, dropout_off, self.numerics, perturbed=True)
+            errors = self.distances(perturbed, baseline)
         else:
-            for ours, right in zip(own.steps, truth.steps, strict=True):
-                ours.gradients = {}  # large, and no longer needed
-                right.gradients = {n: g.float() for n, g in right.gradients.items()}
-        tolerances = {self.says: Tolerance(errors, OTHER_ORDER)}
-        return PlainRecord(truth or own, truth is not None, own, tolerances)
+            for own_step, true_step in zip(baseline.steps, truth.steps, strict=True):
+                own_step.gradients = {}  # large, and no longer needed
+                true_step.gradients = {n: g.float() for n, g in true_step.gradients.items()}
+        tolerances = {self.numerics: Tolerance(errors, SUMMATION_ORDER_FACTOR)}
+        return PlainRecord(truth or baseline, truth is not None, baseline, tolerances)
 
-    def _truth(self, plain: RunConfig, silent: bool) -> Record | None:
+    def _record_fp64(self, config: RunConfig, dropout_off: bool) -> Trajectory | None:
         """Return the plain run in fp64; None if device or model do not support it."""
-        with self.opened(plain, silent) as run:
+        with self.open_run(config, dropout_off) as run:
             if run.device.kind == "mps":
                 return None
-            to_double(run)
+            convert_run_to_fp64(run)
             try:
-                return self.follow(run, update=False, in_double=True)
+                return self.record_run(run, update=False, fp64=True)
             except (RunnerError, RuntimeError, TypeError, ValueError):  # the model fixes a dtype
                 return None
 
-    def tolerance(self, silent: bool, micro: int | None, wanted: Numerics) -> Tolerance:
-        """Return how far rounding may move a run that computes in `wanted`."""
-        plain = self.measured(silent, micro)
-        for known, tolerance in plain.tolerances.items():
-            if known.is_that_of(wanted):
+    def tolerance(
+        self, dropout_off: bool, micro_batch: int | None, numerics: Numerics
+    ) -> Tolerance:
+        """Return how far rounding may move a run that computes in `numerics`."""
+        plain = self.record(dropout_off, micro_batch)
+        for measured, tolerance in plain.tolerances.items():
+            if measured.rounds_like(numerics):
                 return tolerance
-        config = without_techniques(cut(self.baseline, micro))
-        record = self._follow_plain(config, silent, wanted)
-        tolerance = Tolerance(self.distances(record, plain.truth), SAME_ROUNDING)
+        config = without_techniques(with_micro_batch(self.baseline, micro_batch))
+        record = self._record_plain(config, dropout_off, numerics)
+        tolerance = Tolerance(self.distances(record, plain.truth), SAME_ROUNDING_FACTOR)
         tolerance.widen(next(iter(plain.tolerances.values())))
-        plain.tolerances[wanted] = tolerance
+        plain.tolerances[numerics] = tolerance
         return tolerance

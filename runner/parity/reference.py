@@ -16,39 +16,45 @@ from torch import nn
 from runner.build import Components
 from runner.config import RunConfig
 from runner.data.batch import largest_part
-from runner.parity.candidates import cut, eager_draws, only, quiet, without_techniques
+from runner.parity.candidates import (
+    eager_random_numbers,
+    only,
+    quiet,
+    with_micro_batch,
+    without_techniques,
+)
 from runner.parity.distance import (
-    KINK,
+    KINK_ERROR,
     Agreement,
     Distances,
     ErrorKind,
-    Key,
     Parity,
     ParityRow,
+    TensorKey,
     Tolerance,
     compare_outputs,
-    judge,
-    same,
+    is_equal,
+    judge_tensors,
 )
 from runner.parity.dropout import DRAWS, compare_draws, repeat_draws
-from runner.parity.numerics import Numerics, numerics, to_double
-from runner.parity.plain_runs import SAME_ROUNDING, PlainRuns
-from runner.parity.trajectory import Record, updates
+from runner.parity.numerics import Numerics, convert_run_to_fp64, read_numerics
+from runner.parity.plain_runs import SAME_ROUNDING_FACTOR, PlainRuns
+from runner.parity.trajectory import Trajectory, replay_updates
 from runner.training.run import Run
 
-AGAIN = 2  # additional seeds with which a small failure has to repeat
-COARSE = 0.1  # relative bound above which undetectable faults are mentioned
+REPEAT_SEEDS = 2  # additional seeds with which a small failure has to repeat
+COARSE_BOUND = 0.1  # relative bound above which undetectable faults are mentioned
 # what other draws change
-DRAWN = (ErrorKind.loss, ErrorKind.grad_norm, ErrorKind.gradient, ErrorKind.buffer)
-PRECISION = ("tf32", "amp")  # techniques that reduce precision on purpose
+DROPOUT_KINDS = (ErrorKind.loss, ErrorKind.grad_norm, ErrorKind.gradient, ErrorKind.buffer)
+PRECISION_TECHNIQUES = ("tf32", "amp")  # techniques that reduce precision on purpose
 
 
 @dataclass
-class _Candidate:
+class _CandidateRun:
     """A candidate's record and settings."""
 
-    record: Record
-    says: Numerics
+    trajectory: Trajectory
+    numerics: Numerics
     techniques: list[str]
     refused: dict[str, str]
     micro_batch: int
@@ -57,7 +63,8 @@ class _Candidate:
     @property
     def updates_known(self) -> bool:
         """Whether the gradients of every step are known, to check its updates."""
-        return not self.record.gradients_hidden or all(s.gradients for s in self.record.steps)
+        steps = self.trajectory.steps
+        return not self.trajectory.gradients_hidden or all(s.gradients for s in steps)
 
 
 class ParityReference:
@@ -69,7 +76,7 @@ class ParityReference:
         self.plain = PlainRuns(baseline, steps, given)
         self.baseline = self.plain.baseline
         self.choices: Mapping[str, Any] = {}
-        self._others: dict[int, ParityReference] = {}  # by seed, created on demand
+        self._by_seed: dict[int, ParityReference] = {}  # created on demand
 
     def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
         """Return the verdict on a candidate; `choices` are those of an earlier run of it.
@@ -78,136 +85,144 @@ class ParityReference:
         over its kink in one of two correct computations, whereas a real fault repeats.
         """
         result = self.judge_once(config, choices)
-        off = _by_a_kink(result)
-        for seed in range(config.seed + 1, config.seed + 1 + AGAIN) if off else ():
-            if seed not in self._others:
-                other = _with_seed(self.baseline, seed)
-                self._others[seed] = ParityReference(other, self.plain.asked, self.plain.given)
-            again = self._others[seed].judge_once(_with_seed(config, seed), choices)
-            if off and again.verdict is not Agreement.fail:
-                was = f"seed={config.seed} differed in {off.name}"
-                note = f"{was}, which did not repeat with seed={seed}"
-                return replace(again, notes=[*again.notes, note])
+        failure = _kink_failure(result)
+        for seed in range(config.seed + 1, config.seed + 1 + REPEAT_SEEDS) if failure else ():
+            if seed not in self._by_seed:
+                baseline, steps = _with_seed(self.baseline, seed), self.plain.requested_steps
+                self._by_seed[seed] = ParityReference(baseline, steps, self.plain.given)
+            repeat = self._by_seed[seed].judge_once(_with_seed(config, seed), choices)
+            if failure and repeat.verdict is not Agreement.fail:
+                text = f"seed={config.seed} differed in {failure.name}"
+                note = f"{text}, which did not repeat with seed={seed}"
+                return replace(repeat, notes=[*repeat.notes, note])
         return result
 
     def judge_once(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
         """Judge with the run's own seed only; reduced precision is also judged without it."""
         self.choices = choices or {}
         result = self._judge(config)
-        rest = [name for name in result.techniques if name not in PRECISION]
-        if result.verdict is not Agreement.explained or rest in ([], result.techniques):
+        full_precision = [name for name in result.techniques if name not in PRECISION_TECHNIQUES]
+        if result.verdict is not Agreement.explained or full_precision in ([], result.techniques):
             return result
         # faults smaller than 16-bit rounding only show without it
-        precise = self._judge(only(config, rest))
+        precise = self._judge(only(config, full_precision))
         if precise.verdict is not Agreement.fail:
             note = f"passes in {precise.precision}, too"
             return replace(result, notes=[*result.notes, note], not_judged=precise.not_judged)
-        without = " and ".join(name for name in result.techniques if name in PRECISION)
+        reduced = " and ".join(name for name in result.techniques if name in PRECISION_TECHNIQUES)
         return replace(
             precise,
             techniques=result.techniques,
             precision=result.precision,
-            notes=[*precise.notes, f"seen without {without}, in {precise.precision}"],
+            notes=[*precise.notes, f"seen without {reduced}, in {precise.precision}"],
         )
 
     def _judge(self, config: RunConfig) -> Parity:
         candidate = self._run_candidate(config)
-        micro = candidate.micro_batch if candidate.batch_norm and self._cuts(candidate) else None
-        result = self._compare(candidate, False, micro)
-        if micro is not None:
+        per_micro_batch = candidate.batch_norm and self._changes_micro_batch(candidate)
+        micro_batch = candidate.micro_batch if per_micro_batch else None
+        result = self._compare(candidate, False, micro_batch)
+        if micro_batch is not None:
             result.notes.append(
-                f"BatchNorm's statistics are per micro-batch of {micro}, "
+                f"BatchNorm's statistics are per micro-batch of {micro_batch}, "
                 "so the baseline uses the same micro-batches"
             )
         if result.verdict is not Agreement.fail or not self.plain.is_random(False):
             return result
-        return self._judge_without_dropout(config, micro, candidate, result)
+        return self._judge_without_dropout(config, micro_batch, candidate, result)
 
     def _judge_without_dropout(
-        self, config: RunConfig, micro: int | None, candidate: _Candidate, result: Parity
+        self, config: RunConfig, micro_batch: int | None, candidate: _CandidateRun, result: Parity
     ) -> Parity:
         """Judge the arithmetic with dropout off in both, then dropout itself."""
-        certain = [r for r in result.rows if not r.within and ErrorKind[r.kind] not in DRAWN]
+        failures = [row for row in result.rows if not row.within]
+        certain = [row for row in failures if ErrorKind[row.kind] not in DROPOUT_KINDS]
         if certain:
-            return replace(result, first=min(certain, key=_when))
-        silent = self._compare(self._run_candidate(config, silent=True), True, micro)
+            return replace(result, first=min(certain, key=_computation_order))
+        arithmetic = self._compare(self._run_candidate(config, dropout_off=True), True, micro_batch)
         if self.plain.is_random(True):  # random numbers that are not dropout's
-            return self._judge_draws(config, micro, replace(result, rows=[]), False)
-        if silent.verdict is Agreement.fail:
-            return silent
-        if micro is None and self._cuts(candidate):
-            parts = self._compare(candidate, False, candidate.micro_batch)
-            if parts.verdict is not Agreement.fail:
+            return self._judge_draws(config, micro_batch, replace(result, rows=[]), False)
+        if arithmetic.verdict is Agreement.fail:
+            return arithmetic
+        if micro_batch is None and self._changes_micro_batch(candidate):
+            micro_batched = self._compare(candidate, False, candidate.micro_batch)
+            if micro_batched.verdict is not Agreement.fail:
                 size = candidate.micro_batch
                 note = f"dropout matches a plain run with micro-batches of {size}"
-                return replace(silent, verdict=Agreement.explained, notes=[*silent.notes, note])
-        return self._judge_draws(config, micro, silent, True)
+                notes = [*arithmetic.notes, note]
+                return replace(arithmetic, verdict=Agreement.explained, notes=notes)
+        return self._judge_draws(config, micro_batch, arithmetic, True)
 
     def _judge_draws(
-        self, config: RunConfig, micro: int | None, result: Parity, silent: bool
+        self, config: RunConfig, micro_batch: int | None, result: Parity, dropout_off: bool
     ) -> Parity:
         """Judge all random numbers together, by statistics of their effect on one step."""
-        anchor = self.plain.measured(silent, micro).truth.steps[0].gradients
-        with self.plain.opened(quiet(config), choices=self.choices) as run:
-            theirs = repeat_draws(run, self.plain.stretch, anchor)
-        with self.plain.opened(cut(self.baseline, micro)) as run:
-            ours = repeat_draws(run, self.plain.stretch, anchor)
-        rows = list(compare_draws(ours, theirs, result.rows))
-        beyond = [row for row in rows if not row.within]
-        hidden = "changes of loss and gradients below the noise of dropout draws"
+        base_gradients = self.plain.record(dropout_off, micro_batch).truth.steps[0].gradients
+        with self.plain.open_run(quiet(config), choices=self.choices) as run:
+            candidate_draws = repeat_draws(run, self.plain.window, base_gradients)
+        with self.plain.open_run(with_micro_batch(self.baseline, micro_batch)) as run:
+            baseline_draws = repeat_draws(run, self.plain.window, base_gradients)
+        rows = list(compare_draws(baseline_draws, candidate_draws, result.rows))
+        failures = [row for row in rows if not row.within]
+        omission = "changes of loss and gradients below the noise of dropout draws"
         return replace(
             result,
-            verdict=Agreement.fail if beyond else Agreement.explained,
-            first=max(beyond, key=lambda row: row.excess, default=None),  # draws have no order
+            verdict=Agreement.fail if failures else Agreement.explained,
+            first=max(failures, key=lambda row: row.excess, default=None),  # draws have no order
             rows=[*result.rows, *rows],
             notes=[*result.notes, f"it draws other random numbers: compared over {DRAWS} draws"],
-            not_judged=[*result.not_judged, hidden],
+            not_judged=[*result.not_judged, omission],
         )
 
-    def _run_candidate(self, config: RunConfig, silent: bool = False) -> _Candidate:
+    def _run_candidate(self, config: RunConfig, dropout_off: bool = False) -> _CandidateRun:
         """Run the candidate; it is closed before any other run, to reset global switches."""
-        _ = self.plain.path  # measured first
-        with eager_draws(), self.plain.opened(quiet(config), silent, self.choices) as run:
+        _ = self.plain.trajectory  # measured first
+        with (
+            eager_random_numbers(),
+            self.plain.open_run(quiet(config), dropout_off, self.choices) as run,
+        ):
             batch_norm = nn.modules.batchnorm._BatchNorm
-            return _Candidate(
-                record=self.plain.follow(run),
-                says=numerics(run),
+            return _CandidateRun(
+                trajectory=self.plain.record_run(run),
+                numerics=read_numerics(run),
                 techniques=[name for name, _ in run.techniques if name not in run.fallen],
                 refused={e.name: e.reason for e in run.engagements if e.requested} | run.fallen,
                 micro_batch=run.micro_batch,
                 batch_norm=any(isinstance(module, batch_norm) for module in run.model.modules()),
             )
 
-    def _cuts(self, candidate: _Candidate) -> bool:
+    def _changes_micro_batch(self, candidate: _CandidateRun) -> bool:
         """Whether the candidate's micro-batch size differs from the baseline's."""
         training = self.baseline.training
-        usual = largest_part(training.batch_size, training.micro_batch or training.batch_size)
-        return candidate.micro_batch != usual
+        limit = training.micro_batch or training.batch_size
+        return candidate.micro_batch != largest_part(training.batch_size, limit)
 
     # -- comparing -----------------------------------------------------------------------------
 
-    def _compare(self, candidate: _Candidate, silent: bool, micro: int | None) -> Parity:
-        plain = self.plain.measured(silent, micro)
-        tolerance = self.plain.tolerance(silent, micro, candidate.says)
-        distances = self.plain.distances(candidate.record, plain.truth)
+    def _compare(
+        self, candidate: _CandidateRun, dropout_off: bool, micro_batch: int | None
+    ) -> Parity:
+        plain = self.plain.record(dropout_off, micro_batch)
+        tolerance = self.plain.tolerance(dropout_off, micro_batch, candidate.numerics)
+        distances = self.plain.distances(candidate.trajectory, plain.truth)
         self._compare_start(candidate, distances)
-        rows = list(judge(distances, tolerance))
-        exact = _equal_steps(candidate.record, plain.own) and candidate.updates_known
-        of_updates, equal_updates = self._compare_updates(candidate)
-        rows += of_updates
-        beyond = sorted((row for row in rows if not row.within), key=_when)
-        verdict = Agreement.exact if exact and equal_updates else Agreement.explained
+        rows = list(judge_tensors(distances, tolerance))
+        exact = _steps_equal(candidate.trajectory, plain.baseline) and candidate.updates_known
+        update_rows, updates_equal = self._compare_updates(candidate)
+        rows += update_rows
+        failures = sorted((row for row in rows if not row.within), key=_computation_order)
+        verdict = Agreement.exact if exact and updates_equal else Agreement.explained
         return Parity(
-            verdict=Agreement.fail if beyond else verdict,
+            verdict=Agreement.fail if failures else verdict,
             techniques=candidate.techniques,
             refused=candidate.refused,
-            precision=candidate.says.name,
-            reference="fp64" if plain.precise else "the baseline itself",
-            steps=self.plain.stretch.steps,
-            first=next(iter(beyond), None),
+            precision=candidate.numerics.name,
+            reference="fp64" if plain.is_fp64 else "the baseline itself",
+            steps=self.plain.window.steps,
+            first=next(iter(failures), None),
             rows=rows,
             notes=list(self._notes(rows)),
-            not_judged=[*self.plain.omissions, *_not_judged(candidate, rows)],
+            not_judged=[*self.plain.omissions, *_find_omissions(candidate, rows)],
         )
 
     def _notes(self, rows: list[ParityRow]) -> Iterator[str]:
@@ -217,19 +232,22 @@ class ParityReference:
             yield f"clipped at {clip_norm:.2g}, the median norm: {unclipped}"
         kinks = max((row.kinks for row in rows), default=0)
         if kinks:
-            off = f"gradients are off by up to {KINK:.0%} at {kinks} steps"
+            off = f"gradients are off by up to {KINK_ERROR:.0%} at {kinks} steps"
             yield f"{off}, as by an activation's kink"
 
-    def _compare_start(self, candidate: _Candidate, distances: Distances) -> None:
+    def _compare_start(self, candidate: _CandidateRun, distances: Distances) -> None:
         """Compare the initial weights and buffers, which must be bit-equal to the baseline's."""
-        ours, theirs = candidate.record.start, self.plain.path.start
-        pairs = (ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)
-        for mine, right in pairs:
-            for name, value in right.items():
-                if name in mine:
-                    distances.add(Key(ErrorKind.parameter, name), mine[name], value, floor=0.0)
+        start, expected_start = candidate.trajectory.start, self.plain.trajectory.start
+        for actual, expected in (
+            (start.parameters, expected_start.parameters),
+            (start.buffers, expected_start.buffers),
+        ):
+            for name, value in expected.items():
+                if name in actual:
+                    key = TensorKey(ErrorKind.parameter, name)
+                    distances.add(key, actual[name], value, floor=0.0)
 
-    def _compare_updates(self, candidate: _Candidate) -> tuple[list[ParityRow], bool]:
+    def _compare_updates(self, candidate: _CandidateRun) -> tuple[list[ParityRow], bool]:
         """Compare changes of weights and averages with plain updates from the same gradients.
 
         Also returns whether they are bit-equal.
@@ -237,30 +255,33 @@ class ParityReference:
         if not candidate.updates_known:
             return [], False
         config = without_techniques(self.baseline)
-        with self.plain.opened(config) as run, self.plain.opened(config) as precise:
+        with self.plain.open_run(config) as run, self.plain.open_run(config) as fp64_run:
             if run.device.kind != "mps":
-                to_double(precise)
-            return self._judge_updates(candidate.record, run, precise)
+                convert_run_to_fp64(fp64_run)
+            return self._judge_updates(candidate.trajectory, run, fp64_run)
 
     def _judge_updates(
-        self, record: Record, run: Run, precise: Run
+        self, trajectory: Trajectory, run: Run, fp64_run: Run
     ) -> tuple[list[ParityRow], bool]:
-        distances, own, equal = Distances(), Distances(), True
-        path = self.plain.path
-        fed = self.plain.stretch, path, record
-        steps = zip(record.steps, updates(run, *fed), updates(precise, *fed), strict=True)
-        for number, (step, state, truth) in enumerate(steps):
-            ours, start, first = step.after, path.before(number).parameters, path.start.average
-            for kind, mine, theirs, right, before in (
-                (ErrorKind.update, ours.parameters, state.parameters, truth.parameters, start),
-                (ErrorKind.average, ours.average, state.average, truth.average, first),
+        distances, plain_distances, equal = Distances(), Distances(), True
+        reference = self.plain.trajectory
+        arguments = self.plain.window, reference, trajectory
+        replays = replay_updates(run, *arguments), replay_updates(fp64_run, *arguments)
+        steps = zip(trajectory.steps, *replays, strict=True)
+        for number, (step, plain, truth) in enumerate(steps):
+            after, start = step.after, reference.state_before(number).parameters
+            average = reference.start.average
+            for kind, actual, replayed, expected, before in (
+                (ErrorKind.update, after.parameters, plain.parameters, truth.parameters, start),
+                (ErrorKind.average, after.average, plain.average, truth.average, average),
             ):
-                for name, value in right.items():
-                    key = Key(kind, name)
-                    distances.add_change(key, mine[name], value, before[name])
-                    own.add_change(key, theirs[name], value, before[name])
-                    equal = equal and same(mine[name], theirs[name])
-        return list(judge(distances, Tolerance(own, SAME_ROUNDING))), equal
+                for name, value in expected.items():
+                    key = TensorKey(kind, name)
+                    distances.add_change(key, actual[name], value, before[name])
+                    plain_distances.add_change(key, replayed[name], value, before[name])
+                    equal = equal and is_equal(actual[name], replayed[name])
+        tolerance = Tolerance(plain_distances, SAME_ROUNDING_FACTOR)
+        return list(judge_tensors(distances, tolerance)), equal
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:
@@ -270,47 +291,48 @@ def _with_seed(config: RunConfig, seed: int) -> RunConfig:
     return other
 
 
-def _equal_steps(record: Record, own: Record) -> bool:
+def _steps_equal(trajectory: Trajectory, baseline: Trajectory) -> bool:
     """Whether losses, norms, buffers and outputs are bit-equal."""
-    for ours, theirs in zip(record.steps, own.steps, strict=True):
-        if not (same(ours.loss, theirs.loss) and same(ours.grad_norm, theirs.grad_norm)):
+    for actual, expected in zip(trajectory.steps, baseline.steps, strict=True):
+        scalars = (actual.loss, expected.loss), (actual.grad_norm, expected.grad_norm)
+        if not all(is_equal(a, b) for a, b in scalars):
             return False
-        buffers = theirs.after.buffers.items()
-        if not all(same(ours.after.buffers.get(name), value) for name, value in buffers):
+        buffers = expected.after.buffers.items()
+        if not all(is_equal(actual.after.buffers.get(name), value) for name, value in buffers):
             return False
     outputs = Distances()
-    compare_outputs(outputs, record.outputs, own.outputs)
+    compare_outputs(outputs, trajectory.outputs, baseline.outputs)
     return not any(step.error for steps in outputs.steps.values() for step in steps)
 
 
-def _by_a_kink(result: Parity) -> ParityRow | None:
+def _kink_failure(result: Parity) -> ParityRow | None:
     """Return the failure, if rounding at a kink could explain it."""
     first = result.first
     if result.verdict is not Agreement.fail or first is None:
         return None
-    kinky = first.kind in (ErrorKind.gradient.name, ErrorKind.grad_norm.name)
-    return first if kinky and first.error < KINK else None
+    has_kinks = first.kind in (ErrorKind.gradient.name, ErrorKind.grad_norm.name)
+    return first if has_kinks and first.error < KINK_ERROR else None
 
 
-def _when(row: ParityRow) -> tuple[bool, int, int]:
+def _computation_order(row: ParityRow) -> tuple[bool, int, int]:
     """Sort key: the order in which the values are computed."""
     kind = ErrorKind[row.kind]
     return kind >= ErrorKind.output, 0 if kind is ErrorKind.parameter else row.step, kind
 
 
-def _not_judged(candidate: _Candidate, rows: list[ParityRow]) -> Iterator[str]:
+def _find_omissions(candidate: _CandidateRun, rows: list[ParityRow]) -> Iterator[str]:
     """Yield where a fault could go unnoticed for this candidate."""
     gradient = ErrorKind.gradient.name
     coarse = max((row.bound for row in rows if row.kind == gradient), default=0.0)
-    if coarse > COARSE:
+    if coarse > COARSE_BOUND:
         yield f"gradients off by less than {coarse:.0%}, the size of rounding errors"
     if not candidate.updates_known:
         yield "gradients and updates inside the one graph: no optimizer moments show them"
-    elif candidate.record.gradients_hidden:
+    elif candidate.trajectory.gradients_hidden:
         yield "gradients inside the one graph, except through the optimizer's moments"
-    if candidate.techniques and set(candidate.techniques) <= set(PRECISION):
+    if candidate.techniques and set(candidate.techniques) <= set(PRECISION_TECHNIQUES):
         names = " and ".join(candidate.techniques)
-        rounds = f"gradient errors smaller than {candidate.says.name} rounding"
+        rounds = f"gradient errors smaller than {candidate.numerics.name} rounding"
         yield f"{rounds}: the tolerance comes from {names} itself"
 
 

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.data.batch import Batch, call, count, rows
 from runner.models import modes
 from runner.parity.flops import call_flops
-from runner.parity.numerics import double, nudge
+from runner.parity.numerics import perturb_weights, to_fp64
 from runner.training.evaluation import evaluate
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from runner.training.step import forward_backward, make_step
 
-OVERFLOWS = 20  # consecutive overflows while a loss scale settles; 65536 / 2**20 = 0.06
-OUTPUTS = 2**24  # evaluation outputs to keep; no further validation batch beyond this …
-BATCHES = 8  # … or beyond this many batches
+MAX_OVERFLOWS = 20  # consecutive overflows while a loss scale settles; 65536 / 2**20 = 0.06
+MAX_OUTPUT_VALUES = 2**24  # evaluation outputs to keep; no further validation batch beyond this …
+MAX_OUTPUT_BATCHES = 8  # … or beyond this many batches
 
 Tensors = dict[str, Tensor]
 """By parameter or buffer name; on the host, in the dtype of computation."""
@@ -53,68 +53,68 @@ class StepRecord:
 
 
 @dataclass
-class Record:
-    """A trajectory: step k + 1 starts from `before(k)`."""
+class Trajectory:
+    """The recorded steps of a run: step k + 1 starts from `state_before(k)`."""
 
     start: TrajectoryState
     steps: list[StepRecord]
     outputs: list[Any]  # of validation batches, as the model returns them
     gradients_hidden: bool = False  # inside one graph, so inferred from the optimizer's moments
 
-    def before(self, step: int) -> TrajectoryState:
+    def state_before(self, step: int) -> TrajectoryState:
         """Return the state before step `step`, 0-based."""
         return self.steps[step - 1].after if step else self.start
 
 
-def place(run: Run, stretch: Stretch) -> None:
-    """Move a fresh run to the first step of the stretch; a resumed run stays where it is."""
+def seek_window(run: Run, window: StepWindow) -> None:
+    """Move a fresh run to the first step of the window; a resumed run stays where it is."""
     if run.progress.step == 0:
-        run.progress.step = stretch.batch
-        run.update.updates.fill_(stretch.update)
+        run.progress.step = window.batch
+        run.update.updates.fill_(window.update)
 
 
-def follow(
+def record_trajectory(
     run: Run,
-    stretch: Stretch,
-    path: Record | None = None,
+    window: StepWindow,
+    reference: Trajectory | None = None,
     *,
     update: bool = True,
-    in_double: bool = False,
-    nudged: bool = False,
-    validation: int | None = None,
-) -> Record:
-    """Make the steps of `stretch`, each from the state in `path`, or without it in sequence.
+    fp64: bool = False,
+    perturbed: bool = False,
+    validation_batches: int | None = None,
+) -> Trajectory:
+    """Make the steps of `window`, each from the state in `reference`, or without it in sequence.
 
-    With `update=False` only forward and backward; `nudged` first moves weights by one unit in the
-    last place. Then evaluates the last weights on `validation` batches.
+    With `update=False` only forward and backward; `perturbed` first changes each weight by one
+    unit in the last place. Then evaluates the last weights on `validation_batches` batches.
     """
-    place(run, stretch)
+    seek_window(run, window)
     run.model.train()
-    record = Record(snapshot(run), [], [])
+    trajectory = Trajectory(snapshot(run), [], [])
     batches = run.train.batches(run.progress.step)
     try:
-        for number in range(stretch.steps):
+        for number in range(window.steps):
             batch = next(batches)
-            if path is not None:
-                load(run.model, path.before(number))
-            if nudged:
-                nudge(run.model, run.seed + number)
+            if reference is not None:
+                load_state(run.model, reference.state_before(number))
+            if perturbed:
+                perturb_weights(run.model, run.seed + number)
             if update:
-                record.steps.append(_step(run, batch, record))
+                trajectory.steps.append(_record_step(run, batch, trajectory))
             else:
-                record.steps.append(_backward(run, double(batch) if in_double else batch))
+                trajectory.steps.append(_record_backward(run, to_fp64(batch) if fp64 else batch))
             run.progress.step += 1
     finally:
         run.train.close()
-    if path is not None:
-        load(run.model, path.before(stretch.steps), run)
-    record.outputs = _evaluated(run, validation, in_double)
-    return record
+    if reference is not None:
+        load_state(run.model, reference.state_before(window.steps), run)
+    trajectory.outputs = _record_outputs(run, validation_batches, fp64)
+    return trajectory
 
 
-def one_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) -> Step:
+def make_finite_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) -> Step:
     """Make a step, repeated while the loss scale is too large; overflows change nothing."""
-    for _ in range(OVERFLOWS):
+    for _ in range(MAX_OVERFLOWS):
         step = make_step(run, batch, hooks or [])[0]
         if run.update.scale is None or not step.skipped.item():  # waits for the device
             break
@@ -129,14 +129,14 @@ class TrajectoryCapture(Hook):
 
     def on_gradients(self, run: Run, step: Step) -> None:
         """Copy the gradients to the host, divided by the loss scale."""
-        self.gradients = gradients_of(run)
+        self.gradients = copy_gradients(run)
 
 
-def gradients_of(run: Run) -> Tensors:
+def copy_gradients(run: Run) -> Tensors:
     """Return host copies of all existing gradients, divided by the loss scale."""
     scale = 1.0 if run.update.scale is None else run.update.scale.value
     parameters = run.model.named_parameters()
-    return {name: _copy(p.grad / scale) for name, p in parameters if p.grad is not None}
+    return {name: _to_host(p.grad / scale) for name, p in parameters if p.grad is not None}
 
 
 def snapshot(run: Run) -> TrajectoryState:
@@ -144,15 +144,15 @@ def snapshot(run: Run) -> TrajectoryState:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     averages = zip(run.update.parameters, run.update.average, strict=False)
     return TrajectoryState(
-        {name: _copy(p) for name, p in run.model.named_parameters()},
-        {name: _copy(b) for name, b in run.model.named_buffers()},
-        {names[p]: _copy(average) for p, average in averages if isinstance(p, nn.Parameter)},
+        {name: _to_host(p) for name, p in run.model.named_parameters()},
+        {name: _to_host(b) for name, b in run.model.named_buffers()},
+        {names[p]: _to_host(average) for p, average in averages if isinstance(p, nn.Parameter)},
     )
 
 
 @torch.no_grad()
-def load(model: nn.Module, state: TrajectoryState, averaged: Run | None = None) -> None:
-    """Copy parameters and buffers into the model, and the average into `averaged`."""
+def load_state(model: nn.Module, state: TrajectoryState, averaged_run: Run | None = None) -> None:
+    """Copy parameters and buffers into the model, and the average into `averaged_run`."""
     for name, parameter in model.named_parameters():
         parameter.copy_(state.parameters[name])
     for name, buffer in model.named_buffers():
@@ -161,50 +161,52 @@ def load(model: nn.Module, state: TrajectoryState, averaged: Run | None = None) 
         if value is not None and value.shape == buffer.shape:
             if not torch.equal(buffer, value.to(buffer)):
                 buffer.copy_(value)
-    if averaged is not None and averaged.update.average:
+    if averaged_run is not None and averaged_run.update.average:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        for p, average in zip(averaged.update.parameters, averaged.update.average, strict=True):
+        for p, average in zip(
+            averaged_run.update.parameters, averaged_run.update.average, strict=True
+        ):
             average.copy_(state.average[names[p]])  # type: ignore[index]
 
 
-def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
+def _record_step(run: Run, batch: Batch, trajectory: Trajectory) -> StepRecord:
     """Make a full step; gradients inside one graph are inferred from the optimizer's moments."""
     capture = TrajectoryCapture()
-    hidden = run.whole is not None and run.whole.takes(batch)
-    before = _moments(run) if hidden else {}
-    step = one_step(run, batch, [] if hidden else [capture])
-    gradients = _inferred(run, step, before) if hidden else capture.gradients
-    record.gradients_hidden |= hidden
-    return StepRecord(_copy(step.loss), _copy(step.grad_norm), gradients, snapshot(run))
+    gradients_hidden = run.whole is not None and run.whole.takes(batch)
+    moments = _copy_moments(run) if gradients_hidden else {}
+    step = make_finite_step(run, batch, [] if gradients_hidden else [capture])
+    gradients = _infer_gradients(run, step, moments) if gradients_hidden else capture.gradients
+    trajectory.gradients_hidden |= gradients_hidden
+    return StepRecord(_to_host(step.loss), _to_host(step.grad_norm), gradients, snapshot(run))
 
 
-def _backward(run: Run, batch: Batch) -> StepRecord:
+def _record_backward(run: Run, batch: Batch) -> StepRecord:
     """Run forward and backward, lowering the loss scale until the gradients are finite."""
-    for _ in range(OVERFLOWS):
+    for _ in range(MAX_OVERFLOWS):
         step = forward_backward(run, batch)
         if run.update.scale is None or step.grad_norm.isfinite():  # waits for the device
             break
         run.update.scale.lower(0.5)
         run.update.abandon()
-    gradients, buffers = gradients_of(run), snapshot(run).buffers
+    gradients, buffers = copy_gradients(run), snapshot(run).buffers
     run.update.abandon()
     return StepRecord(
-        _copy(step.loss), _copy(step.grad_norm), gradients, TrajectoryState({}, buffers, {})
+        _to_host(step.loss), _to_host(step.grad_norm), gradients, TrajectoryState({}, buffers, {})
     )
 
 
-def _moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
+def _copy_moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
     """Return copies of each parameter and its first moment (zeros if there is none)."""
-    return {p: (p.detach().clone(), _moment(run, p).clone()) for p in run.update.parameters}
+    return {p: (p.detach().clone(), _first_moment(run, p).clone()) for p in run.update.parameters}
 
 
-def _moment(run: Run, parameter: Tensor) -> Tensor:
+def _first_moment(run: Run, parameter: Tensor) -> Tensor:
     state = run.update.optimizer.state.get(parameter, {})
     moment = state.get("exp_avg", state.get("momentum_buffer"))
     return moment if isinstance(moment, Tensor) else torch.zeros_like(parameter)
 
 
-def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]]) -> Tensors:
+def _infer_gradients(run: Run, step: Step, moments: dict[Tensor, tuple[Tensor, Tensor]]) -> Tensors:
     """Infer a step's gradients from the change of the optimizer's first moment.
 
     Adam's is beta1 * m + (1 - beta1) * g, SGD's is momentum * m + (1 - dampening) * g, with clipped
@@ -215,45 +217,47 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
     if update.clip is not None or not all(g.get("betas") or g.get("momentum") for g in groups):
         return {}
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    excess = 1.0
+    clip_ratio = 1.0
     if update.clip_norm is not None:
-        excess = max(float(step.grad_norm) / update.clip_norm, 1.0)
+        clip_ratio = max(float(step.grad_norm) / update.clip_norm, 1.0)
     gradients: Tensors = {}
     for group in groups:
         adam = "betas" in group
-        kept = float(group["betas"][0]) if adam else float(group["momentum"])
-        share = 1 - kept if adam else 1 - float(group["dampening"])
-        decay = 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"])
+        momentum = float(group["betas"][0]) if adam else float(group["momentum"])
+        gradient_share = 1 - momentum if adam else 1 - float(group["dampening"])
+        weight_decay = 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"])
         sign = -1.0 if group.get("maximize") else 1.0
         for p in group["params"]:
-            weight, moment = (t.double() for t in before[p])
-            value = (_moment(run, p).double() - kept * moment) / share
-            gradients[names[p]] = _copy(sign * excess * (value - decay * weight))
+            weight, moment = (t.double() for t in moments[p])
+            value = (_first_moment(run, p).double() - momentum * moment) / gradient_share
+            gradients[names[p]] = _to_host(sign * clip_ratio * (value - weight_decay * weight))
     return gradients
 
 
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def _evaluated(run: Run, batches: int | None, in_double: bool) -> list[Any]:
-    """Return evaluation outputs of `batches` validation batches; None: up to the size limits."""
+def _record_outputs(run: Run, max_batches: int | None, fp64: bool) -> list[Any]:
+    """Return outputs of `max_batches` validation batches; None: up to the size limits."""
     outputs: list[Any] = []
-    every, forward = run.validation.batches, run.forward
+    all_batches, forward = run.validation.batches, run.forward
 
-    def some(start: int) -> Iterator[Batch]:
-        for number, batch in enumerate(every(start)):
+    def limited_batches(start: int) -> Iterator[Batch]:
+        for number, batch in enumerate(all_batches(start)):
             sizes = (t.numel() for t in tree_leaves(outputs) if isinstance(t, Tensor))
-            if number == (batches or BATCHES) or (batches is None and sum(sizes) > OUTPUTS):
+            if number == (max_batches or MAX_OUTPUT_BATCHES):
                 return
-            yield double(batch) if in_double else batch
+            if max_batches is None and sum(sizes) > MAX_OUTPUT_VALUES:
+                return
+            yield to_fp64(batch) if fp64 else batch
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def recording_forward(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        outputs.append(tree_map(lambda x: _copy(x) if isinstance(x, Tensor) else x, output))
+        outputs.append(tree_map(lambda x: _to_host(x) if isinstance(x, Tensor) else x, output))
         return output
 
-    patches = mock.patch.object(run.validation, "batches", some)
-    with patches, mock.patch.object(run, "forward", recorded):
+    patches = mock.patch.object(run.validation, "batches", limited_batches)
+    with patches, mock.patch.object(run, "forward", recording_forward):
         evaluate(run)
     run.validation.close()
     return outputs
@@ -262,15 +266,17 @@ def _evaluated(run: Run, batches: int | None, in_double: bool) -> list[Any]:
 # -- updates ---------------------------------------------------------------------------------------
 
 
-def updates(run: Run, stretch: Stretch, path: Record, fed: Record) -> Iterator[TrajectoryState]:
-    """Yield the state after each update by `run`, with the gradients of `fed`.
+def replay_updates(
+    run: Run, window: StepWindow, reference: Trajectory, gradient_source: Trajectory
+) -> Iterator[TrajectoryState]:
+    """Yield the state after each update by `run`, with the gradients of `gradient_source`.
 
     Without forward and backward, only the update can differ.
     """
-    place(run, stretch)
+    seek_window(run, window)
     run.model.train()
-    for number, step in enumerate(fed.steps):
-        load(run.model, path.before(number))
+    for number, step in enumerate(gradient_source.steps):
+        load_state(run.model, reference.state_before(number))
         run.update.begin()
         for name, parameter in run.model.named_parameters():
             gradient = step.gradients.get(name)
@@ -281,7 +287,7 @@ def updates(run: Run, stretch: Stretch, path: Record, fed: Record) -> Iterator[T
         yield snapshot(run)
 
 
-def _copy(value: Tensor) -> Tensor:
+def _to_host(value: Tensor) -> Tensor:
     """Return a host copy; synchronises."""
     return value.detach().to("cpu", copy=True)
 
@@ -289,14 +295,14 @@ def _copy(value: Tensor) -> Tensor:
 # -- choice of the steps to compare: number, learning rates, batches -------------------------------
 
 STEPS = 40
-LEAST = 6  # minimum steps, however large the model
-WEIGHTS = 2**26  # times steps; four numbers per weight and step on the host: 1 GB
-FLOPS = {"cpu": 2e11}  # of all steps together; a few seconds per run
-FLOPS_ELSEWHERE = 2e13
+MIN_STEPS = 6  # however large the model
+MAX_WEIGHT_STEPS = 2**26  # weights times steps; four numbers per weight and step on the host: 1 GB
+MAX_FLOPS = {"cpu": 2e11}  # of all steps together; a few seconds per run
+ACCELERATOR_MAX_FLOPS = 2e13
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepWindow:
     """The steps to compare: first batch and update, 0-based, and their number."""
 
     batch: int
@@ -304,24 +310,24 @@ class Stretch:
     steps: int
 
 
-def choose_stretch(run: Run, asked: int | None) -> tuple[Stretch, list[str]]:
+def choose_window(run: Run, requested: int | None) -> tuple[StepWindow, list[str]]:
     """Choose steps after warm-up where the rate changes most, around an epoch's last batch.
 
     Also returns what they omit. A resumed run continues from its step.
     """
     per_epoch, reason = run.train.steps_per_epoch, ""
-    steps = asked or affordable(run)
-    if asked is None and steps < STEPS:
+    steps = requested or affordable_steps(run)
+    if requested is None and steps < STEPS:
         weights = sum(parameter.numel() for parameter in run.model.parameters())
         reason = f": {weights:,} weights, {step_flops(run) / 1e9:,.1f} GFLOP a step"
     update = 0 if run.progress.step else first_update(run.update.factors, steps)
     batch = update
-    if per_epoch > steps:  # else every stretch contains the end of an epoch
+    if per_epoch > steps:  # else every window contains the end of an epoch
         batch += (per_epoch - 1 - steps // 2 - update) % per_epoch
-    left_out = [f"effects that begin after {steps} steps{reason}"]
+    omissions = [f"effects that begin after {steps} steps{reason}"]
     if update:
-        left_out.append(f"learning rates outside updates {update + 1} to {update + steps}")
-    return Stretch(batch, update, steps), left_out
+        omissions.append(f"learning rates outside updates {update + 1} to {update + steps}")
+    return StepWindow(batch, update, steps), omissions
 
 
 def first_update(factors: Sequence[float], steps: int) -> int:
@@ -332,22 +338,22 @@ def first_update(factors: Sequence[float], steps: int) -> int:
     return max(starts, key=lambda u: round(abs(factors[u] - factors[min(last, u + steps - 1)]), 9))
 
 
-def affordable(run: Run) -> int:
+def affordable_steps(run: Run) -> int:
     """Return the number of steps to make: `STEPS`, or fewer for a large model."""
     weights = sum(parameter.numel() for parameter in run.model.parameters())
-    most = FLOPS.get(run.device.kind, FLOPS_ELSEWHERE)
-    by_work = int(most / max(step_flops(run), 1))
-    return max(LEAST, min(STEPS, WEIGHTS // max(weights, 1), by_work))
+    max_flops = MAX_FLOPS.get(run.device.kind, ACCELERATOR_MAX_FLOPS)
+    steps_by_flops = int(max_flops / max(step_flops(run), 1))
+    return max(MIN_STEPS, min(STEPS, MAX_WEIGHT_STEPS // max(weights, 1), steps_by_flops))
 
 
 def step_flops(run: Run) -> float:
     """Return FLOPs of forward and backward of a batch; backward counts twice the forward."""
     inputs, target = run.train.at(run.progress.step)
-    part = rows(inputs, slice(0, 1))
-    counted = 0
+    sample = rows(inputs, slice(0, 1))
+    forward_flops = 0
     # fails for a model with a fixed batch size
     with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         with modes.evaluation_mode(run.model):  # keeps statistics, allows a single sample
-            counted = call_flops(lambda: call(run.forward, part), grad=False)
+            forward_flops = call_flops(lambda: call(run.forward, sample), grad=False)
     weights = sum(parameter.numel() for parameter in run.model.parameters())
-    return 3.0 * count(target) * max(counted, 2 * weights)
+    return 3.0 * count(target) * max(forward_flops, 2 * weights)

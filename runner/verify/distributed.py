@@ -21,30 +21,37 @@ from runner.distributed.config import Compression, DistributedConfig, Distribute
 from runner.distributed.launch import count_processes
 from runner.distributed.place import find_place
 from runner.errors import ConfigError, RunnerError
-from runner.verify.end_state import EndState, ValueKey, Values, equal, read_end_state, saved_steps
-from runner.verify.processes import ReferencePrecision, prepared, train_apart
+from runner.verify.end_state import (
+    EndState,
+    ValueKey,
+    Values,
+    is_bit_equal,
+    read_end_state,
+    saved_steps,
+)
+from runner.verify.processes import ReferencePrecision, prepare_config, train_in_processes
 
 STEPS = 10
-ROUNDED = 100.0
+ROUNDING_FACTOR = 100.0
 """Factor on the effect of one rounding of each weight, in fp64. Measured with 2 processes: ≤ 2."""
-COARSE = 10_000.0
+COARSE_FACTOR = 10_000.0
 """The same factor if the model does not run in fp64: kernels depend on the batch size."""
-PRECISION = 10.0
+PRECISION_FACTOR = 10.0
 """Factor on the single process's distance from fp64."""
-FLOOR = 1e-12
+MIN_LIMIT = 1e-12
 """Limit of a value that shows no rounding in the steps made."""
-ROUNDING = set("tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split())
+ROUNDING_TECHNIQUES = "tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split()
 """Techniques that change rounding or lack fp64 kernels: own precision only."""
-OPTIONS = "optimizer.param_groups."  # are given by the config
-COMPARED = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
+OPTIMIZER_OPTIONS = "optimizer.param_groups."  # are given by the config
+COMPARED_KINDS = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
 FP64 = "fp64"
-OWN = "the run's own precision"
+OWN_PRECISION = "the run's own precision"
 
 
 class Distance(NamedTuple):
     """The difference of one value, relative to the largest number of its group."""
 
-    item: ValueKey
+    key: ValueKey
     distance: float
     limit: float
 
@@ -92,30 +99,31 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
 
     Dropout is off, since each process draws its own. Raises ConfigError if there is one process.
     """
-    size = _count(config)
-    config = prepared(config, steps, checkpoint_every=max(1, steps // 2))
+    size = _count_processes(config)
+    config = prepare_config(config, steps, checkpoint_every=max(1, steps // 2))
     config.monitoring.every = 1
-    one = deepcopy(config)
-    one.distributed = DistributedConfig()
-    with TemporaryDirectory(dir=folder, prefix="verify-") as place:
-        runs = EqualityCheck(Path(place))
-        double, silent = ReferencePrecision(True, double=True), ReferencePrecision(True)
+    single_config = deepcopy(config)
+    single_config.distributed = DistributedConfig()
+    with TemporaryDirectory(dir=folder, prefix="verify-") as temporary:
+        check = EqualityCheck(Path(temporary))
+        fp64, own_precision = ReferencePrecision(True, fp64=True), ReferencePrecision(True)
         try:
-            exact = runs.train("one", in_fp64(one), double)
+            single = check.train("one", without_reduced_precision(single_config), fp64)
         except RunnerError as error:
-            runs.notes.append(f"not compared in fp64, so limits are coarse: {error}")
-            exact = runs.train("one own", one, silent)
-            limits = runs.limits_by_rounding(exact, one, double=False)
+            check.notes.append(f"not compared in fp64, so limits are coarse: {error}")
+            single = check.train("one own", single_config, own_precision)
+            limits = check.limits_by_rounding(single, single_config, fp64=False)
         else:
-            limits = runs.limits_by_rounding(exact, in_fp64(one), double=True)
-            runs.compare(FP64, exact, in_fp64(config), double, limits)
-            own = runs.train("one own", one, silent)
-            limits = measured_limits(exact.values, own.values, PRECISION)
-        runs.compare(OWN, exact, config, silent, limits)
-    return runs.result(steps, config.distributed, size, exact.facts)
+            exact_config = without_reduced_precision(single_config)
+            limits = check.limits_by_rounding(single, exact_config, fp64=True)
+            check.compare(FP64, single, without_reduced_precision(config), fp64, limits)
+            single_own = check.train("one own", single_config, own_precision)
+            limits = measured_limits(single.values, single_own.values, PRECISION_FACTOR)
+        check.compare(OWN_PRECISION, single, config, own_precision, limits)
+    return check.result(steps, config.distributed, size, single.facts)
 
 
-def _count(config: RunConfig) -> int:
+def _count_processes(config: RunConfig) -> int:
     size = 1 if config.distributed.kind is DistributedKind.none else count_processes(config)
     if place := find_place():
         problem = f"starts its own processes, but {place.by} has started {place.size}"
@@ -127,11 +135,11 @@ def _count(config: RunConfig) -> int:
     return size
 
 
-def in_fp64(config: RunConfig) -> RunConfig:
+def without_reduced_precision(config: RunConfig) -> RunConfig:
     """Return the config without techniques and compression that reduce precision."""
     config = deepcopy(config)
     for name, technique in config.optimization.techniques():
-        technique.enabled = technique.enabled and name not in ROUNDING
+        technique.enabled = technique.enabled and name not in ROUNDING_TECHNIQUES
     config.distributed = replace(config.distributed, compression=Compression.none)
     return config
 
@@ -143,111 +151,120 @@ class EqualityCheck:
         self.folder = folder
         self.notes: list[str] = []
         self.rows: list[WorstDistance] = []
-        self.first: Distance | None = None
+        self.first_failure: Distance | None = None
         self.precision = ""
-        self.saved: set[int] = set()  # steps of the checkpoints
+        self.checkpoint_steps: set[int] = set()
 
     def train(self, name: str, config: RunConfig, precision: ReferencePrecision) -> EndState:
         """Train a config; returns its final state with the regular checkpoints."""
         folder = self.folder / name.replace(" ", "-")
-        train_apart(config, folder, precision=precision)
+        train_in_processes(config, folder, precision=precision)
         every = config.checkpoint.every or 1
         return read_end_state(folder, [step for step in saved_steps(folder) if step % every == 0])
 
     def limits_by_rounding(
-        self, exact: EndState, config: RunConfig, double: bool
+        self, single: EndState, config: RunConfig, fp64: bool
     ) -> dict[ValueKey, float]:
-        """Return each value's limit, from a run with weights moved by one rounding."""
-        nudged = self.train("nudged", config, ReferencePrecision(True, double=double, nudge=True))
-        return measured_limits(exact.values, nudged.values, ROUNDED if double else COARSE)
+        """Return each value's limit, from a run with weights changed by one rounding."""
+        precision = ReferencePrecision(True, fp64=fp64, perturb=True)
+        perturbed = self.train("perturbed", config, precision)
+        factor = ROUNDING_FACTOR if fp64 else COARSE_FACTOR
+        return measured_limits(single.values, perturbed.values, factor)
 
     def compare(
         self,
         precision: str,
-        exact: EndState,
+        single: EndState,
         config: RunConfig,
-        technique: ReferencePrecision,
+        reference_precision: ReferencePrecision,
         limits: Mapping[ValueKey, float],
     ) -> None:
         """Train with several processes and compare with the single-process run."""
-        several = self.train(f"several {precision}", config, technique)
-        found = list(distances(exact.values, several.values, limits))
-        self.saved = {item.step for item in exact.values if item.kind == "parameter"}
-        if precision == OWN:  # one rounding can flip a predicted class, so accuracies jump
+        multiple = self.train(f"several {precision}", config, reference_precision)
+        distances = list(compare_values(single.values, multiple.values, limits))
+        self.checkpoint_steps = {key.step for key in single.values if key.kind == "parameter"}
+        if precision == OWN_PRECISION:  # one rounding can flip a predicted class: accuracies jump
             smooth = ("/loss", "/grad_norm")
-            found = [d for d in found if d.item.kind != "metric" or d.item.name.endswith(smooth)]
-        self.rows += worst_by_kind(precision, found)
-        over = next((distance for distance in found if not distance.within), None)
-        if self.first is None and over is not None:
-            self.first, self.precision = over, precision
+            distances = [
+                d for d in distances if d.key.kind != "metric" or d.key.name.endswith(smooth)
+            ]
+        self.rows += worst_by_kind(precision, distances)
+        failure = next((distance for distance in distances if not distance.within), None)
+        if self.first_failure is None and failure is not None:
+            self.first_failure, self.precision = failure, precision
 
     def result(
-        self, steps: int, asked: DistributedConfig, size: int, facts: Mapping[str, Any]
+        self, steps: int, distributed: DistributedConfig, size: int, facts: Mapping[str, Any]
     ) -> DistributedEquality:
         """Return the result of all comparisons."""
-        result = DistributedEquality(steps, asked.kind.value, size, self.rows, notes=self.notes)
+        how = distributed.kind.value
+        result = DistributedEquality(steps, how, size, self.rows, notes=self.notes)
         if facts["dropout"]:
             text = "dropout is off in the comparison: each process has its own random numbers"
             self.notes.append(text)
-        if self.first is None:
+        if (first := self.first_failure) is None:
             return result
+        saved = self.checkpoint_steps
         return replace(
             result,
-            first=f"{self.first.item} in {self.precision}",
-            distance=self.first.distance,
-            limit=self.first.limit,
-            cause=likely_cause(self.first.item, self.precision, asked, facts, self.saved),
+            first=f"{first.key} in {self.precision}",
+            distance=first.distance,
+            limit=first.limit,
+            cause=likely_cause(first.key, self.precision, distributed, facts, saved),
         )
 
 
-def scales(values: Values) -> dict[tuple[str, str], float]:
+def largest_by_group(values: Values) -> dict[tuple[str, str], float]:
     """Return the largest absolute value per group of values."""
     sizes: dict[tuple[str, str], float] = {}
-    for item, value in values.items():
-        group = _group(item)
-        sizes[group] = max(sizes.get(group, 0.0), _largest(value))
+    for key, value in values.items():
+        group = _group(key)
+        sizes[group] = max(sizes.get(group, 0.0), _largest_magnitude(value))
     return sizes
 
 
-def _group(item: ValueKey) -> tuple[str, str]:
+def _group(key: ValueKey) -> tuple[str, str]:
     """Return the group of a value; optimizer states and averages are grouped over all weights."""
-    together = item.kind in ("optimizer", "average")
-    return item.kind, item.name.rpartition(".")[2] if together else item.name
+    together = key.kind in ("optimizer", "average")
+    return key.kind, key.name.rpartition(".")[2] if together else key.name
 
 
-def _largest(value: Any) -> float:
+def _largest_magnitude(value: Any) -> float:
     if isinstance(value, Tensor):
         return value.double().abs().max().item() if value.numel() else 0.0
     return abs(float(value)) if isinstance(value, int | float) else 0.0
 
 
-def _difference(ours: Any, theirs: Any) -> float:
+def _difference(actual: Any, expected: Any) -> float:
     """Return the largest difference; inf if missing, of another shape, or not comparable."""
-    if equal(ours, theirs):
+    if is_bit_equal(actual, expected):
         return 0.0
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return abs(ours - theirs)
-    if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and theirs.is_floating_point():
-        return _largest(ours.double() - theirs.double()) if ours.shape == theirs.shape else inf
+    if isinstance(actual, float) and isinstance(expected, float):
+        return abs(actual - expected)
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor) and expected.is_floating_point():
+        same_shape = actual.shape == expected.shape
+        return _largest_magnitude(actual.double() - expected.double()) if same_shape else inf
     return inf
 
 
-def _distances(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]:
+def _relative_differences(exact: Values, other: Values) -> Iterator[tuple[ValueKey, float]]:
     """Yield differences relative to the largest value of the group."""
-    sizes = scales(exact)
-    for item in dict.fromkeys([*exact, *other]):
+    sizes = largest_by_group(exact)
+    for key in dict.fromkeys([*exact, *other]):
         # before the first update only fused optimizers have state, which is zero
-        unused = item.kind == "optimizer" and item.step == 0
-        if item.kind in COMPARED and not item.name.startswith(OPTIONS) and not unused:
-            difference = _difference(other.get(item), exact.get(item))
-            size = sizes.get(_group(item), 0.0)
-            yield item, difference / size if size else difference
+        unused = key.kind == "optimizer" and key.step == 0
+        if key.kind in COMPARED_KINDS and not key.name.startswith(OPTIMIZER_OPTIONS) and not unused:
+            difference = _difference(other.get(key), exact.get(key))
+            size = sizes.get(_group(key), 0.0)
+            yield key, difference / size if size else difference
 
 
-def distances(exact: Values, other: Values, limits: Mapping[ValueKey, float]) -> Iterator[Distance]:
+def compare_values(
+    exact: Values, other: Values, limits: Mapping[ValueKey, float]
+) -> Iterator[Distance]:
     """Yield each value's distance and limit, in order of steps."""
-    for item, distance in _distances(exact, other):
-        yield Distance(item, distance, limits.get(item, FLOOR))
+    for key, distance in _relative_differences(exact, other):
+        yield Distance(key, distance, limits.get(key, MIN_LIMIT))
 
 
 def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKey, float]:
@@ -257,20 +274,20 @@ def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKe
     """
     largest: dict[str, float] = {}
     kinds: dict[ValueKey, str] = {}
-    for item, distance in _distances(exact, other):
-        kinds[item] = kind = f"{item.kind} {item.name if item.kind == 'metric' else ''}"
+    for key, distance in _relative_differences(exact, other):
+        kinds[key] = kind = f"{key.kind} {key.name if key.kind == 'metric' else ''}"
         if distance < inf:
             largest[kind] = max(largest.get(kind, 0.0), distance)
-    return {item: factor * largest.get(kind, 0.0) + FLOOR for item, kind in kinds.items()}
+    return {key: factor * largest.get(kind, 0.0) + MIN_LIMIT for key, kind in kinds.items()}
 
 
-def worst_by_kind(precision: str, found: list[Distance]) -> list[WorstDistance]:
+def worst_by_kind(precision: str, distances: list[Distance]) -> list[WorstDistance]:
     """Return the worst distance of each kind."""
     rows = []
-    for kind in dict.fromkeys(each.item.kind for each in found):
-        group = [each for each in found if each.item.kind == kind]
+    for kind in dict.fromkeys(each.key.kind for each in distances):
+        group = [each for each in distances if each.key.kind == kind]
         worst = max(group, key=lambda each: each.distance / each.limit)
-        name, step = worst.item.name, worst.item.step
+        name, step = worst.key.name, worst.key.step
         rows.append(
             WorstDistance(precision, kind, len(group), name, step, worst.distance, worst.limit)
         )
@@ -280,9 +297,9 @@ def worst_by_kind(precision: str, found: list[Distance]) -> list[WorstDistance]:
 def likely_cause(
     first: ValueKey,
     precision: str,
-    asked: DistributedConfig,
+    distributed: DistributedConfig,
     facts: Mapping[str, Any],
-    saved: Set[int],
+    checkpoint_steps: Set[int],
 ) -> str:
     """Return the likely cause of the first value beyond its limit."""
     if facts["draws"]:
@@ -290,20 +307,20 @@ def likely_cause(
             "the model draws random numbers other than dropout's in training, different in each "
             "process: not comparable; disable them to compare the rest"
         )
-    if facts["batchnorm"] and not asked.sync_batchnorm:
+    if facts["batchnorm"] and not distributed.sync_batchnorm:
         return (
             "BatchNorm normalises by each process's own part of the batch: "
             "distributed.sync_batchnorm=false"
         )
-    if precision == OWN and asked.compression is not Compression.none:
-        return f"gradients are sent in {asked.compression.value}: distributed.compression"
-    if precision == OWN:
+    if precision == OWN_PRECISION and distributed.compression is not Compression.none:
+        return f"gradients are sent in {distributed.compression.value}: distributed.compression"
+    if precision == OWN_PRECISION:
         return "fp64 agrees: a technique that rounds otherwise with a part of the batch"
-    return _cause_by_place(first, saved)
+    return _cause_by_key(first, checkpoint_steps)
 
 
-def _cause_by_place(first: ValueKey, saved: Set[int]) -> str:
-    if first.kind == "metric" and first.name.startswith("val/") and first.step in saved:
+def _cause_by_key(first: ValueKey, checkpoint_steps: Set[int]) -> str:
+    if first.kind == "metric" and first.name.startswith("val/") and first.step in checkpoint_steps:
         return "training agrees up to this step: buffers or averages that validation reads"
     if first.kind == "metric" and first.name == "train/loss" and first.step == 1:
         return (

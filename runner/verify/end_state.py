@@ -15,19 +15,20 @@ from torch import Tensor
 from runner.checkpoint.folder import FOLDER, is_checkpoint, steps
 from runner.checkpoint.reading import load
 from runner.record.storage import read_record
-from runner.verify.processes import FACTS
+from runner.verify.processes import FACTS_FILE
 
-ROWS = ("train", "val", "test")  # splits of metrics.jsonl to compare; others describe the machine
-MACHINE = {"record", "choices", "settings", "config_hash", "seed", "steps_per_epoch", "threads"}
+COMPARED_SPLITS = ("train", "val", "test")
+"""Splits of metrics.jsonl to compare; others describe the machine."""
+IGNORED_STATE = set("record choices settings config_hash seed steps_per_epoch threads".split())
 """Parts of a checkpoint's state that do not affect results after the run is built."""
-KINDS = {
+STATE_KINDS = {
     **dict.fromkeys(("planned", "clean", "progress", "reader"), "progress"),
     "stability": "guard",
     "inputs": "guard",
     "history": "fault",
     "random": "random",
 }
-UPDATE = {"average": "average", "scale": "loss_scale"}
+UPDATE_KINDS = {"average": "average", "scale": "loss_scale"}
 
 
 class ValueKey(NamedTuple):
@@ -53,32 +54,32 @@ class EndState:
 
     def count(self) -> dict[str, int]:
         """Return the number of values by kind."""
-        return dict(Counter(item.kind for item in self.values))
+        return dict(Counter(key.kind for key in self.values))
 
 
-def read_end_state(folder: Path, only: Iterable[int] | None = None) -> EndState:
-    """Read the results of the run in `folder`, with the checkpoints of steps `only` (None: all).
+def read_end_state(folder: Path, checkpoint_steps: Iterable[int] | None = None) -> EndState:
+    """Read the results of the run in `folder`, with the checkpoints of these steps (None: all).
 
     Raises CheckpointError if one is damaged.
     """
     facts = {}
-    if (folder / FACTS).is_file():
-        facts = json.loads(read_record(folder / FACTS))
-    values = read_rows(folder)
+    if (folder / FACTS_FILE).is_file():
+        facts = json.loads(read_record(folder / FACTS_FILE))
+    values = read_metrics(folder)
     parameters = set(facts.get("parameters", ()))
     for step, path in saved_steps(folder).items():
-        if only is None or step in only:
+        if checkpoint_steps is None or step in checkpoint_steps:
             restored = load(path)
-            values |= dict(_state(step, restored.model, restored.state, parameters))
-    ordered = sorted(values, key=_order)
-    return EndState({item: values[item] for item in ordered}, facts)
+            values |= dict(_checkpoint_values(step, restored.model, restored.state, parameters))
+    ordered = sorted(values, key=_sort_key)
+    return EndState({key: values[key] for key in ordered}, facts)
 
 
-def _order(item: ValueKey) -> tuple[int, int]:
+def _sort_key(key: ValueKey) -> tuple[int, int]:
     """Sort key: by step, training metrics, then checkpoint, then validation."""
-    if item.kind != "metric":
-        return item.step, 1
-    return item.step, 0 if item.name.startswith("train/") else 2
+    if key.kind != "metric":
+        return key.step, 1
+    return key.step, 0 if key.name.startswith("train/") else 2
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
@@ -87,18 +88,18 @@ def saved_steps(folder: Path) -> dict[int, Path]:
     return {step: saved[step] for step in sorted(saved) if is_checkpoint(saved[step])}
 
 
-def read_rows(folder: Path) -> Values:
+def read_metrics(folder: Path) -> Values:
     """Read the metrics of a run."""
     values: Values = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         step, split = row.pop("step"), row.pop("split")
-        if split in ROWS:
+        if split in COMPARED_SPLITS:
             values |= {ValueKey(step, "metric", f"{split}/{key}"): row[key] for key in row}
     return values
 
 
-def _state(
+def _checkpoint_values(
     step: int, model: Mapping[str, Any], state: Mapping[str, Any], parameters: set[str]
 ) -> Iterator[tuple[ValueKey, Any]]:
     """Yield the values of a checkpoint, in the order in which they are restored."""
@@ -107,12 +108,12 @@ def _state(
         yield ValueKey(step, kind, name), value
     for part, content in state["update"].items():
         for path, value in _leaves(content, part):
-            yield ValueKey(step, UPDATE.get(part, "optimizer"), path), value
+            yield ValueKey(step, UPDATE_KINDS.get(part, "optimizer"), path), value
     for part, content in state.items():
-        if part == "update" or part in MACHINE:
+        if part == "update" or part in IGNORED_STATE:
             continue
         for path, value in _leaves(content, part, 1 if part == "random" else 9):
-            yield ValueKey(step, KINDS.get(part, part), path), value
+            yield ValueKey(step, STATE_KINDS.get(part, part), path), value
 
 
 def _leaves(value: Any, path: str, depth: int = 9) -> Iterator[tuple[str, Any]]:
@@ -124,13 +125,13 @@ def _leaves(value: Any, path: str, depth: int = 9) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{path}.{key}", depth - 1)
 
 
-def differing(ours: Values, theirs: Values) -> list[ValueKey]:
+def differing_keys(values: Values, others: Values) -> list[ValueKey]:
     """Return the keys of values that are not bit-equal, in order of computation."""
-    items = sorted(dict.fromkeys([*ours, *theirs]), key=_order)
-    return [item for item in items if not equal(ours.get(item), theirs.get(item))]
+    keys = sorted(dict.fromkeys([*values, *others]), key=_sort_key)
+    return [key for key in keys if not is_bit_equal(values.get(key), others.get(key))]
 
 
-def equal(a: Any, b: Any) -> bool:
+def is_bit_equal(a: Any, b: Any) -> bool:
     """Whether both are bit-equal: NaN equals itself, and -0 differs from 0."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return repr(a) == repr(b)

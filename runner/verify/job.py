@@ -21,42 +21,42 @@ from runner.record.storage import write_json
 from runner.record.text import json_safe
 from runner.verify import distributed, resume
 from runner.verify.distributed import FP64, DistributedEquality, verify_distributed
-from runner.verify.rerun import Repetition, verify_rerun
-from runner.verify.resume import Continuation, verify_resume
+from runner.verify.rerun import RerunEquality, verify_rerun
+from runner.verify.resume import ResumeEquality, verify_resume
 
-Verified = Parity | Continuation | DistributedEquality | Repetition
+VerificationResult = Parity | ResumeEquality | DistributedEquality | RerunEquality
 Lines = list[tuple[str, str]]
 
 
-def main(config: RunConfig, folder: Path) -> Verified:
+def main(config: RunConfig, folder: Path) -> VerificationResult:
     """Run the check, print it, write `verify.json`; raises NotVerified if it fails."""
-    what, verify, asked = config.verify.what, config.verify, config_hash(config)
+    what, verify, requested_hash = config.verify.what, config.verify, config_hash(config)
     if config.optimization.level == "auto":
         from runner.benchmark.auto.resolve import resolve_config
 
         config = resolve_config(config, folder)
-    result: Verified
+    result: VerificationResult
     if what is VerifyKind.parity:
-        plain = without_techniques(config)
-        result = check_parity(config, plain, verify.steps, attribute=verify.attribute)
+        baseline = without_techniques(config)
+        result = check_parity(config, baseline, verify.steps, attribute=verify.attribute)
     elif what is VerifyKind.distributed:
         result = verify_distributed(config, folder, verify.steps or distributed.STEPS)
     elif what is VerifyKind.run:
-        result = verify_rerun(config, folder, asked)
+        result = verify_rerun(config, folder, requested_hash)
     else:
         result = verify_resume(config, folder, verify.steps or resume.STEPS)
     path = folder / "verify.json"
     # JSON has no Inf and NaN, so they become text
-    report = {"what": what.value, "verdict": verdict(result), **json_safe(asdict(result), str)}
+    report = {"what": what.value, "verdict": verdict_text(result), **json_safe(asdict(result), str)}
     write_json(path, report)
-    print_stdout(show(result))
+    print_stdout(format_result(result))
     print_stdout("", f"as JSON: {path}", soft_wrap=True)
-    if verdict(result) == "FAIL":
-        raise NotVerified(_complaint(result))
+    if verdict_text(result) == "FAIL":
+        raise NotVerified(_failure_message(result))
     return result
 
 
-def verdict(result: Verified) -> str:
+def verdict_text(result: VerificationResult) -> str:
     """Return FAIL, or the degree of agreement."""
     if isinstance(result, Parity):
         return result.verdict.value
@@ -65,12 +65,12 @@ def verdict(result: Verified) -> str:
     return "exact" if result.exact else "FAIL"
 
 
-def _complaint(result: Verified) -> str:
+def _failure_message(result: VerificationResult) -> str:
     if isinstance(result, DistributedEquality):
         return f"distributed: {result.first}: {result.cause}"
-    if isinstance(result, Repetition):
+    if isinstance(result, RerunEquality):
         return f"run: not reproduced: {result.differing[0]}: {result.cause}"
-    if isinstance(result, Continuation):
+    if isinstance(result, ResumeEquality):
         return f"resume: not exact: {', '.join(result.differing[:3])}: {result.cause}"
     culprits = " with ".join(f"optimization.{name}" for name in result.culprits) or "optimization"
     return f"parity: {culprits}: {result.first}"
@@ -79,22 +79,23 @@ def _complaint(result: Verified) -> str:
 # -- display, for 80 columns -----------------------------------------------------------------------
 
 
-def show(result: Verified) -> RenderableType:
+def format_result(result: VerificationResult) -> RenderableType:
     """Return the verdict with its evidence, and the worst value of each kind."""
     tables: list[RenderableType] = []
     if isinstance(result, Parity):
-        (heading, lines), tables = _describe_parity(result), [Text(), _show_rows(result.rows)]
+        (heading, lines), tables = _describe_parity(result), [Text(), _parity_table(result.rows)]
     elif isinstance(result, DistributedEquality):
-        (heading, lines), tables = _describe_equality(result), [Text(), _show_distances(result)]
+        (heading, lines), tables = _describe_equality(result), [Text(), _distance_table(result)]
     else:
         heading, lines = (
-            _describe_repetition(result)
-            if isinstance(result, Repetition)
+            _describe_rerun(result)
+            if isinstance(result, RerunEquality)
             else _describe_resume(result)
         )
         counts = ", ".join(f"{count} {kind} values" for kind, count in result.compared.items())
         lines.insert(0, ("compared", counts))
-    rows = [("verdict", verdict(result), "bold red" if verdict(result) == "FAIL" else "green")]
+    text = verdict_text(result)
+    rows = [("verdict", text, "bold red" if text == "FAIL" else "green")]
     rows += [(name, value, "bold red" if name == "culprit" else "") for name, value in lines]
     return Group(Text(heading, style="bold cyan"), facts_table(rows, 12), *tables)
 
@@ -102,30 +103,30 @@ def show(result: Verified) -> RenderableType:
 def _describe_parity(result: Parity) -> tuple[str, Lines]:
     lines = [("first", str(result.first))] if result.first is not None else []
     if result.culprits:
-        apart = result.alone and "FAIL" not in result.alone.values()
-        together = " (each passes alone)" if apart and len(result.culprits) > 1 else ""
-        lines.append(("culprit", " + ".join(result.culprits) + together))
+        pass_alone = result.alone and "FAIL" not in result.alone.values()
+        suffix = " (each passes alone)" if pass_alone and len(result.culprits) > 1 else ""
+        lines.append(("culprit", " + ".join(result.culprits) + suffix))
     lines.append(("techniques", ", ".join(result.techniques) or "none took"))
     lines += [("", f"not {name}: {reason}") for name, reason in result.refused.items()]
-    lines += [("", f"{name} alone: {verdict}") for name, verdict in result.alone.items()]
+    lines += [("", f"{name} alone: {outcome}") for name, outcome in result.alone.items()]
     lines.append(("precision", f"{result.precision}, compared with {result.reference}"))
     lines += [("note", note) for note in result.notes]
     lines += [("not judged", omission) for omission in result.not_judged]
     return f"parity over {result.steps} steps", lines
 
 
-def _describe_resume(result: Continuation) -> tuple[str, Lines]:
-    which = f"process {result.rank} of {result.processes}" if result.processes > 1 else "it"
+def _describe_resume(result: ResumeEquality) -> tuple[str, Lines]:
+    process = f"process {result.rank} of {result.processes}" if result.processes > 1 else "it"
     lines = [("techniques", ", ".join(result.techniques) or "none")]
     lines += [("differs", name) for name in result.differing[:10]]
     lines += [("likely cause", result.cause)] if result.cause else []
     return (
-        f"{result.steps} uninterrupted steps, compared with {which} killed after step "
+        f"{result.steps} uninterrupted steps, compared with {process} killed after step "
         f"{result.killed} and resumed from {result.cut}"
     ), lines
 
 
-def _describe_repetition(result: Repetition) -> tuple[str, Lines]:
+def _describe_rerun(result: RerunEquality) -> tuple[str, Lines]:
     lines = []
     if result.differing:
         first = f"{result.differing[0]}: was {result.was}, now {result.now}"
@@ -146,7 +147,7 @@ def _describe_equality(result: DistributedEquality) -> tuple[str, Lines]:
     return f"{result.steps} steps {how}", lines
 
 
-def _show_rows(rows: list[ParityRow]) -> Table:
+def _parity_table(rows: list[ParityRow]) -> Table:
     table = []
     for kind in dict.fromkeys(row.kind for row in rows):
         group = [row for row in rows if row.kind == kind]
@@ -157,7 +158,7 @@ def _show_rows(rows: list[ParityRow]) -> Table:
     return _kinds_table(("tensors", "step", "worst error", "explained", "in"), table)
 
 
-def _show_distances(result: DistributedEquality) -> Table:
+def _distance_table(result: DistributedEquality) -> Table:
     table = []
     for row in result.rows:
         kind = row.kind if row.precision == FP64 else f"{row.kind}, own precision"
@@ -170,8 +171,8 @@ def _kinds_table(headings: tuple[str, ...], rows: Iterable[tuple[bool, tuple[str
     """Return a table with a row per kind; rows beyond the limit are red."""
     table = Table("kind", box=None, padding=(0, 1), pad_edge=False)
     for heading in headings:
-        right = heading != headings[-1]
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+        is_number = heading != headings[-1]
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
     for within, cells in rows:
         table.add_row(*(plain_text(cell, "" if within else "bold red") for cell in cells))
     return table

@@ -23,17 +23,17 @@ from runner.distributed.place import Place
 from runner.distributed.rank import start
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobConfig
-from runner.parity.dropout import silence
-from runner.parity.numerics import double, nudge
+from runner.parity.dropout import zero_dropout
+from runner.parity.numerics import perturb_weights, to_fp64
 from runner.record.storage import replace_text
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.resume import save
 from runner.training.run import Run
 
-FACTS = "facts.json"
-LOG = "console.log"
-TECHNIQUE = "verified"  # name of ReferencePrecision in `optimization.extra`
+FACTS_FILE = "facts.json"
+LOG_FILE = "console.log"
+PRECISION_TECHNIQUE = "verified"  # name of ReferencePrecision in `optimization.extra`
 
 
 @dataclass
@@ -45,7 +45,7 @@ class RunProbe(Hook):
     kill_rank: int = 0
     save_at: int = 0
     save_again: bool = False  # a resumed run saves its restored state before the first step
-    draws: bool = False  # whether a step has drawn random numbers
+    has_drawn: bool = False  # whether a step has drawn random numbers
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -58,7 +58,7 @@ class RunProbe(Hook):
 
     def on_step(self, run: Run, step: Step) -> Verdict:
         """Save, kill or stop at the configured steps; pending checkpoints are written first."""
-        self.draws = self.draws or _has_drawn(run.device.torch)
+        self.has_drawn = self.has_drawn or _has_drawn(run.device.torch)
         if step.number == self.save_at:
             save(run)
         if step.number == self.kill_at:
@@ -70,27 +70,28 @@ class RunProbe(Hook):
     def _write(self, run: Run) -> None:
         if run.folder is None or not run.writes:
             return
-        types = {type(module).__name__ for module in run.model.modules()}
-        silent = next(
+        module_types = {type(module).__name__ for module in run.model.modules()}
+        silenced = next(
             (t.silenced for _, t in run.techniques if isinstance(t, ReferencePrecision)), 0
         )
         facts = {
             "parameters": [n for n, _ in run.model.named_parameters(remove_duplicate=False)],
-            "techniques": [name for name, _ in run.techniques if name != TECHNIQUE],
-            "batchnorm": any("BatchNorm" in name for name in types),
-            "dropout": silent > 0,
-            "draws": self.draws,
+            "techniques": [name for name, _ in run.techniques if name != PRECISION_TECHNIQUE],
+            "batchnorm": any("BatchNorm" in name for name in module_types),
+            "dropout": silenced > 0,
+            "draws": self.has_drawn,
         }
-        replace_text(run.folder / FACTS, json.dumps(facts))
+        replace_text(run.folder / FACTS_FILE, json.dumps(facts))
 
 
 def _has_drawn(device: torch.device) -> bool:
     """Whether the generators have advanced since the step seeded them."""
     state = torch.get_rng_state()
-    drawn = not torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), state)
+    seeded = torch.Generator().manual_seed(torch.initial_seed())
+    drawn = not torch.equal(seeded.get_state(), state)
     if device.type == "cuda":
-        own = torch.Generator(device).manual_seed(torch.cuda.initial_seed())
-        drawn = drawn or not torch.equal(own.get_state(), torch.cuda.get_rng_state(device))
+        seeded = torch.Generator(device).manual_seed(torch.cuda.initial_seed())
+        drawn = drawn or not torch.equal(seeded.get_state(), torch.cuda.get_rng_state(device))
     return drawn
 
 
@@ -98,29 +99,29 @@ def _has_drawn(device: torch.device) -> bool:
 class ReferencePrecision(Technique):
     """Runs a reference in another precision, with dropout disabled."""
 
-    double: bool = False  # everything in fp64
-    nudge: bool = False  # move each weight by one rounding
+    fp64: bool = False  # everything in fp64
+    perturb: bool = False  # change each weight by one rounding
     silenced: int = 0  # number of disabled dropouts
 
     def apply(self, draft: RunBuilder) -> None:
         """Modify the model before its average is made and before it is distributed."""
-        self.silenced = silence(draft.model)
-        if self.double:
+        self.silenced = zero_dropout(draft.model)
+        if self.fp64:
             draft.model.double()
-            draft.placements.append(double)
+            draft.placements.append(to_fp64)
             loss: Any = getattr(draft.objective, "loss", None)
             if getattr(loss, "class_weights", None) is not None:
                 loss.class_weights = loss.class_weights.double()
-        if self.nudge:
-            nudge(draft.model, seed=1)
+        if self.perturb:
+            perturb_weights(draft.model, seed=1)
 
     def engaged(self, run: Run) -> Evidence:
         """Whether the weights are in fp64, if requested."""
-        kinds = {p.dtype for p in run.model.parameters() if p.is_floating_point()}
-        return Evidence(not self.double or kinds == {torch.float64}, "weights are not in fp64")
+        dtypes = {p.dtype for p in run.model.parameters() if p.is_floating_point()}
+        return Evidence(not self.fp64 or dtypes == {torch.float64}, "weights are not in fp64")
 
 
-def prepared(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
+def prepare_config(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
     """Return the config for `steps` steps, keeping all checkpoints."""
     config = deepcopy(config)
     training = config.training
@@ -128,10 +129,10 @@ def prepared(config: RunConfig, steps: int, checkpoint_every: int) -> RunConfig:
     training.validate_every = max(1, steps // 4)
     config.checkpoint.enabled, config.checkpoint.resume = True, "none"
     config.checkpoint.every, config.checkpoint.keep = checkpoint_every, steps
-    return unobserved(config)
+    return without_monitoring(config)
 
 
-def unobserved(config: RunConfig) -> RunConfig:
+def without_monitoring(config: RunConfig) -> RunConfig:
     """Return the config as for job=train, without progress display and debug tools."""
     config = copy(config)
     config.job, config.debug = JobConfig(), replace(DebugConfig(), hooks=config.debug.hooks)
@@ -140,7 +141,7 @@ def unobserved(config: RunConfig) -> RunConfig:
     return config
 
 
-def train_apart(
+def train_in_processes(
     config: RunConfig,
     folder: Path,
     probe: RunProbe | None = None,
@@ -155,15 +156,15 @@ def train_apart(
     probe, techniques = probe or RunProbe(), {}
     if precision is not None:
         config = copy(config)
-        techniques[TECHNIQUE] = precision
-        extra = [*config.optimization.extra, TECHNIQUE]
+        techniques[PRECISION_TECHNIQUE] = precision
+        extra = [*config.optimization.extra, PRECISION_TECHNIQUE]
         config.optimization = replace(config.optimization, extra=extra, strict=False)
-        trusted = [*config.security.trusted, TECHNIQUE]
+        trusted = [*config.security.trusted, PRECISION_TECHNIQUE]
         config.security = replace(config.security, trusted=trusted)
     given = Components(techniques=techniques, hooks=[probe])
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        run_attempt(config, folder, given, count_processes(config), begin=_start)
+        run_attempt(config, folder, given, count_processes(config), begin=_start_logged)
     except AttemptLost as lost:
         if not probe.kill_at or "SIGKILL" not in str(lost):
             raise UsageError(f"the verified run ended early: {lost}") from None
@@ -172,8 +173,8 @@ def train_apart(
             raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")
 
 
-def _start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
+def _start_logged(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
     """Process entry: redirect output to a log file, then train."""
     with suppress(OSError):
-        redirect_output(folder / LOG)
+        redirect_output(folder / LOG_FILE)
     start(config, folder, given, place)

@@ -17,10 +17,10 @@ from runner.errors import CheckpointError, StorageError
 from runner.record.storage import read_record
 from runner.record.text import shorten
 from runner.training.summary import Summary
-from runner.verify.end_state import differing, read_rows, saved_steps
-from runner.verify.processes import RunProbe, train_apart, unobserved
+from runner.verify.end_state import differing_keys, read_metrics, saved_steps
+from runner.verify.processes import RunProbe, train_in_processes, without_monitoring
 
-ORDER = ("config", "data", "technique", "choice", "threads", "cpu", "device", "version", "code")
+CHANGE_KINDS = "config data technique choice threads cpu device version code".split()
 """Kinds of changes, most likely cause first."""
 UNEXPLAINED = (
     "no recorded fact differs: nondeterministic steps "
@@ -29,7 +29,7 @@ UNEXPLAINED = (
 
 
 @dataclass(frozen=True)
-class Repetition:
+class RerunEquality:
     """The comparison of a recorded run with a repetition."""
 
     run: str
@@ -48,50 +48,52 @@ class Repetition:
         return not self.differing
 
 
-def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> Repetition:
+def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEquality:
     """Repeat the run that `checkpoint.resume` names, in new processes.
 
     A run that ended early is repeated up to its last step. Raises CheckpointError if it has no
     record or no steps.
     """
     recorded = find_run(Path(config.checkpoint.resume))
-    then = Summary.read(recorded)
-    if not then.steps:
+    summary = Summary.read(recorded)
+    if not summary.steps:
         raise CheckpointError(f"{recorded}: the run has no steps to compare")
-    again = deepcopy(unobserved(config))
-    again.checkpoint.resume, again.checkpoint.enabled = "none", True
-    with TemporaryDirectory(dir=folder, prefix="verify-") as place:
-        whole = then.status == "done"
-        train_apart(again, Path(place), RunProbe(stop_at=0 if whole else then.steps))
-        return compare_runs(recorded, Path(place), then, config_hash)
+    repeat_config = deepcopy(without_monitoring(config))
+    repeat_config.checkpoint.resume, repeat_config.checkpoint.enabled = "none", True
+    with TemporaryDirectory(dir=folder, prefix="verify-") as temporary:
+        probe = RunProbe(stop_at=0 if summary.status == "done" else summary.steps)
+        train_in_processes(repeat_config, Path(temporary), probe)
+        return compare_runs(recorded, Path(temporary), summary, config_hash)
 
 
-def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -> Repetition:
+def compare_runs(
+    recorded: Path, repeated: Path, summary: Summary, config_hash: str
+) -> RerunEquality:
     """Compare the metrics of both, and the weights of their last common checkpoint."""
-    before, after = read_rows(recorded), read_rows(again)
-    if then.status != "done":  # it may have ended before a validation
-        after = {key: value for key, value in after.items() if key in before}
-    keys, notes = differing(before, after), list[str]()
+    metrics, new_metrics = read_metrics(recorded), read_metrics(repeated)
+    if summary.status != "done":  # it may have ended before a validation
+        new_metrics = {key: value for key, value in new_metrics.items() if key in metrics}
+    keys, notes = differing_keys(metrics, new_metrics), list[str]()
     names, was, now = [str(key) for key in keys], "", ""
     if keys:
-        first = [repr(v[keys[0]]) if keys[0] in v else "missing" for v in (before, after)]
+        first = [repr(v[keys[0]]) if keys[0] in v else "missing" for v in (metrics, new_metrics)]
         was, now = first
-    own, others = _digests(recorded), _digests(again)
-    step = max(own.keys() & others.keys(), default=None)
+    digests, new_digests = _digests(recorded), _digests(repeated)
+    step = max(digests.keys() & new_digests.keys(), default=None)
     if step is None:
         notes.append("weights are not compared: no checkpoints of the same step")
-    elif own[step] != others[step]:
+    elif digests[step] != new_digests[step]:
         names.append(f"weights at step {step}")
-        was, now = was or own[step], now or others[step]
-    changes = _changes(recorded, again)
-    if config_hash != then.config_hash:
+        was, now = was or digests[step], now or new_digests[step]
+    changes = _find_changes(recorded, repeated)
+    if config_hash != summary.config_hash:
         changes.insert(0, "config: changed by typed overrides or by this version's defaults")
-    if not any(key.startswith("data") for key, _ in _facts(recorded)):
+    if not any(key.startswith("data") for key, _ in _read_facts(recorded)):
         notes.append("the run has no digest of its data: changed data would not be detected")
-    return Repetition(
+    return RerunEquality(
         str(recorded),
-        then.steps,
-        {"metric": len(before), "weights": int(step is not None)},
+        summary.steps,
+        {"metric": len(metrics), "weights": int(step is not None)},
         names,
         was,
         now,
@@ -101,13 +103,13 @@ def compare_runs(recorded: Path, again: Path, then: Summary, config_hash: str) -
     )
 
 
-def find_run(where: Path) -> Path:
+def find_run(path: Path) -> Path:
     """Return the folder of the named run, or of the run with the named checkpoint."""
-    inside = [where, *where.resolve().parents[:2]]
-    for folder in inside:
+    candidates = [path, *path.resolve().parents[:2]]
+    for folder in candidates:
         if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
             return folder
-    raise CheckpointError(f"checkpoint.resume: {where} has no summary.json and metrics.jsonl")
+    raise CheckpointError(f"checkpoint.resume: {path} has no summary.json and metrics.jsonl")
 
 
 def _digests(run: Path) -> dict[int, str]:
@@ -121,16 +123,16 @@ def _digests(run: Path) -> dict[int, str]:
     return digests
 
 
-def _changes(recorded: Path, again: Path) -> list[str]:
+def _find_changes(recorded: Path, repeated: Path) -> list[str]:
     """Return the recorded facts that differ between the runs."""
-    then, now = dict(_facts(recorded)), dict(_facts(again))
+    then, now = dict(_read_facts(recorded)), dict(_read_facts(repeated))
     keys = [key for key in then if key in now and then[key] != now[key]]
-    keys.sort(key=lambda key: ORDER.index(key.partition(" ")[0]))
-    texts = ((key, shorten(str(then[key]), 80), shorten(str(now[key]), 80)) for key in keys)
-    return [f"{key}: was {was}, now {new}" for key, was, new in texts]
+    keys.sort(key=lambda key: CHANGE_KINDS.index(key.partition(" ")[0]))
+    rows = ((key, shorten(str(then[key]), 80), shorten(str(now[key]), 80)) for key in keys)
+    return [f"{key}: was {was}, now {new}" for key, was, new in rows]
 
 
-def _facts(run: Path) -> Iterator[tuple[str, Any]]:
+def _read_facts(run: Path) -> Iterator[tuple[str, Any]]:
     """Yield the recorded facts on which results may depend."""
     with suppress(StorageError):
         summary = Summary.read(run)

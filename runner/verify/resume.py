@@ -8,15 +8,15 @@ from tempfile import TemporaryDirectory
 
 from runner.config import RunConfig
 from runner.errors import CheckpointError, RunnerError, UsageError
-from runner.verify.end_state import ValueKey, Values, differing, read_end_state, saved_steps
-from runner.verify.processes import RunProbe, prepared, train_apart
+from runner.verify.end_state import ValueKey, Values, differing_keys, read_end_state, saved_steps
+from runner.verify.processes import RunProbe, prepare_config, train_in_processes
 
 STEPS = 20
-OPTIONS = "optimizer.param_groups."  # set by the config and the next step
+OPTIMIZER_OPTIONS = "optimizer.param_groups."  # set by the config and the next step
 
 
 @dataclass(frozen=True)
-class Continuation:
+class ResumeEquality:
     """The comparison of an uninterrupted run with a killed and resumed one."""
 
     steps: int
@@ -36,72 +36,74 @@ class Continuation:
         return not self.differing
 
 
-def verify_resume(config: RunConfig, folder: Path, steps: int = STEPS) -> Continuation:
+def verify_resume(config: RunConfig, folder: Path, steps: int = STEPS) -> ResumeEquality:
     """Train `steps` steps, and again with a process killed in the second half.
 
     The resumed run saves its restored state, so that a part which was not restored is named even if
     no result depends on it. All runs are in a temporary folder.
     """
-    cut, size = steps // 2, config.distributed.processes or 1
-    killed, rank = cut + max(1, (steps - cut) // 3), size - 1
-    short = prepared(config, steps, checkpoint_every=cut)
-    short.monitoring.every = 3  # so that the checkpoint falls between two reports
-    with TemporaryDirectory(dir=folder, prefix="verify-") as place:
-        once, twice = Path(place) / "once", Path(place) / "twice"
-        train_apart(short, twice, RunProbe(kill_at=killed, kill_rank=rank))
-        start = max(saved_steps(twice), default=0)
-        if not start:
-            raise UsageError(f"the run killed after step {killed} left no checkpoint")
+    checkpoint_every, size = steps // 2, config.distributed.processes or 1
+    kill_step, rank = checkpoint_every + max(1, (steps - checkpoint_every) // 3), size - 1
+    short_config = prepare_config(config, steps, checkpoint_every=checkpoint_every)
+    short_config.monitoring.every = 3  # so that the checkpoint falls between two reports
+    with TemporaryDirectory(dir=folder, prefix="verify-") as temporary:
+        uninterrupted, resumed = Path(temporary) / "uninterrupted", Path(temporary) / "resumed"
+        train_in_processes(short_config, resumed, RunProbe(kill_at=kill_step, kill_rank=rank))
+        resume_step = max(saved_steps(resumed), default=0)
+        if not resume_step:
+            raise UsageError(f"the run killed after step {kill_step} left no checkpoint")
         # under ddp the remaining process saves when it has lost the other
-        train_apart(short, once, RunProbe(save_at=start if start % cut else 0))
-        return compare_resumed(short, once, twice, start, killed)
+        probe = RunProbe(save_at=resume_step if resume_step % checkpoint_every else 0)
+        train_in_processes(short_config, uninterrupted, probe)
+        return compare_resumed(short_config, uninterrupted, resumed, resume_step, kill_step)
 
 
 def compare_resumed(
-    config: RunConfig, once: Path, twice: Path, start: int, killed: int
-) -> Continuation:
-    """Resume the run in `twice`, and compare it with the run in `once`."""
+    config: RunConfig, uninterrupted: Path, resumed: Path, resume_step: int, kill_step: int
+) -> ResumeEquality:
+    """Resume the run in `resumed`, and compare it with the run in `uninterrupted`."""
     config.checkpoint.resume = "auto"
-    whole = read_end_state(once)
+    expected = read_end_state(uninterrupted)
     try:
-        train_apart(config, twice, RunProbe(save_again=True))
-        names, cause = name_differences(whole.values, read_end_state(twice).values, start)
+        train_in_processes(config, resumed, RunProbe(save_again=True))
+        values = read_end_state(resumed).values
+        names, cause = name_differences(expected.values, values, resume_step)
     except RunnerError as error:
         if error.exit_code != CheckpointError.exit_code:
             raise
-        names, cause = [f"checkpoint of step {start}"], str(error)
+        names, cause = [f"checkpoint of step {resume_step}"], str(error)
     size = config.distributed.processes or 1
-    return Continuation(
+    return ResumeEquality(
         steps=config.training.steps or 0,
-        cut=start,
-        killed=killed,
-        compared=whole.count(),
+        cut=resume_step,
+        killed=kill_step,
+        compared=expected.count(),
         differing=names,
-        techniques=list(whole.facts["techniques"]),
+        techniques=list(expected.facts["techniques"]),
         cause=cause,
         processes=size,
         rank=size - 1,
     )
 
 
-def name_differences(whole: Values, resumed: Values, start: int) -> tuple[list[str], str]:
+def name_differences(expected: Values, resumed: Values, resume_step: int) -> tuple[list[str], str]:
     """Return the values that are not bit-equal, and the likely cause of the first."""
-    items = [
-        item
-        for item in differing(whole, resumed)
-        if item.step != start or not item.name.startswith(OPTIONS)
+    keys = [
+        key
+        for key in differing_keys(expected, resumed)
+        if key.step != resume_step or not key.name.startswith(OPTIMIZER_OPTIONS)
     ]
-    return [str(item) for item in items], _likely_cause(items[0], start) if items else ""
+    return [str(key) for key in keys], _likely_cause(keys[0], resume_step) if keys else ""
 
 
-def _likely_cause(first: ValueKey, start: int) -> str:
-    if first.step < start or (first.step == start and first.kind == "metric"):
+def _likely_cause(first: ValueKey, resume_step: int) -> str:
+    if first.step < resume_step or (first.step == resume_step and first.kind == "metric"):
         return (
-            f"the runs differ before step {start}, where one was resumed: the steps are "
+            f"the runs differ before step {resume_step}, where one was resumed: the steps are "
             "nondeterministic; try device.deterministic=true"
         )
-    if first.step == start:
-        return f"{first.name} is not restored to its value in the checkpoint of step {start}"
+    if first.step == resume_step:
+        return f"{first.name} is not restored to its value in the checkpoint of step {resume_step}"
     return (
         "all parts of the checkpoint were restored, so the cause is state outside it (an attribute "
         "of the model, a technique, a data set or a hook), or nondeterministic steps "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Finished, Ready, Turn
+from runner.benchmark.blocks import ArmEnded, Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.rounds import MeasureOptions
 
@@ -100,7 +100,7 @@ class Simulation:
         on = self.asked(name)
         return {name for name in on if not self.world.holds(name, on)}
 
-    def start(self, name: str, within_s: float | None = None) -> Ready:
+    def start(self, name: str, within_s: float | None = None) -> WorkerSetup:
         world = self.world
         world.started.append(name)
         if name in world.refuses:
@@ -114,7 +114,7 @@ class Simulation:
         self.own[name] = self.noise.lognormvariate(0.0, world.processes) if world.processes else 1.0
         world.most_alive = max(world.most_alive, len(world.alive))
         compiling = world.compiles.get(name, 0.0)
-        return Ready(SAMPLES, setup, world.plain_ms, compiling, settles)
+        return WorkerSetup(SAMPLES, setup, world.plain_ms, compiling, settles)
 
     def renew(self) -> None:
         self.world.alive.clear()
@@ -136,10 +136,16 @@ class Simulation:
         steps = max(3, int(seconds * 1000 / ms))
         world.now += max(seconds, steps * ms / 1e3)
         return Turn(
-            steps, SAMPLES * steps, seconds, ms, ms / SAMPLES, [ms] * 4, others=world.others
+            steps,
+            SAMPLES * steps,
+            seconds,
+            ms,
+            ms / SAMPLES,
+            [ms] * 4,
+            other_cpu_share=world.others,
         )
 
-    def finish(self, name: str) -> Finished:
+    def finish(self, name: str) -> WorkerResults:
         world, engaged, on = self.world, self.engaged(name), self.asked(name)
         world.alive.discard(name)
         rows = [
@@ -151,4 +157,4 @@ class Simulation:
         memory = {"peak_process_bytes": peak, "peak_device_bytes": 0}
         summary = {"techniques": rows, "choices": [], "memory": memory, **world.summary}
         readings = {metric: world.readings(name, metric) for metric in self.metrics}
-        return Finished(summary, [1.0], world.problems.get(name, []), readings)
+        return WorkerResults(summary, [1.0], world.problems.get(name, []), readings)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.benchmark.blocks import ArmEnded, Measured, StoppingRule, Turn, run_blocks
-from runner.benchmark.statistics import claim, each_alpha, noise_floor
+from runner.benchmark.blocks import ArmEnded, Measurements, StoppingRule, Turn, run_blocks
+from runner.benchmark.statistics import bonferroni_alpha, classify_ratio, noise_floor
 
 Floats = NDArray[np.float64]
 BASE = "none"
@@ -134,7 +134,7 @@ def measure(
     seed: int,
     rule: StoppingRule,
     effects: Mapping[str, float] = EFFECTS,
-) -> Measured:
+) -> Measurements:
     machine = Machine(noise, effects, seed)
     rule = replace(rule, restart_s=START_S * len(effects))
     names, how = list(effects), {"relaunch": machine.relaunch}
@@ -157,11 +157,13 @@ def claimed(noise: Noise, rule: StoppingRule, runs: int = 1000, arms: int = 1) -
 
     Of several such arms: any of them, with the intervals that a benchmark of so many has.
     """
-    rule = replace(rule, alpha=each_alpha(arms))
+    rule = replace(rule, alpha=bonferroni_alpha(arms))
     names = [f"again {number}" for number in range(arms)]
     effects, count = dict.fromkeys([BASE, "control", *names], 1.0), 0
     for seed in range(runs):
         estimates = measure(noise, seed, rule, effects).estimates
         floor = noise_floor(estimates["control"])
-        count += any(claim(estimates[name], floor) in ("faster", "slower") for name in names)
+        count += any(
+            classify_ratio(estimates[name], floor) in ("faster", "slower") for name in names
+        )
     return count / runs

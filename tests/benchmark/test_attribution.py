@@ -9,7 +9,7 @@ import pytest
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.attribution import AttributionTrial, attribute, plan_trials
-from runner.benchmark.blocks import LAUNCH_BLOCKS
+from runner.benchmark.blocks import MIN_LAUNCH_BLOCKS
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.result import Attribution, Effect
 from runner.benchmark.rounds import MeasureOptions
@@ -111,7 +111,7 @@ def test_the_budget_is_shared_evenly_and_its_end_is_stated() -> None:
     assert "3 of 3 rounds" in result.stopped
     assert all(one.added is not None for one in result.effects)  # each had its share
     starting = 3 * 6 * 1.0  # for the first time
-    assert world.now - starting <= 150.0 + 3 * (LAUNCH_BLOCKS * 6 * 0.25 + 1)
+    assert world.now - starting <= 150.0 + 3 * (MIN_LAUNCH_BLOCKS * 6 * 0.25 + 1)
 
 
 def test_the_intervals_of_all_techniques_hold_together() -> None:

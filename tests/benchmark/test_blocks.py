@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.benchmark.blocks import ArmEnded, Measured, StoppingRule, Turn, run_blocks
+from runner.benchmark.blocks import ArmEnded, Measurements, StoppingRule, Turn, run_blocks
 from tests.benchmark.simulated_machine import (
     BASE,
     EFFECTS,
@@ -25,9 +25,9 @@ def run(
     machine: Machine,
     rule: StoppingRule,
     turn: Callable[[str, float], Turn] | None = None,
-    watch: Callable[[Measured], None] | None = None,
+    watch: Callable[[Measurements], None] | None = None,
     seed: int = 0,
-) -> Measured:
+) -> Measurements:
     names = list(machine.effects)
     return run_blocks(turn or machine.turn, names, BASE, rule, 0.25, seed, machine.clock, watch)
 
@@ -86,7 +86,7 @@ def test_intervals_over_processes_hold_for_all_that_they_differ_by(noise: str) -
 
 def launched(
     restart_s: float, budget_s: float = 60.0, ends: Mapping[str, int] | None = None
-) -> tuple[Measured, list[float]]:
+) -> tuple[Measurements, list[float]]:
     """Five processes of each arm, if starting all of them takes so long; and when they started."""
     machine, starts = Machine(Noise(0.01), EFFECTS, 0), list[float]()
 
@@ -105,10 +105,10 @@ def launched(
 
 def test_all_arms_start_again_within_the_budget_for_as_many_blocks_each_time() -> None:
     measured, _ = launched(5.0)
-    first = measured.starts[1]
-    assert first >= 3 and len(measured.starts) == 5
-    ends = [*measured.starts[1:], measured.blocks]
-    assert all(3 <= b - a <= first for a, b in zip(measured.starts, ends, strict=True))
+    first = measured.launch_starts[1]
+    assert first >= 3 and len(measured.launch_starts) == 5
+    ends = [*measured.launch_starts[1:], measured.blocks]
+    assert all(3 <= b - a <= first for a, b in zip(measured.launch_starts, ends, strict=True))
     assert all(len(turns) == measured.blocks for turns in measured.turns.values())
     assert measured.seconds <= 60 + 3 * 1.1  # a launch has three blocks in any case
     assert {one.processes for one in measured.estimates.values()} == {5}
@@ -116,15 +116,15 @@ def test_all_arms_start_again_within_the_budget_for_as_many_blocks_each_time() -
     assert dear.processes == 2 and dear.seconds <= 45 + 3 * 1.1 and len(starts) == 1
     late, starts = launched(55.0)
     assert late.processes == 1 and late.seconds <= 60 + 3 * 1.1 and len(starts) == 1
-    assert late.stopped == "the budget of 60 s is spent"
+    assert late.stop_reason == "the budget of 60 s is spent"
     short, starts = launched(10.0, 15.0)
     assert (short.processes, starts) == (1, [])
 
 
 def test_an_arm_that_does_not_start_again_is_estimated_from_the_processes_it_had() -> None:
     measured, _ = launched(3.0, ends={"small": 3})
-    assert len(measured.turns["small"]) == measured.starts[3] < measured.blocks
-    assert measured.ended["small"].status == "oom"
+    assert len(measured.turns["small"]) == measured.launch_starts[3] < measured.blocks
+    assert measured.failures["small"].status == "oom"
     assert measured.estimates["small"].processes == 3
     assert measured.estimates["large"].processes == 5
     assert math.isfinite(measured.estimates["small"].half_width)
@@ -132,42 +132,42 @@ def test_an_arm_that_does_not_start_again_is_estimated_from_the_processes_it_had
 
 def test_every_arm_has_a_turn_in_every_block_in_an_order_drawn_by_lot() -> None:
     machine = Machine(Noise(), EFFECTS, 0)
-    run(machine, replace(ENDLESS, looks=(20,)))
+    run(machine, replace(ENDLESS, interim_blocks=(20,)))
     blocks = [tuple(machine.order[i : i + 4]) for i in range(0, 80, 4)]
     assert len(machine.order) == 80
     assert all(sorted(block) == sorted(EFFECTS) for block in blocks)
     assert len(set(blocks)) > 10
     again, other = Machine(Noise(), EFFECTS, 0), Machine(Noise(), EFFECTS, 0)
-    run(again, replace(ENDLESS, looks=(20,)))
-    run(other, replace(ENDLESS, looks=(20,)), seed=1)
+    run(again, replace(ENDLESS, interim_blocks=(20,)))
+    run(other, replace(ENDLESS, interim_blocks=(20,)), seed=1)
     assert again.order == machine.order != other.order
 
 
 def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends() -> None:
     looks: list[int] = []
-    rule = replace(ENDLESS, looks=(8, 12, 16))
+    rule = replace(ENDLESS, interim_blocks=(8, 12, 16))
     measured = run(Machine(Noise(), EFFECTS, 0), rule, None, lambda m: looks.append(m.blocks))
     assert looks == [8, 12, 16]
-    assert measured.stopped == "all 16 planned blocks are measured"
+    assert measured.stop_reason == "all 16 planned blocks are measured"
 
 
 def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_left() -> None:
     measured = run(Machine(Noise(0.05), EFFECTS, 0), StoppingRule(1e-9, 13))
-    assert measured.stopped == "the budget of 13 s is spent"
+    assert measured.stop_reason == "the budget of 13 s is spent"
     assert 8 < measured.blocks < 16 and 13 <= measured.seconds < 14.5
     assert measured.alphas["large"] > 0.02  # a look in between may spend less than 0.01
     measured = run(Machine(Noise(), EFFECTS, 0), StoppingRule(0.02, 1))
-    assert measured.blocks == 6 and "too small for the 6 blocks" in measured.stopped
+    assert measured.blocks == 6 and "too small for the 6 blocks" in measured.stop_reason
     assert math.isfinite(measured.estimates["large"].half_width)
 
 
 def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     machine = Machine(Noise(0.01), EFFECTS, 0)
-    measured = run(machine, replace(ENDLESS, looks=(8, 12)), ending(machine, {"small": 7}))
-    assert measured.ended["small"].status == "oom"
+    measured = run(machine, replace(ENDLESS, interim_blocks=(8, 12)), ending(machine, {"small": 7}))
+    assert measured.failures["small"].status == "oom"
     counts = {name: len(turns) for name, turns in measured.turns.items()}
     assert counts == {BASE: 12, "control": 12, "small": 7, "large": 12}
-    assert measured.stopped == "all 12 planned blocks are measured"
+    assert measured.stop_reason == "all 12 planned blocks are measured"
     assert measured.estimates["small"].ratio == pytest.approx(1.02, rel=0.05)
     assert math.isfinite(measured.estimates["small"].half_width)
 
@@ -176,5 +176,5 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
 def test_when_all_arms_end_it_ends(ends: dict[str, int]) -> None:
     machine = Machine(Noise(), {BASE: 1.0, "other": 1.0}, 0)
     measured = run(machine, TWO_MINUTES, ending(machine, ends))
-    assert measured.stopped == "every arm ended early"
-    assert set(measured.ended) == {BASE, "other"}
+    assert measured.stop_reason == "every arm ended early"
+    assert set(measured.failures) == {BASE, "other"}

@@ -15,18 +15,18 @@ from runner.benchmark.claims import (
     BETTER,
     FAILS,
     HOLDS,
-    PLAIN,
+    NOT_MEASURABLE,
+    PLAIN_ARM,
     UNDECIDED,
-    UNKNOWN,
     Claim,
     ClaimResult,
     Claims,
     ClaimTrial,
+    decide_verdict,
     load_trials,
     measure_claims,
     step_bytes,
-    verdict,
-    write,
+    write_claims,
 )
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.statistics import Estimate
@@ -90,7 +90,7 @@ def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
     expected: str,
 ) -> None:
     estimate = Estimate(sum(interval) / 2, *interval)
-    result, reason = verdict(claim(measures, bar, range_end=end), estimate, noise)
+    result, reason = decide_verdict(claim(measures, bar, range_end=end), estimate, noise)
     assert result == expected
     assert bool(reason) is (expected == UNDECIDED)
 
@@ -118,20 +118,20 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(
     assert (row.noise is None) is (tested.measures != "speed")
 
 
-@pytest.mark.parametrize("dies", [PLAIN, "arm"])
+@pytest.mark.parametrize("dies", [PLAIN_ARM, "arm"])
 def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
     (scaling,) = [tested for tested in TRIALS if tested.gpus]
     idle = trial(claim("speed", 1.5, needs="amp"), arm=["optimization=amp"])
     refused = trial(claim("speed", 1.2), arm=("optimization=basic", "model.width=0"))
     world = planted(holds=lambda name, on: "no Tensor Cores")
     rows = measured(world, scaling, idle, refused).rows
-    assert [(row.verdict, row.ratio) for row in rows] == [(UNKNOWN, None)] * 3
+    assert [(row.verdict, row.ratio) for row in rows] == [(NOT_MEASURABLE, None)] * 3
     assert f"torch sees {torch.cuda.device_count()}" in rows[0].reason and not rows[0].command
     assert rows[1].reason == "amp did not engage: no Tensor Cores"
     assert "model.width" in rows[2].reason
     world = planted(1.5, refuses={dies: ("failed", "it has no memory of that kind")})
     (row,) = measured(world, trial(claim("speed", 1.2))).rows
-    assert row.verdict == UNKNOWN
+    assert row.verdict == NOT_MEASURABLE
     assert f"{dies}: failed: it has no memory of that kind" in row.reason
 
 
@@ -189,13 +189,13 @@ def test_the_page_has_a_row_for_each_claim(tmp_path: Path) -> None:
                     note="It fuses.", command=command),
         ClaimResult("slow", "40 % faster", "digits", "latency", FAILS, 2.7, (2.6, 2.8)),
         ClaimResult("small", "half the memory", "digits", "memory", FAILS, 0.9, (0.88, 0.91)),
-        ClaimResult("absent", "5× | faster", "digits", "speed", UNKNOWN, reason="no <b>GPU</b>"),
+        ClaimResult("absent", "5× | faster", "digits", "speed", reason="no <b>GPU</b>"),
     ]  # fmt: skip
     machine = {"cpu": "Some CPU", "cores": 4, "device": "cpu"}
     claims = Claims(
         rows, machine, {"torch": "2.13.0"}, {"others": 0.4}, "python -m runner x=claims"
     )
-    write(claims, tmp_path)
+    write_claims(claims, tmp_path)
     page = (tmp_path / "claims.md").read_text()
     for part in (
         "| faster | 20–30 % faster | 1.31× (1.29 to 1.33) | 1.1 % | holds |",

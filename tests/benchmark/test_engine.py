@@ -12,8 +12,8 @@ from runner import compose
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.engine import Cut, failures, measure
-from runner.benchmark.result import SAME, BenchmarkResult
-from runner.benchmark.statistics import ONE_PROCESS
+from runner.benchmark.result import NEGLIGIBLE, BenchmarkResult
+from runner.benchmark.statistics import ONE_PROCESS_NOISE
 from tests.benchmark.simulated import World
 
 SPEEDUPS = {"fused_optimizer": 1.5, "compile": 1.0, "amp": 1.0}
@@ -95,7 +95,7 @@ def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated() -> No
     assert any("the noise floor is unknown, so no difference is claimed" in n for n in result.notes)
     assert [row.claim for row in result.arms] == ["", "", ""]
     result = measured(World(SPEEDUPS), control=False)
-    assert (result.control, result.noise_floor, result.unclaimed) == (None, 0.0, SAME)
+    assert (result.control, result.noise_floor, result.unclaimed) == (None, 0.0, NEGLIGIBLE)
     assert result.arm("basic").claim == "faster"
 
 
@@ -140,7 +140,8 @@ def test_several_processes_of_each_arm_take_no_more_than_the_budget() -> None:
     assert world.now <= 4 * 1.0 + 60.0 + 4 * 3 * 0.25  # the first start, three blocks
     assert result.noise_floor is not None and 0.01 < result.noise_floor < 0.15
     dear = measured(World(SPEEDUPS, setups={"amp": 40.0}), budget_s=60.0)
-    assert (dear.processes, dear.noise_floor, dear.unclaimed) == (1, ONE_PROCESS, ONE_PROCESS)
+    assert dear.processes == 1
+    assert dear.noise_floor == dear.unclaimed == ONE_PROCESS_NOISE
     (note,) = [note for note in dear.notes if "in one process" in note]
     assert "no difference within 7% is claimed" in note and "benchmark.budget_s" in note
     assert [row.claim for row in dear.arms] == ["", "faster", ""]  # too little is known for `same`

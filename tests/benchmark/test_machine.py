@@ -29,7 +29,7 @@ def test_the_work_of_others_counts_and_that_of_the_arm_does_not() -> None:
         before = [sum(one.cpu_times()[:2]) for one in (arm, other)]
         while perf_counter() < start + 0.8:  # ours in both
             pass
-        load, unaware = own.others(), blind.others()
+        load, unaware = own.other_cpu_share(), blind.other_cpu_share()
         seconds = perf_counter() - start  # beside busy neighbours more than 0.8
         its, others = (
             sum(x.cpu_times()[:2]) - b for x, b in zip((arm, other), before, strict=True)
@@ -42,4 +42,4 @@ def test_the_work_of_others_counts_and_that_of_the_arm_does_not() -> None:
     capacity = seconds * len(os.sched_getaffinity(0))
     assert unaware - load == pytest.approx((its - others) / capacity, abs=0.05)
     assert load >= others / capacity - 0.05
-    assert LoadMonitor(arm.pid).others() is None  # it is gone
+    assert LoadMonitor(arm.pid).other_cpu_share() is None  # it is gone

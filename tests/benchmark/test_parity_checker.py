@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.parity_checker import PLAIN, ParityChecker, ParityVerdict
+from runner.benchmark.parity_checker import NO_TECHNIQUE, ParityChecker, ParityVerdict
 from runner.composing import compose
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.run import Run
@@ -45,7 +45,7 @@ def arm(extra: str, *overrides: str) -> Arm:
 
 def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> None:
     with ParityChecker(60.0) as checker:
-        assert checker.check(arm("", "optimization=none")) == ParityVerdict("exact", PLAIN)
+        assert checker.check(arm("", "optimization=none")) == ParityVerdict("exact", NO_TECHNIQUE)
         assert checker.process is None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import machine
+from runner.benchmark.machine import machine_facts
 from runner.benchmark.regression import BaselineComparison, against, stored
 from runner.benchmark.result import ArmResult, BenchmarkResult, Load
 from runner.errors import ConfigError
@@ -35,7 +35,7 @@ def result(seed: int, none: float = 1.0, ultra: float = 0.5) -> BenchmarkResult:
     ]  # fmt: skip
     load = Load(others=0.01)
     return BenchmarkResult(
-        "x", "none", rows, noise_floor=0.01, machine=machine(), load=load, processes=5
+        "x", "none", rows, noise_floor=0.01, machine=machine_facts(), load=load, processes=5
     )
 
 

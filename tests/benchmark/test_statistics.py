@@ -9,35 +9,35 @@ import pytest
 
 from runner.benchmark.blocks import StoppingRule
 from runner.benchmark.statistics import (
-    ONE_PROCESS,
+    ONE_PROCESS_NOISE,
+    AlphaSpending,
     Estimate,
-    Spending,
-    claim,
-    contrast,
-    fewest_blocks,
+    classify_ratio,
     median_interval,
+    min_blocks,
     noise_floor,
+    paired_ratio,
     t_quantile,
-    unpaired,
+    unpaired_ratio,
 )
 from tests.benchmark.simulated_machine import BASE, NOISES, PROCESSES, Noise, claimed, measure
 
 
 def test_arms_that_differ_by_the_same_in_every_block_have_an_interval_of_one_point() -> None:
     reference = np.linspace(1, 5, 12)
-    estimate = contrast([reference.tolist()], [(reference / 1.3).tolist()], 0.05)
+    estimate = paired_ratio([reference.tolist()], [(reference / 1.3).tolist()], 0.05)
     assert [estimate.ratio, estimate.low, estimate.high] == pytest.approx([1.3] * 3)
     assert estimate.half_width == pytest.approx(0)
 
 
 def test_six_blocks_give_an_interval_at_5_percent_and_five_do_not() -> None:
     times = [1.0, 1.1, 0.9, 1.2, 0.95, 1.05]
-    six = contrast([times], [[1.0] * 6], 0.05)
+    six = paired_ratio([times], [[1.0] * 6], 0.05)
     assert (six.low, six.high) == pytest.approx((0.9, 1.2))
-    five = contrast([times[:5]], [[1.0] * 5], 0.05)
+    five = paired_ratio([times[:5]], [[1.0] * 5], 0.05)
     assert (five.low, five.high, five.half_width) == (0.0, math.inf, math.inf)
     assert five.ratio == pytest.approx(1.0)
-    assert fewest_blocks(0.05) == 6
+    assert min_blocks(0.05) == 6
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_unpaired_intervals_end_at_the_tabulated_ranks(fewer: int, more: int, ra
     """Or one rank farther out, by the normal distribution."""
     a, b = 1.0 + np.arange(fewer), 1.0 + np.sqrt(np.arange(more))
     shifts = np.sort(np.divide.outer(a, b), axis=None)
-    estimate = unpaired(a.tolist(), b.tolist(), 0.05)
+    estimate = unpaired_ratio(a.tolist(), b.tolist(), 0.05)
     ends = [(shifts[r - 1], shifts[-r]) for r in (rank, max(1, rank - 1))]
     assert (estimate.low, estimate.high) in [pytest.approx(end) for end in ends]
 
@@ -69,7 +69,7 @@ def test_unpaired_intervals_end_at_the_tabulated_ranks(fewer: int, more: int, ra
 def test_unpaired_intervals_cover_a_known_difference() -> None:
     draw = np.random.default_rng(0)
     a, b = np.exp(draw.normal(0, 0.05, (1000, 16))), np.exp(draw.normal(0, 0.05, (1000, 24))) / 1.3
-    estimates = [unpaired(x.tolist(), y.tolist(), 0.05) for x, y in zip(a, b, strict=True)]
+    estimates = [unpaired_ratio(x.tolist(), y.tolist(), 0.05) for x, y in zip(a, b, strict=True)]
     assert sum(e.low <= 1.3 <= e.high for e in estimates) >= 940
     assert np.median([e.ratio for e in estimates]) == pytest.approx(1.3, rel=0.005)
     assert np.median([e.half_width for e in estimates]) < 0.05
@@ -77,18 +77,18 @@ def test_unpaired_intervals_cover_a_known_difference() -> None:
 
 def test_two_speed_ups_can_be_held_against_each_other() -> None:
     base, fast, faster = [1.0] * 8, [0.5] * 8, [0.25] * 8
-    assert contrast([base, fast], [faster, base], 0.05).ratio == pytest.approx(2.0)
+    assert paired_ratio([base, fast], [faster, base], 0.05).ratio == pytest.approx(2.0)
 
 
 def test_processes_that_differ_have_a_t_interval_over_them() -> None:
     times = np.exp(np.repeat([0.01, 0.03, 0.05], [4, 6, 5])).tolist()
-    estimate = contrast([times], [[1.0] * 15], 0.01, starts=[0, 4, 10], between=0.05)
+    estimate = paired_ratio([times], [[1.0] * 15], 0.01, starts=[0, 4, 10], between_alpha=0.05)
     half = 4.3027 * 0.02 / math.sqrt(3)
     assert estimate.processes == 3
     assert np.log([estimate.ratio, estimate.low, estimate.high]) == pytest.approx(
         [0.03, 0.03 - half, 0.03 + half], abs=1e-5
     )
-    alike = contrast([[1.0, 1.1] * 12], [[1.0] * 24], 0.05, starts=[0, 12])
+    alike = paired_ratio([[1.0, 1.1] * 12], [[1.0] * 24], 0.05, starts=[0, 12])
     assert (alike.low, alike.high) == pytest.approx((1.0, 1.1))  # as within processes
 
 
@@ -99,7 +99,7 @@ def test_quantiles_of_t_are_those_of_tables() -> None:
 
 def test_no_sequence_of_tosses_is_forgotten_in_what_looks_spend() -> None:
     """All 4,096 of 12 blocks, and whether one of three looks misses."""
-    looks, spending = (6, 9, 12), Spending()
+    looks, spending = (6, 9, 12), AlphaSpending()
     alphas = [
         spending.interim_alpha(n, share) for n, share in zip(looks, (0.7, 0.3, 1.0), strict=True)
     ]
@@ -110,13 +110,13 @@ def test_no_sequence_of_tosses_is_forgotten_in_what_looks_spend() -> None:
             median_interval(row[:n].tolist(), a) for n, a in zip(looks, alphas, strict=True)
         ]
         missed += any(low > 0 or high < 0 for low, high in intervals)
-    assert missed / len(signs) == pytest.approx(spending.spent)
-    assert 0.02 < spending.spent <= 0.05
+    assert missed / len(signs) == pytest.approx(spending.spent_alpha)
+    assert 0.02 < spending.spent_alpha <= 0.05
 
 
 def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None:
     looks = [8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
-    spending = Spending()
+    spending = AlphaSpending()
     alphas = [spending.interim_alpha(n, 1 / 6 if n < looks[-1] else 1.0) for n in looks]
     draw = np.random.default_rng(0)
     tails = np.cumsum(draw.random((10_000, looks[-1])) < 0.5, axis=1)
@@ -125,8 +125,8 @@ def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None
         rank = median_interval(range(blocks), alpha)[0] + 1
         below = tails[:, blocks - 1]
         missed |= (below < rank) | (below > blocks - rank)
-    assert missed.mean() == pytest.approx(spending.spent, abs=0.005)
-    assert 0.04 < spending.spent <= 0.05
+    assert missed.mean() == pytest.approx(spending.spent_alpha, abs=0.005)
+    assert 0.04 < spending.spent_alpha <= 0.05
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None
     [
         (None, math.inf),
         (Estimate(1.0, 0.98, 1.01, processes=5), 1 / 0.98 - 1),
-        (Estimate(1.0, 0.99, 1.03), ONE_PROCESS),  # how processes differ is not in it
+        (Estimate(1.0, 0.99, 1.03), ONE_PROCESS_NOISE),  # how processes differ is not in it
         (Estimate(1.0, 0.0, math.inf), math.inf),
         (Estimate(math.nan, math.nan, math.nan), math.inf),
     ],
@@ -164,9 +164,9 @@ def test_the_noise_floor_is_the_farther_end_of_the_control(
 def test_a_claim_needs_the_interval_and_the_floor(
     estimate: Estimate, floor: float, expected: str
 ) -> None:
-    assert claim(replace(estimate, processes=5), floor) == expected
+    assert classify_ratio(replace(estimate, processes=5), floor) == expected
     if expected == "same":
-        assert claim(estimate, floor) == ""  # in one process each
+        assert classify_ratio(estimate, floor) == ""  # in one process each
 
 
 @pytest.mark.parametrize(
@@ -188,5 +188,6 @@ def test_10_percent_at_2_percent_noise_are_claimed() -> None:
     for seed in range(60):
         estimates = measure(Noise(0.02), seed, StoppingRule(0.02, 30), effects).estimates
         floor = noise_floor(estimates["control"])
-        right += [claim(estimates[arm], floor) for arm in ("fast", "slow")] == ["faster", "slower"]
+        claims = [classify_ratio(estimates[arm], floor) for arm in ("fast", "slow")]
+        right += claims == ["faster", "slower"]
     assert right >= 57

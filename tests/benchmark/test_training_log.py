@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from runner.benchmark.workers.turn_hook import TrainingLog
-from runner.benchmark.workers.worker import benchmarked
+from runner.benchmark.workers.worker import measurement_config
 from runner.config import config_hash
 from runner.training.hook import Report
 from tests.runs import config
@@ -34,7 +34,7 @@ def noise(count: int, mean: float, seed: int = 0) -> list[float]:
 def test_the_work_is_that_of_the_config_but_for_what_has_an_end() -> None:
     asked = config("schedule=cosine", "training.patience=3", "stability=strict", "seed=7")
     before = config_hash(asked)
-    work = benchmarked(asked)
+    work = measurement_config(asked)
     assert config_hash(asked) == before  # which is the caller's
     assert work.schedule.kind.value == "constant"
     assert work.schedule.warmup == asked.schedule.warmup > 0

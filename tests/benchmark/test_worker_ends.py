@@ -79,8 +79,8 @@ def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         own("late", "Ends", "optimization=none", "+model.how=hangs", "+model.at=20"),
         own("never", "Ends"),
     ]
-    monkeypatch.setattr(pools, "SLOW_S", 1.0)
-    monkeypatch.setattr(pools, "SLOW", 0.0)
+    monkeypatch.setattr(pools, "TURN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(pools, "TURN_TIMEOUT_FACTOR", 0.0)
     with WorkerPool(arms, QUICK, tmp_path) as pool:
         pool.start("late")
         pid = pool.workers["late"].pid

@@ -16,7 +16,7 @@ import pytest
 
 from runner import compose, fork_server
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import Finished, Ready, Turn
+from runner.benchmark.blocks import Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.engine import measure
 from runner.benchmark.workers.pool import WorkerPool
@@ -29,9 +29,9 @@ from tests.benchmark.arm_parts import BASE, OWN, PARTS, QUICK, arm, is_gone
 class Race:
     """Two arms that had three turns each."""
 
-    ready: dict[str, Ready] = field(default_factory=dict)
+    ready: dict[str, WorkerSetup] = field(default_factory=dict)
     turns: dict[str, list[Turn]] = field(default_factory=dict)
-    finished: dict[str, Finished] = field(default_factory=dict)
+    finished: dict[str, WorkerResults] = field(default_factory=dict)
     idle_seconds: float = 0.0  # CPU time of the one while the other was at work
     pids: list[int] = field(default_factory=list)
     folder: Path = Path()
@@ -71,7 +71,7 @@ def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> Non
         # one of the arms has a worker
         assert turn.per_sample_ms == pytest.approx(1e3 * turn.seconds / turn.samples)
         assert 0 <= turn.data_seconds <= turn.seconds
-        assert turn.others is None or 0 <= turn.others <= 1
+        assert turn.other_cpu_share is None or 0 <= turn.other_cpu_share <= 1
 
 
 def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race: Race) -> None:

@@ -81,7 +81,7 @@ def run_one(config: RunConfig, folder: Path | None = None, world: World | None =
     """Train as the config says; an error on purpose is an outcome."""
     watch = _Watch(outcome := Outcome())
     try:
-        double = ReferencePrecision(True, double=True)
+        double = ReferencePrecision(True, fp64=True)
         given = Components(world=world, techniques={"double": double})
         with build(config, folder, given=given) as run:
             run.hooks.append(watch)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.benchmark.machine import machine
+from runner.benchmark.machine import machine_facts
 from runner.benchmark.result import FILE, ArmResult, BenchmarkResult
 from tests import runs
 
@@ -130,7 +130,7 @@ def test_a_mistake_is_answered_before_anything_is_started(
     tmp_path: Path, override: str, says: str
 ) -> None:
     arm = ArmResult("none", [], "done", per_sample_ms=[-1.0])
-    BenchmarkResult("tiny", "none", [arm], machine=machine()).write(tmp_path / "damaged")
+    BenchmarkResult("tiny", "none", [arm], machine=machine_facts()).write(tmp_path / "damaged")
     done = run(tmp_path, override)
     assert done.returncode == 2
     assert says in done.stderr and done.stderr.count("\n") == 1

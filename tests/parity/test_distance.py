@@ -11,22 +11,22 @@ from torch import Tensor
 from runner.optim.config import ScheduleConfig, ScheduleKind
 from runner.optim.schedule import factors
 from runner.parity.distance import (
-    KINK,
+    KINK_ERROR,
     Distances,
     ErrorKind,
-    Key,
+    TensorKey,
     Tolerance,
     compare_steps,
-    judge,
-    same,
+    is_equal,
+    judge_tensors,
 )
 from runner.parity.trajectory import StepRecord, TrajectoryState, first_update
 
 STEPS = 40
-GRADIENT, LOSS = Key(ErrorKind.gradient, "w"), Key(ErrorKind.loss, "loss")
+GRADIENT, LOSS = TensorKey(ErrorKind.gradient, "w"), TensorKey(ErrorKind.loss, "loss")
 
 
-def series(key: Key, errors: list[float]) -> Distances:
+def series(key: TensorKey, errors: list[float]) -> Distances:
     """A tensor of norm 1 that is off by so much at each step."""
     found = Distances()
     for error in errors:
@@ -34,15 +34,17 @@ def series(key: Key, errors: list[float]) -> Distances:
     return found
 
 
-def beyond(key: Key, errors: list[float], plain: float = 1e-7) -> list[int]:
+def beyond(key: TensorKey, errors: list[float], plain: float = 1e-7) -> list[int]:
     """The step that is called wrong, where one is."""
     tolerance = Tolerance(series(key, [plain] * len(errors)), 64.0)
-    return [one.step for one in judge(series(key, errors), tolerance) if one.error > one.bound]
+    return [
+        one.step for one in judge_tensors(series(key, errors), tolerance) if one.error > one.bound
+    ]
 
 
 def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_is_not() -> None:
     few, many = STEPS // 5, STEPS // 5 + 1
-    small, large = KINK / 2, KINK * 2
+    small, large = KINK_ERROR / 2, KINK_ERROR * 2
     assert beyond(GRADIENT, [small] * few + [1e-7] * (STEPS - few)) == []
     assert beyond(GRADIENT, [1e-7] * (STEPS - many) + [small] * many) == [STEPS - many + 1]
     assert beyond(GRADIENT, [1e-7] * (STEPS - 1) + [large]) == [STEPS]
@@ -55,7 +57,7 @@ def record(gradients: dict[str, Tensor], **buffers: Tensor) -> StepRecord:
 
 def test_a_count_has_to_be_the_same() -> None:
     one, two = (record({}, seen=torch.tensor(n)) for n in (1, 2))
-    key = Key(ErrorKind.buffer, "seen")
+    key = TensorKey(ErrorKind.buffer, "seen")
     for ours, error in ((two, math.inf), (one, 0.0)):
         (step,) = compare_steps([ours], [one], [{}]).steps[key]
         assert step.error == error
@@ -68,9 +70,9 @@ def test_what_is_not_finite_is_beyond_unless_the_reference_is_so_too(bad: float)
     for truth, wrong in ((good, True), (broken.double(), False)):
         found = Distances()
         found.add(GRADIENT, broken, truth)
-        (judged,) = judge(found, tolerance)
+        (judged,) = judge_tensors(found, tolerance)
         assert (not judged.error <= judged.bound) is wrong
-    assert same(broken, broken.clone())
+    assert is_equal(broken, broken.clone())
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> Non
 
 def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     small = runs.config(*QUIET, *MODELS["mlp"], *FUSED)
-    monkeypatch.setattr(trajectory, "WEIGHTS", 12 * 3_466)
+    monkeypatch.setattr(trajectory, "MAX_WEIGHT_STEPS", 12 * 3_466)
     found = check_parity(small, without_techniques(small))
     assert found.verdict is Agreement.explained
     assert 6 <= found.steps <= 12

@@ -19,9 +19,9 @@ def test_gradients_are_inferred_from_the_moments_of_the_optimizer(optimizer: lis
     with build(compose([*SMALL, *optimizer, fused, "stability.clip_norm=0.5"])) as run:
         batches = run.train.batches(0)
         for _ in range(3):
-            capture, before = trajectory.TrajectoryCapture(), trajectory._moments(run)
-            step = trajectory.one_step(run, next(batches), [capture])
-            inferred = trajectory._inferred(run, step, before)
+            capture, before = trajectory.TrajectoryCapture(), trajectory._copy_moments(run)
+            step = trajectory.make_finite_step(run, next(batches), [capture])
+            inferred = trajectory._infer_gradients(run, step, before)
             assert inferred.keys() == capture.gradients.keys()
             for name, gradient in capture.gradients.items():
                 error = torch.linalg.vector_norm(inferred[name] - gradient)

@@ -13,9 +13,15 @@ from runner.distributed.config import DistributedConfig
 from runner.errors import ConfigError, NotVerified
 from runner.jobs import find
 from runner.jobs.config import JobKind
-from runner.verify.distributed import FP64, EqualityCheck, distances, in_fp64, verify_distributed
+from runner.verify.distributed import (
+    FP64,
+    EqualityCheck,
+    compare_values,
+    verify_distributed,
+    without_reduced_precision,
+)
 from runner.verify.end_state import EndState, ValueKey
-from runner.verify.processes import ReferencePrecision, prepared
+from runner.verify.processes import ReferencePrecision, prepare_config
 from tests import runs
 
 TWO = ("distributed=ddp", "distributed.processes=2")
@@ -32,9 +38,9 @@ def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quick(*overrides: str) -> RunConfig:
-    config = prepared(runs.config(*MLP, *overrides), 4, checkpoint_every=2)
+    config = prepare_config(runs.config(*MLP, *overrides), 4, checkpoint_every=2)
     config.monitoring.every = 1
-    return in_fp64(config)
+    return without_reduced_precision(config)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +48,13 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[EndState, dict[Val
     """What one process computes, and how far rounding may bring any number of it."""
     comparison = EqualityCheck(tmp_path_factory.mktemp("one"))
     config = replace(quick(), distributed=DistributedConfig())
-    exact = comparison.train("one", config, ReferencePrecision(True, double=True))
-    return exact, comparison.limits_by_rounding(exact, config, double=True)
+    exact = comparison.train("one", config, ReferencePrecision(True, fp64=True))
+    return exact, comparison.limits_by_rounding(exact, config, fp64=True)
 
 
 def compared(of_one: tuple[EndState, dict[ValueKey, float]], folder: Path, *overrides: str) -> str:
     comparison, (exact, limits) = EqualityCheck(folder), of_one
-    config, double = quick(*TWO, *overrides), ReferencePrecision(True, double=True)
+    config, double = quick(*TWO, *overrides), ReferencePrecision(True, fp64=True)
     comparison.compare(FP64, exact, config, double, limits)
     return comparison.result(4, config.distributed, 2, exact.facts).cause
 
@@ -125,8 +131,8 @@ def test_runs_that_are_right_pass(tmp_path: Path, overrides: tuple[str, ...]) ->
 
 def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference() -> None:
     fused = {ValueKey(0, "optimizer", "state.0.step"): 0.0}
-    assert not list(distances({}, fused, {}))
-    (missing,) = distances({}, {ValueKey(4, "optimizer", "state.0.step"): 0.0}, {})
+    assert not list(compare_values({}, fused, {}))
+    (missing,) = compare_values({}, {ValueKey(4, "optimizer", "state.0.step"): 0.0}, {})
     assert not missing.within
 
 

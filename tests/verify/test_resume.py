@@ -17,8 +17,8 @@ from runner import RunConfig, build
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.content import STATE
 from runner.training.resume import save
-from runner.verify.end_state import MACHINE, read_end_state, saved_steps
-from runner.verify.processes import RunProbe, prepared, train_apart
+from runner.verify.end_state import IGNORED_STATE, read_end_state, saved_steps
+from runner.verify.processes import RunProbe, prepare_config, train_in_processes
 from runner.verify.resume import compare_resumed, name_differences, verify_resume
 from tests import runs
 
@@ -50,9 +50,9 @@ def test_state_that_no_checkpoint_holds_is_a_difference(tmp_path: Path) -> None:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """A run that was killed after step 5, with a checkpoint of step 4."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    config = prepared(runs.config(*STATEFUL), 8, checkpoint_every=4)
+    config = prepare_config(runs.config(*STATEFUL), 8, checkpoint_every=4)
     config.monitoring.every = 3
-    train_apart(config, folder, RunProbe(kill_at=5))
+    train_in_processes(config, folder, RunProbe(kill_at=5))
     assert max(saved_steps(folder)) == 4 and not (folder / "report.md").exists()
     config.checkpoint.resume = "auto"
     return config, folder
@@ -80,7 +80,7 @@ def parts(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
         yield path
     elif isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        skipped = MACHINE | PLANNED | {"param_groups"}
+        skipped = IGNORED_STATE | PLANNED | {"param_groups"}
         skipped |= {"step"} if path == ("progress",) else set()  # compared with the manifest
         leaves = chain.from_iterable(
             parts(item, *path, key) for key, item in items if key not in skipped
@@ -121,7 +121,7 @@ def test_each_part_of_a_checkpoint_that_is_lost_is_named(
     buffer = next(name for name in whole.model if "running" in name)
     paths = [("model", next(iter(whole.model))), ("model", buffer)]
     paths += [("state", *path) for path in parts(whole.state)]
-    assert {path[1] for path in paths[2:]} == {*STATE, "inputs"} - MACHINE - PLANNED
+    assert {path[1] for path in paths[2:]} == {*STATE, "inputs"} - IGNORED_STATE - PLANNED
     same = resumed_differences(config, folder, tmp_path / "same", monkeypatch, lambda *_: None)
     assert same == []
     for number, path in enumerate(paths):

@@ -20,8 +20,8 @@ from torch import nn
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.auto.search import (
-    AGAIN,
-    FREE,
+    CONTROL_ARM,
+    FREE_TECHNIQUES,
     NONE,
     Candidate,
     Search,
@@ -33,7 +33,7 @@ from runner.benchmark.auto.search import (
 )
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import machine
+from runner.benchmark.machine import machine_facts
 from runner.benchmark.parity_checker import ParityChecker
 from runner.benchmark.rounds import MeasureOptions
 from runner.build import Components
@@ -42,8 +42,8 @@ from runner.config import RunConfig, config_hash
 from runner.data.batch import call
 from runner.data.loader import BatchLoader
 from runner.errors import RunnerError
-from runner.parity.candidates import fresh, opened, quiet
-from runner.parity.trajectory import one_step
+from runner.parity.candidates import copy_components, open_run, quiet
+from runner.parity.trajectory import make_finite_step
 from runner.record import provenance
 from runner.record.storage import replace_text
 from runner.record.text import dataclass_from_json, escape_control_chars, json_safe
@@ -56,13 +56,13 @@ from runner.training.signals import Interrupts
 log = logging.getLogger("runner")
 
 KEY = "optimization"
-YAML = "optimization.yaml"
-EVIDENCE = "optimization_evidence.json"
+YAML_FILE = "optimization.yaml"
+EVIDENCE_FILE = "optimization_evidence.json"
 BLOCK_S = 0.2
-WARM_UP = 5  # steps
+WARMUP_STEPS = 5
 TIMED_STEPS, TIMED_S = 30, 0.5  # caps on the timing of a step at `none`
-LEAST_S = 120.0  # seconds a candidate may take to build and compile, however small the budget
-BUDGETS = 2  # the run must take this many times `budget_s` for a search to be worth it
+MIN_TIMEOUT_S = 120.0  # for a candidate to build and compile, however small the budget
+MIN_RUN_BUDGETS = 2  # the run must take this many times `budget_s` for a search to be worth it
 
 
 def resolve_auto(
@@ -80,18 +80,18 @@ def resolve_auto(
     given = given or Components()
     if config.optimization.level != "auto":
         return given
-    recorded = _read_checkpoint(config, folder)
-    if recorded is not None:
-        return _choose(given, config, recorded.split(), "as before the run was resumed")
+    selection = _read_checkpoint(config, folder)
+    if selection is not None:
+        return _apply_selection(given, config, selection.split(), "as before the run was resumed")
     if not search:
-        return _choose(given, config, [], "this job measures no techniques")
-    result = _measure(config, given)
+        return _apply_selection(given, config, [], "this job measures no techniques")
+    result = _select_or_none(config, given)
     if folder is not None:
         optimization = enable_techniques(config.optimization, result.techniques)
-        _write(folder / YAML, as_yaml(optimization, result.reason))
-        _write(folder / EVIDENCE, _as_json(result))
+        _write_text(folder / YAML_FILE, to_yaml(optimization, result.reason))
+        _write_text(folder / EVIDENCE_FILE, _to_json(result))
     _announce(f"{result.chosen}: {result.reason}")
-    return _choose(given, config, result.techniques, result.reason)
+    return _apply_selection(given, config, result.techniques, result.reason)
 
 
 def resolve_config(
@@ -107,15 +107,15 @@ def resolve_arms(
 ) -> list[Arm]:
     """Resolve `optimization=auto` in each arm of a benchmark that is recorded in `folder`."""
     return [
-        replace(arm, config=resolve_config(arm.config, own, given))
+        replace(arm, config=resolve_config(arm.config, arm_folder, given))
         for arm in arms
-        for own in [folder / arm.folder if folder and arm.folder else None]
+        for arm_folder in [folder / arm.folder if folder and arm.folder else None]
     ]
 
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
     """Return arms for `none`, its control, and every candidate."""
-    techniques: dict[str, list[str]] = {NONE: [], AGAIN: []}
+    techniques: dict[str, list[str]] = {NONE: [], CONTROL_ARM: []}
     techniques |= {one.name: one.techniques for one in candidates}
     return [Arm(name, _arm_config(config, names)) for name, names in techniques.items()]
 
@@ -128,7 +128,9 @@ def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
     return arm
 
 
-def _choose(given: Components, config: RunConfig, names: Sequence[str], reason: str) -> Components:
+def _apply_selection(
+    given: Components, config: RunConfig, names: Sequence[str], reason: str
+) -> Components:
     value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
     return replace(
         given,
@@ -140,15 +142,15 @@ def _choose(given: Components, config: RunConfig, names: Sequence[str], reason: 
 def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
     """Return the recorded selection of the run being resumed; None if there is none."""
     resume = config.checkpoint.resume
-    where = folder if resume == "auto" else None if resume == "none" else Path(resume)
-    value = None if where is None else Checkpointer(None, 1).recorded(where).get(KEY)
+    resumed = folder if resume == "auto" else None if resume == "none" else Path(resume)
+    value = None if resumed is None else Checkpointer(None, 1).recorded(resumed).get(KEY)
     return None if value is None else str(value)
 
 
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def _measure(config: RunConfig, given: Components) -> SearchResult:
+def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
     """Select from the cache, by rule or by a search; most failures become an empty selection."""
     with Interrupts() as interrupts:
         try:
@@ -169,36 +171,36 @@ def _measure(config: RunConfig, given: Components) -> SearchResult:
 def _select(config: RunConfig, given: Components) -> SearchResult:
     auto, estimate = config.optimization.auto, estimate_run(config, given)
     path = cache_file(estimate.key) if auto.cache and given == Components() else None
-    if path is not None and (known := read_cache(path)) is not None:
-        known.reason += "; measured before, for an earlier run"
-        return known
+    if path is not None and (cached := read_cache(path)) is not None:
+        cached.reason += "; measured before, for an earlier run"
+        return cached
     seconds = estimate.steps * estimate.step_seconds
-    if seconds < BUDGETS * auto.budget_s:
-        free = [name for name in FREE if name not in estimate.reasons]
+    if seconds < MIN_RUN_BUDGETS * auto.budget_s:
+        free = [name for name in FREE_TECHNIQUES if name not in estimate.exclusions]
         return SearchResult(
             " ".join(free) or NONE,
             free,
             f"the run takes about {seconds:.2g} s at none, too short for a search of "
             f"optimization.auto.budget_s={auto.budget_s:g} (from "
-            f"{BUDGETS * auto.budget_s:g} s): only free techniques are enabled, by rule",
+            f"{MIN_RUN_BUDGETS * auto.budget_s:g} s): only free techniques are enabled, by rule",
             steps=estimate.steps,
             none_ms=1e3 * estimate.step_seconds,
-            left_out=estimate.reasons,
+            left_out=estimate.exclusions,
         )
-    result = _search(config, given, estimate)
-    judged = all(row.parity is not None or not row.parity_reason for row in result.tried)
-    if path is not None and judged:
-        _write(path, _as_json(result))
+    result = _run_search(config, given, estimate)
+    parity_known = all(row.parity is not None or not row.parity_reason for row in result.tried)
+    if path is not None and parity_known:
+        _write_text(path, _to_json(result))
     return result
 
 
-def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
+def _run_search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
     auto = config.optimization.auto
-    excluded = {*estimate.reasons, *pinned_techniques(config.optimization)}
+    excluded = {*estimate.exclusions, *pinned_techniques(config.optimization)}
     candidates = make_candidates(excluded)
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
     settings = BenchmarkConfig(
-        warmup_steps=WARM_UP, block_s=BLOCK_S, timeout_s=max(LEAST_S, auto.budget_s)
+        warmup_steps=WARMUP_STEPS, block_s=BLOCK_S, timeout_s=max(MIN_TIMEOUT_S, auto.budget_s)
     )
     _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
     options = MeasureOptions(settings, given=given, announce=_announce)
@@ -207,7 +209,7 @@ def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> Sear
         check, budget_s = checker.check, auto.budget_s
         search = Search(candidates, arms, options, check, steps, step_s, budget_s, config.seed)
         result = search.run()
-    result.left_out = estimate.reasons
+    result.left_out = estimate.exclusions
     return result
 
 
@@ -216,57 +218,60 @@ class RunEstimate:
     """What is known about a run before the search: its length, step time and cache key."""
 
     steps: int  # that the run makes
-    step_seconds: float  # at `none`, the device waited for
-    reasons: dict[str, str]  # median step at `none`, device synchronised
-    key: str  # excluded techniques, with the reason
+    step_seconds: float  # median step at `none`, device synchronised
+    exclusions: dict[str, str]  # excluded techniques, with the reason
+    key: str  # of the cache file
 
 
 def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
     """Build the run at `none`, time a few steps of a copy, and discard it."""
-    with opened(_arm_config(config, ()), given=fresh(given)) as run:
+    with open_run(_arm_config(config, ()), given=copy_components(given)) as run:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in run.model.named_parameters()]
         versions = provenance.versions()
-        facts = [config_hash(config), shapes, machine(), run.device.name, versions]
+        facts = [config_hash(config), shapes, machine_facts(), run.device.name, versions]
         key = sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
-        return RunEstimate(run.total_steps, _time_steps(run), _find_reasons(run, config), key)
+        return RunEstimate(run.total_steps, _time_steps(run), _find_exclusions(run, config), key)
 
 
 def _time_steps(run: Run) -> float:
     """Return the median seconds of up to `TIMED_STEPS` steps on training batches."""
-    laps: list[float] = []
+    durations: list[float] = []
     run.model.train()
     batches = run.train.batches(0)
-    began = perf_counter()
-    while len(laps) < TIMED_STEPS and (len(laps) < 2 or perf_counter() - began < TIMED_S):
-        start = perf_counter()
-        one_step(run, next(batches))
+    start_time = perf_counter()
+    while len(durations) < TIMED_STEPS:
+        if len(durations) >= 2 and perf_counter() - start_time >= TIMED_S:
+            break
+        step_start = perf_counter()
+        make_finite_step(run, next(batches))
         run.progress.step += 1
         run.device.synchronize()  # waits for the device: that is what is timed
-        laps.append(perf_counter() - start)
-    return median(laps[WARM_UP:] or laps[-1:])
+        durations.append(perf_counter() - step_start)
+    return median(durations[WARMUP_STEPS:] or durations[-1:])
 
 
-def _find_reasons(run: Run, config: RunConfig) -> dict[str, str]:
+def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
     """Return the techniques that cannot have an effect or are excluded, each with the reason."""
     with torch.no_grad():
-        attends = calls_of(partial(call, run.forward, run.train.at(0)[0]), run.model)
-    convolves = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
+        attention_calls = calls_of(partial(call, run.forward, run.train.at(0)[0]), run.model)
+    has_convolution = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
-    useless = {
-        "channels_last": "" if convolves else "no 2-d convolution",
-        "attention": "" if attends else "the model does not call scaled_dot_product_attention",
+    no_attention = "the model does not call scaled_dot_product_attention"
+    no_effect = {
+        "channels_last": "" if has_convolution else "no 2-d convolution",
+        "attention": "" if attention_calls else no_attention,
         "pipeline": "the data is in memory" if in_memory else "",
         "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
     }
-    reasons = {}
+    exclusions = {}
     for name, technique in Optimization().techniques():
-        excluded = "optimization.auto.without names it"
-        why = excluded if name in config.optimization.auto.without else ""
-        if why := why or technique.unavailable(run.device) or useless.get(name, ""):
-            reasons[name] = why
-    if "compile" in reasons:
-        reasons.setdefault("whole_step", reasons["compile"])
-    return reasons
+        by_config = "optimization.auto.without names it"
+        reason = by_config if name in config.optimization.auto.without else ""
+        if reason := reason or technique.unavailable(run.device) or no_effect.get(name, ""):
+            exclusions[name] = reason
+    if "compile" in exclusions:
+        exclusions.setdefault("whole_step", exclusions["compile"])
+    return exclusions
 
 
 def _announce(line: str) -> None:
@@ -294,12 +299,12 @@ def read_cache(path: Path) -> SearchResult | None:
         return None
 
 
-def _as_json(result: SearchResult) -> str:
+def _to_json(result: SearchResult) -> str:
     """Return the result as JSON, with secrets redacted and infinite interval ends as null."""
     return json.dumps(json_safe(asdict(result)), indent=1, default=str) + "\n"
 
 
-def _write(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     """Replace the file's text; an OSError is logged, not raised."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -308,10 +313,11 @@ def _write(path: Path, text: str) -> None:
         log.warning("%s: not written: %s", path, error.strerror)
 
 
-def as_yaml(optimization: Optimization, reason: str) -> str:
+def to_yaml(optimization: Optimization, reason: str) -> str:
     """Return a config file for the group `optimization`: the enabled techniques, over `none`."""
     body: dict[str, Any] = {"defaults": ["none", "_self_"], "level": "custom"}
-    body |= {name: asdict(knobs) for name, knobs in optimization.techniques() if knobs.enabled}
+    enabled = {name: t for name, t in optimization.techniques() if t.enabled}
+    body |= {name: asdict(technique) for name, technique in enabled.items()}
     body |= {"extra": optimization.extra} if optimization.extra else {}
     lines = [
         "# chosen by optimization=auto",

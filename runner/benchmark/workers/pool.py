@@ -14,18 +14,18 @@ from typing import Any, Self
 
 from runner import fork_server
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Finished, Ready, Turn
+from runner.benchmark.blocks import ArmEnded, Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import LoadMonitor
 from runner.benchmark.workers import worker
-from runner.benchmark.workers.process import ENDING_S, ChildProcess, block_interrupt
-from runner.benchmark.workers.worker import FINISH, LOG, WorkerSpec
+from runner.benchmark.workers.process import EXIT_TIMEOUT_S, ChildProcess, block_interrupt
+from runner.benchmark.workers.worker import FINISH, WORKER_LOG, WorkerSpec
 from runner.device.config import omp_env
 from runner.errors import StorageError
 from runner.security.pickle_transfer import packed
 from runner.training.summary import Summary
 
-PRELOAD = [
+PRELOADED_MODULES = [
     "torch._dynamo",  # imported by every torch optimizer
     "runner.build",
     "runner.training.loop",
@@ -33,10 +33,11 @@ PRELOAD = [
     "runner.record.tensorboard",
 ]
 """Modules that every worker imports."""
-FINISH_S = 300.0  # seconds to gather an arm's results after it was measured
-SLOW_S, SLOW = 60.0, 20.0  # limit of a turn: SLOW_S + SLOW times its expected seconds
-STEPS = 20  # assumed steps of a turn in that limit
-LEAVING_S = 30.0  # seconds for a finished worker to close its files
+FINISH_TIMEOUT_S = 300.0  # seconds to gather an arm's results after it was measured
+# limit of a turn: TURN_TIMEOUT_S + TURN_TIMEOUT_FACTOR times its expected seconds
+TURN_TIMEOUT_S, TURN_TIMEOUT_FACTOR = 60.0, 20.0
+ASSUMED_TURN_STEPS = 20  # in that limit
+FINISHED_EXIT_S = 30.0  # seconds for a finished worker to close its files
 
 
 class WorkerPool:
@@ -62,15 +63,15 @@ class WorkerPool:
         self.arms = {arm.name: arm for arm in arms}
         self.settings, self.folder = settings, folder
         parts = {} if given is None else {f.name: getattr(given, f.name) for f in fields(given)}
-        self.parcel = packed({**parts, "metrics": dict(metrics or {})})
+        self.payload = packed({**parts, "metrics": dict(metrics or {})})
         self.workers: dict[str, ChildProcess] = {}
-        self.ready: dict[str, Ready] = {}
-        self.mean = False  # compare mean steps, because an arm has data workers
-        self.forks = fork_server.available() and not fork_server.is_running()
+        self.idle_workers: dict[str, WorkerSetup] = {}  # those that wait for a request
+        self.use_mean_step = False  # compare mean steps, because an arm has data workers
+        self.use_fork_server = fork_server.available() and not fork_server.is_running()
         self.scratch: TemporaryDirectory[str] | None = None  # holds run folders of later launches
 
     def __enter__(self) -> Self:
-        self._start_server()
+        self._start_fork_server()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -78,7 +79,7 @@ class WorkerPool:
         try:
             self._end_all()
         finally:
-            if self.forks:
+            if self.use_fork_server:
                 fork_server.stop()
             if self.scratch is not None:
                 self.scratch.cleanup()
@@ -86,54 +87,57 @@ class WorkerPool:
     def renew(self) -> None:
         """End all processes. Later ones use a new fork server, and their runs leave no record."""
         self._end_all()
-        self._start_server()
+        self._start_fork_server()
         if self.scratch is None and self.folder is not None:
             self.scratch = TemporaryDirectory(dir=self.folder, prefix=".runs-")
 
-    def _start_server(self) -> None:
-        if not self.forks:
+    def _start_fork_server(self) -> None:
+        if not self.use_fork_server:
             return
         fork_server.stop()
         environment = {**os.environ, **omp_env(os.environ)}
         resource_tracker.ensure_running()  # starting it unblocks signals
         with block_interrupt():
             path = fork_server.module_path()
-            fork_server.start(PRELOAD, {**environment, "PYTHONPATH": path})
+            fork_server.start(PRELOADED_MODULES, {**environment, "PYTHONPATH": path})
 
     def _end_all(self) -> None:
-        """Ask waiting workers to leave, so that they close their files; then kill all."""
+        """Ask idle workers to exit, so that they close their files; then kill all."""
         try:
-            waiting = [self.workers[name] for name in self.ready]
-            for process in waiting:
-                process.dismiss()
-            until = time.monotonic() + ENDING_S
-            for process in waiting:
-                process.wait(until - time.monotonic())
+            idle = [self.workers[name] for name in self.idle_workers]
+            for process in idle:
+                process.request_exit()
+            deadline = time.monotonic() + EXIT_TIMEOUT_S
+            for process in idle:
+                process.wait(deadline - time.monotonic())
         finally:  # also at a second Ctrl-C
             for name in list(self.workers):
                 self.end(name)
 
-    def start(self, name: str, within_s: float | None = None) -> Ready:
+    def start(self, name: str, within_s: float | None = None) -> WorkerSetup:
         """Start the arm's process and make its warm-up steps, within `within_s` or `timeout_s`."""
         self.end(name)
-        arm, folder = self.arms[name], self._folder(name)
-        log = None if folder is None else folder / LOG
-        began = None if self.forks else time.perf_counter()  # a fork server may still be importing
+        arm, folder = self.arms[name], self._arm_folder(name)
+        log = None if folder is None else folder / WORKER_LOG
+        # a fork server may still be importing
+        start_time = None if self.use_fork_server else time.perf_counter()
         if folder is not None and self.scratch is not None:
             folder = Path(mkdtemp(dir=self.scratch.name)) / arm.folder
-        spec = WorkerSpec(arm.config, self.settings, folder, arm.command, began)
-        with self._cleaned_up(name):
-            self.workers[name] = process = ChildProcess(worker.main, (spec,), log, self.forks)
+        spec = WorkerSpec(arm.config, self.settings, folder, arm.command, start_time)
+        with self._end_on_failure(name):
+            process = ChildProcess(worker.main, (spec,), log, self.use_fork_server)
+            self.workers[name] = process
             process.start()
-            if self.forks and fork_server.has_threads():  # a fork may deadlock on their locks
-                self.forks = False
+            # a fork may deadlock on the locks of threads
+            if self.use_fork_server and fork_server.has_threads():
+                self.use_fork_server = False
                 return self.start(name, within_s)
-            process.ask(self.parcel)
+            process.ask(self.payload)
             timeout_s = self.settings.timeout_s if within_s is None else within_s
-            ready: Ready = process.answer(timeout_s)
-        self.ready[name] = ready
-        self.mean = self.mean or ready.workers > 0
-        return ready
+            setup: WorkerSetup = process.answer(timeout_s)
+        self.idle_workers[name] = setup
+        self.use_mean_step = self.use_mean_step or setup.workers > 0
+        return setup
 
     def turn(self, name: str, seconds: float) -> Turn:
         """Run steps for about `seconds`, at least three, while the other arms are paused.
@@ -141,64 +145,65 @@ class WorkerPool:
         Data workers deliver batches in bursts, so the median step is not representative: if any arm
         has workers, times per sample are those of the mean step, in all arms.
         """
-        with self._busy(name) as (process, ready):
+        with self._reserve(name) as (process, setup):
             monitor = LoadMonitor(process.pid)
             process.ask(seconds)
-            limit_s = SLOW_S + SLOW * max(seconds, STEPS * ready.warm_ms / 1e3)
-            turn: Turn = process.answer(limit_s)
-            turn = replace(turn, others=monitor.others())
-        if self.mean:
+            expected_s = max(seconds, ASSUMED_TURN_STEPS * setup.warm_ms / 1e3)
+            timeout_s = TURN_TIMEOUT_S + TURN_TIMEOUT_FACTOR * expected_s
+            turn: Turn = process.answer(timeout_s)
+            turn = replace(turn, other_cpu_share=monitor.other_cpu_share())
+        if self.use_mean_step:
             turn = replace(turn, per_sample_ms=1e3 * turn.seconds / turn.samples)
         return turn
 
-    def finish(self, name: str) -> Finished:
+    def finish(self, name: str) -> WorkerResults:
         """Finish the run normally, return its results, and end its process."""
-        with self._busy(name) as (process, _):
+        with self._reserve(name) as (process, _):
             process.ask(FINISH)
-            finished: Finished = process.answer(FINISH_S)
-        process.wait(LEAVING_S)
+            results: WorkerResults = process.answer(FINISH_TIMEOUT_S)
+        process.wait(FINISHED_EXIT_S)
         self.end(name)
-        return finished
+        return results
 
     def end(self, name: str) -> None:
         """Kill the arm's process and its children; a no-op if it has none."""
-        self.ready.pop(name, None)
+        self.idle_workers.pop(name, None)
         process = self.workers.get(name)
         if process is not None:
             process.end()
             del self.workers[name]
 
     @contextmanager
-    def _busy(self, name: str) -> Iterator[tuple[ChildProcess, Ready]]:
-        """Yield the arm's process, which does not count as waiting meanwhile or after an error."""
-        if name not in self.ready:
+    def _reserve(self, name: str) -> Iterator[tuple[ChildProcess, WorkerSetup]]:
+        """Yield the arm's process, which is not idle meanwhile or after an error."""
+        if name not in self.idle_workers:
             raise ArmEnded("failed", f"{name} was not started, or has ended")
-        ready = self.ready.pop(name)
-        with self._cleaned_up(name):
-            yield self.workers[name], ready
-        self.ready[name] = ready
+        setup = self.idle_workers.pop(name)
+        with self._end_on_failure(name):
+            yield self.workers[name], setup
+        self.idle_workers[name] = setup
 
     @contextmanager
-    def _cleaned_up(self, name: str) -> Iterator[None]:
+    def _end_on_failure(self, name: str) -> Iterator[None]:
         """On ArmEnded, end the process and record the status in its summary; then re-raise."""
         try:
             yield
-        except ArmEnded as ended:
+        except ArmEnded as failure:
             self.end(name)
-            _write_end(self._folder(name), ended)
+            _record_failure(self._arm_folder(name), failure)
             raise
 
-    def _folder(self, name: str) -> Path | None:
+    def _arm_folder(self, name: str) -> Path | None:
         folder = self.arms[name].folder
         return self.folder / folder if self.folder is not None and folder else None
 
 
-def _write_end(folder: Path | None, ended: ArmEnded) -> None:
+def _record_failure(folder: Path | None, failure: ArmEnded) -> None:
     """Record in the summary how the process ended, which a killed run cannot do itself."""
     if folder is None:
         return
     with suppress(StorageError):  # no summary yet, or disk full: the arm's row has the status
         summary = Summary.read(folder)
-        if summary.status == "running" or ended.status == "oom":
-            summary.status, summary.reason = ended.status, ended.reason
+        if summary.status == "running" or failure.status == "oom":
+            summary.status, summary.reason = failure.status, failure.reason
             summary.write(folder)

@@ -22,8 +22,8 @@ from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
 
-ENDING_S = 5.0  # seconds for a process to end after it was asked to
-UNGUARDED = 77  # exit code of a child that imported an unguarded script
+EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
+UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script
 
 
 class Unguarded(UsageError):
@@ -31,7 +31,7 @@ class Unguarded(UsageError):
 
 
 @dataclass(frozen=True)
-class Failed:
+class RequestFailure:
     """Answer of a child whose request failed."""
 
     status: str  # failed | oom
@@ -43,7 +43,7 @@ class ChildSide:
     """What the child receives from its parent."""
 
     pipe: Connection
-    lifeline: Connection  # closed when the parent ends
+    parent_death_pipe: Connection  # closed when the parent ends
     log: Path | None
     start_method: str  # of the parent
     environment: dict[str, str]
@@ -66,18 +66,19 @@ class ChildProcess:
     ) -> None:
         context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
         self.log = log
-        self.answered = False  # at least one request
+        self.has_answered = False  # at least one request
         self.oom_kills = cgroup.oom_kills() or 0
-        self.pipe, theirs = context.Pipe()
-        listens, self.lifeline = context.Pipe(duplex=False)
-        self.theirs = theirs, listens
+        self.pipe, child_pipe = context.Pipe()
+        death_pipe, self.parent_death_pipe = context.Pipe(duplex=False)
+        self.child_ends = child_pipe, death_pipe
         environment = {**os.environ, **omp_env(os.environ)}
         if sys.flags.safe_path:
             environment["PYTHONSAFEPATH"] = "1"
         method = multiprocessing.get_start_method()
-        child = ChildSide(theirs, listens, log, method, environment)
+        child = ChildSide(child_pipe, death_pipe, log, method, environment)
         # not a daemon: daemons may have no children, but runs start data workers and compilers
-        self.process = context.Process(target=_run, args=(main, child, arguments), daemon=False)
+        child_arguments = main, child, arguments
+        self.process = context.Process(target=_run_child, args=child_arguments, daemon=False)
 
     def start(self) -> None:
         """Start the process."""
@@ -86,7 +87,7 @@ class ChildProcess:
             with worker_environment(), block_interrupt():
                 self.process.start()
         finally:
-            for end in self.theirs:
+            for end in self.child_ends:
                 end.close()
 
     @property
@@ -94,15 +95,15 @@ class ChildProcess:
         """Process id, which is also its group id; 0 before the start."""
         return self.process.pid or 0
 
-    def ask(self, question: Any) -> None:
+    def ask(self, request: Any) -> None:
         """Send a request; bytes are sent as they are."""
         try:
-            if isinstance(question, bytes):
-                self.pipe.send_bytes(question)
+            if isinstance(request, bytes):
+                self.pipe.send_bytes(request)
             else:
-                self.pipe.send(question)
+                self.pipe.send(request)
         except OSError:
-            raise self._explain_death() from None
+            raise self._describe_exit() from None
 
     def answer(self, timeout_s: float) -> Any:
         """Wait up to `timeout_s` for the answer, without polling.
@@ -114,14 +115,14 @@ class ChildProcess:
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            raise self._explain_death() from None
-        self.answered = True
-        if isinstance(answer, Failed):
+            raise self._describe_exit() from None
+        self.has_answered = True
+        if isinstance(answer, RequestFailure):
             raise ArmEnded(answer.status, f"{answer.reason}{self._log_hint()}")
         return answer
 
-    def dismiss(self) -> None:
-        """Tell a waiting process to leave."""
+    def request_exit(self) -> None:
+        """Tell an idle process to exit."""
         with suppress(OSError):
             self.pipe.send(None)
 
@@ -144,13 +145,13 @@ class ChildProcess:
                 process.kill()
         self.process.join()
         self.pipe.close()
-        self.lifeline.close()
+        self.parent_death_pipe.close()
 
-    def _explain_death(self) -> ArmEnded:
+    def _describe_exit(self) -> ArmEnded:
         """Return how a process ended that sent no answer. Raises Unguarded."""
-        self.process.join(ENDING_S)
+        self.process.join(EXIT_TIMEOUT_S)
         code, hint = self.process.exitcode, self._log_hint()
-        if code == UNGUARDED and not self.answered:
+        if code == UNGUARDED_EXIT_CODE and not self.has_answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
             raise Unguarded(
                 f'{script.name} must do this under `if __name__ == "__main__":`, because '
@@ -169,7 +170,7 @@ class ChildProcess:
 def leave_if_imported() -> None:
     """Exit if this is a worker in which an unguarded script starts workers again."""
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # the fork server would map an exception to another code
+        os._exit(UNGUARDED_EXIT_CODE)  # the fork server would map an exception to another code
 
 
 @contextmanager
@@ -201,7 +202,7 @@ def block_interrupt() -> Iterator[None]:
 # -- in the child ----------------------------------------------------------------------------------
 
 
-def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]) -> None:
+def _run_child(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]) -> None:
     """Start a session with its own log that ends with the parent, then call `main`."""
     os.setsid()
     # Restore the parent's start method: forked workers have unnamed locks, which a process that
@@ -210,7 +211,7 @@ def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     redirect_output(child.log)
-    threading.Thread(target=_end_with_parent, args=(child.lifeline,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(child.parent_death_pipe,), daemon=True).start()
     os.environ.clear()  # the fork server's may be stale; PYTHONSAFEPATH was for the start only
     os.environ.update(child.environment)
     main(child, *arguments)
@@ -232,7 +233,7 @@ def redirect_output(log: Path | None) -> None:
     faulthandler.enable()
 
 
-def _end_with_parent(lifeline: Connection) -> None:
+def _end_with_parent(parent_death_pipe: Connection) -> None:
     with suppress(EOFError, OSError):
-        lifeline.recv_bytes()  # blocks until the parent's end closes; nothing is ever sent
+        parent_death_pipe.recv_bytes()  # blocks until the parent's end closes; nothing is ever sent
     os.killpg(0, signal.SIGKILL)

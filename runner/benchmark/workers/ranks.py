@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from runner.benchmark.workers.process import ENDING_S, worker_environment
-from runner.benchmark.workers.worker import WorkerSpec, continue_without_end
+from runner.benchmark.workers.process import EXIT_TIMEOUT_S, worker_environment
+from runner.benchmark.workers.worker import WorkerSpec, remove_limits
 from runner.build import Components, build
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
@@ -30,43 +30,46 @@ from runner.security.pickle_transfer import opened
 from runner.security.secrets import adopt_state
 from runner.training.loop import train
 
-HERE = "127.0.0.1"
-SAFE = "PYTHONSAFEPATH"
-WAIT_S = 86_400.0  # longer than other arms' turns; the pool detects a process that hangs
+LOCALHOST = "127.0.0.1"
+SAFE_PATH = "PYTHONSAFEPATH"
+# longer than other arms' turns; the pool detects a process that hangs
+COLLECTIVE_TIMEOUT_S = 86_400.0
 
 
 @contextmanager
-def together(
-    config: RunConfig, spec: WorkerSpec, parcel: bytes
+def join_ranks(
+    config: RunConfig, spec: WorkerSpec, payload: bytes
 ) -> Iterator[tuple[RunConfig, World | None]]:
     """Start the other ranks, join them, and yield the shared config and world (None if alone)."""
-    size = _processes(config)
+    size = _count_processes(config)
     if size == 1:
         yield replace(config, distributed=DistributedConfig()), None
         return
-    config = replace(config, distributed=replace(config.distributed, timeout_s=WAIT_S))
-    store = TCPStore(HERE, 0, size, True, wait_for_workers=False)
-    places = [Place(i, size, i, size, HERE, store.port, True, by="runner") for i in range(size)]
-    spec, safe = replace(spec, config=config), SAFE in os.environ
+    distributed = replace(config.distributed, timeout_s=COLLECTIVE_TIMEOUT_S)
+    config, host = replace(config, distributed=distributed), LOCALHOST
+    store = TCPStore(host, 0, size, True, wait_for_workers=False)
+    places = [Place(i, size, i, size, host, store.port, True, by="runner") for i in range(size)]
+    spec, safe_path = replace(spec, config=config), SAFE_PATH in os.environ
     context = multiprocessing.get_context("spawn")
-    others = [
-        context.Process(target=_follow, args=(spec, parcel, place, safe)) for place in places[1:]
+    other_ranks = [
+        context.Process(target=_train_rank, args=(spec, payload, place, safe_path))
+        for place in places[1:]
     ]
     try:
         with worker_environment():
-            for process in others:
+            for process in other_ranks:
                 process.start()
         os.environ.update(places[0].environ())
         with ExitStack() as scope:
             yield config, join(config, places[0], scope)
     finally:
-        for process in others:
+        for process in other_ranks:
             if process.pid is not None:
-                process.join(ENDING_S)
+                process.join(EXIT_TIMEOUT_S)
                 process.kill()
 
 
-def _processes(config: RunConfig) -> int:
+def _count_processes(config: RunConfig) -> int:
     """Return how many processes train the arm's model. Raises ConfigError for several nodes."""
     if config.distributed.nodes > 1:
         raise ConfigError("distributed.nodes", "job=benchmark uses one machine", "remove it")
@@ -74,20 +77,20 @@ def _processes(config: RunConfig) -> int:
     return config.distributed.processes or max(1, gpus)
 
 
-def _follow(spec: WorkerSpec, parcel: bytes, place: Place, safe: bool) -> None:
+def _train_rank(spec: WorkerSpec, payload: bytes, place: Place, safe_path: bool) -> None:
     """Train as one of the other ranks; its output is in the worker's log."""
-    if not safe:
-        os.environ.pop(SAFE, None)  # needed only during the start
+    if not safe_path:
+        os.environ.pop(SAFE_PATH, None)  # needed only during the start
     adopt_state(spec.secrets)
     os.environ.update(place.environ())
-    own = None if spec.folder is None else spec.folder / RANKS / str(place.rank)
-    if own is not None:
-        own.mkdir(parents=True, exist_ok=True)
-    set_up_logging(spec.config.monitoring.log_level, own, screen=False)
-    parts = opened(parcel)
+    folder = None if spec.folder is None else spec.folder / RANKS / str(place.rank)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    set_up_logging(spec.config.monitoring.log_level, folder, screen=False)
+    parts = opened(payload)
     del parts["metrics"]
     with suppress(ProcessLost), ExitStack() as scope:  # rank 0 reports the error
         parts["world"] = join(spec.config, place, scope)
         run = scope.enter_context(build(spec.config, spec.folder, Components(**parts)))
-        continue_without_end(run)
+        remove_limits(run)
         train(run)

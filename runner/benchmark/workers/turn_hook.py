@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.benchmark.blocks import Finished, Ready, Turn
+from runner.benchmark.blocks import Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.worker import FINISH
 from runner.data.loader import BatchLoader
@@ -33,146 +33,155 @@ from runner.training.recovery import is_out_of_memory
 from runner.training.run import Run
 from runner.training.summary import Summary
 
-LEAST = 3  # minimum steps of a turn, and of the late warm-up
-ROUNDS = 2  # times, at least, that a turn uses up the batches that workers may prefetch
-KEPT_STEPS = 512  # of a turn, evenly spaced, to bound memory
-STOPPED = "the benchmark has measured it"
-FIRST = 50  # first steps, and last steps, whose losses are kept
-FEW = 10  # minimum losses at each end for a trend
-MOVED, ROSE = 2.0, 3.0  # standard errors: below MOVED the loss does not move, above ROSE it rises
+MIN_TURN_STEPS = 3  # also of the late warm-up
+PREFETCH_ROUNDS = 2  # times, at least, that a turn uses up the batches that workers may prefetch
+MAX_STEP_TIMES = 512  # of a turn, evenly spaced, to bound memory
+STOP_REASON = "the benchmark has measured it"
+LOSS_WINDOW = 50  # first steps, and last steps, whose losses are kept
+MIN_TREND_LOSSES = 10  # at each end
+# standard errors: below the first the loss does not move, above the second it rises
+FLAT_SIGMAS, RISE_SIGMAS = 2.0, 3.0
 
 
 class TurnHook(Hook):
     """Lets a run continue for one turn at a time.
 
-    `ask(answer)` sends the last turn's answer and blocks for the next request: the seconds of a
-    turn, or `FINISH`. `started` is the start of the process by `time.perf_counter`.
+    `next_request(answer)` sends the last turn's answer and blocks for the next request: the seconds
+    of a turn, or `FINISH`. `process_start` is in the time of `time.perf_counter`.
     """
 
     def __init__(
-        self, settings: BenchmarkConfig, ask: Callable[[Any], float | str], started: float
+        self,
+        settings: BenchmarkConfig,
+        next_request: Callable[[Any], float | str],
+        process_start: float,
     ) -> None:
-        self.ask, self.started = ask, started
-        self.warm_up = max(settings.warmup_steps, LEAST + 1)
-        self.training = TrainingLog()
-        self.least, self.deadline = 1, 0.0  # `then` is called after this many steps and this time
-        self.made = 0  # steps since `then` was last called
-        self.then: Callable[[Run], Verdict | None] = self._warm
-        self.stamps: list[float] = []  # start of the session and end of each warm-up step
+        self.next_request, self.process_start = next_request, process_start
+        self.warmup_steps = max(settings.warmup_steps, MIN_TURN_STEPS + 1)
+        self.training_log = TrainingLog()
+        # `next_action` is called after this many steps and this time
+        self.min_steps, self.deadline = 1, 0.0
+        self.steps_made = 0  # since `next_action` was last called
+        self.next_action: Callable[[Run], Verdict | None] = self._time_warmup_step
+        # start of the session and end of each warm-up step
+        self.warmup_timestamps: list[float] = []
         self.workers = 0  # number of data workers
-        self.ahead = 0  # batches that they may prefetch
-        self.turns: list[float] = []  # step time of each turn, ms; first that of the late warm-up
-        self.seconds = self.begun = self.data = 0.0  # of the current turn; data: wait before it
-        self.laps = 0  # number of laps before the turn
-        self.peaks = (0, 0)  # bytes, of process and device
-        self.finishing = False
+        self.prefetch_batches = 0  # batches that they may prefetch
+        # step time of each turn; the first is that of the late warm-up
+        self.turn_step_ms: list[float] = []
+        self.turn_seconds = self.turn_start = 0.0
+        self.data_wait_before = 0.0  # seconds, before the turn
+        self.laps_before = 0  # number of laps before the turn
+        self.peak_bytes = (0, 0)  # of process and device
+        self.is_finishing = False
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Count the data workers and start the clock."""
         pool = run.train.pool if isinstance(run.train, BatchLoader) else None
         if pool is not None:
-            self.workers, self.ahead = pool.count, pool.count * pool.ahead
-            self.warm_up += self.ahead
+            self.workers, self.prefetch_batches = pool.count, pool.count * pool.ahead
+            self.warmup_steps += self.prefetch_batches
         run.device.synchronize()
-        self.stamps.append(perf_counter())
+        self.warmup_timestamps.append(perf_counter())
         yield
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
-        """Count the step, and call `then` if it is due."""
-        self.made += 1
-        if self.made < self.least or perf_counter() < self.deadline:
+        """Count the step, and call `next_action` if it is due."""
+        self.steps_made += 1
+        if self.steps_made < self.min_steps or perf_counter() < self.deadline:
             return None
-        return self.then(run)
+        return self.next_action(run)
 
     def on_report(self, run: Run, report: Report) -> None:
         """Record the losses of a report that has reached the host."""
-        self.training.add(report)
+        self.training_log.add(report)
 
-    def _warm(self, run: Run) -> Verdict | None:
+    def _time_warmup_step(self, run: Run) -> Verdict | None:
         """Time a warm-up step; after the last one, report Ready."""
         run.device.synchronize()
-        self.stamps.append(perf_counter())
-        if len(self.stamps) <= self.warm_up:
+        self.warmup_timestamps.append(perf_counter())
+        if len(self.warmup_timestamps) <= self.warmup_steps:
             return None
-        laps = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
-        last = laps[-self._whole_rounds(LEAST) :]
-        late = mean(last) if self.workers else median(last)
-        self.turns.append(late * 1e3)
-        ready = Ready(
+        times = self.warmup_timestamps
+        durations = [b - a for a, b in zip(times, times[1:], strict=False)]
+        late_durations = durations[-self._round_up_to_workers(MIN_TURN_STEPS) :]
+        late_s = mean(late_durations) if self.workers else median(late_durations)
+        self.turn_step_ms.append(late_s * 1e3)
+        setup = WorkerSetup(
             samples_per_step=run.train.samples(0),
-            setup_seconds=self.stamps[1] - self.started,
-            warm_ms=late * 1e3,
-            settling_seconds=max(0.0, sum(laps[1:]) - (len(laps) - 1) * late),
+            setup_seconds=self.warmup_timestamps[1] - self.process_start,
+            warm_ms=late_s * 1e3,
+            settling_seconds=max(0.0, sum(durations[1:]) - (len(durations) - 1) * late_s),
             compile_seconds=_compile_seconds(),
             workers=self.workers,
         )
         # the first report comes after this step and makes the next one slow: skip one more
-        return self._wait_for_turn(run, ready, lead=1)
+        return self._wait_for_turn(run, setup, lead_steps=1)
 
-    def _whole_rounds(self, steps: int) -> int:
+    def _round_up_to_workers(self, steps: int) -> int:
         """Round `steps` up to a multiple of the number of data workers."""
         return math.ceil(steps / self.workers) * self.workers if self.workers else steps
 
-    def _wait_for_turn(self, run: Run, answer: Any, lead: int = 0) -> Verdict | None:
+    def _wait_for_turn(self, run: Run, answer: Any, lead_steps: int = 0) -> Verdict | None:
         """Send the answer, wait for the next request, and begin a turn or finish."""
         with run.watch.excluded(), _pause_workers():
-            question = self.ask(answer)
-        if question == FINISH:
+            request = self.next_request(answer)
+        if request == FINISH:
             return self._finish(run)
-        self.seconds, self.made = float(question), 0
-        lead += self.ahead
-        if not lead:
+        self.turn_seconds, self.steps_made = float(request), 0
+        lead_steps += self.prefetch_batches
+        if not lead_steps:
             return self._begin_turn(run)
-        self.least, self.deadline, self.then = lead, 0.0, self._begin_turn
+        self.min_steps, self.deadline, self.next_action = lead_steps, 0.0, self._begin_turn
         return None
 
     def _begin_turn(self, run: Run) -> Verdict | None:
         """Start timing a turn at the end of the current step."""
         run.device.synchronize()
-        self.made = 0
-        self.laps = run.watch.count  # the current step will be the next lap
-        self.data = run.watch.spent["data"]
-        self.begun = perf_counter()
-        self.then = self._end_turn
-        self.least = max(LEAST, ROUNDS * self.ahead)
-        self.deadline = self.begun + self.seconds
+        self.steps_made = 0
+        self.laps_before = run.watch.count  # the current step will be the next lap
+        self.data_wait_before = run.watch.spent["data"]
+        self.turn_start = perf_counter()
+        self.next_action = self._end_turn
+        self.min_steps = max(MIN_TURN_STEPS, PREFETCH_ROUNDS * self.prefetch_batches)
+        self.deadline = self.turn_start + self.turn_seconds
         if run.device.kind != "cpu":
             # the host runs ahead of the device, so count steps instead of watching the clock
-            steps = math.ceil(self.seconds * 1e3 / self.turns[-1])
-            self.least, self.deadline = max(self.least, steps), 0.0
+            steps = math.ceil(self.turn_seconds * 1e3 / self.turn_step_ms[-1])
+            self.min_steps, self.deadline = max(self.min_steps, steps), 0.0
         return None
 
     def _end_turn(self, run: Run) -> Verdict | None:
         """End the turn in its last step and send its times."""
-        if self.made != self._whole_rounds(self.made):
+        if self.steps_made != self._round_up_to_workers(self.steps_made):
             return None
         run.device.synchronize()
         now = perf_counter()
-        seconds, steps, done = now - self.begun, self.made, run.progress.step
-        samples = [run.train.samples(number) for number in range(done - steps, done)]
-        laps, per_sample = [seconds / steps], seconds / sum(samples)
+        seconds, steps, steps_done = now - self.turn_start, self.steps_made, run.progress.step
+        samples = [run.train.samples(number) for number in range(steps_done - steps, steps_done)]
+        durations, per_sample = [seconds / steps], seconds / sum(samples)
         if run.device.kind == "cpu":
             # skip the lap of the step in which the turn began; the current one is still open
-            laps = [*run.watch.laps(self.laps + 1).tolist(), now - run.watch.started]
-            per_sample = median(laps) / median(samples)
-        self.turns.append(1e3 * (seconds / steps if self.workers else median(laps)))
+            durations = [*run.watch.laps(self.laps_before + 1).tolist(), now - run.watch.started]
+            per_sample = median(durations) / median(samples)
+        self.turn_step_ms.append(1e3 * (seconds / steps if self.workers else median(durations)))
         turn = Turn(
             steps=steps,
             samples=sum(samples),
             seconds=seconds,
-            median_ms=median(laps) * 1e3,
+            median_ms=median(durations) * 1e3,
             per_sample_ms=per_sample * 1e3,
-            step_ms=[lap * 1e3 for lap in laps[:: math.ceil(len(laps) / KEPT_STEPS)]],
-            data_seconds=run.watch.spent["data"] - self.data,
+            step_ms=[s * 1e3 for s in durations[:: math.ceil(len(durations) / MAX_STEP_TIMES)]],
+            data_seconds=run.watch.spent["data"] - self.data_wait_before,
         )
         return self._wait_for_turn(run, turn)
 
     def _finish(self, run: Run) -> Verdict:
         """Record memory peaks before anything else allocates, and stop the run."""
-        self.finishing = True
-        self.peaks = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
-        run.stop_reason = STOPPED
+        self.is_finishing = True
+        self.peak_bytes = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
+        run.stop_reason = STOP_REASON
         if run.world is None:  # with several ranks all would have to skip it
             run.saved_step = run.progress.step  # no run continues from here: no last checkpoint
         return Verdict.STOP
@@ -195,14 +204,14 @@ def _pause_workers() -> Iterator[None]:
     workers = multiprocessing.active_children()
     try:
         for worker in workers:
-            _signal(worker, signal.SIGSTOP)
+            _send_signal(worker, signal.SIGSTOP)
         yield
     finally:
         for worker in workers:
-            _signal(worker, signal.SIGCONT)
+            _send_signal(worker, signal.SIGCONT)
 
 
-def _signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:
+def _send_signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:
     # we alone reap our children, so the id is not reused before that
     if worker.pid is not None and worker.exitcode is None:
         with suppress(ProcessLookupError):
@@ -219,18 +228,18 @@ class TrainingLog:
     steps: int = 0
     skipped: int = 0
     not_finite: int = 0
-    with_gradient: int = 0  # steps whose gradient was not zero
-    first: list[float] = field(default_factory=list)
-    last: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST))
+    nonzero_gradients: int = 0  # steps whose gradient was not zero
+    first_losses: list[float] = field(default_factory=list)
+    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
 
     def add(self, report: Report) -> None:
         """Add the steps of a report; takes a few µs."""
         self.steps += len(report.loss)
         self.skipped += sum(report.skipped)
         self.not_finite += sum(not math.isfinite(loss) for loss in report.loss)
-        self.with_gradient += sum(norm != 0.0 for norm in report.grad_norm)
-        self.first += report.loss[: max(0, FIRST - len(self.first))]
-        self.last.extend(report.loss)
+        self.nonzero_gradients += sum(norm != 0.0 for norm in report.grad_norm)
+        self.first_losses += report.loss[: max(0, LOSS_WINDOW - len(self.first_losses))]
+        self.last_losses.extend(report.loss)
 
     def problems(self) -> list[str]:
         """Return the signs that nothing is learned."""
@@ -241,11 +250,11 @@ class TrainingLog:
             problems.append("every update was skipped")
         if self.not_finite:
             problems.append(f"the loss was not finite in {self.not_finite} of {self.steps} steps")
-        if not self.with_gradient:
+        if not self.nonzero_gradients:
             problems.append("gradients are zero")
-        count = min(FIRST, self.steps // 2)
-        if count >= FEW and not self.not_finite:
-            problems += _describe_trend(self.first[:count], list(self.last)[-count:])
+        count = min(LOSS_WINDOW, self.steps // 2)
+        if count >= MIN_TREND_LOSSES and not self.not_finite:
+            problems += _describe_trend(self.first_losses[:count], list(self.last_losses)[-count:])
         return problems
 
 
@@ -254,19 +263,19 @@ def _describe_trend(first: Sequence[float], last: Sequence[float]) -> list[str]:
     noise = math.sqrt((np.var(first, ddof=1) + np.var(last, ddof=1)) / len(first))
     before, after = float(np.mean(first)), float(np.mean(last))
     means = f"{before:.4g} over the first {len(first)} steps, {after:.4g} over the last"
-    if after - before > ROSE * noise:
+    if after - before > RISE_SIGMAS * noise:
         return [f"the loss rises: {means}"]
-    if len(first) == FIRST and abs(after - before) <= MOVED * noise:
+    if len(first) == LOSS_WINDOW and abs(after - before) <= FLAT_SIGMAS * noise:
         return [f"the loss does not move: {means}"]
     return []
 
 
 def collect_results(
     run: Run, hook: TurnHook, summary: Summary, metrics: Mapping[str, Callable[[Run], Any]]
-) -> Finished:
+) -> WorkerResults:
     """Collect the arm's results, after writing the peaks measured so far to `summary.json`."""
     notes: list[str] = []
-    summary.memory.peak_process_bytes, summary.memory.peak_device_bytes = hook.peaks
+    summary.memory.peak_process_bytes, summary.memory.peak_device_bytes = hook.peak_bytes
     if run.folder is not None:
         try:
             summary.write(run.folder)
@@ -282,7 +291,9 @@ def collect_results(
             values[name] = metric(run)
         except Exception as error:  # the other results are valid
             notes.append(f"{name}: not known: {type(error).__name__}: {shorten(str(error), 200)}")
-    return Finished(asdict(summary), hook.training.first, hook.training.problems(), values, notes)
+    return WorkerResults(
+        asdict(summary), hook.training_log.first_losses, hook.training_log.problems(), values, notes
+    )
 
 
 def is_memory_error(error: BaseException | None) -> bool:

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.workers.process import ChildSide, Failed
+from runner.benchmark.workers.process import ChildSide, RequestFailure
 from runner.config import RunConfig
 from runner.distributed.config import DistributedKind
 from runner.errors import Interrupted, RunnerError, StorageError
@@ -29,10 +30,10 @@ from runner.security.secrets import adopt_state, shared_state
 if TYPE_CHECKING:
     from runner.training.run import Run
 
-LOG = "worker.log"
+WORKER_LOG = "worker.log"
 FINISH = "finish"  # other requests: the seconds of a turn, and None to leave at once
-FOREVER = sys.maxsize
-REPORTED = 1  # exit code after the error was sent
+NO_LIMIT = sys.maxsize
+REPORTED_EXIT_CODE = 1  # exit code after the error was sent
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class WorkerSpec:
     folder: Path | None
     command: str  # trains the same config outside the benchmark
     # time.perf_counter() of the parent (same clock); None: forked, so the clock starts in `main`
-    started: float | None
+    start_time: float | None
     # values that must not appear in output
     secrets: Mapping[str, Any] = field(default_factory=shared_state)
 
 
-class Dismissed(Interrupted):
+class ExitRequested(Interrupted):
     """The benchmark has ended the worker."""
 
     def __init__(self) -> None:
@@ -61,20 +62,20 @@ def main(child: ChildSide, spec: WorkerSpec) -> None:
 
     The caller's pickled parts come first, since an argument would keep them in memory.
     """
-    if spec.started is None:
-        spec = replace(spec, started=perf_counter())
+    if spec.start_time is None:
+        spec = replace(spec, start_time=perf_counter())
     if spec.command:
         sys.argv[:] = ["runner", *shlex.split(spec.command)[3:]]  # for the record
     adopt_state(spec.secrets)
     try:
         _train(spec, child.pipe)
-    except Dismissed:
+    except ExitRequested:
         pass
     except BaseException as error:
-        failed = _report_failure(error, spec.folder)
+        failure = _report_failure(error, spec.folder)
         with suppress(OSError):
-            child.pipe.send(failed)
-        sys.exit(REPORTED)
+            child.pipe.send(failure)
+        sys.exit(REPORTED_EXIT_CODE)
 
 
 def _train(spec: WorkerSpec, pipe: Connection) -> None:
@@ -84,33 +85,34 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
     from runner.security.pickle_transfer import opened
     from runner.training.loop import train
 
-    config = benchmarked(spec.config)
+    config = measurement_config(spec.config)
     set_up_logging(config.monitoring.log_level, spec.folder)
-    parcel = pipe.recv_bytes()
-    parts = opened(parcel)
+    payload = pipe.recv_bytes()
+    parts = opened(payload)
     metrics = parts.pop("metrics")
     with ExitStack() as scope:
         if config.distributed.kind is not DistributedKind.none:
-            from runner.benchmark.workers.ranks import together
+            from runner.benchmark.workers.ranks import join_ranks
 
-            config, parts["world"] = scope.enter_context(together(config, spec, parcel))
+            config, parts["world"] = scope.enter_context(join_ranks(config, spec, payload))
         run = scope.enter_context(build(config, spec.folder, Components(**parts)))
-        continue_without_end(run)
-        hook = TurnHook(spec.settings, lambda answer: _ask(pipe, answer), spec.started or 0.0)
+        remove_limits(run)
+        next_request = partial(_next_request, pipe)
+        hook = TurnHook(spec.settings, next_request, spec.start_time or 0.0)
         run.hooks.append(hook)
         summary = train(run)
-        if not hook.finishing:
+        if not hook.is_finishing:
             raise RunnerError(f"the run ended early: {summary.reason or summary.status}")
         pipe.send(collect_results(run, hook, summary, metrics))
 
 
-def continue_without_end(run: Run) -> None:
+def remove_limits(run: Run) -> None:
     """Let a built run continue until its hook stops it; techniques have seen the planned length."""
-    run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
+    run.total_steps = run.validate_every = run.checkpoint_every = NO_LIMIT
     run.patience = run.test = None
 
 
-def benchmarked(config: RunConfig) -> RunConfig:
+def measurement_config(config: RunConfig) -> RunConfig:
     """Return the config of the same work for any number of steps, without validation or saving.
 
     After its warm-up the learning rate stays at the peak, since arms make different numbers of
@@ -125,19 +127,19 @@ def benchmarked(config: RunConfig) -> RunConfig:
     return config
 
 
-def _ask(pipe: Connection, answer: Any) -> float | str:
-    """Send the answer and wait for the next request. Raises Dismissed."""
+def _next_request(pipe: Connection, answer: Any) -> float | str:
+    """Send the answer and wait for the next request. Raises ExitRequested."""
     pipe.send(answer)
     try:
-        question: float | str | None = pipe.recv()
+        request: float | str | None = pipe.recv()
     except EOFError:
-        question = None
-    if question is None:
-        raise Dismissed
-    return question
+        request = None
+    if request is None:
+        raise ExitRequested
+    return request
 
 
-def _report_failure(error: BaseException, folder: Path | None) -> Failed:
+def _report_failure(error: BaseException, folder: Path | None) -> RequestFailure:
     """Return the error as a message; log its traceback and write a summary to the folder."""
     import logging
 
@@ -156,4 +158,5 @@ def _report_failure(error: BaseException, folder: Path | None) -> Failed:
     if folder is not None and not (folder / FILE).exists():  # it failed while it was built
         with suppress(StorageError, OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
-    return Failed("oom" if is_memory_error(error) else "failed", escape_control_chars(message))
+    status = "oom" if is_memory_error(error) else "failed"
+    return RequestFailure(status, escape_control_chars(message))

@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from runner.benchmark.auto.resolve import (
-    EVIDENCE,
-    YAML,
-    as_yaml,
+    EVIDENCE_FILE,
+    YAML_FILE,
     make_arms,
     read_cache,
     resolve_auto,
+    to_yaml,
 )
 from runner.benchmark.auto.search import NONE, enable_techniques, make_candidates
 from runner.build import build
@@ -51,7 +51,7 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
     given = resolve_auto(config, tmp_path / "run")
     assert given.optimization is not None
     asked = [name for name, t in given.optimization.techniques() if t.enabled]
-    evidence = json.loads((tmp_path / "run" / EVIDENCE).read_text())
+    evidence = json.loads((tmp_path / "run" / EVIDENCE_FILE).read_text())
     assert evidence["techniques"] == asked
     rows = {row["name"]: row for row in evidence["tried"]}
     assert "system fused_optimizer" in rows
@@ -79,7 +79,7 @@ def test_the_selection_is_a_config_file_that_says_the_same(tmp_path: Path) -> No
     optimization = enable_techniques(base, ["amp", "attention", "fused_optimizer"])
     folder = tmp_path / "conf" / "optimization"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(as_yaml(optimization, "faster: much"))
+    (folder / "mine.yaml").write_text(to_yaml(optimization, "faster: much"))
     by_file = typed(compose_raw(["optimization=mine"], folders=[tmp_path / "conf"])).optimization
     assert by_file.techniques() == optimization.techniques()
 
@@ -94,7 +94,7 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is
     assert not own_cache.exists()
     asked = {row.name for row in summary.techniques if row.requested}
     assert asked == set(choice.value.split())
-    assert (tmp_path / YAML).is_file()
+    assert (tmp_path / YAML_FILE).is_file()
     more = ["optimization=auto", "training.steps=40", "checkpoint.resume=auto"]
     second = train(compose(more), tmp_path)
     (again,) = [c for c in second.choices if c.key == "optimization"]

@@ -11,9 +11,9 @@ import pytest
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.auto.search import (
-    AGAIN,
+    CANDIDATES_PER_ROUND,
+    CONTROL_ARM,
     NONE,
-    TOGETHER,
     Candidate,
     Search,
     SearchResult,
@@ -43,7 +43,7 @@ def world(effects: Mapping[str, float] = EFFECTS, **more: Any) -> World:
         name: math.prod(effects.get(technique, 1.0) for technique in one.techniques)
         for name, one in NAMES.items()
     }
-    usual: dict[str, Any] = {"factors": factors, "setups": {**SETUPS, NONE: 2.0, AGAIN: 2.0}}
+    usual: dict[str, Any] = {"factors": factors, "setups": {**SETUPS, NONE: 2.0, CONTROL_ARM: 2.0}}
     return World(**{"plain_ms": 100.0, "noise": 0.01, **usual, **more})
 
 
@@ -59,13 +59,13 @@ def searched(
     check: Any = None,
 ) -> SearchResult:
     space = candidates()
-    arms = {name: Arm(name, CONFIG) for name in (NONE, AGAIN, *NAMES)}
+    arms = {name: Arm(name, CONFIG) for name in (NONE, CONTROL_ARM, *NAMES)}
     options = world.options(BenchmarkConfig(warmup_steps=5, block_s=0.2))
     check = check or (lambda arm, choices, within_s: parity(arm.name))
     step_s = world.plain_ms / 1e3
     result = Search(space, arms, options, check, steps, step_s, budget_s, world.seed).run()
     assert world.alive == set()  # nothing is left running
-    assert world.most_alive <= TOGETHER + 1
+    assert world.most_alive <= CANDIDATES_PER_ROUND + 1
     assert all(row.why or row.state == "chosen" for row in result.tried)
     assert {row.state for row in result.tried} <= {"chosen", "ran up", "out", "not tried", "ended"}
     return result
@@ -92,7 +92,7 @@ def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps: int, comp
 def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float) -> None:
     draw = random.Random(seed)
     setups = {n: draw.uniform(7, 200) if one.compiles else 3.0 for n, one in NAMES.items()}
-    planted = world(setups={**setups, NONE: 2.0, AGAIN: 2.0}, seed=seed)
+    planted = world(setups={**setups, NONE: 2.0, CONTROL_ARM: 2.0}, seed=seed)
     limits: list[float] = []
 
     def take_all(arm: Arm, choices: Any, within_s: float) -> ParityVerdict:
@@ -102,7 +102,7 @@ def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float)
 
     result = searched(planted, int(20 * budget_s), budget_s=budget_s, check=take_all)
     assert result.seconds == pytest.approx(planted.now)
-    measuring = 6 * (TOGETHER + 1) * 0.3  # the fewest blocks of a round that was begun
+    measuring = 6 * (CANDIDATES_PER_ROUND + 1) * 0.3  # the fewest blocks of a round that was begun
     assert result.seconds < 1.5 * budget_s + measuring + 10.0 * sum(limit > 10 for limit in limits)
 
 
@@ -110,7 +110,7 @@ def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float)
 def test_a_slow_compiler_costs_no_gain_that_needs_none(plain_ms: float, budget_s: float) -> None:
     setups = {n: 90.0 if one.compiles else 3.0 for n, one in NAMES.items()}
     effects = {"fused_optimizer": 0.7, "compile": 0.5}
-    planted = world(effects, setups={**setups, NONE: 2.0, AGAIN: 2.0}, plain_ms=plain_ms)
+    planted = world(effects, setups={**setups, NONE: 2.0, CONTROL_ARM: 2.0}, plain_ms=plain_ms)
     result = searched(planted, steps=10**6, budget_s=budget_s)
     assert "fused_optimizer" in result.techniques
     assert result.seconds < 1.5 * budget_s
@@ -121,7 +121,7 @@ def test_a_budget_too_small_for_any_candidate_leaves_none_and_says_so() -> None:
     assert planted.started == [] and result.chosen == NONE
     assert all("no time left of optimization.auto.budget_s=5" in row.why for row in result.tried)
     assert f"({len(NAMES)} of {len(NAMES)} candidates were not tried)" in result.reason
-    slow = world(setups=dict.fromkeys((NONE, AGAIN, *NAMES), 7.0))  # `none` alone fits in
+    slow = world(setups=dict.fromkeys((NONE, CONTROL_ARM, *NAMES), 7.0))  # `none` alone fits in
     assert searched(slow, budget_s=10.0).chosen == NONE
 
 
@@ -149,7 +149,7 @@ def test_where_nothing_is_faster_it_stays_at_none(seed: int, noise: float) -> No
 
 
 def test_a_candidate_no_faster_than_the_control_is_not_chosen() -> None:
-    lucky = {name: 0.95 for name in [*NAMES, AGAIN]}  # by where its memory lies, say
+    lucky = {name: 0.95 for name in [*NAMES, CONTROL_ARM]}  # by where its memory lies, say
     setups = dict.fromkeys(NAMES, 3.0)
     assert searched(world(factors=lucky, setups=setups, noise=0.005)).chosen == NONE
     assert searched(world(factors=dict.fromkeys(NAMES, 1.2))).chosen == NONE
