@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runner.debug.sections import Total, Totals, profile
+from runner.debug.sections import SectionTotal, SectionTotals, profile
 from runner.errors import RunnerError, UsageError
 from runner.format import listed
 from runner.record.history import Fault, History
@@ -42,7 +42,7 @@ class NotFinite(RunnerError):
 class DebugSummary:
     """Operations and faults; `print` shows a table."""
 
-    operations: list[Total]  # name, calls, seconds; slowest first
+    operations: list[SectionTotal]  # name, calls, seconds; slowest first
     faults: list[Fault]
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Debugger:
 
     def reset(self) -> None:
         """Discard all counts and faults."""
-        self.totals, self.history = Totals(), History(None)
+        self.totals, self.history = SectionTotals(), History(None)
 
     @contextmanager
     def context(self, name: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from runner.debug.source_line import Line
+from runner.debug.source_line import SourceLine
 
 FINITE, INF, NAN = 0, 1, 2
 GROWN = 1e3  # initial weights are around 1; those of a learning model stay below 100
@@ -68,7 +68,7 @@ class Cause:
     module: str = ""  # dotted name; empty: the root model, or none
     kind: str = ""  # the module's class
     operation: str = ""
-    line: Line | None = None
+    line: SourceLine | None = None
     inputs: list[TensorStats] = field(default_factory=list)  # of the module
     outputs: list[TensorStats] = field(default_factory=list)  # of the operation, or a gradient's
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order

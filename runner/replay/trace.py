@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.data.batch import Batch, count
 from runner.data.nested import named_leaves
-from runner.debug.source_line import line_at, place_in_text, raising_line
+from runner.debug.source_line import location_in_trace, raising_line, read_source_line
 from runner.replay.attempt import error_line
 from runner.replay.findings import Cause, StepPhase, bad_samples, bad_state, level, stats
 from runner.replay.tracer import Event, Frame, Tracer, named
@@ -175,7 +175,7 @@ def _from_event(batch: Batch, event: Event) -> Cause:
     if numbers.shape and numbers.shape[0] == count(batch[1]) > len(event.samples):
         cause.samples = event.samples
     if event.place is not None:
-        cause.line = line_at(event.place)
+        cause.line = read_source_line(event.place)
     if frame is not None:
         _add_module(cause, frame)
     return cause
@@ -247,5 +247,5 @@ class _Interpreter(fx.Interpreter):
         known = [self.names[module] for module in modules if module in self.names]
         inputs = named(*self.fetch_args_kwargs_from_env(n)) if known else {}
         frame = self.tracer.frame(known[-1], inputs) if known else None
-        with self.tracer.at(frame, place_in_text(n.meta.get("stack_trace") or "")):
+        with self.tracer.at(frame, location_in_trace(n.meta.get("stack_trace") or "")):
             return super().run_node(n)

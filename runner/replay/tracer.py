@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from runner.data.nested import named_leaves
-from runner.debug.source_line import Place, current_place
+from runner.debug.source_line import SourceLocation, current_location
 from runner.models import modes
 from runner.replay.findings import FINITE, INF, NAN, TensorStats, bad_samples, level, stats
 
@@ -40,7 +40,7 @@ MASKED = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub",
 UNSEEN = "code that torch does not see"
 OWNER = "runner.replay"  # metadata key of an autograd node
 
-Owner = tuple["Frame | None", Place | None]
+Owner = tuple["Frame | None", SourceLocation | None]
 """The module call and source line of an operation; no call: the objective."""
 
 
@@ -60,7 +60,7 @@ class Event:
 
     operation: str  # empty: existed before the step
     frame: Frame | None  # None: outside the model, i.e. the objective
-    place: Place | None
+    place: SourceLocation | None
     backward: bool = False
     seed: str = ""  # name of the batch tensor that contained it
     parent: Event | None = None  # event of its operand
@@ -102,7 +102,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parameters = {id(p): name for name, p in model.named_parameters()}
         # thread → [(autograd sequence number, frame from there on)]; numbers are per thread
         self.turns: dict[int, list[tuple[int, Frame | None]]] = {}
-        self.places: dict[tuple[int, int], Place | None] = {}  # (thread, sequence number) → line
+        self.places: dict[
+            tuple[int, int], SourceLocation | None
+        ] = {}  # (thread, sequence number) → line
         self.stated: Owner | None = None  # set by `at`
         for buffer in model.buffers():  # checked by `bad_weights`; non-finite ones are masks
             self.origins[_storage(buffer)] = Event("", None, None, weak=True)
@@ -215,11 +217,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = _current_node()
         if self.stated is not None:
             frame, place = self.stated
-            return frame, place or current_place()
+            return frame, place or current_location()
         if node is None or self._is_recomputed(node):
-            return self._top(), current_place()
+            return self._top(), current_location()
         frame, place = self._owner_of(node)
-        return frame, current_place() or place
+        return frame, current_location() or place
 
     def _owner_of(self, node: Any) -> Owner:
         """Return the owner of an autograd node: the call that made it, or owns its parameter."""
@@ -255,7 +257,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.backward_of = frame
 
     def _check_returned(
-        self, frame: Frame | None, place: Place | None, values: Any, upstream: Any = None
+        self, frame: Frame | None, place: SourceLocation | None, values: Any, upstream: Any = None
     ) -> None:
         """Create events of this owner for non-finite values that have none yet."""
         with _disable_current_modes(), self.at(frame, place), torch.no_grad():
@@ -328,7 +330,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.turns.setdefault(threading.get_ident(), [(0, None)]).append((number, frame))
 
     @contextmanager
-    def at(self, frame: Frame | None, place: Place | None) -> Iterator[None]:
+    def at(self, frame: Frame | None, place: SourceLocation | None) -> Iterator[None]:
         """Assign operations within to `frame`, and to `place` if known."""
         before, self.stated = self.stated, (frame, place)
         self._mark(frame)
