@@ -24,7 +24,7 @@ from runner.record import storage
 from runner.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
-    from runner.distributed.commit import Commit
+    from runner.distributed.commit import CheckpointCommit
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -53,7 +53,7 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # automatic ones, stored in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
-        self.together: Commit | None = None  # set if each process writes a shard
+        self.together: CheckpointCommit | None = None  # set if each process writes a shard
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them is kept
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
@@ -253,7 +253,7 @@ class Checkpointer:
             temporary.mkdir()
         finally:
             if self.together is not None:
-                self.together.open(temporary.is_dir())
+                self.together.announce_folder(temporary.is_dir())
 
     def prune(self, step: int) -> None:
         """Delete checkpoints beyond `keep`, left by a killed save, if `step` is the newest one."""
@@ -281,7 +281,7 @@ class Checkpointer:
             name = manifest.PREPROCESSING
             files[name] = write(folder / name, partial(_write_bytes, data))
         if together is not None:
-            for rank, written in enumerate(together.collect(), 1):
+            for rank, written in enumerate(together.collect_digests(), 1):
                 files[manifest.shard_name(rank, together.size)] = written
         facts = Manifest(
             step=step,

@@ -23,7 +23,7 @@ from runner.errors import CheckpointError
 from runner.record.storage import write_file
 
 if TYPE_CHECKING:
-    from runner.distributed.commit import Commit
+    from runner.distributed.commit import CheckpointCommit
 
 log = logging.getLogger("runner")
 MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
@@ -44,7 +44,7 @@ def copy_shard(
     return copier.take({**rows, **rest}, state, beside=rest)
 
 
-def write_shard(together: Commit, folder: Path, snapshot: Snapshot) -> None:
+def write_shard(together: CheckpointCommit, folder: Path, snapshot: Snapshot) -> None:
     """Write the shard of a process other than the first, in a background thread, and report it."""
     try:
         together.await_folder()
