@@ -156,9 +156,9 @@ class World:
         """Return why a technique does not work with this kind of training; None if it does."""
         if self.config.kind is not DistributedKind.fsdp:
             return None
-        from runner.distributed.sharded import REFUSED
+        from runner.distributed.sharded import UNSUPPORTED_TECHNIQUES
 
-        return REFUSED.get(technique)
+        return UNSUPPORTED_TECHNIQUES.get(technique)
 
     def meeting(self) -> CheckpointCommit:
         """Return the object that coordinates checkpoints."""
