@@ -68,9 +68,7 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: FileP
         for part in weights.parts(policy):
             chosen = mapping.select(part)
             part.clear()
-            model.load_state_dict(
-                chosen, strict=False
-            )  # `map_weights` has checked the names
+            model.load_state_dict(chosen, strict=False)  # `map_weights` has checked the names
             chosen.clear()  # before the next part is read
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = shorten(str(error), 300)
