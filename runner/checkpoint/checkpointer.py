@@ -212,7 +212,7 @@ class Checkpointer:
         if source is not None and _is_step(source):
             return [source]
         root = self._root if source is None else folders.root_of(source)
-        return [] if root is None else folders.candidates(root, self._best_first)
+        return [] if root is None else folders.list_candidates(root, self._best_first)
 
     def join(self) -> None:
         """Wait for the save in progress; `wait` and `close` raise its errors."""

@@ -85,7 +85,7 @@ def is_best(root: Path, step: int) -> bool:
     return False
 
 
-def candidates(root: Path, best_first: bool = False) -> list[Path]:
+def list_candidates(root: Path, best_first: bool = False) -> list[Path]:
     """Return the checkpoints, newest first, complete or not; with `best_first` after the best."""
     saved = steps(root)
     newest_first = sorted(saved, reverse=True)

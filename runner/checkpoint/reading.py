@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from runner.checkpoint import manifest
-from runner.checkpoint.folder import STEP, Restored, StateCheck, candidates
+from runner.checkpoint.folder import STEP, Restored, StateCheck, list_candidates
 from runner.checkpoint.manifest import read_manifest, shard_names
 from runner.checkpoint.shards import merge_shards
 from runner.errors import CheckpointError
@@ -100,7 +100,7 @@ def load_newest(
     None if there are no candidates; CheckpointError naming each if none is good.
     """
     bad: list[str] = []
-    for folder in candidates(root, best_first):
+    for folder in list_candidates(root, best_first):
         try:
             restored = load(folder, policy, check)
         except CheckpointError as error:

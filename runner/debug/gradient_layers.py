@@ -107,7 +107,7 @@ def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor | None = None
     return statistics
 
 
-def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
+def stacked_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return norms [len(tensors)], fp32, on the first's device."""
     return _stack_scalars(torch._foreach_norm([_real_values(tensor) for tensor in tensors]))
 
@@ -131,7 +131,7 @@ def _real_values(tensor: Tensor) -> Tensor:
 def build_layers(
     named: NamedTensors, numbers: Sequence[float], weights: Sequence[float]
 ) -> list[Layer]:
-    """Return a Layer per parameter; `numbers` is the flattened result of `measure`."""
+    """Return a Layer per parameter; `numbers` is the flattened result of `gradient_statistics`."""
     count = len(numbers) // STATISTICS
     columns = [numbers[i * count : (i + 1) * count] for i in range(STATISTICS)]
     rows = iter(zip(*columns, strict=True))
@@ -172,7 +172,7 @@ def classify_layers(
     usual_norms: Mapping[str, float] | None = None,
     optimized: Collection[str] | None = None,
 ) -> list[Layer]:
-    """Set the layers' states; `usual` maps layer names to their usual gradient norm.
+    """Set the layers' states; `usual_norms` maps layer names to their usual gradient norm.
 
     `optimized` are the names of the optimizer's parameters, if known.
     """
@@ -270,7 +270,7 @@ def check_gradients(
         return GradientReport([])
     with torch.no_grad():
         gradients = [p.grad for _, p in named if p.grad is not None]
-        parts = [tensor_norms([p.detach() for _, p in named])]
+        parts = [stacked_norms([p.detach() for _, p in named])]
         parts += [gradient_statistics(gradients).flatten()] if gradients else []
         numbers = torch.cat([part.to(parts[0].device) for part in parts]).tolist()  # waits
     layers = build_layers(named, numbers[len(named) :], numbers[: len(named)])

@@ -27,8 +27,8 @@ from runner.debug.gradient_layers import (
     draw_gradient_flow,
     gradient_statistics,
     select_weights,
+    stacked_norms,
     summarize_faults,
-    tensor_norms,
 )
 from runner.debug.tool import DebugTool
 from runner.format import listed
@@ -133,11 +133,11 @@ class GradientsTool(DebugTool):
 
     def _read_layers(self, inspection: _Inspection) -> list[Layer]:
         """Read weights, updates, skip flag, dead units and statistics in one transfer."""
-        weights = tensor_norms(inspection.old_weights)
+        weights = stacked_norms(inspection.old_weights)
         torch._foreach_sub_(inspection.old_weights, [p.detach() for _, p in inspection.named])
         parts = [
             weights,
-            tensor_norms(inspection.old_weights),
+            stacked_norms(inspection.old_weights),
             inspection.skipped.reshape(1).float(),
         ]
         detector = self.detector if self.detector is not None and self.detector.layers else None
@@ -342,6 +342,6 @@ class DeadUnitDetector(TorchFunctionMode):
         return torch.stack([number.to(skipped.device, torch.float32) for number in dead])
 
     def counts_by_layer(self, dead: Iterable[float]) -> dict[str, tuple[int, int]]:
-        """Return (dead units, units) by layer, from the result of `count` on the host."""
+        """Return (dead units, units) by layer, from the result of `count_dead` on the host."""
         pairs = zip(self.layers.items(), dead, strict=True)
         return {name: (int(number), len(layer.zero_inspections)) for (name, layer), number in pairs}

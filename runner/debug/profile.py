@@ -340,7 +340,7 @@ class ProfileTool(DebugTool):
 def _time_table(
     heading: str, rows: Iterable[tuple[str, float, float]], total_seconds: float
 ) -> str:
-    """Format names, calls and seconds with their share of `whole` as a Markdown table."""
+    """Format names, calls and seconds with their share of `total_seconds` as a Markdown table."""
     cells = [
         (
             name,

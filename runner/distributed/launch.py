@@ -60,14 +60,14 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
     if processes * config.distributed.nodes == 1:
         log.info("distributed: there is one process; distributed.processes=N starts more")
         find(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
-        return _summary(config, folder)
+        return _read_summary(config, folder)
     components = train.chosen(config, folder) or Components()
     losses, mtime_before = list[AttemptLost](), _summary_mtime(folder)
     while True:
         try:
             record_location = run_attempt(config, folder, components, processes, losses)
             if not record_location:
-                return _summary(config, folder)
+                return _read_summary(config, folder)
             _log_record_location(record_location, folder)
             return None
         except AttemptLost as loss:
@@ -84,7 +84,7 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
             config = replace(config, checkpoint=checkpoint)
 
 
-def _summary(config: RunConfig, folder: Path) -> Summary | None:
+def _read_summary(config: RunConfig, folder: Path) -> Summary | None:
     return Summary.read(folder) if config.job.kind is JobKind.train else None
 
 

@@ -160,7 +160,7 @@ class GradientCompression(Technique):
     ddp: DdpTechnique | None = None
 
     def apply(self, draft: RunBuilder) -> None:
-        """No-op: `DataParallel` registers the hook."""
+        """No-op: `DdpTechnique` registers the hook."""
 
     def engaged(self, run: Run) -> Evidence:
         """Return the name of DDP's communication hook."""

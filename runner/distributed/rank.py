@@ -110,7 +110,7 @@ def run_rank(
 ) -> Summary | None:
     """Train as one of several processes; `folder` is the run's, as named by rank 0.
 
-    Without `given`, rank 0 resolves `optimization=auto` here.
+    Without `components`, rank 0 resolves `optimization=auto` here.
     """
     if folder is None:  # until rank 0 names it
         set_up_logging(config.monitoring.log_level, None, screen=False)

@@ -245,7 +245,7 @@ class FsdpTechnique(Technique):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> int:
-    """Shard the model by its blocks; return how many are gathered in bf16 (if `low`)."""
+    """Shard the model by its blocks; return how many are gathered in 16 bits (if `bf16`)."""
     count = 0
     for block in repeated_blocks(model):
         policy = MixedPrecisionPolicy()

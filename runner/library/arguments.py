@@ -88,7 +88,7 @@ def loss_objective(loss_fn: Loss) -> Custom:
 
 
 def take_rows(nest: Any, rows: Any, count: int) -> Any:
-    """Index a nest of `n` samples by `rows`; tensors of another length are shared by all rows."""
+    """Index a nest of `count` samples by `rows`; tensors of another length are shared."""
     return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == count else t)
 
 

@@ -116,7 +116,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple[int, int], SourceLocation | None
         ] = {}  # (thread, sequence number) → line
         self.forced_owner: Owner | None = None  # set by `assign_to`
-        for buffer in model.buffers():  # checked by `bad_weights`; non-finite ones are masks
+        for buffer in model.buffers():  # checked by `find_bad_weights`; non-finite ones are masks
             self.origins[_storage_key(buffer)] = NonFiniteEvent("", None, None, maybe_mask=True)
         for name, tensor in batch.items():
             if finiteness(tensor) != FINITE:
