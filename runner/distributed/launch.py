@@ -164,9 +164,9 @@ def run_attempt(
             limits = config.distributed.timeout_s, config.checkpoint.grace_s
             agent = Agent(Path(folder_name), *limits, rendezvous.exchange)
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
-            outcomes = agent.outcome_folder
+            outcome_folder = agent.outcome_folder
             places = [
-                replace(p, outcome_folder=outcomes, losses=reasons) for p in rendezvous.places
+                replace(p, outcome_folder=outcome_folder, losses=reasons) for p in rendezvous.places
             ]
             agent.run(begin, {place.rank: (config, folder, components, place) for place in places})
             report = agent.report({place.rank: _process_name(place) for place in places})
