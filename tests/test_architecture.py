@@ -66,7 +66,7 @@ replay benchmark
 report
 sweep
 plugins jobs
-distributed.agent distributed.meeting
+distributed.agent distributed.rendezvous
 distributed.rank
 distributed.launch distributed.preload
 verify

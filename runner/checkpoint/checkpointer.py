@@ -16,7 +16,7 @@ import torch
 from runner import __version__
 from runner.checkpoint import folder as folders
 from runner.checkpoint import manifest
-from runner.checkpoint.folder import Check, Restored
+from runner.checkpoint.folder import Restored, StateCheck
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, SecurityError, StorageError
@@ -24,7 +24,7 @@ from runner.record import storage
 from runner.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
-    from runner.distributed.commit import Commit
+    from runner.distributed.commit import CheckpointCommit
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -53,7 +53,7 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # automatic ones, stored in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
-        self.together: Commit | None = None  # set if each process writes a shard
+        self.together: CheckpointCommit | None = None  # set if each process writes a shard
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them is kept
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
@@ -64,12 +64,12 @@ class Checkpointer:
         self._thread: Thread | None = None
         self._failures = 0  # consecutive
         self._disk_error: OSError | None = None  # of the last save, if it failed
-        self._fault: Exception | None = None  # of the background thread, other than disk errors
+        self._thread_error: Exception | None = None  # of the thread, other than disk errors
         if self._root is not None and self._root.is_symlink():  # pruning would delete others'
             problem = f"{self._root}: refused: symlink to {self._root.resolve()}"
             raise SecurityError(f"{problem}; checkpoints need a folder of their own")
         if self._writes and self._root is not None and self._root.is_dir():
-            folders.sweep(self._root)
+            folders.delete_leftovers(self._root)
 
     @property
     def in_memory(self) -> bool:
@@ -122,19 +122,19 @@ class Checkpointer:
             from runner.checkpoint import shards
 
             snapshot = shards.copy_shard(self._copier, model, state, sharded, self._writes)
-        work = partial(self._write, self._root, step, snapshot, best)
+        write = partial(self._write, self._root, step, snapshot, best)
         if self.together is not None and not self._writes:
-            folder = self._root / (folders.TEMPORARY + folders.step_name(step))
-            work = partial(shards.write_shard, self.together, folder, snapshot)
+            folder = self._root / (folders.TEMPORARY_PREFIX + folders.step_name(step))
+            write = partial(shards.write_shard, self.together, folder, snapshot)
         # No daemon: the interpreter waits for it at exit, so that the checkpoint is not lost.
-        self._thread = Thread(target=work)
+        self._thread = Thread(target=write)
         self._thread.start()
 
     def wait(self) -> None:
         """Wait for the save in progress; StorageError if three saves in a row failed."""
         self._finish()
         if self._failures >= MAX_FAILURES:
-            raise self._error(f"{self._failures} checkpoints in a row were")
+            raise self._save_error(f"{self._failures} checkpoints in a row were")
 
     def close(self) -> None:
         """Wait for the save in progress; StorageError if the last checkpoint was not written.
@@ -143,33 +143,36 @@ class Checkpointer:
         """
         self._finish()
         if self._failures:
-            raise self._error("the last checkpoint was")
+            raise self._save_error("the last checkpoint was")
 
-    def restore(self, where: Path | None = None, check: Check | None = None) -> Restored | None:
-        """Return the newest good checkpoint of this run, of the run `where`, or that step folder.
+    def restore(
+        self, source: Path | None = None, check: StateCheck | None = None
+    ) -> Restored | None:
+        """Return the newest good checkpoint of this run, of the run `source`, or that step folder.
 
         A bad checkpoint, or one with a state that fails `check`, is logged and the one before it is
         used. Returns None if this run has no checkpoint yet. Raises CheckpointError if none is
-        good, or there is none in `where`; SecurityError if the newest holds more than data, which
+        good, or there is none in `source`; SecurityError if the newest holds more than data, which
         is not the effect of damage.
         """
         from runner.checkpoint import reading  # imported only if used
 
         self.join()
         restored: Restored | None = None
-        if where is not None and _is_step(where):
-            restored = reading.load(where, self._policy, check)
-        elif where is not None:
-            root = folders.root_of(where)
+        if source is not None and _is_step(source):
+            restored = reading.load(source, self._policy, check)
+        elif source is not None:
+            root = folders.root_of(source)
             restored = reading.load_newest(root, self._policy, check, self._best_first)
             if restored is None:
-                raise CheckpointError(f"{where}: no checkpoint found (looked for {root}/step_…)")
+                raise CheckpointError(f"{source}: no checkpoint found (looked for {root}/step_…)")
         elif self._root is not None:
             restored = reading.load_newest(self._root, check=check)
         elif self._memory is not None:
-            step, kept = self._memory  # copied, since optimizers keep the tensors that they load
-            copy = Copier(reuse=False).take(kept.model, kept.state)
-            restored = Restored(step, copy.model, copy.state, Path("memory"))
+            step, snapshot = self._memory
+            # copied, since optimizers keep the tensors that they load
+            copied = Copier(reuse=False).take(snapshot.model, snapshot.state)
+            restored = Restored(step, copied.model, copied.state, Path("memory"))
         for warning in (*restored.warnings, *restored.differences) if restored else ():
             log.warning("checkpoint: %s", warning)
         return restored
@@ -181,21 +184,21 @@ class Checkpointer:
         earlier = [n for n, path in saved.items() if n < step and folders.is_checkpoint(path)]
         return saved[max(earlier)] if earlier else None
 
-    def recorded(self, where: Path | None = None) -> dict[str, Any]:
+    def recorded(self, source: Path | None = None) -> dict[str, Any]:
         """Return the choices in the newest readable manifest that `restore` would try, or {}."""
-        for folder in self._readable(where):
+        for folder in self._restore_candidates(source):
             with suppress(CheckpointError):
                 return read_manifest(folder).choices
         return {}
 
-    def read_preprocessing(self, where: Path | None = None) -> tuple[Path, bytes] | None:
+    def read_preprocessing(self, source: Path | None = None) -> tuple[Path, bytes] | None:
         """Return path and content from the newest intact checkpoint that `restore` would try.
 
         None if there is none; `restore` reports damaged ones.
         """
         from runner.checkpoint import reading
 
-        for folder in self._readable(where):
+        for folder in self._restore_candidates(source):
             with suppress(CheckpointError):
                 facts = read_manifest(folder)
                 if manifest.PREPROCESSING not in facts.files:
@@ -204,12 +207,12 @@ class Checkpointer:
                 return path, reading.read_preprocessing(folder, facts)
         return None
 
-    def _readable(self, where: Path | None) -> list[Path]:
+    def _restore_candidates(self, source: Path | None) -> list[Path]:
         """Return the checkpoints that `restore` tries, in order."""
-        if where is not None and _is_step(where):
-            return [where]
-        root = self._root if where is None else folders.root_of(where)
-        return [] if root is None else folders.candidates(root, self._best_first)
+        if source is not None and _is_step(source):
+            return [source]
+        root = self._root if source is None else folders.root_of(source)
+        return [] if root is None else folders.list_candidates(root, self._best_first)
 
     def join(self) -> None:
         """Wait for the save in progress; `wait` and `close` raise its errors."""
@@ -219,19 +222,20 @@ class Checkpointer:
     def _finish(self) -> None:
         self.join()
         self._thread = None
-        if self._fault is not None:
-            fault, self._fault = self._fault, None
-            raise fault
+        if self._thread_error is not None:
+            error, self._thread_error = self._thread_error, None
+            raise error
 
-    def _error(self, what: str) -> StorageError:
-        return StorageError(f"{self._root}: {what} not written: {_reason(self._disk_error)}")
+    def _save_error(self, problem: str) -> StorageError:
+        reason = _error_reason(self._disk_error)
+        return StorageError(f"{self._root}: {problem} not written: {reason}")
 
     def _write(self, root: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         """Write a checkpoint, in the background thread; store errors for `wait` and `close`."""
-        temporary = root / (folders.TEMPORARY + folders.step_name(step))
+        temporary = root / (folders.TEMPORARY_PREFIX + folders.step_name(step))
         try:
-            self._begin(temporary)
-            self._fill(temporary, step, snapshot, best or folders.is_best(root, step))
+            self._make_temporary(temporary)
+            self._write_parts(temporary, step, snapshot, best or folders.is_best(root, step))
             storage.write_folder(temporary, root / folders.step_name(step))
             folders.abandon_from(root, step)
             self._prune(root, step)
@@ -240,20 +244,20 @@ class Checkpointer:
             self._failures, self._disk_error = self._failures + 1, error
             self.faults["checkpoint"] = self.faults.get("checkpoint", 0) + 1
             message = "%s: the checkpoint of step %d was not written: %s; earlier ones are kept"
-            log.warning(message, root, step, _reason(error))
+            log.warning(message, root, step, _error_reason(error))
         except Exception as error:  # raised again by the next call on the training thread
-            self._fault = error
+            self._thread_error = error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _begin(self, temporary: Path) -> None:
+    def _make_temporary(self, temporary: Path) -> None:
         try:
             storage.make_folder(temporary.parent)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         finally:
             if self.together is not None:
-                self.together.open(temporary.is_dir())
+                self.together.announce_folder(temporary.is_dir())
 
     def prune(self, step: int) -> None:
         """Delete checkpoints beyond `keep`, left by a killed save, if `step` is the newest one."""
@@ -266,11 +270,11 @@ class Checkpointer:
     def _prune(self, root: Path, step: int) -> None:
         """Prune, but keep the checkpoint before each step that is, or may turn out, bad."""
         saved = folders.steps(root)
-        before = [[n for n in saved if n < bad] for bad in self.lead_to]
-        leading = {max(steps) for steps in before if steps}
-        folders.prune(root, self._keep, {step, folders.link(root), *leading})
+        saved_before = [[n for n in saved if n < bad_step] for bad_step in self.lead_to]
+        kept_steps = {max(steps) for steps in saved_before if steps}
+        folders.prune(root, self._keep, {step, folders.update_links(root), *kept_steps})
 
-    def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
+    def _write_parts(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         write, together = storage.write_file, self.together
         name = manifest.MODEL
         if together is not None:
@@ -281,7 +285,7 @@ class Checkpointer:
             name = manifest.PREPROCESSING
             files[name] = write(folder / name, partial(_write_bytes, data))
         if together is not None:
-            for rank, written in enumerate(together.collect(), 1):
+            for rank, written in enumerate(together.collect_digests(), 1):
                 files[manifest.shard_name(rank, together.size)] = written
         facts = Manifest(
             step=step,
@@ -299,13 +303,13 @@ class Checkpointer:
         storage.sync_folder(folder)
 
 
-def _is_step(where: Path) -> bool:
-    return bool(folders.STEP.fullmatch(where.resolve().name)) or folders.is_checkpoint(where)
+def _is_step(source: Path) -> bool:
+    return bool(folders.STEP.fullmatch(source.resolve().name)) or folders.is_checkpoint(source)
 
 
 def _write_bytes(data: bytes, file: storage.HashedFile) -> None:
     file.write(data)
 
 
-def _reason(error: OSError | None) -> str:
+def _error_reason(error: OSError | None) -> str:
     return "" if error is None else error.strerror or str(error)

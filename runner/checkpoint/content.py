@@ -19,15 +19,21 @@ STATE: dict[str, type] = {
     "config_hash": str,
     "planned": bool,
 }
-UPDATE = {"optimizer": dict, "updates": Tensor, "backoff": float, "average": list, "scale": list}
-COUNTS = ("step", "skipped", "consecutive_skips", "best_step", "validated_step")
+UPDATE_TYPES = {
+    "optimizer": dict,
+    "updates": Tensor,
+    "backoff": float,
+    "average": list,
+    "scale": list,
+}
+COUNT_FIELDS = ("step", "skipped", "consecutive_skips", "best_step", "validated_step")
 
 
 def check_state(state: Any, step: int, where: str) -> None:
     """Raise CheckpointError, naming the part, unless `state` is that of a run at `step`."""
     problem = (
         _check_types(state, STATE, "state")
-        or _check_types(state["update"], UPDATE, "state.update")
+        or _check_types(state["update"], UPDATE_TYPES, "state.update")
         or _check_numbers(state["progress"], state["update"], step)
     )
     if problem:
@@ -52,9 +58,9 @@ def _check_types(part: Any, types: Mapping[str, type], where: str) -> str:
 
 def _check_numbers(progress: Mapping[str, Any], update: Mapping[str, Any], step: int) -> str:
     updates: Tensor = update["updates"]
-    whole = updates.numel() == 1 and not updates.is_floating_point()
-    counts = {f"progress.{name}": progress.get(name, 0) for name in COUNTS}
-    counts["update.updates"] = int(updates) if whole else None
+    is_integer = updates.numel() == 1 and not updates.is_floating_point()
+    counts = {f"progress.{name}": progress.get(name, 0) for name in COUNT_FIELDS}
+    counts["update.updates"] = int(updates) if is_integer else None
     for name, value in counts.items():
         if type(value) is not int or not 0 <= value <= step:
             return f"state.{name} must be a whole number, 0 to {step}"

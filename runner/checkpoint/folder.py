@@ -29,10 +29,10 @@ log = logging.getLogger("runner")
 
 FOLDER = "checkpoints"
 STEP = re.compile(r"step_(\d{8,})", re.ASCII)
-TEMPORARY = ".tmp-"
-ASIDE = "abandoned_"  # prefix of checkpoints after the step from which the run continued
+TEMPORARY_PREFIX = ".tmp-"
+ABANDONED_PREFIX = "abandoned_"  # of checkpoints after the step from which the run continued
 
-Check = Callable[[Any, int, str], None]
+StateCheck = Callable[[Any, int, str], None]
 """Called with a state, its step and the file's name; raises CheckpointError if it is invalid."""
 
 
@@ -68,9 +68,9 @@ def steps(root: Path) -> dict[int, Path]:
     return folders
 
 
-def root_of(where: Path) -> Path:
+def root_of(folder: Path) -> Path:
     """Return the folder of checkpoints, given it or its run's folder."""
-    return where if where.name == FOLDER else where / FOLDER
+    return folder if folder.name == FOLDER else folder / FOLDER
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -85,7 +85,7 @@ def is_best(root: Path, step: int) -> bool:
     return False
 
 
-def candidates(root: Path, best_first: bool = False) -> list[Path]:
+def list_candidates(root: Path, best_first: bool = False) -> list[Path]:
     """Return the checkpoints, newest first, complete or not; with `best_first` after the best."""
     saved = steps(root)
     newest_first = sorted(saved, reverse=True)
@@ -100,15 +100,16 @@ def abandon_from(root: Path, step: int) -> None:
 
     They may be bad, or the user chose an earlier one, so they are not deleted.
     """
-    for later, folder in steps(root).items():
-        if later > step:
-            aside = root / (ASIDE + folder.name)
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(folder, aside)
-            log.warning("%s: the run resumed before this step; renamed to %s", folder, aside.name)
+    for later_step, folder in steps(root).items():
+        if later_step > step:
+            abandoned = root / (ABANDONED_PREFIX + folder.name)
+            shutil.rmtree(abandoned, ignore_errors=True)
+            os.rename(folder, abandoned)
+            message = "%s: the run resumed before this step; renamed to %s"
+            log.warning(message, folder, abandoned.name)
 
 
-def link(root: Path) -> int | None:
+def update_links(root: Path) -> int | None:
     """Update the links `last` and `best` from the manifests; return the best step."""
     newest = best = None
     for step, folder in sorted(steps(root).items()):
@@ -128,28 +129,28 @@ def link_target(root: Path, name: str) -> str | None:
     return f"{FOLDER}/{target}" if target and is_checkpoint(root / target) else None
 
 
-def prune(root: Path, keep: int, always: set[int | None]) -> None:
-    """Delete all checkpoints but the `keep` newest complete ones and those in `always`."""
+def prune(root: Path, keep: int, protected: set[int | None]) -> None:
+    """Delete all checkpoints but the `keep` newest complete ones and those in `protected`."""
     folders = steps(root)
     complete = sorted(step for step, folder in folders.items() if is_checkpoint(folder))
-    for step in sorted(folders.keys() - always - set(complete[-keep:])):
+    for step in sorted(folders.keys() - protected - set(complete[-keep:])):
         try:
-            going = root / (TEMPORARY + "old-" + step_name(step))  # `sweep` would remove it
-            os.rename(folders[step], going)
-            storage.remove_folder(going)
+            leftover = root / f"{TEMPORARY_PREFIX}old-{step_name(step)}"  # for `delete_leftovers`
+            os.rename(folders[step], leftover)
+            storage.remove_folder(leftover)
         except OSError as error:
             log.warning("%s: old checkpoint not deleted: %s", folders[step], error.strerror)
 
 
-def sweep(root: Path) -> None:
+def delete_leftovers(root: Path) -> None:
     """Delete remains of a crash; disk errors are left for the first save to report."""
     try:
-        for leftover in root.glob(TEMPORARY + "*"):
+        for leftover in root.glob(TEMPORARY_PREFIX + "*"):
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
         storage.recover(root)
-        link(root)
+        update_links(root)
     except OSError as error:
         log.warning("%s: leftovers of a crash not deleted: %s", root, error.strerror)

@@ -24,9 +24,10 @@ from runner.record.storage import NO_LINK, NO_WAIT
 log = logging.getLogger("runner")
 
 NAME = ".lock"
-PROBES = 5  # attempts, as `is_locked` of another process takes the lock for some microseconds
-TAKEN = (errno.EACCES, errno.EAGAIN)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # some network file systems
+ATTEMPTS = 5  # as `is_locked` of another process takes the lock for some microseconds
+LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN)
+# on some network file systems
+UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 _owners: dict[tuple[int, int], int] = {}  # process by (device, inode) of the lock file
 
@@ -36,7 +37,7 @@ class Lock(AbstractContextManager["Lock"]):
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
-        self._file = None if descriptor is None else _identity(descriptor)
+        self._file = None if descriptor is None else _file_identity(descriptor)
 
     def release(self) -> None:
         """Release the lock; a second call does nothing, and file errors are ignored."""
@@ -60,7 +61,7 @@ def lock(folder: Path) -> Lock:
     Raises UsageError naming the process that has locked it, and StorageError if the lock file
     cannot be written. Warns instead if locks are not supported (some network file systems).
     """
-    if _held_here(folder):
+    if _is_locked_here(folder):
         raise UsageError(f"{folder}: already in use by this process ({os.getpid()})")
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # truncated below
@@ -71,14 +72,14 @@ def lock(folder: Path) -> Lock:
         _acquire(descriptor, folder)
     except OSError as error:
         os.close(descriptor)
-        if error.errno not in NO_LOCKS:
+        if error.errno not in UNSUPPORTED_ERRORS:
             raise StorageError(f"{folder}: cannot be locked: {error.strerror}") from error
         log.warning("%s: no file locks; do not start a second run in this folder", folder)
         return Lock(None)
     except UsageError:
         os.close(descriptor)
         raise
-    _owners[_identity(descriptor)] = os.getpid()
+    _owners[_file_identity(descriptor)] = os.getpid()
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -89,7 +90,7 @@ def lock(folder: Path) -> Lock:
 
 def is_locked(folder: Path) -> bool:
     """Whether a running process has locked `folder`; False if that is unknown."""
-    if _held_here(folder):
+    if _is_locked_here(folder):
         return True
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC | NO_WAIT)
@@ -98,21 +99,21 @@ def is_locked(folder: Path) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in TAKEN
+        return error.errno in LOCKED_ERRORS
     finally:
         os.close(descriptor)
     return False
 
 
 def _acquire(descriptor: int, folder: Path) -> None:
-    for attempt in range(PROBES):
+    for attempt in range(ATTEMPTS):
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
-            if error.errno not in TAKEN:
+            if error.errno not in LOCKED_ERRORS:
                 raise
-        time.sleep(0.02 if attempt + 1 < PROBES else 0)
+        time.sleep(0.02 if attempt + 1 < ATTEMPTS else 0)
     owner = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
     raise UsageError(
         f"{folder}: in use by process {owner or '(unknown)'}, which is still running; "
@@ -120,13 +121,13 @@ def _acquire(descriptor: int, folder: Path) -> None:
     )
 
 
-def _held_here(folder: Path) -> bool:
+def _is_locked_here(folder: Path) -> bool:
     try:
-        return _owners.get(_identity(folder / NAME)) == os.getpid()
+        return _owners.get(_file_identity(folder / NAME)) == os.getpid()
     except OSError:
         return False
 
 
-def _identity(file: int | Path) -> tuple[int, int]:
+def _file_identity(file: int | Path) -> tuple[int, int]:
     status = os.stat(file)
     return status.st_dev, status.st_ino

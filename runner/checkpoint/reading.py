@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from runner.checkpoint import manifest
-from runner.checkpoint.folder import STEP, Check, Restored, candidates
+from runner.checkpoint.folder import STEP, Restored, StateCheck, list_candidates
 from runner.checkpoint.manifest import read_manifest, shard_names
 from runner.checkpoint.shards import merge_shards
 from runner.errors import CheckpointError
@@ -20,7 +20,9 @@ from runner.security.files.policy import FilePolicy
 from runner.security.files.provenance import is_own
 
 
-def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = None) -> Restored:
+def load(
+    folder: Path, policy: FilePolicy | None = None, check: StateCheck | None = None
+) -> Restored:
     """Load and verify one checkpoint; CheckpointError names the problem.
 
     With a policy, a checkpoint from outside this run tree is first checked as a foreign file, since
@@ -34,8 +36,8 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         if examined is None or examined.sha256 != written.sha256:
             raise CheckpointError(f"{folder / name}: changed while it was being checked")
     # the given name first: a link may be named like another checkpoint than its target
-    named = STEP.fullmatch(folder.name) or STEP.fullmatch(folder.resolve().name)
-    if named and int(named[1]) != facts.step:
+    match = STEP.fullmatch(folder.name) or STEP.fullmatch(folder.resolve().name)
+    if match and int(match[1]) != facts.step:
         raise CheckpointError(f"{folder / manifest.NAME}: belongs to step {facts.step}")
     if manifest.PREPROCESSING in facts.files:
         read_preprocessing(folder, facts)
@@ -43,7 +45,7 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
     tensors = [read_tensors(folder / name, facts.files[name].sha256) for name in names]
     content = read_state(folder / manifest.STATE, facts.files[manifest.STATE].sha256)
     try:
-        rest, state = dict(content["model"]), content["state"]
+        other_entries, state = dict(content["model"]), content["state"]
     except (LookupError, TypeError, ValueError):
         raise CheckpointError(f"{folder / manifest.STATE}: not written by the runner") from None
     if check is not None:
@@ -59,7 +61,7 @@ def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = N
         trust = Trust.CHECKED if policy is None or is_own(folder, policy) else Trust.UNTRUSTED
     return Restored(
         facts.step,
-        {**weights, **rest},
+        {**weights, **other_entries},
         state,
         folder,
         differences=_differences(folder, facts),
@@ -90,7 +92,7 @@ def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
 def load_newest(
     root: Path,
     policy: FilePolicy | None = None,
-    check: Check | None = None,
+    check: StateCheck | None = None,
     best_first: bool = False,
 ) -> Restored | None:
     """Load the first good candidate; bad ones are listed in its warnings.
@@ -98,7 +100,7 @@ def load_newest(
     None if there are no candidates; CheckpointError naming each if none is good.
     """
     bad: list[str] = []
-    for folder in candidates(root, best_first):
+    for folder in list_candidates(root, best_first):
         try:
             restored = load(folder, policy, check)
         except CheckpointError as error:

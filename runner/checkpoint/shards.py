@@ -23,10 +23,10 @@ from runner.errors import CheckpointError
 from runner.record.storage import write_file
 
 if TYPE_CHECKING:
-    from runner.distributed.commit import Commit
+    from runner.distributed.commit import CheckpointCommit
 
 log = logging.getLogger("runner")
-MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
+INCONSISTENT = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 Rows = dict[str, Tensor]
 
 
@@ -38,21 +38,21 @@ def copy_shard(
     first: bool,
 ) -> Snapshot:
     """Copy what this process writes: its shard, and for the `first` also the replicated state."""
-    rows, rest, state = split_shard(model, state, sharded)
+    rows, replicated, state = split_shard(model, state, sharded)
     if not first:
         return copier.take(dict(rows), {})
-    return copier.take({**rows, **rest}, state, beside=rest)
+    return copier.take({**rows, **replicated}, state, with_state=replicated)
 
 
-def write_shard(together: Commit, folder: Path, snapshot: Snapshot) -> None:
+def write_shard(commit: CheckpointCommit, folder: Path, snapshot: Snapshot) -> None:
     """Write the shard of a process other than the first, in a background thread, and report it."""
     try:
-        together.await_folder()
-        path = folder / shard_name(together.rank, together.size)
+        commit.await_folder()
+        path = folder / shard_name(commit.rank, commit.size)
         try:
-            together.report(write_file(path, partial(write_tensors, snapshot)))
+            commit.report(write_file(path, partial(write_tensors, snapshot)))
         except OSError as error:
-            together.report(None, error.strerror or str(error))
+            commit.report(None, error.strerror or str(error))
     except OSError as error:
         log.warning("%s: this process's shard was not written: %s", folder, error.strerror)
 
@@ -66,12 +66,12 @@ def split_shard(
     """
     rows: Rows = {f"model.{name}": model[name] for name in sharded}
     update = state["update"]
-    optimizer, kept = update["optimizer"], dict[int, Any]()
+    optimizer, replicated = update["optimizer"], dict[int, Any]()
     for number, entries in optimizer["state"].items():
-        kept[number] = {k: v for k, v in entries.items() if not has_rows(v)}
+        replicated[number] = {k: v for k, v in entries.items() if not has_rows(v)}
         rows |= {f"optimizer.{number}.{k}": v for k, v in entries.items() if has_rows(v)}
     rows |= {f"average.{number}": tensor for number, tensor in enumerate(update["average"])}
-    update = {**update, "optimizer": {**optimizer, "state": kept}, "average": []}
+    update = {**update, "optimizer": {**optimizer, "state": replicated}, "average": []}
     rest = {name: value for name, value in model.items() if name not in sharded}
     return rows, rest, {**state, "update": update}
 
@@ -84,17 +84,17 @@ def merge_shards(shards: list[Rows], state: dict[str, Any], where: str) -> dict[
         model: dict[str, Tensor] = {}
         update, average = state["update"], dict[int, Tensor]()
         for name in list(shards[0]):
-            whole = torch.cat([shard.pop(name) for shard in shards])
+            tensor = torch.cat([shard.pop(name) for shard in shards])
             part, _, rest = name.partition(".")
             number, _, key = rest.partition(".")
             if part == "model":
-                model[rest] = whole
+                model[rest] = tensor
             elif part == "optimizer":
-                update["optimizer"]["state"][int(number)][key] = whole
+                update["optimizer"]["state"][int(number)][key] = tensor
             else:
-                average[int(number)] = whole
+                average[int(number)] = tensor
         update["average"] = [average[number] for number in range(len(average))]
-    except MISFITS as error:
+    except INCONSISTENT as error:
         text = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(f"{where}: its shards are inconsistent: {text}") from error
     return model

@@ -43,22 +43,22 @@ class Copier:
 
     def __init__(self, reuse: bool) -> None:
         self._reuse = reuse
-        self._before: dict[str, Tensor] = {}
+        self._previous: dict[str, Tensor] = {}
 
     def take(
-        self, model: dict[str, Any], state: dict[str, Any], beside: Collection[str] = ()
+        self, model: dict[str, Any], state: dict[str, Any], with_state: Collection[str] = ()
     ) -> Snapshot:
         """Copy model and state to the host, with a host sync; TypeError names what cannot be saved.
 
-        Entries of the model named in `beside` are stored with the state.
+        Entries of the model named in `with_state` are stored with the state.
         """
-        taken: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
 
-        def keep(place: str, tensor: Tensor, packed: bool = False) -> Tensor:
+        def copy_tensor(path: str, tensor: Tensor, contiguous: bool = False) -> Tensor:
             devices.add(tensor.device)
-            taken[place] = _copy(tensor, self._before.get(place), packed)
-            return taken[place]
+            copies[path] = _copy(tensor, self._previous.get(path), contiguous)
+            return copies[path]
 
         tensors: dict[str, Tensor] = {}
         extra: dict[str, Any] = {}
@@ -66,20 +66,20 @@ class Copier:
         seen: dict[tuple[Any, ...], str] = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, value in model.items():
-                place = f"model[{name!r}]"
-                if name in beside or not (isinstance(value, Tensor) and _fits(value)):
-                    extra[name] = encode(value, place, keep)
-                elif (first := seen.setdefault(_memory(value, name), name)) != name:
+                path = f"model[{name!r}]"
+                if name in with_state or not (isinstance(value, Tensor) and _is_storable(value)):
+                    extra[name] = encode(value, path, copy_tensor)
+                elif (first := seen.setdefault(_memory_key(value, name), name)) != name:
                     tied[name] = first
                 else:
-                    tensors[name] = keep(place, encode(value, place), packed=True)
-            plain = encode(state, "state", keep)
+                    tensors[name] = copy_tensor(path, encode(value, path), contiguous=True)
+            plain_state = encode(state, "state", copy_tensor)
             for device in devices:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # its copies were only enqueued
         if self._reuse:
-            self._before = taken
-        return Snapshot(tensors, tied, extra, plain)
+            self._previous = copies
+        return Snapshot(tensors, tied, extra, plain_state)
 
 
 def write_tensors(snapshot: Snapshot, file: HashedFile) -> None:
@@ -110,30 +110,30 @@ def write_state(snapshot: Snapshot, file: HashedFile) -> None:
     torch.save({"state": snapshot.state, "model": snapshot.extra}, cast("IO[bytes]", file))
 
 
-def _fits(value: Tensor) -> bool:
+def _is_storable(value: Tensor) -> bool:
     return value.layout is torch.strided and value.dtype in DTYPES and not value.is_meta
 
 
-def _memory(value: Tensor, name: str) -> tuple[Any, ...]:
+def _memory_key(value: Tensor, name: str) -> tuple[Any, ...]:
     """Return a key that is equal for names of one tensor; overlapping views are stored twice."""
     if value.numel() == 0 or value.data_ptr() == 0:
         return (name,)
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _copy(tensor: Tensor, into: Tensor | None, packed: bool) -> Tensor:
+def _copy(tensor: Tensor, target: Tensor | None, contiguous: bool) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.to("cpu", copy=True)
     if (
-        into is None
-        or into.dtype != tensor.dtype
-        or into.shape != tensor.shape
-        or not (packed or into.stride() == tensor.stride())
+        target is None
+        or target.dtype != tensor.dtype
+        or target.shape != tensor.shape
+        or not (contiguous or target.stride() == tensor.stride())
     ):
-        into = torch.empty_like(
+        target = torch.empty_like(
             tensor,
             device="cpu",
-            memory_format=torch.contiguous_format if packed else torch.preserve_format,
+            memory_format=torch.contiguous_format if contiguous else torch.preserve_format,
             pin_memory=tensor.is_cuda,  # so that copies run while the host enqueues the next
         )
-    return into.copy_(tensor, non_blocking=tensor.is_cuda)
+    return target.copy_(tensor, non_blocking=tensor.is_cuda)

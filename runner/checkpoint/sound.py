@@ -20,13 +20,13 @@ def finite(tensors: Iterable[Tensor]) -> bool:
 
     Uses the largest magnitude, which does not overflow as a sum of squares would.
     """
-    floats = [tensor for tensor in tensors if _has_numbers(tensor)]
+    floats = [tensor for tensor in tensors if _has_floats(tensor)]
     if not floats:
         return True
     with torch.no_grad():
         largest = torch._foreach_norm([_computable(tensor) for tensor in floats], float("inf"))
-        where = largest[0].device
-        return bool(torch.stack([x.to(where, torch.float32) for x in largest]).isfinite().all())
+        device = largest[0].device
+        return bool(torch.stack([x.to(device, torch.float32) for x in largest]).isfinite().all())
 
 
 def masks(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -52,7 +52,7 @@ def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) 
     return None
 
 
-def _has_numbers(tensor: Tensor) -> bool:
+def _has_floats(tensor: Tensor) -> bool:
     numbers = tensor.is_floating_point() or tensor.is_complex()
     packed = str(tensor.dtype).endswith("_x2")  # two numbers per byte, always finite
     return numbers and not packed and tensor.layout is torch.strided and tensor.numel() > 0

@@ -11,7 +11,7 @@ from runner.bounds import bounded, check_bounds
 OnAnomaly = Enum("OnAnomaly", ["record", "raise"])  # a class could have no member `raise`
 
 
-def tool(path: str, config: Any) -> Any:
+def tool_field(path: str, config: Any) -> Any:
     """Return the field of a debug tool, with its class as `module:Class`, imported if enabled."""
     return field(default_factory=config, metadata={"tool": path})
 
@@ -40,7 +40,7 @@ class AnomalyConfig:
 
 
 @dataclass
-class Bounds:
+class FaultThresholds:
     """Thresholds of a gradient fault; either may be null."""
 
     absolute: float | None = bounded(None, min=0)  # vanishing: RMS; exploding: norm; null: off
@@ -58,8 +58,12 @@ class GradientsConfig:
 
     enabled: bool = False  # report vanishing and exploding gradients and dead units
     every: int | None = bounded(None, min=1)  # steps between inspections; null: debug.every
-    vanishing: Bounds = field(default_factory=lambda: Bounds(1e-8, 1e-4))  # of the layers' median
-    exploding: Bounds = field(default_factory=lambda: Bounds(1e3, 1e2))  # of its own median so far
+    vanishing: FaultThresholds = field(
+        default_factory=lambda: FaultThresholds(1e-8, 1e-4)
+    )  # of the layers' median
+    exploding: FaultThresholds = field(
+        default_factory=lambda: FaultThresholds(1e3, 1e2)
+    )  # of its own median so far
     # inspections with only zeros until a ReLU unit is dead; 0: off, and steps stay compiled
     dead_after: int = bounded(3, min=0)
     dead_share: float = bounded(0.25, above=0, max=1)  # share of dead units that makes a fault
@@ -126,11 +130,11 @@ class DebugConfig:
     timeout_s: float | None = bounded(None, above=0)  # seconds until the tools stop; null: never
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     # the tools, outermost first: a new one is a file and a line here
-    gradcheck: GradcheckConfig = tool("runner.debug.gradcheck:Gradcheck", GradcheckConfig)
-    memory: MemoryConfig = tool("runner.debug.memory:MemoryTool", MemoryConfig)
-    profile: ProfileConfig = tool("runner.debug.profile:ProfileTool", ProfileConfig)
-    gradients: GradientsConfig = tool("runner.debug.gradients:Gradients", GradientsConfig)
-    anomaly: AnomalyConfig = tool("runner.debug.anomaly:AnomalyTool", AnomalyConfig)
+    gradcheck: GradcheckConfig = tool_field("runner.debug.gradcheck:GradcheckTool", GradcheckConfig)
+    memory: MemoryConfig = tool_field("runner.debug.memory:MemoryTool", MemoryConfig)
+    profile: ProfileConfig = tool_field("runner.debug.profile:ProfileTool", ProfileConfig)
+    gradients: GradientsConfig = tool_field("runner.debug.gradients:GradientsTool", GradientsConfig)
+    anomaly: AnomalyConfig = tool_field("runner.debug.anomaly:AnomalyTool", AnomalyConfig)
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.data.batch import Batch, call
 from runner.debug.config import DebugConfig, GradcheckConfig
-from runner.debug.tool import Tool
+from runner.debug.tool import DebugTool
 from runner.device import memory
 from runner.errors import NotVerified
 from runner.models import modes
@@ -36,12 +36,12 @@ OBJECTIVE = "objective"
 PASSED, WRONG, UNCHECKED = "passed", "wrong", "unchecked"
 SAMPLES = 4  # from the first batch
 # (eps, atol) of the differences; the second pair is for modules that use float32 inside
-STEPS = ((1e-6, 1e-5), (1e-3, 1e-4))
-APART = 0.03  # relative distance by which values are moved off kinks
-REPEATS = 1e-4  # relative tolerance between two identical calls
+DIFFERENCE_STEPS = ((1e-6, 1e-5), (1e-3, 1e-4))
+KINK_DISTANCE = 0.03  # relative distance by which values are moved off kinks
+REPEAT_TOLERANCE = 1e-4  # relative tolerance between two identical calls
 MISMATCH = re.compile(r"to input (\d+),\s*numerical:(\S+)\s*analytical:(\S+)")
-SLOW = "torch.autograd.gradcheck._run_slow_mode_and_get_error"
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+SLOW_MODE = "torch.autograd.gradcheck._run_slow_mode_and_get_error"
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Inconclusive(Exception):
@@ -69,7 +69,7 @@ class GradientCheck:
         )
 
 
-def check_model(
+def check_model_gradients(
     model: nn.Module,
     batch: Batch,
     objective: Callable[[Any, Any], Any] | None,
@@ -86,29 +86,31 @@ def check_model(
     checks: list[GradientCheck] = []
     with preserve_random_state(), torch.random.fork_rng(devices=[]):
         try:
-            copy = _double_copy(model, train)
-            calls, output, target = _record_forward(copy, batch)
+            model_copy = _copy_as_double(model, train)
+            calls, output, target = _record_forward(model_copy, batch)
         except Inconclusive as error:
-            whole = type(model).__name__
-            return [GradientCheck(whole, whole, UNCHECKED, reason=str(error))]
+            model_class = type(model).__name__
+            return [GradientCheck(model_class, model_class, UNCHECKED, reason=str(error))]
         deadline = time.monotonic() + config.budget_s
         if objective is not None and not {OBJECTIVE, name} & {*config.skip}:
-            loss = _Loss(objective, target)
-            checks.append(_check(loss, ((output,), {}), OBJECTIVE, name, config, deadline))
-        for path in _choose_modules(copy, calls, config):
-            module = copy.get_submodule(path)
-            of = type(module).__name__
+            loss = _FixedTargetLoss(objective, target)
+            checks.append(_check_module(loss, ((output,), {}), OBJECTIVE, name, config, deadline))
+        for path in _choose_modules(model_copy, calls, config):
+            module = model_copy.get_submodule(path)
+            module_class = type(module).__name__
             wrong = [c.name for c in checks if c.result == WRONG and _contains(path, c.name)]
             if wrong:
                 reason = f"contains {wrong[0]}, which is wrong"
-                checks.append(GradientCheck(path or of, of, UNCHECKED, reason=reason))
+                check = GradientCheck(path or module_class, module_class, UNCHECKED, reason=reason)
             else:
-                checks.append(_check(module, calls[path], path or of, of, config, deadline))
+                label, arguments = path or module_class, calls[path]
+                check = _check_module(module, arguments, label, module_class, config, deadline)
+            checks.append(check)
     return checks
 
 
 def _choose_modules(
-    model: nn.Module, calls: dict[str, Arguments], config: GradcheckConfig
+    model: nn.Module, calls: dict[str, CallArguments], config: GradcheckConfig
 ) -> list[str]:
     """Return paths of the modules to check, smallest first, one per class and shapes.
 
@@ -118,17 +120,17 @@ def _choose_modules(
     skipped = [p for p, m in modules.items() if {p, type(m).__name__} & {*config.skip}]
     chosen: dict[Any, str] = {}
     for path, module in modules.items():
-        own = not type(module).__module__.startswith("torch.")
-        if own and not any(_contains(path, part) for part in skipped):
+        is_user_class = not type(module).__module__.startswith("torch.")
+        if is_user_class and not any(_contains(path, part) for part in skipped):
             tensors = [t for t in tree_leaves(calls[path]) if isinstance(t, Tensor)]
             shapes = tuple(tensor.shape for tensor in (*tensors, *module.parameters()))
             chosen.setdefault((type(module), shapes), path)
 
-    def order(path: str) -> tuple[int, int]:
+    def sort_key(path: str) -> tuple[int, int]:
         size = sum(p.numel() for p in modules[path].parameters())
         return size, -path.count(".") - bool(path)
 
-    return sorted(chosen.values(), key=order)
+    return sorted(chosen.values(), key=sort_key)
 
 
 def _contains(path: str, part: str) -> bool:
@@ -136,18 +138,18 @@ def _contains(path: str, part: str) -> bool:
     return part != OBJECTIVE and (not path or f"{part}.".startswith(f"{path}."))
 
 
-class _Loss(nn.Module):
+class _FixedTargetLoss(nn.Module):
     """The objective with a fixed target, its class weights and tensors in float64."""
 
     def __init__(self, objective: Any, target: Any) -> None:
         super().__init__()
-        own = deepcopy(objective)
-        for key, value in {"": own, **getattr(own, "__dict__", {})}.items():
+        objective_copy = deepcopy(objective)
+        for key, value in {"": objective_copy, **getattr(objective_copy, "__dict__", {})}.items():
             if isinstance(value, nn.Module):
-                _make_double(value.to("cpu"))
+                _convert_to_double(value.to("cpu"))
             elif isinstance(value, Tensor):
-                setattr(own, key, _to_double(value))
-        self.loss: Callable[[Any], Any] = lambda output: own(
+                setattr(objective_copy, key, _to_double(value))
+        self.loss: Callable[[Any], Any] = lambda output: objective_copy(
             output, target
         )  # a module's own weights are constants
 
@@ -156,62 +158,65 @@ class _Loss(nn.Module):
         return self.loss(output)
 
 
-def _double_copy(model: nn.Module, train: bool) -> nn.Module:
+def _copy_as_double(model: nn.Module, train: bool) -> nn.Module:
     """Return a float64 CPU copy that may be modified. Raises Inconclusive.
 
     A replaced forward that is not bound to its module is dropped, since it would use the original's
     weights.
     """
-    needed = 2 * 8 * sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    if needed > 0.5 * memory.available_bytes():
-        raise Inconclusive(f"a float64 copy would take {needed / 2**30:.1f} GiB of host memory")
-    replaced = {}
+    needed_bytes = 2 * 8 * sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    if needed_bytes > 0.5 * memory.available_bytes():
+        gib = needed_bytes / 2**30
+        raise Inconclusive(f"a float64 copy would take {gib:.1f} GiB of host memory")
+    replaced_forwards = {}
     for module in model.modules():
-        own = vars(module).get("forward")
-        if own is not None and not (isinstance(own, MethodType) and own.__self__ is module):
-            replaced[module] = vars(module).pop("forward")
+        forward = vars(module).get("forward")
+        if forward is not None and not (
+            isinstance(forward, MethodType) and forward.__self__ is module
+        ):
+            replaced_forwards[module] = vars(module).pop("forward")
     try:
-        copy = deepcopy(model).to("cpu")
+        model_copy = deepcopy(model).to("cpu")
     except Exception as error:  # copying fails with many exception types
         raise Inconclusive(f"the model cannot be copied: {summarize_error(error)}") from None
     finally:
-        for module, own in replaced.items():
-            vars(module)["forward"] = own
-    _make_double(copy)
-    for module in copy.modules():
+        for module, forward in replaced_forwards.items():
+            vars(module)["forward"] = forward
+    _convert_to_double(model_copy)
+    for module in model_copy.modules():
         if getattr(module, "sparse", False) is True:  # an embedding; gradcheck wants dense ones
             vars(module)["sparse"] = False
-    return copy.train() if train else copy
+    return model_copy.train() if train else model_copy
 
 
-def _record_forward(model: nn.Module, batch: Batch) -> tuple[dict[str, Arguments], Any, Any]:
+def _record_forward(model: nn.Module, batch: Batch) -> tuple[dict[str, CallArguments], Any, Any]:
     """Return each module's first arguments, the output and the target. Raises Inconclusive."""
-    whole = tree_map_only(Tensor, _to_double, batch)
-    few = tree_map_only(Tensor, lambda t: t[:SAMPLES] if t.ndim else t, whole)
+    full_batch = tree_map_only(Tensor, _to_double, batch)
+    small_batch = tree_map_only(Tensor, lambda t: t[:SAMPLES] if t.ndim else t, full_batch)
     problem = ""
-    for inputs, target in (few, whole):
-        calls: dict[str, Arguments] = {}
+    for inputs, target in (small_batch, full_batch):
+        calls: dict[str, CallArguments] = {}
         try:
             with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                return calls, _detached(_record_calls(model, inputs, calls)), target
+                return calls, _detach(_record_calls(model, inputs, calls)), target
         except Exception as error:  # e.g. of a model that needs the full batch
             problem = summarize_error(error)
     raise Inconclusive(f"the float64 copy of the model does not run: {problem}")
 
 
-def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, Arguments]) -> Any:
-    def enter(path: str) -> Callable[..., None]:
+def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, CallArguments]) -> Any:
+    def make_hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(path, (_detached(args), _detached(kwargs)))
+            calls.setdefault(path, (_detach(args), _detach(kwargs)))
 
         return record
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with ExitStack() as scope:
         for path, module in modes.hookable(model):
-            hook = module.register_forward_pre_hook(enter(path), prepend=True, with_kwargs=True)
+            hook = module.register_forward_pre_hook(make_hook(path), prepend=True, with_kwargs=True)
             scope.callback(hook.remove)
-        _seed()
+        _seed_generators()
         output = call(model, inputs)
     with torch.no_grad():
         for buffer, value in buffers:
@@ -219,7 +224,7 @@ def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, Arguments]) ->
     return output
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     """Copy tensors with their current values and `requires_grad`."""
     return tree_map_only(
         Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value
@@ -233,32 +238,32 @@ def _to_double(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.cpu()
 
 
-def _make_double(module: nn.Module) -> None:
+def _convert_to_double(module: nn.Module) -> None:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = _to_double(tensor.data)
 
 
-def _seed() -> None:
+def _seed_generators() -> None:
     """Seed all generators, so that each call draws the same dropout."""
     torch.default_generator.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
 
 
-def _check(
+def _check_module(
     module: nn.Module,
-    arguments: Arguments,
+    arguments: CallArguments,
     name: str,
-    of: str,
+    class_name: str,
     config: GradcheckConfig,
     deadline: float,
 ) -> GradientCheck:
-    start, check = time.monotonic(), GradientCheck(name, of, UNCHECKED)
+    start, check = time.monotonic(), GradientCheck(name, class_name, UNCHECKED)
     if start > deadline:
         return replace(check, reason=f"budget_s={config.budget_s:g} was used up")
     try:
-        where, reason = _mismatch(module, arguments, config.tolerance)
+        where, reason = _find_mismatch(module, arguments, config.tolerance)
     except Inconclusive as error:
         return replace(check, reason=str(error))
     except Exception as problem:  # any exception of a foreign forward or backward
@@ -267,22 +272,26 @@ def _check(
     return replace(check, result=result, where=where, reason=reason, seconds=seconds)
 
 
-def _mismatch(module: nn.Module, arguments: Arguments, tolerance: float) -> tuple[str, str]:
+def _find_mismatch(
+    module: nn.Module, arguments: CallArguments, tolerance: float
+) -> tuple[str, str]:
     """Return the leaf with a wrong gradient, and the numbers; ("", "") if all are right."""
     tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.requires_grad]
     leaves = {f"input {i}" if i else "input": tensor for i, tensor in enumerate(tensors)}
     leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
-    leaves = {name: _moved(leaf) for name, leaf in leaves.items() if leaf.numel()}
+    leaves = {name: _move_off_kinks(leaf) for name, leaf in leaves.items() if leaf.numel()}
     if not leaves:
         raise Inconclusive("neither its inputs nor its weights need a gradient")
 
     def compute(*values: Tensor) -> list[Tensor]:
-        _seed()
+        _seed_generators()
         # cloned, since some functions modify their arguments
         by_name = dict(zip(leaves, (value.clone() for value in values), strict=True))
-        given = iter([by_name.pop(n, t) for n, t in zip(list(leaves), tensors, strict=False)])
+        replacements = iter(
+            [by_name.pop(n, t) for n, t in zip(list(leaves), tensors, strict=False)]
+        )
         args, kwargs = tree_map_only(
-            Tensor, lambda t: next(given) if t.requires_grad else t.clone(), arguments
+            Tensor, lambda t: next(replacements) if t.requires_grad else t.clone(), arguments
         )
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         outputs = tree_leaves(functional_call(module, buffers | by_name, args, kwargs))
@@ -295,17 +304,17 @@ def _mismatch(module: nn.Module, arguments: Arguments, tolerance: float) -> tupl
     # normalise, so that small gradients are checked as strictly as large ones
     scales = [float(output.detach().abs().pow(2).mean().sqrt()) or 1.0 for output in first]
 
-    def scaled(*values: Tensor) -> tuple[Tensor, ...]:
+    def compute_scaled(*values: Tensor) -> tuple[Tensor, ...]:
         pairs = zip(compute(*values), first, scales, strict=True)
-        return tuple(now / scale for now, output, scale in pairs if output.requires_grad)
+        return tuple(value / scale for value, output, scale in pairs if output.requires_grad)
 
     options: Any = {"nondet_tol": math.inf, "fast_mode": True, "check_undefined_grad": False}
     text = ""
-    for eps, atol in STEPS:
+    for eps, atol in DIFFERENCE_STEPS:
         try:
             # torch would add the whole Jacobian to its message, which may not fit into memory
-            with mock.patch(SLOW, lambda *_: "", create=True):
-                gradcheck(scaled, values, eps=eps, atol=atol, rtol=tolerance, **options)
+            with mock.patch(SLOW_MODE, lambda *_: "", create=True):
+                gradcheck(compute_scaled, values, eps=eps, atol=atol, rtol=tolerance, **options)
             return "", ""
         except GradcheckError as error:
             text = str(error)
@@ -321,20 +330,20 @@ def _check_outputs(first: list[Tensor], second: list[Tensor]) -> None:
         raise Inconclusive("none of its outputs needs a gradient")
     if not all(bool(output.isfinite().all()) for output in first):
         raise Inconclusive("its outputs are not finite")
-    if any(not torch.allclose(a, b, REPEATS) for a, b in zip(first, second, strict=True)):
+    if any(not torch.allclose(a, b, REPEAT_TOLERANCE) for a, b in zip(first, second, strict=True)):
         raise Inconclusive("two calls with the same inputs and random numbers differ")
 
 
-def _moved(leaf: Tensor) -> Tensor:
+def _move_off_kinks(leaf: Tensor) -> Tensor:
     """Return a nearby leaf, off kinks; signs are kept, zeros become positive."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     value = leaf.detach()
-    noise = APART * torch.randn(value.shape, dtype=value.dtype, generator=draw)
-    size = float(value.abs().pow(2).mean().sqrt()) or 1.0
-    return torch.where(value == 0, size * noise.abs(), value * (1 + noise)).requires_grad_()
+    noise = KINK_DISTANCE * torch.randn(value.shape, dtype=value.dtype, generator=generator)
+    rms = float(value.abs().pow(2).mean().sqrt()) or 1.0
+    return torch.where(value == 0, rms * noise.abs(), value * (1 + noise)).requires_grad_()
 
 
-class Gradcheck(Tool):
+class GradcheckTool(DebugTool):
     """Checks backward passes before the first step, without affecting the run.
 
     With debug.on_anomaly=raise a wrong one ends the run.
@@ -353,21 +362,25 @@ class Gradcheck(Tool):
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Run the checks; raises NotVerified with debug.on_anomaly=raise."""
-        own = self.config.gradcheck
-        own = replace(own, budget_s=min(own.budget_s, self.config.timeout_s or own.budget_s))
+        config = self.config.gradcheck
+        budget_s = min(config.budget_s, self.config.timeout_s or config.budget_s)
+        config = replace(config, budget_s=budget_s)
         name = getattr(run.objective, "name", type(run.objective).__name__)
         roots, device = (run.model, run.objective), run.device.torch
-        with self.timed(), preserve_state(*roots, device=device, safe=run.model.parameters()):
+        unchanged = run.model.parameters()
+        with self.count_inspection(), preserve_state(*roots, device=device, safe=unchanged):
             # the host waits for weights and batch
             batch = run.train.peek()
-            self.checks = check_model(run.model, batch, run.objective, own, name, train=True)
+            self.checks = check_model_gradients(
+                run.model, batch, run.objective, config, name, train=True
+            )
         self._report(run)
         yield
 
     def _report(self, run: Run) -> None:
         wrong = [check for check in self.checks if check.result == WRONG]
         self.finding = self._summary(wrong)
-        ends = self.config.on_anomaly.name == "raise"
+        ends_run = self.config.on_anomaly.name == "raise"
         for check in wrong:
             run.history.add(
                 "wrong_gradient",
@@ -375,12 +388,12 @@ class Gradcheck(Tool):
                 step=run.progress.step,
                 category="numerics",
                 severity="error",
-                action="the run ends" if ends else "",
-                say=not ends,
+                action="the run ends" if ends_run else "",
+                say=not ends_run,
             )
         checks = [asdict(check) for check in self.checks]
         self.write_json(run.folder, FILE, {"seconds": round(self.seconds, 3), "checks": checks})
-        if wrong and ends:
+        if wrong and ends_run:
             raise NotVerified(
                 f"debug.gradcheck: {'; '.join(check.sentence for check in wrong)}; "
                 "if intended (a detach, a straight-through estimator): "

@@ -16,10 +16,10 @@ from runner.debug.config import GradientsConfig
 from runner.format import listed
 from runner.record import markdown
 
-Named = list[tuple[str, Tensor]]
-Dead = Mapping[str, tuple[int, int]]  # layer → (dead units, units)
+NamedTensors = list[tuple[str, Tensor]]
+DeadUnitCounts = Mapping[str, tuple[int, int]]  # layer → (dead units, units)
 
-BARS = 24  # of the plot
+MAX_BARS = 24  # of the plot
 STATISTICS = 5  # norm, largest, sum, number of non-zeros, number of non-finites
 
 
@@ -42,7 +42,7 @@ FAULTS = {
     LayerState.NOT_OPTIMIZED: "not_optimized",
 }
 """Fault kinds in the history; FINE has none."""
-NUMBERS = ("norm", "mean", "std", "largest", "zeros", "non_finite", "ratio", "update_ratio")
+NUMBER_FIELDS = ("norm", "mean", "std", "largest", "zeros", "non_finite", "ratio", "update_ratio")
 HEADER = "layer norm mean std largest zeros non-finite gradient/weight update/weight state".split()
 
 
@@ -74,7 +74,7 @@ class Layer:
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON, rounded to four digits; null if not finite."""
-        values = {name: getattr(self, name) for name in (*NUMBERS, "weight_norm")}
+        values = {name: getattr(self, name) for name in (*NUMBER_FIELDS, "weight_norm")}
         numbers = {
             name: float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
             for name, value in values.items()
@@ -83,7 +83,7 @@ class Layer:
 
     def cells(self) -> list[str]:
         """Return a table row in the order of `HEADER`."""
-        values = [getattr(self, name) for name in NUMBERS]
+        values = [getattr(self, name) for name in NUMBER_FIELDS]
         cells = ["–" if value is None else f"{value:.2e}" for value in values]
         return [self.name, *cells, self.state.value]
 
@@ -91,9 +91,9 @@ class Layer:
 # -- numbers ----------------------------------------------------------------------------------
 
 
-def measure(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
     """Return statistics [STATISTICS, len(gradients)], fp32, on the first's device; no sync."""
-    values = [_values(gradient) for gradient in gradients]
+    values = [_real_values(gradient) for gradient in gradients]
     rows = [
         torch._foreach_norm(values),
         torch._foreach_norm(values, math.inf),
@@ -101,23 +101,23 @@ def measure(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
         torch._foreach_norm(values, 0),
         [value.numel() - value.isfinite().sum() for value in values],  # exact: int64
     ]
-    statistics = torch.stack([_stack(row) for row in rows])
+    statistics = torch.stack([_stack_scalars(row) for row in rows])
     if scale is not None:
         statistics[:3] /= scale
     return statistics
 
 
-def norms(tensors: Sequence[Tensor]) -> Tensor:
+def stacked_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return norms [len(tensors)], fp32, on the first's device."""
-    return _stack(torch._foreach_norm([_values(tensor) for tensor in tensors]))
+    return _stack_scalars(torch._foreach_norm([_real_values(tensor) for tensor in tensors]))
 
 
-def _stack(numbers: Sequence[Tensor]) -> Tensor:
+def _stack_scalars(numbers: Sequence[Tensor]) -> Tensor:
     device = numbers[0].device  # tensors may be on several devices
     return torch.stack([number.to(device, torch.float32) for number in numbers])
 
 
-def _values(tensor: Tensor) -> Tensor:
+def _real_values(tensor: Tensor) -> Tensor:
     """Return the tensor's stored values as real numbers, at least float32, never empty."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce().values()
@@ -128,8 +128,10 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
 
-def describe(named: Named, numbers: Sequence[float], weights: Sequence[float]) -> list[Layer]:
-    """Return a Layer per parameter; `numbers` is the flattened result of `measure`."""
+def build_layers(
+    named: NamedTensors, numbers: Sequence[float], weights: Sequence[float]
+) -> list[Layer]:
+    """Return a Layer per parameter; `numbers` is the flattened result of `gradient_statistics`."""
     count = len(numbers) // STATISTICS
     columns = [numbers[i * count : (i + 1) * count] for i in range(STATISTICS)]
     rows = iter(zip(*columns, strict=True))
@@ -139,12 +141,12 @@ def describe(named: Named, numbers: Sequence[float], weights: Sequence[float]) -
         layer = Layer(name, size, parameter.dim(), weight_norm=weight)
         if parameter.grad is not None:
             row = next(rows)
-            layer = _with_gradient(layer, *row) if size else layer  # no values: no mean
+            layer = _add_gradient(layer, *row) if size else layer  # no values: no mean
         layers.append(layer)
     return layers
 
 
-def _with_gradient(
+def _add_gradient(
     layer: Layer, norm: float, largest: float, total: float, nonzero: float, non_finite: float
 ) -> Layer:
     mean = total / layer.size
@@ -164,40 +166,46 @@ def _with_gradient(
 # -- verdicts ---------------------------------------------------------------------------------
 
 
-def judge(
+def classify_layers(
     layers: Sequence[Layer],
     config: GradientsConfig,
-    usual: Mapping[str, float] | None = None,
+    usual_norms: Mapping[str, float] | None = None,
     optimized: Collection[str] | None = None,
 ) -> list[Layer]:
-    """Set the layers' states; `usual` maps layer names to their usual gradient norm.
+    """Set the layers' states; `usual_norms` maps layer names to their usual gradient norm.
 
     `optimized` are the names of the optimizer's parameters, if known.
     """
-    sizes = [layer.rms for layer in layers if layer.rms and math.isfinite(layer.rms)]
-    middle = median(sizes) if sizes else 0.0
-    judged = []
+    rms_values = [layer.rms for layer in layers if layer.rms and math.isfinite(layer.rms)]
+    median_rms = median(rms_values) if rms_values else 0.0
+    classified = []
     for layer in layers:
-        state = _state(layer, config, middle, (usual or {}).get(layer.name))
+        state = _classify(layer, config, median_rms, (usual_norms or {}).get(layer.name))
         if state is LayerState.FINE and optimized is not None and layer.name not in optimized:
             state = LayerState.NOT_OPTIMIZED
-        judged.append(replace(layer, state=state))
-    return judged
+        classified.append(replace(layer, state=state))
+    return classified
 
 
-def _state(layer: Layer, config: GradientsConfig, middle: float, usual: float | None) -> LayerState:
+def _classify(
+    layer: Layer, config: GradientsConfig, median_rms: float, usual_norm: float | None
+) -> LayerState:
     if not layer.size:
         return LayerState.FINE
     if layer.norm is None or layer.rms is None:
         return LayerState.NO_GRADIENT
     if layer.non_finite:
         return LayerState.NOT_FINITE
-    most, times = config.exploding.absolute, config.exploding.relative
-    limits = [most, times * usual if times is not None and usual else None, math.inf]
+    max_norm, max_ratio = config.exploding.absolute, config.exploding.relative
+    limits = [
+        max_norm,
+        max_ratio * usual_norm if max_ratio is not None and usual_norm else None,
+        math.inf,
+    ]
     if any(layer.norm > limit for limit in limits if limit is not None):
         return LayerState.EXPLODING
-    least, share = config.vanishing.absolute, config.vanishing.relative
-    limits = [least, share * middle if share is not None else None]
+    min_rms, min_share = config.vanishing.absolute, config.vanishing.relative
+    limits = [min_rms, min_share * median_rms if min_share is not None else None]
     # a bias before a normalisation legitimately has only a noise gradient: check weights only
     if layer.dimensions > 1 and any(layer.rms < limit for limit in limits if limit is not None):
         return LayerState.VANISHING
@@ -213,13 +221,13 @@ def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:
     return names
 
 
-def summarize(names: Mapping[LayerState, Collection[str]], dead: Dead) -> str:
+def summarize_faults(names: Mapping[LayerState, Collection[str]], dead: DeadUnitCounts) -> str:
     """Summarise faulty layers by state, and layers with dead units."""
     parts = [f"{listed(names[s], 1)}: {s}" for s in LayerState if names.get(s)]
     if dead:
-        name, (gone, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
+        name, (dead_units, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""
-        parts.append(f"{name}{more}: {gone} of {units} units dead")
+        parts.append(f"{name}{more}: {dead_units} of {units} units dead")
     return "; ".join(parts) or "no problems found"
 
 
@@ -240,7 +248,7 @@ class GradientReport:
 
     def __str__(self) -> str:
         table = markdown.table(HEADER, [layer.cells() for layer in self.layers])
-        return f"{table}\n\n{summarize(names_by_state(self.layers), {})}"
+        return f"{table}\n\n{summarize_faults(names_by_state(self.layers), {})}"
 
 
 def check_gradients(
@@ -253,7 +261,7 @@ def check_gradients(
     With `optimizer`, parameters that it does not contain are reported. The model is not changed; an
     accelerator is synchronised once.
     """
-    named: Named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    named: NamedTensors = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimized = None
     if optimizer is not None:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -262,23 +270,23 @@ def check_gradients(
         return GradientReport([])
     with torch.no_grad():
         gradients = [p.grad for _, p in named if p.grad is not None]
-        parts = [norms([p.detach() for _, p in named])]
-        parts += [measure(gradients).flatten()] if gradients else []
+        parts = [stacked_norms([p.detach() for _, p in named])]
+        parts += [gradient_statistics(gradients).flatten()] if gradients else []
         numbers = torch.cat([part.to(parts[0].device) for part in parts]).tolist()  # waits
-    layers = describe(named, numbers[len(named) :], numbers[: len(named)])
-    return GradientReport(judge(layers, config or GradientsConfig(), optimized=optimized))
+    layers = build_layers(named, numbers[len(named) :], numbers[: len(named)])
+    return GradientReport(classify_layers(layers, config or GradientsConfig(), optimized=optimized))
 
 
 # -- plot ---------------------------------------------------------------------------------------
 
 
-def select_weights(layers: Sequence[Layer], most: int) -> list[Layer]:
+def select_weights(layers: Sequence[Layer], limit: int) -> list[Layer]:
     """Return the layers with two or more dimensions, every n-th if there are too many."""
     weights = [layer for layer in layers if layer.dimensions > 1] or [*layers]
-    return weights[:: -(-len(weights) // most)]
+    return weights[:: -(-len(weights) // limit)]
 
 
-def draw_flow(layers: Sequence[Layer], step: int) -> Any:
+def draw_gradient_flow(layers: Sequence[Layer], step: int) -> Any:
     """Plot gradient norm and relative update as bars, from input to output."""
     from runner.record import plots
 
@@ -288,7 +296,7 @@ def draw_flow(layers: Sequence[Layer], step: int) -> Any:
         LayerState.EXPLODING: plots.RED,
         LayerState.VANISHING: plots.ORANGE,
     }
-    rows = select_weights(layers, BARS)
+    rows = select_weights(layers, MAX_BARS)
     states = {row.state for row in rows}
     return plots.gradient_flow(
         [row.name for row in rows],

@@ -18,215 +18,235 @@ from torch.overrides import TorchFunctionMode
 from runner.debug.config import DebugConfig
 from runner.debug.gradient_layers import (
     FAULTS,
-    Dead,
+    DeadUnitCounts,
     Layer,
     LayerState,
-    Named,
-    describe,
-    draw_flow,
-    judge,
-    measure,
-    norms,
+    NamedTensors,
+    build_layers,
+    classify_layers,
+    draw_gradient_flow,
+    gradient_statistics,
     select_weights,
-    summarize,
+    stacked_norms,
+    summarize_faults,
 )
-from runner.debug.tool import Tool
+from runner.debug.tool import DebugTool
 from runner.format import listed
 from runner.training.hook import Step
 from runner.training.run import Run
 
-FILE, PICTURE = "debug/gradients.json", "debug/plots/gradient_flow.png"
-CHARTS = 48  # per chart kind, in TensorBoard
-CONFIRMED = 3  # looks until an untrained or vanishing layer is a fault
-REMEMBERED = 20  # looks whose median is a layer's usual norm
-LOGGED = 5  # layers per fault that are logged; all are in history.json
-ROWS = 20_000  # in the file, newest: about 5 MB; one per layer and look
-NAMED_FAULTS = (LayerState.EXPLODING, LayerState.VANISHING)  # the guard reports non-finite ones
+FILE, PLOT_FILE = "debug/gradients.json", "debug/plots/gradient_flow.png"
+MAX_CHARTS = 48  # per chart kind, in TensorBoard
+MIN_INSPECTIONS = 3  # until an untrained or vanishing layer is a fault
+NORM_HISTORY = 20  # inspections; their median is a layer's usual norm
+MAX_LOGGED = 5  # layers per fault that are logged; all are in history.json
+MAX_ROWS = 20_000  # in the file, newest: about 5 MB; one per layer and inspection
+REPORTED_STATES = (LayerState.EXPLODING, LayerState.VANISHING)  # the guard reports non-finite ones
 # activations with zero gradient where the output is 0, unlike leaky ReLU or GELU
-RELUS = {"relu", "relu_", "relu6", "_threshold", "threshold_"}
-CHANNELS = ("conv", "batch_norm", "instance_norm", "group_norm")  # their units are in dimension 1
-SAMPLES = 128  # minimum per verdict, since some units are rarely active
+RELU_FUNCTIONS = {"relu", "relu_", "relu6", "_threshold", "threshold_"}
+# functions whose units are in dimension 1
+CHANNEL_FUNCTIONS = ("conv", "batch_norm", "instance_norm", "group_norm")
+MIN_SAMPLES = 128  # per verdict, since some units are rarely active
 
 
 @dataclass
-class _Look:
+class _Inspection:
     """The tensors of a step after its backward, on the device."""
 
     step: int
     skipped: Tensor
-    named: Named
+    named: NamedTensors
     statistics: Tensor | None
-    before: list[Tensor]  # weights
+    old_weights: list[Tensor]  # before the update
 
 
-class Gradients(Tool):
+class GradientsTool(DebugTool):
     """Inspects all layers every `debug.gradients.every` steps.
 
     These steps leave a compiled whole-step graph, and run uncompiled if the model has ReLUs, to see
-    their outputs. A look keeps a copy of the weights until the update, reads all numbers in one
-    transfer, and does not change the computation.
+    their outputs. An inspection keeps a copy of the weights until the update, reads all numbers in
+    one transfer, and does not change the computation.
     """
 
     name = "gradients"
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config, config.gradients.every)
-        self.knobs = config.gradients
-        self.units: DeadUnits | None = None
-        self.pending: _Look | None = None  # waiting for the step's update
-        self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS)  # of layers, for the file
-        self.unit_rows: deque[dict[str, Any]] = deque(maxlen=ROWS)  # of dead units, for the file
-        self.layers: list[Layer] = []  # at the last look
-        self.dead: Dead = {}
-        self.usual: dict[str, deque[float]] = {}  # gradient norms
-        self.vanishing: Counter[str] = Counter()  # consecutive looks
-        self.never: list[str] = []  # layers without a gradient at any look
-        self.faulty: dict[LayerState, dict[str, None]] = {}  # faulty layers by state
+        self.settings = config.gradients
+        self.detector: DeadUnitDetector | None = None
+        self.pending: _Inspection | None = None  # waiting for the step's update
+        self.layer_rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)  # for the file
+        self.unit_rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)  # of dead units
+        self.layers: list[Layer] = []  # at the last inspection
+        self.dead_units: DeadUnitCounts = {}
+        self.norm_history: dict[str, deque[float]] = {}  # gradient norms
+        self.vanishing_counts: Counter[str] = Counter()  # consecutive inspections
+        self.untrained: list[str] = []  # layers that never had a gradient
+        self.faulty_layers: dict[LayerState, dict[str, None]] = {}  # by state
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Write plot and file at the end, even after an error."""
-        if self.knobs.dead_after:
-            self.units = DeadUnits(run.model, self.knobs.dead_after)
-        self.eager = self.units is not None
-        self.finding = self._sum_up()
+        if self.settings.dead_after:
+            self.detector = DeadUnitDetector(run.model, self.settings.dead_after)
+        self.eager = self.detector is not None
+        self.finding = self._build_finding()
         try:
             yield
         finally:
-            if self.layers and self.looks < CONFIRMED:
-                self._report_untrained(run, self.looks)
-            self._write(run)
+            if self.layers and self.inspections < MIN_INSPECTIONS:
+                self._report_untrained(run, self.inspections)
+            self._write_files(run)
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
         """Observe ReLU outputs; judge the layers after the update."""
         self.pending = None
-        if self.units is not None:
-            self.units.begin()
-        with self.units or nullcontext():
+        if self.detector is not None:
+            self.detector.start_step()
+        with self.detector or nullcontext():
             yield
-        self._finish(run)
+        self._finish_inspection(run)
 
     def on_gradients(self, run: Run, step: Step) -> None:
         """Measure gradients on the device, before the update overwrites them."""
         start = time.perf_counter()
-        named: Named = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
+        named: NamedTensors = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
         gradients = [p.grad for _, p in named if p.grad is not None]
         scale = run.update.scale.value if run.update.scale else None
         with torch.no_grad():
-            statistics = measure(gradients, scale) if gradients else None
-            before = [p.detach().clone() for _, p in named]
-        self.pending = _Look(step.number, step.skipped, named, statistics, before)
+            statistics = gradient_statistics(gradients, scale) if gradients else None
+            old_weights = [p.detach().clone() for _, p in named]
+        self.pending = _Inspection(step.number, step.skipped, named, statistics, old_weights)
         self.seconds += time.perf_counter() - start
 
-    def _finish(self, run: Run) -> None:
-        look = self.pending
-        if look is None:
+    def _finish_inspection(self, run: Run) -> None:
+        inspection = self.pending
+        if inspection is None:
             return
-        with self.timed(), torch.no_grad():
-            layers = self._read(look)
-            self._judge(run, look.step, layers)
-            self._show(run, look.step)
-            if self.units is not None and not self.units.layers:
-                self.units, self.eager = None, False  # no ReLUs
+        with self.count_inspection(), torch.no_grad():
+            layers = self._read_layers(inspection)
+            self._classify(run, inspection.step, layers)
+            self._write_scalars(run, inspection.step)
+            if self.detector is not None and not self.detector.layers:
+                self.detector, self.eager = None, False  # no ReLUs
 
-    def _read(self, look: _Look) -> list[Layer]:
+    def _read_layers(self, inspection: _Inspection) -> list[Layer]:
         """Read weights, updates, skip flag, dead units and statistics in one transfer."""
-        weights = norms(look.before)
-        torch._foreach_sub_(look.before, [p.detach() for _, p in look.named])
-        parts = [weights, norms(look.before), look.skipped.reshape(1).float()]
-        units = self.units if self.units is not None and self.units.layers else None
-        if units is not None:
-            parts.append(units.count(look.skipped))
-        if look.statistics is not None:
-            parts.append(look.statistics.flatten())
+        weights = stacked_norms(inspection.old_weights)
+        torch._foreach_sub_(inspection.old_weights, [p.detach() for _, p in inspection.named])
+        parts = [
+            weights,
+            stacked_norms(inspection.old_weights),
+            inspection.skipped.reshape(1).float(),
+        ]
+        detector = self.detector if self.detector is not None and self.detector.layers else None
+        if detector is not None:
+            parts.append(detector.count_dead(inspection.skipped))
+        if inspection.statistics is not None:
+            parts.append(inspection.statistics.flatten())
         numbers = iter(torch.cat([part.to(weights.device) for part in parts]).tolist())  # waits
-        sizes = [next(numbers) for _ in look.named]
-        updates = [next(numbers) for _ in look.named]
+        sizes = [next(numbers) for _ in inspection.named]
+        updates = [next(numbers) for _ in inspection.named]
         skipped = next(numbers) > 0
-        self.dead = {} if units is None else units.describe([next(numbers) for _ in units.layers])
-        layers = describe(look.named, list(numbers), sizes)
+        self.dead_units = {}
+        if detector is not None:
+            self.dead_units = detector.counts_by_layer([next(numbers) for _ in detector.layers])
+        layers = build_layers(inspection.named, list(numbers), sizes)
         return layers if skipped else list(map(_with_update, layers, updates))
 
     # -- verdicts ------------------------------------------------------------------------------
 
-    def _judge(self, run: Run, step: int, layers: list[Layer]) -> None:
-        usual = {name: median(past) for name, past in self.usual.items() if len(past) >= CONFIRMED}
-        first = not self.layers
-        self.layers = judge(layers, self.knobs, usual)
+    def _classify(self, run: Run, step: int, layers: list[Layer]) -> None:
+        usual_norms = {
+            name: median(norms)
+            for name, norms in self.norm_history.items()
+            if len(norms) >= MIN_INSPECTIONS
+        }
+        is_first = not self.layers
+        self.layers = classify_layers(layers, self.settings, usual_norms)
         for layer in self.layers:
-            self._judge_layer(run, step, layer)
-            self.rows.append({"step": step, **layer.as_dict()})
-        for name, (gone, units) in self.dead.items():
-            self.unit_rows.append({"step": step, "layer": name, "dead": gone, "units": units})
-        for name, (gone, units) in self._dead_layers().items():
-            text = f"{name}: {gone} of {units} units gave 0 for every sample in several checks"
+            self._record_layer_fault(run, step, layer)
+            self.layer_rows.append({"step": step, **layer.as_dict()})
+        for name, (dead, units) in self.dead_units.items():
+            self.unit_rows.append({"step": step, "layer": name, "dead": dead, "units": units})
+        for name, (dead, units) in self._dead_layers().items():
+            text = f"{name}: {dead} of {units} units gave 0 for every sample in several checks"
             run.history.add("dead_units", text, step=step, category="numerics")
         untrained = [layer.name for layer in self.layers if layer.state is LayerState.NO_GRADIENT]
-        self.never = [name for name in untrained if first or name in self.never]
-        if self.looks + 1 == CONFIRMED:
-            self._report_untrained(run, CONFIRMED)
-        self.finding = self._sum_up(looks=self.looks + 1)
+        self.untrained = [name for name in untrained if is_first or name in self.untrained]
+        if self.inspections + 1 == MIN_INSPECTIONS:
+            self._report_untrained(run, MIN_INSPECTIONS)
+        self.finding = self._build_finding(inspections=self.inspections + 1)
 
-    def _judge_layer(self, run: Run, step: int, layer: Layer) -> None:
-        """Record the layer's fault; vanishing counts after CONFIRMED consecutive looks."""
+    def _record_layer_fault(self, run: Run, step: int, layer: Layer) -> None:
+        """Record the layer's fault; vanishing counts after MIN_INSPECTIONS in a row."""
         if layer.norm is not None and math.isfinite(layer.norm):
-            self.usual.setdefault(layer.name, deque(maxlen=REMEMBERED)).append(layer.norm)
+            self.norm_history.setdefault(layer.name, deque(maxlen=NORM_HISTORY)).append(layer.norm)
         state = layer.state
-        in_a_row = self.vanishing[layer.name] + 1 if state is LayerState.VANISHING else 0
-        self.vanishing[layer.name] = in_a_row
-        if state not in (LayerState.NOT_FINITE, *NAMED_FAULTS) or 0 < in_a_row < CONFIRMED:
+        consecutive = self.vanishing_counts[layer.name] + 1 if state is LayerState.VANISHING else 0
+        self.vanishing_counts[layer.name] = consecutive
+        if (
+            state not in (LayerState.NOT_FINITE, *REPORTED_STATES)
+            or 0 < consecutive < MIN_INSPECTIONS
+        ):
             return
-        known = self.faulty.setdefault(state, {})
-        known[layer.name] = None
-        if state in NAMED_FAULTS:
+        names = self.faulty_layers.setdefault(state, {})
+        names[layer.name] = None
+        if state in REPORTED_STATES:
             numbers = f"gradient norm {layer.norm:.3g}, of the weight {layer.weight_norm or 0:.3g}"
             text = f"{layer.name}: {state}, {numbers}"
-            say = len(known) <= LOGGED
+            say = len(names) <= MAX_LOGGED
             run.history.add(FAULTS[state], text, step=step, category="numerics", say=say)
 
-    def _dead_layers(self) -> Dead:
+    def _dead_layers(self) -> DeadUnitCounts:
         """Return the layers in which the share of dead units is a fault."""
-        share = self.knobs.dead_share
-        return {n: (gone, units) for n, (gone, units) in self.dead.items() if gone >= share * units}
+        share = self.settings.dead_share
+        return {
+            n: (dead, units)
+            for n, (dead, units) in self.dead_units.items()
+            if dead >= share * units
+        }
 
-    def _report_untrained(self, run: Run, looks: int) -> None:
+    def _report_untrained(self, run: Run, inspections: int) -> None:
         """Report once the parameters that never had a gradient."""
-        if self.never:
-            text = f"no gradient in any of {looks} checks: {listed(self.never)}"
+        if self.untrained:
+            text = f"no gradient in any of {inspections} checks: {listed(self.untrained)}"
             run.history.add("no_gradient", text, step=run.progress.step, category="numerics")
 
-    def _sum_up(self, looks: int = 0) -> str:
-        """Summarise all faults, the dead units, and whether there were enough looks."""
-        names = {**self.faulty, LayerState.NO_GRADIENT: dict.fromkeys(self.never)}
-        if looks >= CONFIRMED or self.faulty or self.never:
-            return summarize(names, self._dead_layers())
-        remedy = f"lower debug.{'gradients.' if self.knobs.every else ''}every"
+    def _build_finding(self, inspections: int = 0) -> str:
+        """Summarise all faults, the dead units, and whether there were enough inspections."""
+        names = {**self.faulty_layers, LayerState.NO_GRADIENT: dict.fromkeys(self.untrained)}
+        if inspections >= MIN_INSPECTIONS or self.faulty_layers or self.untrained:
+            return summarize_faults(names, self._dead_layers())
+        remedy = f"lower debug.{'gradients.' if self.settings.every else ''}every"
         remedy = "train longer" if self.every == 1 else remedy
-        count = "1 check" if looks == 1 else f"{looks} checks"
-        return f"{count}, but a verdict needs {CONFIRMED}: {remedy}"
+        count = "1 check" if inspections == 1 else f"{inspections} checks"
+        return f"{count}, but a verdict needs {MIN_INSPECTIONS}: {remedy}"
 
     # -- pictures and files --------------------------------------------------------------------
 
-    def _show(self, run: Run, step: int) -> None:
+    def _write_scalars(self, run: Run, step: int) -> None:
         """Write scalars to TensorBoard."""
-        values = {f"dead_units/{name}": gone / units for name, (gone, units) in self.dead.items()}
-        for layer in select_weights(self.layers, CHARTS):
+        values = {
+            f"dead_units/{name}": dead / units for name, (dead, units) in self.dead_units.items()
+        }
+        for layer in select_weights(self.layers, MAX_CHARTS):
             for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
                 if value is not None:
                     values[f"{chart}/{layer.name}"] = value
         run.recorder.show(step, "gradients", values)
 
-    def _write(self, run: Run) -> None:
+    def _write_files(self, run: Run) -> None:
         """Write plot and file."""
         if run.folder is None:
             return
         if self.layers:
-            step = self.rows[-1]["step"]
-            picture = draw_flow(self.layers, step)
+            step = self.layer_rows[-1]["step"]
+            picture = draw_gradient_flow(self.layers, step)
             run.recorder.image("gradients/flow", picture, step)
-            run.recorder.save_image(PICTURE, picture)
-        layers, units = list(self.rows), list(self.unit_rows)
+            run.recorder.save_image(PLOT_FILE, picture)
+        layers, units = list(self.layer_rows), list(self.unit_rows)
         self.write_json(
             run.folder, FILE, {"finding": self.finding, "layers": layers, "units": units}
         )
@@ -239,16 +259,16 @@ def _with_update(layer: Layer, update: float) -> Layer:
 
 
 @dataclass
-class _Units:
+class _UnitActivity:
     """The state of one layer's units."""
 
-    looks: Tensor  # consecutive looks at which a unit was always 0
+    zero_inspections: Tensor  # consecutive ones at which a unit was always 0
     alive: Tensor | None = None  # in this step
     samples: int = 0  # in this step
-    needed: int = 0  # consecutive looks until a unit is dead
+    required: int = 0  # consecutive inspections until a unit is dead
 
 
-class DeadUnits(TorchFunctionMode):
+class DeadUnitDetector(TorchFunctionMode):
     """While entered, records which units of each ReLU's output were ever non-zero.
 
     It intercepts torch calls (`x.relu()` as well as `nn.ReLU`) in uncompiled code. Units belong to
@@ -256,21 +276,21 @@ class DeadUnits(TorchFunctionMode):
     computation.
     """
 
-    def __init__(self, model: nn.Module, after: int) -> None:
+    def __init__(self, model: nn.Module, dead_after: int) -> None:
         super().__init__()
-        self.after = after  # consecutive looks
+        self.dead_after = dead_after  # consecutive inspections
         self.owners = {
             id(parameter): prefix or "model"
             for prefix, module in model.named_modules()
             for parameter in module.parameters(recurse=False)
         }
-        self.layers: dict[str, _Units] = {}
-        self.watching = False
-        self.layer, self.dimension = "", -1
+        self.layers: dict[str, _UnitActivity] = {}
+        self.recording = False
+        self.current_layer, self.unit_dimension = "", -1
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Start a step."""
-        self.watching, self.layer = True, ""
+        self.recording, self.current_layer = True, ""
         for layer in self.layers.values():
             layer.alive, layer.samples = None, 0
 
@@ -279,31 +299,34 @@ class DeadUnits(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.watching and isinstance(output, Tensor):
+        if self.recording and isinstance(output, Tensor):
             name = getattr(func, "__name__", "")
             relu6 = name == "hardtanh" and [*args[1:2], kwargs.get("min_val")][0] == 0
-            if name in RELUS or relu6:
+            if name in RELU_FUNCTIONS or relu6:
                 self._record(output)
             else:
                 owners = [self.owners.get(id(value)) for value in (*args, *kwargs.values())]
                 if name != "__get__" and any(owners):  # not a parameter's attribute access
-                    self.layer = next(filter(None, owners))
-                    self.dimension = 1 if name.startswith(CHANNELS) else -1
+                    self.current_layer = next(filter(None, owners))
+                    self.unit_dimension = 1 if name.startswith(CHANNEL_FUNCTIONS) else -1
         return output
 
     def _record(self, output: Tensor) -> None:
-        if not self.layer or output.dim() < 2 or not output.numel():
+        if not self.current_layer or output.dim() < 2 or not output.numel():
             return
-        unit = 1 if output.dim() > 3 else self.dimension % output.dim()
-        rest = [i for i in range(output.dim()) if i != unit]
-        alive = output.detach().amax(rest) != 0  # ReLU outputs are ≥ 0; NaN counts as non-zero
-        layer = self.layers.get(self.layer)
-        if layer is None or layer.looks.shape != alive.shape:
-            layer = self.layers[self.layer] = _Units(torch.zeros_like(alive, dtype=torch.int32))
+        unit = 1 if output.dim() > 3 else self.unit_dimension % output.dim()
+        other_dimensions = [i for i in range(output.dim()) if i != unit]
+        # ReLU outputs are ≥ 0; NaN counts as non-zero
+        alive = output.detach().amax(other_dimensions) != 0
+        layer = self.layers.get(self.current_layer)
+        if layer is None or layer.zero_inspections.shape != alive.shape:
+            layer = self.layers[self.current_layer] = _UnitActivity(
+                torch.zeros_like(alive, dtype=torch.int32)
+            )
         layer.alive = alive if layer.alive is None else layer.alive | alive
         layer.samples += len(output)
 
-    def count(self, skipped: Tensor) -> Tensor:
+    def count_dead(self, skipped: Tensor) -> Tensor:
         """Return the dead units per layer, on the device; a skipped step does not count.
 
         In the order of `self.layers`, which must not be empty.
@@ -311,14 +334,14 @@ class DeadUnits(TorchFunctionMode):
         dead = []
         for layer in self.layers.values():
             if layer.alive is not None:
-                again = torch.where(layer.alive, 0, layer.looks + 1)
-                layer.looks = torch.where(skipped > 0, layer.looks, again)
-                layer.needed = max(self.after, -(-SAMPLES // layer.samples))
-            dead.append((layer.looks >= layer.needed).sum())
-        self.watching = False
+                updated = torch.where(layer.alive, 0, layer.zero_inspections + 1)
+                layer.zero_inspections = torch.where(skipped > 0, layer.zero_inspections, updated)
+                layer.required = max(self.dead_after, -(-MIN_SAMPLES // layer.samples))
+            dead.append((layer.zero_inspections >= layer.required).sum())
+        self.recording = False
         return torch.stack([number.to(skipped.device, torch.float32) for number in dead])
 
-    def describe(self, dead: Iterable[float]) -> dict[str, tuple[int, int]]:
-        """Return (dead units, units) by layer, from the result of `count` on the host."""
+    def counts_by_layer(self, dead: Iterable[float]) -> dict[str, tuple[int, int]]:
+        """Return (dead units, units) by layer, from the result of `count_dead` on the host."""
         pairs = zip(self.layers.items(), dead, strict=True)
-        return {name: (int(number), len(layer.looks)) for (name, layer), number in pairs}
+        return {name: (int(number), len(layer.zero_inspections)) for (name, layer), number in pairs}

@@ -19,12 +19,12 @@ from runner.debug.config import DebugConfig
 from runner.debug.memory_breakdown import (
     MIB,
     PARTS,
-    Breakdown,
+    MemoryBreakdown,
     SavedTensors,
-    break_down,
+    measure_breakdown,
     write_oom_report,
 )
-from runner.debug.tool import Tool
+from runner.debug.tool import DebugTool
 from runner.device import memory
 from runner.device.leaks import describe_leaks
 from runner.errors import OutOfMemory
@@ -36,18 +36,18 @@ log = logging.getLogger("runner")
 
 FILE = "debug/memory.json"
 SNAPSHOT = "debug/memory_snapshot.pickle"
-NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
-EVENTS = 100_000  # allocator events to keep
-NAMED = 8  # growing kinds that are reported
-FEW = 16  # minimum increase that counts as growth
+LEAKS_NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
+MAX_EVENTS = 100_000  # allocator events to keep
+MAX_REPORTED = 8  # growing kinds that are reported
+MIN_GROWTH = 16  # minimum increase that counts as growth
 
 
-class MemoryTool(Tool):
+class MemoryTool(DebugTool):
     """Breaks down a step's memory by module, and names growing objects after a leak.
 
-    At a look, a step of a full batch runs uncompiled, and tensors saved for backward are counted by
-    module. The next look follows at twice the step, or when the micro-batch changes. Numbers change
-    only in the last bits, where the run's own steps are compiled.
+    It inspects a step of a full batch, which runs uncompiled, and counts the tensors saved for
+    backward by module. The next inspection follows at twice the step, or when the micro-batch
+    changes. Numbers change only in the last bits, where the run's own steps are compiled.
     """
 
     name = "memory"
@@ -55,24 +55,26 @@ class MemoryTool(Tool):
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config, config.memory.every)
-        self.breakdown: Breakdown | None = None
+        self.breakdown: MemoryBreakdown | None = None
         self.micro_batch = 0  # of the breakdown
         self.run: Run | None = None
-        self.next_look = 0  # the first full batch from this step on is inspected
-        self.objects: ObjectCounts | None = None  # at the first look
+        self.next_inspection = 0  # the first full batch from this step on is inspected
+        self.object_counts: ObjectCounts | None = None  # at the first inspection
         self.leak = ""  # verdict at the end of the run
-        self.grown: list[Growth] = []
-        self.seen_faults: dict[str, int] = {}  # counts at the last check
-        self.usual = 0.0  # seconds of a step
+        self.growth: list[Growth] = []
+        self.fault_counts: dict[str, int] = {}  # counts at the last check
+        self.step_seconds = 0.0  # mean of the last report
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Record the allocator's history; write the findings at the end."""
-        self.run, self.seen_faults = run, dict(run.history.counts)
-        self.next_look = min((run.progress.step // self.every + 1) * self.every, run.total_steps)
+        self.run, self.fault_counts = run, dict(run.history.counts)
+        self.next_inspection = min(
+            (run.progress.step // self.every + 1) * self.every, run.total_steps
+        )
         snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
         if snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
         try:
             yield
         except OutOfMemory as error:
@@ -80,13 +82,13 @@ class MemoryTool(Tool):
             write_oom_report(run, str(error), self.breakdown)
             raise
         finally:
-            self._conclude(run)
+            self._write_verdict(run)
             if snapshots:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def due(self, step: int) -> bool:
-        """Whether the step is a full batch from `next_look` on, or the last without a breakdown."""
-        if self.run is None or step < self.next_look or self.rests(step):
+        """Whether to inspect the step: a full batch from `next_inspection` on, or a run's last."""
+        if self.run is None or step < self.next_inspection or self.is_resting(step):
             return False
         train = self.run.train
         last = step == self.run.total_steps and self.breakdown is None
@@ -95,24 +97,24 @@ class MemoryTool(Tool):
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
         """Count the tensors that forward and backward hold."""
-        known = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
-        saved = SavedTensors(run.model, known)
+        weights = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
+        saved = SavedTensors(run.model, weights)
         start, micro_batch = time.perf_counter(), run.micro_batch
-        with memory.peak(run.device) as peak, saved.counting():
+        with memory.peak(run.device) as peak, saved.count_saved():
             yield
-        self.seconds += max(0.0, time.perf_counter() - start - self.usual)
+        self.seconds += max(0.0, time.perf_counter() - start - self.step_seconds)
         if run.micro_batch != micro_batch:  # out of memory and retried: two steps in one
             return
-        with self.timed():
-            breakdown = break_down(run, saved)
+        with self.count_inspection():
+            breakdown = measure_breakdown(run, saved)
             breakdown.peak = peak.on_device - peak.on_device_before
-            self._keep(run, breakdown)
+            self._record_breakdown(run, breakdown)
 
-    def _keep(self, run: Run, breakdown: Breakdown) -> None:
-        self.objects = self.objects or count_objects()
+    def _record_breakdown(self, run: Run, breakdown: MemoryBreakdown) -> None:
+        self.object_counts = self.object_counts or count_objects()
         self.breakdown, self.micro_batch = breakdown, run.micro_batch
-        self.next_look = max(2 * breakdown.step // self.every, 1) * self.every
-        self.finding = _describe(run, breakdown)
+        self.next_inspection = max(2 * breakdown.step // self.every, 1) * self.every
+        self.finding = _describe_breakdown(run, breakdown)
         run.recorder.text("memory/account", breakdown.table(), breakdown.step)
         totals = {part: breakdown.total(part) / MIB for part in PARTS}
         run.recorder.show(breakdown.step, "memory/account", totals)
@@ -121,48 +123,48 @@ class MemoryTool(Tool):
 
     def on_report(self, run: Run, report: Report) -> None:
         """Name growing objects if a leak was found since the last report."""
-        self.usual = report.seconds / len(report.loss)
+        self.step_seconds = report.seconds / len(report.loss)
         if self.breakdown is not None and run.micro_batch != self.micro_batch:
-            self.next_look = 0  # the breakdown is outdated
-        if self._is_new(run, "leak"):
-            with self.timed():
-                self._name_leak(run, report.last)
-        if self._is_new(run, "out_of_memory"):
+            self.next_inspection = 0  # the breakdown is outdated
+        if self._has_new_fault(run, "leak"):
+            with self.count_inspection():
+                self._report_growth(run, report.last)
+        if self._has_new_fault(run, "out_of_memory"):
             reason = "A step ran out of memory; its micro-batch was reduced and the run continues."
-            with self.timed():
+            with self.count_inspection():
                 write_oom_report(run, reason, self.breakdown)
 
-    def _is_new(self, run: Run, kind: str) -> bool:
+    def _has_new_fault(self, run: Run, kind: str) -> bool:
         """Whether the history counts more faults of that kind than at the last call."""
-        before, now = self.seen_faults.get(kind, 0), run.history.counts.get(kind, 0)
-        self.seen_faults[kind] = now
+        before, now = self.fault_counts.get(kind, 0), run.history.counts.get(kind, 0)
+        self.fault_counts[kind] = now
         return now > before
 
     # -- findings ------------------------------------------------------------------------------
 
-    def _name_leak(self, run: Run, step: int) -> None:
-        if self.objects is None:
+    def _report_growth(self, run: Run, step: int) -> None:
+        if self.object_counts is None:
             return
         gc.collect()
-        self.grown = find_growth(self.objects, count_objects())
+        self.growth = find_growth(self.object_counts, count_objects())
         text = "no Python object count grew: a library leaks, or the heap is fragmented"
-        if self.grown:
-            text = "growing objects: " + "; ".join(map(str, self.grown[:2]))
+        if self.growth:
+            text = "growing objects: " + "; ".join(map(str, self.growth[:2]))
         fault = _last_leak(run)
         if fault is not None:
             fault.action = text
         log.warning("step %d: leak: %s", step, text)
         run.history.unwritten = True
-        run.recorder.text("memory/grown", "\n".join(f"- {g}" for g in self.grown) or text, step)
+        run.recorder.text("memory/grown", "\n".join(f"- {g}" for g in self.growth) or text, step)
         self._dump_snapshot(run)
         self._write(run)
 
-    def _conclude(self, run: Run) -> None:
-        self.leak = describe_leaks(run.leaks) if run.leaks else NOT_WATCHED
+    def _write_verdict(self, run: Run) -> None:
+        self.leak = describe_leaks(run.leaks) if run.leaks else LEAKS_NOT_WATCHED
         fault = _last_leak(run)
         if fault is not None:
             rate = fault.message.partition(" (")[0]
-            self.finding = self.leak = "; ".join([rate, *map(str, self.grown[:1])])
+            self.finding = self.leak = "; ".join([rate, *map(str, self.growth[:1])])
         else:
             self.finding = "; ".join(filter(None, [self.finding, self.leak]))
         self._write(run)
@@ -181,17 +183,17 @@ class MemoryTool(Tool):
         record = {
             "account": None if self.breakdown is None else asdict(self.breakdown),
             "leak": self.leak,
-            "grown": [asdict(growth) for growth in self.grown],
+            "grown": [asdict(growth) for growth in self.growth],
         }
         self.write_json(run.folder, FILE, record)
 
 
-def _describe(run: Run, breakdown: Breakdown) -> str:
+def _describe_breakdown(run: Run, breakdown: MemoryBreakdown) -> str:
     totals = {part: breakdown.total(part) / MIB for part in PARTS}
     text = "MiB: " + ", ".join(f"{part} {size:.3g}" for part, size in totals.items() if size)
-    most = max(breakdown.rows, key=lambda row: row.activations)
-    if most.activations:
-        text += f" (most in {most.name})"
+    largest = max(breakdown.rows, key=lambda row: row.activations)
+    if largest.activations:
+        text += f" (most in {largest.name})"
     samples, full = run.train.samples(breakdown.step - 1), run.train.samples(0)
     if samples < full:
         text += f" of a partial batch, {samples} of {full} samples: no full one was measured"
@@ -241,5 +243,5 @@ def count_objects() -> ObjectCounts:
 def find_growth(before: ObjectCounts, now: ObjectCounts) -> list[Growth]:
     """Return the kinds that grew most: tensors by bytes, then others by number."""
     more, size = (new - old for new, old in zip(now, before, strict=True))
-    grown = [Growth(kind, count, size[kind]) for kind, count in more.items() if count >= FEW]
-    return sorted(grown, key=lambda growth: (-growth.bytes, -growth.more))[:NAMED]
+    grown = [Growth(kind, count, size[kind]) for kind, count in more.items() if count >= MIN_GROWTH]
+    return sorted(grown, key=lambda growth: (-growth.bytes, -growth.more))[:MAX_REPORTED]

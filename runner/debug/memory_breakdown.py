@@ -41,13 +41,13 @@ class ModuleMemory:
     activations: int = 0  # saved for backward, of one micro-batch
 
     @property
-    def all(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(getattr(self, part) for part in PARTS)
 
 
 @dataclass
-class Breakdown:
+class MemoryBreakdown:
     """A step's memory in bytes, by module; shared storages count at the first module."""
 
     step: int
@@ -63,9 +63,9 @@ class Breakdown:
         """Return a Markdown table in MiB of the largest modules and the total."""
         total = ModuleMemory("all", "", **{part: self.total(part) for part in PARTS})
         cells = []
-        ranked = sorted(self.rows, key=lambda row: -row.all)
-        for row in (*(row for row in ranked[:ROWS] if row.all), total):
-            sizes = [*(getattr(row, part) for part in PARTS), row.all]
+        ranked = sorted(self.rows, key=lambda row: -row.total_bytes)
+        for row in (*(row for row in ranked[:ROWS] if row.total_bytes), total):
+            sizes = [*(getattr(row, part) for part in PARTS), row.total_bytes]
             cells.append(
                 (row.name, row.kind, *(f"{size / MIB:.3f}" if size else "" for size in sizes))
             )
@@ -79,17 +79,17 @@ class SavedTensors:
     held at a time.
     """
 
-    def __init__(self, model: nn.Module, known: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, excluded: Iterable[Tensor]) -> None:
         self.model = model
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.seen = {storage_key(tensor) for tensor in known}
+        self.counted_storages = {storage_key(tensor) for tensor in excluded}
         self.bytes: dict[str, int] = {}
         self.samples = 0
-        self.stack: list[str] = []
-        self.began = self.over = False
+        self.module_stack: list[str] = []
+        self.forward_began = self.forward_done = False
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def count_saved(self) -> Iterator[None]:
         """Count within this context; model and graph are not changed."""
         handles = [
             hooks.register_module_forward_pre_hook(self._enter),
@@ -104,35 +104,35 @@ class SavedTensors:
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if module is self.model:
-            self.over = self.over or self.began
-            if not self.over:
-                self.began = True
+            self.forward_done = self.forward_done or self.forward_began
+            if not self.forward_done:
+                self.forward_began = True
                 for tensor in tensors(inputs):
                     self.samples = self.samples or (len(tensor) if tensor.ndim else 0)
                     self._count(tensor, BATCH)
         if id(module) in self.names:
-            self.stack.append(self.names[id(module)])
+            self.module_stack.append(self.names[id(module)])
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if id(module) in self.names and self.stack:
-            self.stack.pop()
+        if id(module) in self.names and self.module_stack:
+            self.module_stack.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if not self.over:
-            self._count(tensor, self.stack[-1] if self.stack else LOSS)
+        if not self.forward_done:
+            self._count(tensor, self.module_stack[-1] if self.module_stack else LOSS)
         return tensor
 
     def _count(self, tensor: Tensor, name: str) -> None:
         key = storage_key(tensor)
-        if key not in self.seen:
-            self.seen.add(key)
+        if key not in self.counted_storages:
+            self.counted_storages.add(key)
             self.bytes[name] = self.bytes.get(name, 0) + storage_bytes(tensor)
 
 
-def break_down(run: Run, saved: SavedTensors | None = None) -> Breakdown:
+def measure_breakdown(run: Run, saved: SavedTensors | None = None) -> MemoryBreakdown:
     """Return the memory of a step that still has gradients; without `saved`, no activations."""
-    update, kept = run.update, {} if saved is None else saved.bytes
-    result = Breakdown(run.progress.step + 1, saved.samples if saved else 0)
+    update, activations = run.update, {} if saved is None else saved.bytes
+    result = MemoryBreakdown(run.progress.step + 1, saved.samples if saved else 0)
     averages = dict(zip(map(id, update.parameters), update.average, strict=False))
     seen: set[int] = set()
 
@@ -146,16 +146,18 @@ def break_down(run: Run, saved: SavedTensors | None = None) -> Breakdown:
 
     for name, module in run.model.named_modules():
         row = ModuleMemory(name or "(model)", type(module).__name__)
-        own = list(module.parameters(recurse=False))
-        row.parameters = count(own)
-        row.gradients = count(p.grad for p in own)
-        row.optimizer = count(v for p in own for v in update.optimizer.state.get(p, {}).values())
-        row.average = count(averages.get(id(p)) for p in own)
+        parameters = list(module.parameters(recurse=False))
+        row.parameters = count(parameters)
+        row.gradients = count(p.grad for p in parameters)
+        row.optimizer = count(
+            v for p in parameters for v in update.optimizer.state.get(p, {}).values()
+        )
+        row.average = count(averages.get(id(p)) for p in parameters)
         row.buffers = count(module.buffers(recurse=False))
-        row.activations = kept.get(name, 0)
+        row.activations = activations.get(name, 0)
         result.rows.append(row)
     for name, kind in ((BATCH, "inputs"), (LOSS, type(run.objective).__name__)):
-        if size := kept.get(name, 0):
+        if size := activations.get(name, 0):
             result.rows.append(ModuleMemory(name, kind, activations=size))
     if copies := count(update.buffers.saved):
         result.rows.append(ModuleMemory("(guard)", "copies of buffers", buffers=copies))
@@ -174,7 +176,7 @@ def storage_bytes(tensor: Tensor) -> int:
     return tensor.element_size() * tensor._nnz()
 
 
-def write_oom_report(run: Run, reason: str, breakdown: Breakdown | None = None) -> None:
+def write_oom_report(run: Run, reason: str, breakdown: MemoryBreakdown | None = None) -> None:
     """Write debug/out_of_memory.md: memory by module, largest first.
 
     Errors here are logged, since the run's own error matters. Without the breakdown of an earlier
@@ -192,17 +194,17 @@ def write_oom_report(run: Run, reason: str, breakdown: Breakdown | None = None) 
         log.warning("no %s: %s: %s", OOM_FILE, type(error).__name__, error)
 
 
-def _oom_page(run: Run, reason: str, breakdown: Breakdown | None) -> str:
+def _oom_page(run: Run, reason: str, breakdown: MemoryBreakdown | None) -> str:
     room = resources.room()
-    left = (
+    limit_text = (
         f"Limit: {room.limit / MIB:,.0f} MiB ({markdown.escape(room.name)}); "
         f"{room.left / MIB:,.0f} MiB free after the step was aborted."
     )
     if run.device.kind != "cpu":
-        left += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
+        limit_text += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
     title = "## By module, MiB"
     if breakdown is not None:
         title += f", at step {breakdown.step} with {breakdown.samples} samples"
-    table = (breakdown or break_down(run)).table()
-    lines = ["# Out of memory", "", markdown.escape(reason), "", left, "", title, "", table]
+    table = (breakdown or measure_breakdown(run)).table()
+    lines = ["# Out of memory", "", markdown.escape(reason), "", limit_text, "", title, "", table]
     return "\n".join(lines) + "\n"

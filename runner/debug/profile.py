@@ -17,8 +17,8 @@ import torch
 from torch._C._autograd import DeviceType
 
 from runner.debug.config import DebugConfig, ProfileConfig
-from runner.debug.sections import Totals, collect
-from runner.debug.tool import Tool
+from runner.debug.sections import SectionTotals, collect
+from runner.debug.tool import DebugTool
 from runner.record import markdown
 from runner.record.storage import write_or_log
 from runner.training.hook import Report, Step
@@ -29,23 +29,23 @@ from runner.training.timing import PHASES
 log = logging.getLogger("runner")
 
 PHASE_NAMES = {"whole_step": "the step as one graph", "other": "between steps"}
-PAGE, ROWS, TRACES = "debug/profile.md", "debug/profile.json", "debug/traces"
-QUIET = "KINETO_LOG_LEVEL"
-SHOWN = 15  # operators in a table
-AHEAD = 1000  # steps to search for a place for the window
-GRAPH = "compiled graph"
+REPORT_FILE, RESULT_FILE, TRACE_FOLDER = "debug/profile.md", "debug/profile.json", "debug/traces"
+LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
+MAX_OPERATORS = 15  # operators in a table
+SEARCH_STEPS = 1000  # steps to search for a place for the window
+COMPILED_GRAPH = "compiled graph"
 
-WAITS = 0.2  # share of a step
-LONG = 0.25  # share of a step, of the optimizer or of what is between steps
-BUSY = 0.7  # above this share of busy time the accelerator is the limit
-MANY = 100  # operators per step
-SMALL_US = 20.0  # step time per operator; a call takes 5 to 15
-LARGE = 0.3  # share of operator time above which one operator is reported
+DATA_WAIT_SHARE = 0.2  # share of a step
+LONG_PHASE_SHARE = 0.25  # share of a step, of the optimizer or of what is between steps
+BUSY_SHARE = 0.7  # above this share of busy time the accelerator is the limit
+MANY_OPERATORS = 100  # operators per step
+SMALL_OPERATOR_US = 20.0  # step time per operator; a call takes 5 to 15
+LARGE_OPERATOR_SHARE = 0.3  # share of operator time above which one operator is reported
 
 
 @dataclass
-class Facts:
-    """Measurements of a step, outside the profiler's window if possible; shares are of its time."""
+class StepMeasurements:
+    """A mean step, outside the profiler's window if possible; shares are of its time."""
 
     split: dict[str, float] = field(default_factory=dict)  # by phase, as in the summary
     step_ms: float = 0.0
@@ -60,62 +60,67 @@ class Facts:
     techniques: list[str] = field(default_factory=list)  # applied ones
 
     @property
-    def idle(self) -> bool:
+    def host_bound(self) -> bool:
         """Whether the host limits the speed of a step."""
-        return self.busy is None or self.busy < BUSY
+        return self.busy is None or self.busy < BUSY_SHARE
 
     @property
-    def waits(self) -> bool:
+    def waits_for_data(self) -> bool:
         """Whether waiting for data dominates; never for data in memory."""
-        return self.idle and not self.in_memory and self.split.get("data", 0.0) > WAITS
+        return (
+            self.host_bound and not self.in_memory and self.split.get("data", 0.0) > DATA_WAIT_SHARE
+        )
 
 
-def verdicts(facts: Facts) -> list[str]:
+def find_bottlenecks(measured: StepMeasurements) -> list[str]:
     """Return the conclusions, most important first; never empty."""
-    split = facts.split if facts.idle else {}
-    texts = [*_operators(facts), *_phases(facts, split)]
+    split = measured.split if measured.host_bound else {}
+    texts = [*_operator_verdicts(measured), *_phase_verdicts(measured, split)]
     if texts:
         return texts
-    parts = sorted(facts.split.items(), key=lambda item: -item[1])
+    parts = sorted(measured.split.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
-    many = f"{facts.operators:,.0f} operators a step, " if facts.operators else ""
-    return [f"no bottleneck: {many}{shares}" if shares else "too few steps for a result"]
+    operators = f"{measured.operators:,.0f} operators a step, " if measured.operators else ""
+    return [f"no bottleneck: {operators}{shares}" if shares else "too few steps for a result"]
 
 
-def _operators(facts: Facts) -> Iterator[str]:
-    small = facts.operators >= MANY and facts.step_ms * 1e3 < SMALL_US * facts.operators
-    if small and facts.idle and not facts.waits:
-        compiled = "whole_step" in facts.techniques
+def _operator_verdicts(measured: StepMeasurements) -> Iterator[str]:
+    many_small = (
+        measured.operators >= MANY_OPERATORS
+        and measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
+    )
+    if many_small and measured.host_bound and not measured.waits_for_data:
+        compiled = "whole_step" in measured.techniques
         fix = "a larger training.batch_size" if compiled else "optimization.whole_step.enabled=true"
-        busy = "" if facts.busy is None else f", the device busy {facts.busy:.0%} of the time"
-        yield f"host-bound: {facts.operators:,.0f} small operators a step{busy}: {fix}"
-    elif not facts.waits and facts.operator_share > LARGE:
-        text = f"{facts.operator} takes {facts.operator_share:.0%} of the operators' time, "
-        text += f"{facts.operator_ms:.3g} ms a step"
-        if "amp" not in facts.techniques and not facts.operator.startswith(GRAPH):
+        busy = "" if measured.busy is None else f", the device busy {measured.busy:.0%} of the time"
+        yield f"host-bound: {measured.operators:,.0f} small operators a step{busy}: {fix}"
+    elif not measured.waits_for_data and measured.operator_share > LARGE_OPERATOR_SHARE:
+        text = f"{measured.operator} takes {measured.operator_share:.0%} of the operators' time, "
+        text += f"{measured.operator_ms:.3g} ms a step"
+        if "amp" not in measured.techniques and not measured.operator.startswith(COMPILED_GRAPH):
             text += "; 16 bits may help: optimization.amp.enabled=true"
         yield text
 
 
-def _phases(facts: Facts, split: dict[str, float]) -> Iterator[str]:
-    if (share := split.get("data", 0.0)) > WAITS:
-        fix = f"raise data.workers (now {facts.workers})"
-        if facts.workers >= facts.cores:
-            fix = f"all {facts.cores} cores fetch already; make samples cheaper to read"
-        if facts.in_memory:
+def _phase_verdicts(measured: StepMeasurements, split: dict[str, float]) -> Iterator[str]:
+    if (share := split.get("data", 0.0)) > DATA_WAIT_SHARE:
+        fix = f"raise data.workers (now {measured.workers})"
+        if measured.workers >= measured.cores:
+            fix = f"all {measured.cores} cores fetch already; make samples cheaper to read"
+        if measured.in_memory:
             fix = "the data is in memory; use a larger training.batch_size"
         yield f"{share:.0%} of step time waits for data: {fix}"
-    if (share := split.get("other", 0.0)) > LONG:
+    if (share := split.get("other", 0.0)) > LONG_PHASE_SHARE:
         fix = "raise monitoring.every and debug.every"
         yield f"{share:.0%} of step time is spent between steps, in hooks and the record: {fix}"
-    if (share := split.get("optimizer", 0.0)) > LONG:
-        fused = "fused_optimizer" in facts.techniques
+    if (share := split.get("optimizer", 0.0)) > LONG_PHASE_SHARE:
+        fused = "fused_optimizer" in measured.techniques
         fix = "optimization.fused_optimizer.enabled=true"
         fix = "a larger training.batch_size needs fewer updates" if fused else fix
         yield f"the optimizer takes {share:.0%} of a step: {fix}"
 
 
-class ProfileTool(Tool):
+class ProfileTool(DebugTool):
     """Profiles a window of steps and the user's sections; reports what limits the speed.
 
     Steps outside the window are not slowed down. Its cost is starting the profiler and reading its
@@ -126,107 +131,107 @@ class ProfileTool(Tool):
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
-        self.own = config.profile
-        self.next = math.inf  # step after which it has to act
-        self.window: Window | None = None
+        self.settings = config.profile
+        self.next_step = math.inf  # step after which it has to act
+        self.window: ProfilerWindow | None = None
         self.operators: list[dict[str, Any]] = []
         self.busy: float | None = None
         self.trace_file = ""
-        self.first, self.steps = 0, 0  # of the trace
-        self.totals = Totals()
-        self.before: dict[str, float] = {}  # stopwatch at the start of the window
+        self.trace_start, self.trace_steps = 0, 0  # of the trace
+        self.totals = SectionTotals()
+        self.seconds_before: dict[str, float] = {}  # stopwatch at the start of the window
         self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds by phase within the window
         self.verdicts: list[str] = []
-        self.facts = Facts()
-        self.tools = 0.0  # seconds of the other debug tools so far
+        self.measurements = StepMeasurements()
+        self.other_tools_seconds = 0.0  # seconds of the other debug tools so far
 
     def due(self, step: int) -> bool:
         """Whether the window starts, runs or ends at this step."""
-        return step >= self.next
+        return step >= self.next_step
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Collect sections during the session; write the results at the end."""
-        latest = run.total_steps - run.progress.step - self.own.warmup - self.own.steps
-        self.next = run.progress.step + min(self.own.start, max(1, latest))
-        entered, loud = perf_counter(), QUIET not in os.environ
-        os.environ.setdefault(QUIET, "6")  # else Kineto logs start and stop to stderr
+        latest = run.total_steps - run.progress.step - self.settings.warmup - self.settings.steps
+        self.next_step = run.progress.step + min(self.settings.start, max(1, latest))
+        start_time, was_unset = perf_counter(), LOG_LEVEL_VARIABLE not in os.environ
+        os.environ.setdefault(LOG_LEVEL_VARIABLE, "6")  # else Kineto logs start and stop to stderr
         try:
             with collect() as self.totals:
                 yield
         finally:
-            collected = perf_counter() - entered
+            collected = perf_counter() - start_time
             if self.window is not None:
-                self._close(run, self.window)
-            if loud:
-                os.environ.pop(QUIET, None)
+                self._close_window(run, self.window)
+            if was_unset:
+                os.environ.pop(LOG_LEVEL_VARIABLE, None)
             start = perf_counter()
-            self._conclude(run, collected)
+            self._write_results(run, collected)
             self.seconds += perf_counter() - start
 
     def on_step(self, run: Run, step: Step) -> None:
         """Start the window, count its steps, end it; without synchronisation."""
         if self.window is None:
-            self._begin(run, step.number)
+            self._start_window(run, step.number)
         elif self.window.step() or step.number >= run.total_steps:
-            self._close(run, self.window)
+            self._close_window(run, self.window)
 
     def on_report(self, run: Run, report: Report) -> None:
         """Record the time of the other tools so far."""
-        tools = (hook for hook in run.hooks if isinstance(hook, Tool) and hook is not self)
-        self.tools = sum(tool.seconds for tool in tools)
+        tools = (hook for hook in run.hooks if isinstance(hook, DebugTool) and hook is not self)
+        self.other_tools_seconds = sum(tool.seconds for tool in tools)
 
-    def _begin(self, run: Run, step: int) -> None:
-        if self.rests(step):
-            self.next = math.inf
+    def _start_window(self, run: Run, step: int) -> None:
+        if self.is_resting(step):
+            self.next_step = math.inf
             return
         if run.strict:  # the techniques' proof uses its own profiler
-            self.next = step + 1
+            self.next_step = step + 1
             return
-        steps, free = place_window(run, step, self.own.warmup, self.own.steps)
-        self.next = max(free, step + 1)
-        if free > step:
+        steps, start_step = place_window(run, step, self.settings.warmup, self.settings.steps)
+        self.next_step = max(start_step, step + 1)
+        if start_step > step:
             return
         start = perf_counter()
-        self.before = dict(run.watch.spent)
+        self.seconds_before = dict(run.watch.spent)
         try:
-            self.window = Window(run, self.own, self.totals, steps)
+            self.window = ProfilerWindow(run, self.settings, self.totals, steps)
         except RuntimeError as error:  # another profiler is active
-            self._give_up(run, error)
+            self._record_failure(run, error)
         self.seconds += perf_counter() - start
 
-    def _close(self, run: Run, window: Window) -> None:
-        self.window, self.next = None, math.inf
+    def _close_window(self, run: Run, window: ProfilerWindow) -> None:
+        self.window, self.next_step = None, math.inf
         start = perf_counter()
         try:
             window.stop()
             if window.recorded:
-                self.first, self.steps = window.first, window.recorded
-                self.operators, self.busy = window.rows()
-                self._store(run, window)
+                self.trace_start, self.trace_steps = window.first, window.recorded
+                self.operators, self.busy = window.read_operators()
+                self._export_trace(run, window)
         except (ValueError, RuntimeError) as error:
-            self._give_up(run, error)
+            self._record_failure(run, error)
         for phase, seconds in run.watch.spent.items():
             # the watch may have been reset since
-            self.excluded[phase] = max(0.0, seconds - self.before.get(phase, 0.0))
+            self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
         self.excluded["other"] += perf_counter() - start if run.watch.running else 0.0
-        self._judge(run)
-        self.looks += 1
+        self._update_verdicts(run)
+        self.inspections += 1
         self.seconds += perf_counter() - start
 
-    def _store(self, run: Run, window: Window) -> None:
+    def _export_trace(self, run: Run, window: ProfilerWindow) -> None:
         if run.folder is None:
             return
-        name = f"{TRACES}/step_{window.first:08d}.json.gz"
+        name = f"{TRACE_FOLDER}/step_{window.first:08d}.json.gz"
         try:
-            (run.folder / TRACES).mkdir(parents=True, exist_ok=True)
+            (run.folder / TRACE_FOLDER).mkdir(parents=True, exist_ok=True)
             window.profiler.export_chrome_trace(str(run.folder / name))
             self.trace_file = name
         except OSError as error:
             log.warning("profile: no trace: %s", error)
 
-    def _give_up(self, run: Run, error: Exception) -> None:
-        self.next = math.inf
+    def _record_failure(self, run: Run, error: Exception) -> None:
+        self.next_step = math.inf
         message, step = f"torch.profiler: {error}", run.progress.step
         run.history.add(
             "no_profile", message, step=step, category="performance", action="no trace", error=error
@@ -234,25 +239,27 @@ class ProfileTool(Tool):
 
     # -- findings ------------------------------------------------------------------------------
 
-    def _judge(self, run: Run) -> None:
-        self.facts = self._facts(run)
-        self.verdicts = verdicts(self.facts)
+    def _update_verdicts(self, run: Run) -> None:
+        self.measurements = self._measure_step(run)
+        self.verdicts = find_bottlenecks(self.measurements)
         self.finding = "; ".join(self.verdicts[:2])
 
-    def _facts(self, run: Run) -> Facts:
-        """Return facts on the steps outside the window.
+    def _measure_step(self, run: Run) -> StepMeasurements:
+        """Measure the steps outside the window.
 
         Other debug tools mostly run between steps; all their time is subtracted there, which may be
         too much.
         """
-        spent = {p: max(0.0, run.watch.spent[p] - self.excluded[p]) for p in PHASES}
-        spent["other"] = max(0.0, spent["other"] - self.tools)
-        if not any(spent.values()):
-            spent = dict(run.watch.spent)
-        whole = sum(spent.values())
+        seconds_by_phase = {p: max(0.0, run.watch.spent[p] - self.excluded[p]) for p in PHASES}
+        seconds_by_phase["other"] = max(0.0, seconds_by_phase["other"] - self.other_tools_seconds)
+        if not any(seconds_by_phase.values()):
+            seconds_by_phase = dict(run.watch.spent)
+        total = sum(seconds_by_phase.values())
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
-        facts = Facts(
-            split={phase: seconds / whole for phase, seconds in spent.items()} if whole else {},
+        measured = StepMeasurements(
+            split={phase: seconds / total for phase, seconds in seconds_by_phase.items()}
+            if total
+            else {},
             step_ms=float(np.median(run.watch.settled_laps())) * 1e3 if run.watch.count else 0.0,
             busy=self.busy,
             workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
@@ -262,47 +269,53 @@ class ProfileTool(Tool):
         )
         if self.operators:
             largest = self.operators[0]
-            facts.operators = sum(row["calls"] for row in self.operators) / self.steps
-            facts.operator, facts.operator_ms = (
+            measured.operators = sum(row["calls"] for row in self.operators) / self.trace_steps
+            measured.operator, measured.operator_ms = (
                 largest["name"],
-                largest["seconds"] / self.steps * 1e3,
+                largest["seconds"] / self.trace_steps * 1e3,
             )
-            facts.operator_share = largest["seconds"] / (self._operator_seconds() or 1.0)
-        return facts
+            measured.operator_share = largest["seconds"] / (self._operator_seconds() or 1.0)
+        return measured
 
     def _operator_seconds(self) -> float:
         return float(sum(row["seconds"] for row in self.operators))
 
-    def _conclude(self, run: Run, collected: float) -> None:
+    def _write_results(self, run: Run, collected: float) -> None:
         """Write the final verdict to TensorBoard and two files."""
-        self._judge(run)
+        self._update_verdicts(run)
         text = "\n".join(f"- {markdown.escape(verdict)}" for verdict in self.verdicts)
         run.recorder.text("profile/verdict", text, run.progress.step)
         if self.operators:
             run.recorder.text("profile/trace", self._operator_table(), run.progress.step)
         record = {
             "verdicts": self.verdicts,
-            "facts": asdict(self.facts),
-            "first": self.first,
+            "facts": asdict(self.measurements),
+            "first": self.trace_start,
             "trace_file": self.trace_file,
-            "trace": {"steps": self.steps, "operators": self.operators},
+            "trace": {"steps": self.trace_steps, "operators": self.operators},
             "seconds": collected,
             "sections": [vars(total) | {"mean": total.mean} for total in self.totals.by_time()],
         }
-        self.write_json(run.folder, ROWS, record)
+        self.write_json(run.folder, RESULT_FILE, record)
         if run.folder is not None:
-            write_or_log(run.folder / PAGE, self.markdown(collected))
+            write_or_log(run.folder / REPORT_FILE, self.markdown(collected))
 
     def markdown(self, collected: float) -> str:
         """Return the report as Markdown; sections were collected for `collected` seconds."""
         lines = ["# Profile", "", *(f"- {markdown.escape(text)}" for text in self.verdicts), ""]
-        split = [("a step", f"{self.facts.step_ms:.3g} ms")]
-        split += [(PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.facts.split.items() if v]
+        split = [("a step", f"{self.measurements.step_ms:.3g} ms")]
+        split += [
+            (PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.measurements.split.items() if v
+        ]
         lines += ["## Time of a step", "", markdown.table(("", ""), split), ""]
         lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
         if self.operators:
-            last = self.first + self.steps - 1
-            lines += [f"## Steps {self.first} to {last}, profiled", "", self._operator_table()]
+            last = self.trace_start + self.trace_steps - 1
+            lines += [
+                f"## Steps {self.trace_start} to {last}, profiled",
+                "",
+                self._operator_table(),
+            ]
         if self.trace_file:
             lines += ["", f"To be opened in ui.perfetto.dev: `{self.trace_file}`"]
         if self.totals.rows:
@@ -310,24 +323,31 @@ class ProfileTool(Tool):
                 (f"{t.name} {t.category}".strip(), float(t.calls), t.seconds)
                 for t in self.totals.by_time()
             ]
-            lines += ["", "## Sections", "", _table("section", rows, collected or 1.0), ""]
+            lines += ["", "## Sections", "", _time_table("section", rows, collected or 1.0), ""]
             lines += ["Of this process; sections in data workers are not seen."]
         return "\n".join(lines).rstrip() + "\n"
 
     def _operator_table(self) -> str:
         """Return a table of the slowest operators by self time."""
-        steps = max(1, self.steps)
+        steps = max(1, self.trace_steps)
         rows = [
             (row["name"], row["calls"] / steps, row["seconds"] / steps)
-            for row in self.operators[:SHOWN]
+            for row in self.operators[:MAX_OPERATORS]
         ]
-        return _table("operator", rows, self._operator_seconds() / steps or 1.0)
+        return _time_table("operator", rows, self._operator_seconds() / steps or 1.0)
 
 
-def _table(heading: str, rows: Iterable[tuple[str, float, float]], whole: float) -> str:
-    """Format names, calls and seconds with their share of `whole` as a Markdown table."""
+def _time_table(
+    heading: str, rows: Iterable[tuple[str, float, float]], total_seconds: float
+) -> str:
+    """Format names, calls and seconds with their share of `total_seconds` as a Markdown table."""
     cells = [
-        (name, f"{calls:,.4g}" if calls else "", f"{seconds * 1e3:,.3g}", f"{seconds / whole:.1%}")
+        (
+            name,
+            f"{calls:,.4g}" if calls else "",
+            f"{seconds * 1e3:,.3g}",
+            f"{seconds / total_seconds:.1%}",
+        )
         for name, calls, seconds in rows
     ]
     return markdown.table((heading, "calls", "ms", "share"), cells)
@@ -336,16 +356,16 @@ def _table(heading: str, rows: Iterable[tuple[str, float, float]], whole: float)
 # -- the profiler's window -----------------------------------------------------------------------
 
 
-class Window:
+class ProfilerWindow:
     """A window of steps under torch.profiler, created between steps and advanced by `step`."""
 
-    def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
+    def __init__(self, run: Run, config: ProfileConfig, totals: SectionTotals, steps: int) -> None:
         """Start a window of `steps` steps; RuntimeError if another profiler is active."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another profiler is already active")
         self.run, self.totals, self.steps = run, totals, steps
         self.first = run.progress.step + config.warmup + 1  # first step in the trace
-        self.left = config.warmup + steps
+        self.remaining = config.warmup + steps
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.kind == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -358,26 +378,26 @@ class Window:
         )
         run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
         self.profiler.start()
-        self.start = perf_counter()
+        self.start_time = perf_counter()
         self.seconds = 0.0  # wall time of the steps in the trace
         totals.tracing = True
 
     @property
     def recorded(self) -> int:
         """Number of steps in the trace so far."""
-        return max(0, self.steps - self.left)
+        return max(0, self.steps - self.remaining)
 
     def step(self) -> bool:
         """Count a finished step; returns whether it was the last."""
-        self.left -= 1
-        if self.left == 0:
+        self.remaining -= 1
+        if self.remaining == 0:
             self.run.device.synchronize()  # waits: kernels still under way belong to the window
-        self.seconds = perf_counter() - self.start if self.recorded else 0.0
-        if self.left == 0:
+        self.seconds = perf_counter() - self.start_time if self.recorded else 0.0
+        if self.remaining == 0:
             return True
         self.profiler.step()
         if not self.recorded:
-            self.start = perf_counter()
+            self.start_time = perf_counter()
         return False
 
     def stop(self) -> None:
@@ -385,27 +405,28 @@ class Window:
         self.totals.tracing = False
         self.profiler.stop()
 
-    def rows(self) -> tuple[list[dict[str, Any]], float | None]:
+    def read_operators(self) -> tuple[list[dict[str, Any]], float | None]:
         """Return operators by self time, and the share of time in which a GPU computed."""
         on_gpu = self.run.device.kind == "cuda"
-        spent = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
+        self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
         events = [e for e in self.profiler.key_averages() if not e.is_user_annotation]
         kernels = [e for e in events if e.device_type != DeviceType.CPU]
         operators = [
-            {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, spent) / 1e6}
+            {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
             for e in events
             if e.device_type == DeviceType.CPU
             and not e.key.startswith(("cuda", "hip", "ProfilerStep"))
         ]
         operators.sort(key=lambda row: -row["seconds"])
-        computed = sum(e.self_device_time_total for e in kernels) / 1e6
-        return operators, min(1.0, computed / self.seconds) if kernels and self.seconds else None
+        busy_seconds = sum(e.self_device_time_total for e in kernels) / 1e6
+        known = kernels and self.seconds
+        return operators, min(1.0, busy_seconds / self.seconds) if known else None
 
 
 def operator_name(key: str) -> str:
     """Return an operator's name; that of a compiled graph is shortened."""
     call = re.match(r"^## Call CompiledFxGraph (\S+) ##$", key)
-    return f"{GRAPH} {call[1][:8]}" if call else key
+    return f"{COMPILED_GRAPH} {call[1][:8]}" if call else key
 
 
 def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
@@ -414,17 +435,20 @@ def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int
     The window is moved or shortened to avoid validations, checkpoints and other tools' steps. If
     there is no such place, it contains them.
     """
-    looks = [
+    tool_intervals = [
         hook.every
         for hook in run.hooks
-        if isinstance(hook, Tool) and overrides_event(hook, "around") and hook.every > 2
+        if isinstance(hook, DebugTool) and overrides_event(hook, "around") and hook.every > 2
     ]
-    ends = [run.validate_every, run.checkpoint_every]  # after a step of these there is a pause
-    room = [pace - 1 - warmup for pace in (*ends, *looks)]
-    steps = min([steps, *(most for most in room if most > 0)])
-    for first in range(step, min(step + AHEAD, run.total_steps - warmup - steps) + 1):
-        made = range(first, first + warmup + steps)
-        after = any(number % pace == 0 for number in made for pace in ends)
-        if not after and not any((number + 1) % pace == 0 for number in made for pace in looks):
+    # after every n-th step there is a pause
+    pause_intervals = [run.validate_every, run.checkpoint_every]
+    available = [interval - 1 - warmup for interval in (*pause_intervals, *tool_intervals)]
+    steps = min([steps, *(count for count in available if count > 0)])
+    for first in range(step, min(step + SEARCH_STEPS, run.total_steps - warmup - steps) + 1):
+        window = range(first, first + warmup + steps)
+        pauses = any(number % interval == 0 for number in window for interval in pause_intervals)
+        if not pauses and not any(
+            (number + 1) % interval == 0 for number in window for interval in tool_intervals
+        ):
             return steps, first
     return steps, step

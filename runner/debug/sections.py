@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-MOST = 200  # distinct names; later ones are counted under OTHERS
+MAX_SECTIONS = 200  # distinct names; later ones are counted under OTHERS
 OTHERS = "(others)"
-RANGE = "section "  # prefix of the name in a trace
+RANGE_PREFIX = "section "  # prefix of the name in a trace
 
 
 @dataclass
-class Total:
+class SectionTotal:
     """All calls of one section."""
 
     name: str
@@ -36,55 +36,55 @@ class Total:
         return self.seconds / self.calls if self.calls else 0.0
 
 
-class Totals:
+class SectionTotals:
     """Calls and seconds by name and category, from all threads of this process."""
 
     def __init__(self) -> None:
-        self.process = os.getpid()
+        self.pid = os.getpid()
         self.tracing = False  # also record sections as ranges in a profiler's trace
-        self.rows: dict[tuple[str, str], Total] = {}
+        self.rows: dict[tuple[str, str], SectionTotal] = {}
         self.lock = threading.Lock()
         self.threads = threading.local()
 
     def enter(self, name: str, category: str) -> None:
         """Enter a section in this thread."""
-        if os.getpid() != self.process:  # a data worker, whose copy is never read
+        if os.getpid() != self.pid:  # a data worker, whose copy is never read
             return
         range_ = None
         if self.tracing:
-            range_ = torch.autograd.profiler.record_function(RANGE + name)
+            range_ = torch.autograd.profiler.record_function(RANGE_PREFIX + name)
             range_.__enter__()  # type: ignore[no-untyped-call]
         self._stack().append((name, category, perf_counter(), range_))
 
     def leave(self) -> None:
         """Leave the innermost section of this thread."""
         stack = self._stack()
-        if not stack or os.getpid() != self.process:  # entered before collecting started
+        if not stack or os.getpid() != self.pid:  # entered before collecting started
             return
         name, category, start, range_ = stack.pop()
         seconds = perf_counter() - start
         if range_ is not None:
             range_.__exit__(None, None, None)
-        again = any(outer[0] == name for outer in stack)
+        nested = any(outer[0] == name for outer in stack)
         with self.lock:
-            if (name, category) not in self.rows and len(self.rows) >= MOST:
+            if (name, category) not in self.rows and len(self.rows) >= MAX_SECTIONS:
                 name, category = OTHERS, ""
-            row = self.rows.setdefault((name, category), Total(name, category))
+            row = self.rows.setdefault((name, category), SectionTotal(name, category))
             row.calls += 1
-            row.seconds += 0.0 if again else seconds
+            row.seconds += 0.0 if nested else seconds
 
     def _stack(self) -> list[tuple[str, str, float, Any]]:
         """Return this thread's open sections: name, category, start, trace range."""
         stack: list[tuple[str, str, float, Any]] = self.threads.__dict__.setdefault("stack", [])
         return stack
 
-    def by_time(self) -> list[Total]:
+    def by_time(self) -> list[SectionTotal]:
         """Return all sections, slowest first."""
         with self.lock:
             return sorted(self.rows.values(), key=lambda row: -row.seconds)
 
 
-_collecting: Totals | None = None
+_active_totals: SectionTotals | None = None
 
 
 class Section(ContextDecorator):
@@ -99,24 +99,24 @@ class Section(ContextDecorator):
         self.name, self.category = name, category
 
     def __enter__(self) -> Section:
-        if not torch.compiler.is_compiling() and _collecting is not None:
-            _collecting.enter(self.name, self.category)
+        if not torch.compiler.is_compiling() and _active_totals is not None:
+            _active_totals.enter(self.name, self.category)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not torch.compiler.is_compiling() and _collecting is not None:
-            _collecting.leave()
+        if not torch.compiler.is_compiling() and _active_totals is not None:
+            _active_totals.leave()
 
 
 @contextmanager
-def collect() -> Iterator[Totals]:
+def collect() -> Iterator[SectionTotals]:
     """Time sections within, in all threads: `with profile.collect() as totals:`."""
-    global _collecting
-    before, _collecting = _collecting, Totals()
+    global _active_totals
+    outer, _active_totals = _active_totals, SectionTotals()
     try:
-        yield _collecting
+        yield _active_totals
     finally:
-        _collecting = before
+        _active_totals = outer
 
 
 class Sections:

@@ -15,20 +15,24 @@ import torch
 import runner
 from runner.format import short_path
 
-FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-TORCH = str(Path(torch.__file__).parent) + os.sep
-OURS = str(Path(runner.__file__).parent) + os.sep
-SHOWN = (f"{OURS}models{os.sep}", f"{OURS}objectives{os.sep}")  # exceptions: models and losses
-STEP_MODULE = os.path.join(OURS, "training", "step.py")
-CALLERS = (STEP_MODULE, *(os.path.join(OURS, p) for p in ("training/loop.py", "data/batch.py")))
+FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+)')
+TORCH_FOLDER = str(Path(torch.__file__).parent) + os.sep
+RUNNER_FOLDER = str(Path(runner.__file__).parent) + os.sep
+# models and losses of ours count as the user's code
+USER_CODE = (f"{RUNNER_FOLDER}models{os.sep}", f"{RUNNER_FOLDER}objectives{os.sep}")
+STEP_MODULE = os.path.join(RUNNER_FOLDER, "training", "step.py")
+CALLERS = tuple(
+    os.path.join(RUNNER_FOLDER, p)
+    for p in ("training/step.py", "training/loop.py", "data/batch.py")
+)
 """The callers of the model; frames above them are not part of the step."""
 
-Place = tuple[str, int]
+SourceLocation = tuple[str, int]
 """File and line number; the text is read on demand."""
 
 
 @dataclass
-class Line:
+class SourceLine:
     """A line of code outside torch and the runner's own machinery."""
 
     file: str
@@ -41,23 +45,23 @@ class Line:
     @property
     def short(self) -> str:
         """The path relative to the current folder, and the text."""
-        near = short_path(Path(self.file))
-        return f"{near}:{self.number} `{self.source}`" if self.source else f"{near}:{self.number}"
+        path = short_path(Path(self.file))
+        return f"{path}:{self.number} `{self.source}`" if self.source else f"{path}:{self.number}"
 
 
 def is_user_code(path: str) -> bool:
     """Whether code in that file may be the culprit."""
-    if path.startswith(("<", TORCH)):
+    if path.startswith(("<", TORCH_FOLDER)):
         return False
-    return not path.startswith(OURS) or path.startswith(SHOWN)
+    return not path.startswith(RUNNER_FOLDER) or path.startswith(USER_CODE)
 
 
-def line_at(place: Place) -> Line:
+def read_source_line(location: SourceLocation) -> SourceLine:
     """Return the line with its text."""
-    return Line(*place, linecache.getline(*place).strip())
+    return SourceLine(*location, linecache.getline(*location).strip())
 
 
-def current_place() -> Place | None:
+def current_location() -> SourceLocation | None:
     """Return the innermost user frame of the current call; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -70,21 +74,21 @@ def current_place() -> Place | None:
     return None
 
 
-def raising_line(trace: TracebackType | None) -> Line | None:
+def raising_line(trace: TracebackType | None) -> SourceLine | None:
     """Return the innermost user line of a traceback within the step."""
-    line, begun = None, False
+    line, in_step = None, False
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        begun = begun or path == STEP_MODULE
-        if begun and is_user_code(path):
-            line = line_at((path, trace.tb_lineno))
+        in_step = in_step or path == STEP_MODULE
+        if in_step and is_user_code(path):
+            line = read_source_line((path, trace.tb_lineno))
         trace = trace.tb_next
     return line
 
 
-def place_in_text(text: str) -> Place | None:
+def location_in_trace(text: str) -> SourceLocation | None:
     """Return the innermost user frame in a printed trace, below the model's caller."""
-    frames = [(path, int(number)) for path, number in FRAME.findall(text)]
-    called = [i for i, (path, _) in enumerate(frames) if path in CALLERS]
-    inside = frames[called[-1] + 1 :] if called else frames
-    return next((frame for frame in reversed(inside) if is_user_code(frame[0])), None)
+    frames = [(path, int(number)) for path, number in FRAME_PATTERN.findall(text)]
+    callers = [i for i, (path, _) in enumerate(frames) if path in CALLERS]
+    model_frames = frames[callers[-1] + 1 :] if callers else frames
+    return next((frame for frame in reversed(model_frames) if is_user_code(frame[0])), None)

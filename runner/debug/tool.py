@@ -17,7 +17,7 @@ from runner.training.hook import Cost, Hook
 from runner.training.run import Run
 
 
-class Tool(Hook):
+class DebugTool(Hook):
     """A hook for selected steps that rests after debug.max_iterations and timeout_s.
 
     It also rests after an error in its own code, which is recorded as a fault. A `RunnerError`, or
@@ -25,44 +25,46 @@ class Tool(Hook):
     """
 
     name: ClassVar[str]
-    broken: str = ""  # the error
+    failure: str = ""  # the error
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        guards: dict[str, Callable[[Any], Any]] = dict.fromkeys((*Hook.EVENTS, "cost"), _event)
-        guards |= {"due": _due, "session": _context, "around": _context}
+        guards: dict[str, Callable[[Any], Any]] = dict.fromkeys(
+            (*Hook.EVENTS, "cost"), _guard_event
+        )
+        guards |= {"due": _guard_due, "session": _guard_context, "around": _guard_context}
         for name in set(guards) & set(vars(cls)):
             setattr(cls, name, guards[name](vars(cls)[name]))
 
     def __init__(self, config: DebugConfig, every: int | None = None) -> None:
         self.config = config
         self.every = every or config.every
-        self.looks = 0
+        self.inspections = 0
         self.seconds = 0.0
         self.finding = ""
-        self.began = time.monotonic()
+        self.start_time = time.monotonic()
 
     def due(self, step: int) -> bool:
         """Whether to act at this step: every n-th, until it rests."""
-        return step % self.every == 0 and not self.rests(step)
+        return step % self.every == 0 and not self.is_resting(step)
 
-    def rests(self, step: int) -> bool:
+    def is_resting(self, step: int) -> bool:
         """Whether it has failed or reached its limits."""
-        if self.broken:
+        if self.failure:
             return True
-        most, seconds = self.config.max_iterations, self.config.timeout_s
-        if most is not None and step > most:
+        max_step, timeout_s = self.config.max_iterations, self.config.timeout_s
+        if max_step is not None and step > max_step:
             return True
-        return seconds is not None and time.monotonic() - self.began > seconds
+        return timeout_s is not None and time.monotonic() - self.start_time > timeout_s
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count a look, and add its time to the tool's cost."""
+    def count_inspection(self) -> Iterator[None]:
+        """Count an inspection, and add its time to the tool's cost."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.looks += 1
+            self.inspections += 1
             self.seconds += time.perf_counter() - start
 
     def write_json(self, folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
@@ -72,30 +74,30 @@ class Tool(Hook):
 
     def cost(self, run: Run) -> Cost | None:
         """Return the tool's row in the summary."""
-        failed = f"failed: {self.broken}" if self.broken else ""
+        failed = f"failed: {self.failure}" if self.failure else ""
         finding = "; ".join(filter(None, [self.finding, failed]))
-        return Cost(self.name, self.looks, self.seconds, finding)
+        return Cost(self.name, self.inspections, self.seconds, finding)
 
     @contextmanager
-    def shielded(self, run: Run, passes: BaseException | None = None) -> Iterator[None]:
-        """Suppress and record errors of the tool, except `passes`; afterwards it rests."""
+    def isolate_errors(self, run: Run, reraised: BaseException | None = None) -> Iterator[None]:
+        """Suppress and record errors of the tool, except `reraised`; afterwards it rests."""
         try:
             yield
         except RunnerError:
             raise
         except Exception as error:  # any error of the tool, the model or the disk
-            if error is passes:
+            if error is reraised:
                 raise
-            self.fail(run, error)
+            self.record_failure(run, error)
 
-    def fail(self, run: Run, error: Exception) -> None:
+    def record_failure(self, run: Run, error: Exception) -> None:
         """Record the first error; the tool rests from now on."""
-        if self.broken:
+        if self.failure:
             return
-        self.broken = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.failure = f"{type(error).__name__}: {error}".partition("\n")[0]
         run.history.add(
             "tool_failed",
-            f"debug tool {self.name}: {self.broken}",
+            f"debug tool {self.name}: {self.failure}",
             step=run.progress.step,
             category="code",
             action="tool disabled, the run continues",
@@ -103,44 +105,44 @@ class Tool(Hook):
         )
 
 
-def _due(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+def _guard_due(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
     @wraps(due)
-    def guarded(self: Tool, step: int) -> bool:
-        return not self.broken and due(self, step)
+    def guarded(self: DebugTool, step: int) -> bool:
+        return not self.failure and due(self, step)
 
     return guarded
 
 
-def _event(event: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_event(event: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an event or `cost`; after a failure `cost` is the default row."""
 
     @wraps(event)
-    def guarded(self: Tool, run: Run, *what: Any) -> Any:
-        if not self.broken:
-            with self.shielded(run):
-                return event(self, run, *what)
-        return None if what else Tool.cost(self, run)
+    def guarded(self: DebugTool, run: Run, *arguments: Any) -> Any:
+        if not self.failure:
+            with self.isolate_errors(run):
+                return event(self, run, *arguments)
+        return None if arguments else DebugTool.cost(self, run)
 
     return guarded
 
 
-def _context(make: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
-    @wraps(make)
+def _guard_context(make_context: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+    @wraps(make_context)
     @contextmanager
-    def guarded(self: Tool, run: Run) -> Iterator[None]:
-        inner: AbstractContextManager[Any] = nullcontext()
-        if not self.broken:
-            with self.shielded(run):
-                own = make(self, run)
-                own.__enter__()
-                inner = own
+    def guarded(self: DebugTool, run: Run) -> Iterator[None]:
+        entered: AbstractContextManager[Any] = nullcontext()
+        if not self.failure:
+            with self.isolate_errors(run):
+                context = make_context(self, run)
+                context.__enter__()
+                entered = context
         try:
             yield
         except BaseException as error:
-            with self.shielded(run, passes=error):
-                inner.__exit__(type(error), error, error.__traceback__)
+            with self.isolate_errors(run, reraised=error):
+                entered.__exit__(type(error), error, error.__traceback__)
             raise
-        with self.shielded(run):
-            inner.__exit__(None, None, None)
+        with self.isolate_errors(run):
+            entered.__exit__(None, None, None)
 
     return guarded

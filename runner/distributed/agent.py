@@ -26,15 +26,15 @@ PRELOAD = ["runner.distributed.preload"]  # imports torch once for all processes
 POLL_S = 0.2
 RECORD_S = 5.0  # for a process to end after its grace period
 SAVE_S = 30.0  # minimum time for a final checkpoint
-REPEAT_S = 6.0  # after which a signal is repeated; then a process no longer waits for data
+SIGNAL_REPEAT_S = 6.0  # after which a signal is repeated; then a process no longer waits for data
 ABORT_S = 1.0  # for a hung process to write its stacks
 END_S = 5.0  # after others have waited a full timeout, or if not all processes trained
-LOST = 255  # exit code that multiprocessing reports if the fork server was lost
-GONE_S = 10.0  # for a process to die after SIGKILL
-CLOSE_S = 1.0  # from the closing of a fork server's pipes to its exit
+SERVER_LOST = 255  # exit code that multiprocessing reports if the fork server was lost
+KILL_S = 10.0  # for a process to die after SIGKILL
+PIPE_CLOSE_S = 1.0  # from the closing of a fork server's pipes to its exit
 
-accept_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
-refuse_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
+unblock_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
+block_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
 
 
 class Agent:
@@ -42,71 +42,71 @@ class Agent:
 
     def __init__(
         self,
-        meeting: Path,
+        outcome_folder: Path,
         timeout_s: float,
         grace_s: float,
         exchange: Callable[[bool], bool] = bool,
     ) -> None:
-        """`meeting` is the folder in which processes write their outcomes.
+        """`outcome_folder` is the folder in which processes write their outcomes.
 
         A process has `grace_s` to end after a signal. `exchange` is called repeatedly with whether
         a process has failed here, and returns whether one has failed on any machine.
         """
-        self.meeting, self.timeout_s, self.grace_s = meeting, timeout_s, grace_s
+        self.outcome_folder, self.timeout_s, self.grace_s = outcome_folder, timeout_s, grace_s
         self.exchange = exchange
         self.processes: dict[int, ForkServerProcess] = {}  # by rank
-        self.received: int | None = None  # the signal that this process received
-        self.killed: dict[int, float] = {}  # rank → time at which it was aborted as hung
+        self.received_signal: int | None = None  # the signal that this process received
+        self.aborted_at: dict[int, float] = {}  # rank → time at which it was aborted as hung
         self.server_lost = False  # the fork server has ended; its children die with it
-        self._signalled = self._failed = 0.0  # time of the first signal; of the first failure
-        self._repeated = False
-        self._ending: dict[int, float] = {}  # rank → time since which it is known to be ending
+        self._signal_time = self._failure_time = 0.0  # of the first signal; of the first failure
+        self._signal_repeated = False
+        self._ending_since: dict[int, float] = {}  # rank → time at which its outcome was seen
 
     def run(self, start: Callable[..., None], arguments: Mapping[int, tuple[Any, ...]]) -> None:
         """Run `start(*arguments[rank])` in a process per rank; return when all have ended."""
         context = multiprocessing.get_context("forkserver")
         if raised:
             raise Terminated(raised[0])
-        with self._signals():
+        with self._forward_signals():
             try:
                 resource_tracker.ensure_running()  # starting it unblocks signals
-                with _no_signals():  # nor in the fork server, and what it starts
+                with _signals_blocked():  # nor in the fork server, and what it starts
                     fork_server.start(PRELOAD, os.environ)
-                    for rank, own in arguments.items():
-                        self.processes[rank] = context.Process(target=start, args=own)
-                        self._start(self.processes[rank])
-                while (alive := self._alive()) and not self.server_lost:
+                    for rank, args in arguments.items():
+                        self.processes[rank] = context.Process(target=start, args=args)
+                        self._start_process(self.processes[rank])
+                while (alive := self._alive_processes()) and not self.server_lost:
                     wait([process.sentinel for process in alive.values()], POLL_S)
-                    self._end_hung()
-                    self.server_lost = self._has_lost_server()
+                    self._abort_hung()
+                    self.server_lost = self._server_has_ended()
             finally:
-                self._send(signal.SIGKILL)
+                self._send_signal(signal.SIGKILL)
         if self.server_lost:
-            self._end_all()
+            self._kill_all()
 
-    def codes(self) -> dict[int, int]:
+    def exit_codes(self) -> dict[int, int]:
         """Exit codes by rank; negative for a signal, LOST for a process that was not started."""
-        missing = LOST if self.server_lost else 0
+        not_started = SERVER_LOST if self.server_lost else 0
         pairs = self.processes.items()
-        return {rank: (p.exitcode or 0) if p.pid else missing for rank, p in pairs}
+        return {rank: (p.exitcode or 0) if p.pid else not_started for rank, p in pairs}
 
     def report(self, names: Mapping[int, str]) -> MachineReport:
         """Return how all processes ended; `names` by rank are used in messages."""
-        codes, outcomes = self.codes(), self.outcomes()
+        codes, outcomes = self.exit_codes(), self.outcomes()
         ends = [
-            RankEnd(rank, name, codes[rank], rank in self.killed, outcomes.get(rank))
+            RankEnd(rank, name, codes[rank], rank in self.aborted_at, outcomes.get(rank))
             for rank, name in names.items()
         ]
         failed = self.server_lost and any(codes.values())
         problem = "the fork server was killed, and the processes with it" if failed else ""
-        return MachineReport(ends, self.received or 0, problem)
+        return MachineReport(ends, self.received_signal or 0, problem)
 
     def outcomes(self) -> dict[int, RankOutcome]:
         """Return the outcomes that processes have written so far, by rank."""
-        read = {rank: RankOutcome.read(self.meeting, rank) for rank in self.processes}
-        return {rank: outcome for rank, outcome in read.items() if outcome is not None}
+        outcomes = {rank: RankOutcome.read(self.outcome_folder, rank) for rank in self.processes}
+        return {rank: outcome for rank, outcome in outcomes.items() if outcome is not None}
 
-    def _start(self, process: ForkServerProcess) -> None:
+    def _start_process(self, process: ForkServerProcess) -> None:
         try:
             if not self.server_lost:
                 process.start()
@@ -115,57 +115,58 @@ class Agent:
                 raise
             self.server_lost = True
 
-    def _has_lost_server(self) -> bool:
+    def _server_has_ended(self) -> bool:
         """Whether the fork server has ended; its pipes close shortly before its exit."""
-        unknown = any(p.exitcode == LOST for p in self.processes.values() if p.pid)
-        until = time.monotonic() + (CLOSE_S if unknown else 0.0)
-        while (running := fork_server.is_running()) and time.monotonic() < until:
+        exit_unknown = any(p.exitcode == SERVER_LOST for p in self.processes.values() if p.pid)
+        deadline = time.monotonic() + (PIPE_CLOSE_S if exit_unknown else 0.0)
+        while (running := fork_server.is_running()) and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
         return not running
 
-    def _end_all(self) -> None:
+    def _kill_all(self) -> None:
         """Kill all processes: without the fork server their exit is not reported."""
         pids = [process.pid for process in self.processes.values() if process.pid]
-        left = [process for process in psutil.process_iter() if process.pid in pids]
-        self._send(signal.SIGKILL, self.processes.values())
-        psutil.wait_procs(left, GONE_S)
+        survivors = [process for process in psutil.process_iter() if process.pid in pids]
+        self._send_signal(signal.SIGKILL, self.processes.values())
+        psutil.wait_procs(survivors, KILL_S)
 
-    def _alive(self) -> dict[int, ForkServerProcess]:
+    def _alive_processes(self) -> dict[int, ForkServerProcess]:
         return {rank: p for rank, p in self.processes.items() if p.pid and p.exitcode is None}
 
-    def _end_hung(self) -> None:
+    def _abort_hung(self) -> None:
         now = time.monotonic()
-        failed = self.exchange(any(self.codes().values()))
-        if failed and not self._failed:
-            self._failed = now
-        if not (self._failed or self._signalled):
+        failed = self.exchange(any(self.exit_codes().values()))
+        if failed and not self._failure_time:
+            self._failure_time = now
+        if not (self._failure_time or self._signal_time):
             return
         outcomes = self.outcomes()
-        for rank, process in self._alive().items():
-            if rank not in self.killed and now > self._limit(rank, outcomes):
-                self.killed[rank] = now
-                self._send(signal.SIGABRT, [process])  # it writes its stacks
-            if rank in self.killed and now > self.killed[rank] + ABORT_S:
-                self._send(signal.SIGKILL, [process])
-        if self.received and not self._repeated and now > self._signalled + REPEAT_S:
-            self._repeated = True
-            self._send(self.received)
+        for rank, process in self._alive_processes().items():
+            if rank not in self.aborted_at and now > self._hang_deadline(rank, outcomes):
+                self.aborted_at[rank] = now
+                self._send_signal(signal.SIGABRT, [process])  # it writes its stacks
+            if rank in self.aborted_at and now > self.aborted_at[rank] + ABORT_S:
+                self._send_signal(signal.SIGKILL, [process])
+        overdue = now > self._signal_time + SIGNAL_REPEAT_S
+        if self.received_signal and not self._signal_repeated and overdue:
+            self._signal_repeated = True
+            self._send_signal(self.received_signal)
 
-    def _limit(self, rank: int, outcomes: Mapping[int, RankOutcome]) -> float:
+    def _hang_deadline(self, rank: int, outcomes: Mapping[int, RankOutcome]) -> float:
         """Return the time at which a process that has not ended counts as hung."""
         if rank in outcomes and outcomes[rank].kind != "running":  # it may be saving a checkpoint
-            since = self._ending.setdefault(rank, time.monotonic())
+            since = self._ending_since.setdefault(rank, time.monotonic())
             return since + max(self.timeout_s, SAVE_S)
-        limits = [self._signalled + self.grace_s + RECORD_S] if self._signalled else []
-        if self._failed:
-            waited = any(outcome.kind == "hung" for outcome in outcomes.values())
-            trained = len(outcomes) == len(self.processes)
-            patience = self.timeout_s if trained and not waited else END_S
-            limits.append(self._failed + patience)
+        limits = [self._signal_time + self.grace_s + RECORD_S] if self._signal_time else []
+        if self._failure_time:
+            another_hung = any(outcome.kind == "hung" for outcome in outcomes.values())
+            all_trained = len(outcomes) == len(self.processes)
+            wait_s = self.timeout_s if all_trained and not another_hung else END_S
+            limits.append(self._failure_time + wait_s)
         return min(limits)
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _forward_signals(self) -> Iterator[None]:
         """Forward signals that end a run; a second one kills all processes."""
         numbers = {int(signal.SIGINT), *unclaimed()}
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
@@ -176,22 +177,25 @@ class Agent:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again = self.received is not None and not {number, self.received} & {*AHEAD}
-        if self.received is None or number not in AHEAD:
-            self.received = number
-        self._signalled = self._signalled or time.monotonic()
-        self._send(signal.SIGKILL if again else number)
+        first = self.received_signal
+        is_repeat = first is not None and not {number, first} & {*AHEAD}
+        if first is None or number not in AHEAD:
+            self.received_signal = number
+        self._signal_time = self._signal_time or time.monotonic()
+        self._send_signal(signal.SIGKILL if is_repeat else number)
 
-    def _send(self, number: int, to: Iterable[ForkServerProcess] | None = None) -> None:
-        for process in self._alive().values() if to is None else to:
+    def _send_signal(
+        self, number: int, processes: Iterable[ForkServerProcess] | None = None
+    ) -> None:
+        for process in self._alive_processes().values() if processes is None else processes:
             with suppress(ProcessLookupError):
                 if process.pid:
                     os.kill(process.pid, number)
 
 
 @contextmanager
-def _no_signals() -> Iterator[None]:
-    before = refuse_signals()
+def _signals_blocked() -> Iterator[None]:
+    before = block_signals()
     try:
         yield
     finally:

@@ -38,13 +38,13 @@ def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
     """Normalise `[samples, channels, …]` per channel by mean and variance over all processes."""
     if not layer.training:
         mean, variance = layer.running_mean, layer.running_var
-        own = mean is None or variance is None  # no running statistics: use the batch's
-        return F.batch_norm(x, mean, variance, layer.weight, layer.bias, own, 0, layer.eps)
+        use_batch = mean is None or variance is None  # no running statistics
+        return F.batch_norm(x, mean, variance, layer.weight, layer.bias, use_batch, 0, layer.eps)
     count = 0 if world.stand_in else x.numel() // x.shape[1]
-    y, mean, variance, n = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]
-    if not torch.compiler.is_compiling() and n <= 1:
+    y, mean, variance, total_count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]
+    if not torch.compiler.is_compiling() and total_count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
-    _follow(layer, mean, variance * (n / (n - 1)))
+    _update_running_statistics(layer, mean, variance * (total_count / (total_count - 1)))
     normalised: Tensor = y
     return normalised
 
@@ -63,8 +63,8 @@ class _Normalise(torch.autograd.Function):
         """Return y, and mean, biased variance and count per channel over all processes."""
         dtype = torch.promote_types(x.dtype, torch.float32)  # bf16 counts exactly only up to 256
         unused = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # also sets the dtype
-        own = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
-        mean, variance, n = _merge(own[0], own[1], count)
+        local = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+        mean, variance, n = _merge_statistics(local[0], local[1], count)
         mean, variance = mean.to(dtype), variance.to(dtype)
         scale = mean.new_ones(mean.shape) if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
@@ -72,7 +72,7 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, scale, mean, variance, n)
         ctx.mark_non_differentiable(mean, variance, n)
         ctx.eps, ctx.counts = eps, count > 0
-        ctx.types = [None if each is None else each.dtype for each in (weight, bias)]
+        ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
         return y, mean, variance, n
 
     @staticmethod
@@ -81,9 +81,9 @@ class _Normalise(torch.autograd.Function):
         """Return dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), with means over all processes."""
         x, scale, mean, variance, n = ctx.saved_tensors
         dx, dtype = None, mean.dtype
-        exact, dy = x.to(dtype), gradients[0].to(dtype)
+        x_wide, dy = x.to(dtype), gradients[0].to(dtype)
         _, products, sums = torch.ops.aten.native_batch_norm_backward(
-            dy, exact, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            dy, x_wide, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
         )
         if ctx.needs_input_grad[0]:
             total = torch.stack([products, sums])
@@ -91,34 +91,34 @@ class _Normalise(torch.autograd.Function):
             factor = scale * torch.rsqrt(variance + ctx.eps)
             # stand-in samples were not part of mean and variance
             slope, level = -factor * total * (ctx.counts / n).to(dtype)
-            dx = F.batch_norm(exact, mean, variance, slope, level, False, 0, ctx.eps)
+            dx = F.batch_norm(x_wide, mean, variance, slope, level, False, 0, ctx.eps)
             dx = dx.addcmul_(dy, factor.view(1, -1, *[1] * (x.dim() - 2))).to(x.dtype)
-        types = zip((products, sums), ctx.types, strict=True)
-        return dx, *(None if to is None else own.to(to) for own, to in types), None, None
+        pairs = zip((products, sums), ctx.dtypes, strict=True)
+        return dx, *(None if to is None else gradient.to(to) for gradient, to in pairs), None, None
 
 
-def _merge(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _merge_statistics(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Merge mean, biased variance and count over processes in fp64 (Chan, Golub, LeVeque 1983)."""
-    own = torch.cat([mean.double(), variance.double(), mean.new_full((1,), count).double()])
-    every = own.new_empty(dist.get_world_size(), own.numel())
-    dist.all_gather(list(every), own)
-    counts = every[:, -1:]
-    means, variances = every[:, :-1].chunk(2, 1)
+    local = torch.cat([mean.double(), variance.double(), mean.new_full((1,), count).double()])
+    gathered = local.new_empty(dist.get_world_size(), local.numel())
+    dist.all_gather(list(gathered), local)
+    counts = gathered[:, -1:]
+    means, variances = gathered[:, :-1].chunk(2, 1)
     n = counts.sum()
-    whole = (means * counts).sum(0) / n
-    spread = variances + (means - whole).square()
-    return whole, (spread * counts).sum(0) / n, n
+    total_mean = (means * counts).sum(0) / n
+    moments = variances + (means - total_mean).square()
+    return total_mean, (moments * counts).sum(0) / n, n
 
 
 @torch.no_grad()
-def _follow(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+def _update_running_statistics(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
     if layer.running_mean is None or layer.running_var is None:
         return
-    share = layer.momentum
+    momentum = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if share is None:  # cumulative mean over all batches
-            share = 1.0 / float(layer.num_batches_tracked)
-    share = share or 0.0
-    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
-    layer.running_var.lerp_(variance.to(layer.running_var.dtype), share)
+        if momentum is None:  # cumulative mean over all batches
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    momentum = momentum or 0.0
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)

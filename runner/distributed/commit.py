@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 POLL_S = 0.02
 
 
-class Commit:
+class CheckpointCommit:
     """Coordinates by keys in the store, without collectives, so training continues meanwhile.
 
     All processes save the same checkpoints in the same order, so a counter identifies each one.
@@ -28,15 +28,15 @@ class Commit:
         self._store: Any = store.clone()  # own client: a blocking wait would hold up other callers
         self._count = 0
 
-    def open(self, made: bool) -> None:
+    def announce_folder(self, created: bool) -> None:
         """Rank 0: announce whether the folder of the next checkpoint was created."""
         self._count += 1
-        self._store.set(self._key("open"), "made" if made else "")
+        self._store.set(self._key("open"), "made" if created else "")
 
     def await_folder(self) -> None:
         """Other ranks: wait for the folder. Raises OSError if it could not be created."""
         self._count += 1
-        if not self._wait(self._key("open"), 0):
+        if not self._wait_for_key(self._key("open"), 0):
             raise OSError(errno.EIO, "process 0 could not make its folder")
 
     def report(self, written: FileDigest | None, problem: str = "") -> None:
@@ -44,11 +44,11 @@ class Commit:
         report = {"problem": problem} if written is None else asdict(written)
         self._store.set(self._key(str(self.rank)), json.dumps(report))
 
-    def collect(self) -> list[FileDigest]:
+    def collect_digests(self) -> list[FileDigest]:
         """Rank 0: return the digests of all other ranks. Raises OSError if one failed."""
         digests = []
         for rank in range(1, self.size):
-            report = json.loads(self._wait(self._key(str(rank)), rank))
+            report = json.loads(self._wait_for_key(self._key(str(rank)), rank))
             if "problem" in report:
                 raise OSError(errno.EIO, f"process {rank}: {report['problem']}")
             digests.append(FileDigest(**report))
@@ -57,12 +57,12 @@ class Commit:
     def _key(self, name: str) -> str:
         return f"checkpoint/{self.world.place.attempt}/{self._count}/{name}"
 
-    def _wait(self, key: str, rank: int) -> bytes:
+    def _wait_for_key(self, key: str, rank: int) -> bytes:
         """Poll for a key's value, since a blocking wait cannot be cancelled. Raises OSError."""
-        end = time.monotonic() + self.world.config.timeout_s
+        deadline = time.monotonic() + self.world.config.timeout_s
         try:
             while not self._store.check([key]):
-                if self.world.lost or time.monotonic() > end:
+                if self.world.lost or time.monotonic() > deadline:
                     raise OSError(errno.EIO, f"process {rank} has not written its part")
                 time.sleep(POLL_S)
             value: bytes = self._store.get(key)

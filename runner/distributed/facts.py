@@ -29,11 +29,11 @@ class Processes(Hook):
         world = run.world
         if world is None:
             raise ValueError("a run of one process")
-        world.clock = partial(_waiting, run.watch)
+        world.clock = partial(_count_waiting, run.watch)
         try:
             yield
         except BaseException:
-            run.distributed = describe_processes(run, world, together=False)
+            run.distributed = describe_processes(run, world, gathered=False)
             raise
         run.distributed = describe_processes(run, world)
 
@@ -41,15 +41,15 @@ class Processes(Hook):
         """Write waiting and memory of each process to TensorBoard's group `ranks`."""
         if run.world is not None:
             memories = memory.peak_process_bytes(), memory.peak_device_bytes(run.device) or 0
-            each = run.world.gather((_waiting_share(run), *(size / 2**20 for size in memories)))
+            by_rank = run.world.gather((_waiting_share(run), *(size / 2**20 for size in memories)))
             names = ("waiting", "peak_process_mib", "peak_device_mib")
-            for rank, values in enumerate(each):
-                shown = {f"{rank}/{name}": x for name, x in zip(names, values, strict=True) if x}
-                run.recorder.show(evaluation.step, "ranks", shown)
+            for rank, values in enumerate(by_rank):
+                scalars = {f"{rank}/{name}": x for name, x in zip(names, values, strict=True) if x}
+                run.recorder.show(evaluation.step, "ranks", scalars)
 
 
 @contextmanager
-def _waiting(watch: Stopwatch) -> Iterator[None]:
+def _count_waiting(watch: Stopwatch) -> Iterator[None]:
     """Count the time within as waiting, and exclude it from the enclosing phase."""
     if not watch.running:
         yield
@@ -60,14 +60,14 @@ def _waiting(watch: Stopwatch) -> Iterator[None]:
     try:
         yield
     finally:
-        waited = perf_counter() - start
-        watch.spent["waiting"] += waited
-        watch.now += waited
+        seconds = perf_counter() - start
+        watch.spent["waiting"] += seconds
+        watch.now += seconds
         if watch.sampling:
             watch.marks.append(("waiting", watch.mark()))
 
 
-def describe_processes(run: Run, world: World, together: bool = True) -> dict[str, Any]:
+def describe_processes(run: Run, world: World, gathered: bool = True) -> dict[str, Any]:
     """Return measurements of each process, and totals.
 
     `communication` is the mean share of a step spent waiting: in calls of `World` within steps
@@ -77,34 +77,35 @@ def describe_processes(run: Run, world: World, together: bool = True) -> dict[st
     which usually precede the first wait. `mfu` is the share of the data sheet's peak FLOP/s
     (Chowdhery et al. 2022), without recomputation; None on a CPU.
 
-    With `together=False` a process describes only itself.
+    With `gathered=False` a process describes only itself.
     """
-    ranks = world.gather(_own(run, world)) if together else [_own(run, world)]
+    own = _describe_process(run, world)
+    ranks = world.gather(own) if gathered else [own]
     work = [rank["work_ms"] for rank in ranks]
     facts = {
         **world.describe(),
         "communication": mean(rank["communication"] for rank in ranks),
         "ranks": ranks,
     }
-    if together:
+    if gathered:
         facts["imbalance"] = max(work) / mean(work) if any(work) else None
         for key in ("samples_per_second", "peak_process_bytes", "peak_device_bytes"):
             facts[key] = sum(rank[key] for rank in ranks)
         for key in ("flops_per_second", "peak_flops_per_second"):
             known = [rank[key] for rank in ranks if rank[key]]
             facts[key] = sum(known) if len(known) == len(ranks) else None
-        facts["mfu"] = _share(facts)
+        facts["mfu"] = _mfu(facts)
     return facts
 
 
-def _own(run: Run, world: World) -> dict[str, Any]:
+def _describe_process(run: Run, world: World) -> dict[str, Any]:
     """Describe this process; its throughput counts its own part of each batch."""
     communication = _waiting_share(run)
     step, batch = run.watch.throughput(None), run.train.samples(0)
-    part, usual_ms = world.part(batch), _usual_ms(run)
+    part, step_ms = world.part(batch), _mean_step_ms(run)
     work = step.split.get("data", 0.0) + step.split.get("forward", 0.0)
     speed = step.samples_per_second * (part.stop - part.start) / batch
-    peak = peak_flops(run.device, _product_type(run), measure=False)
+    peak = peak_flops(run.device, _matmul_dtype(run), measure=False)
     flops = {
         "flops_per_second": world.sample_flop and world.sample_flop * speed,
         "peak_flops_per_second": None if peak is None else peak.flops_per_second,
@@ -115,11 +116,11 @@ def _own(run: Run, world: World) -> dict[str, Any]:
         "device": str(run.device.torch),
         "samples_per_second": speed,
         **flops,
-        "mfu": _share(flops),
+        "mfu": _mfu(flops),
         "step_ms": step.step_ms.p50,
-        "work_ms": work * usual_ms,
+        "work_ms": work * step_ms,
         "communication": communication,
-        "exposed_ms": run.watch.exposed * usual_ms,
+        "exposed_ms": run.watch.exposed * step_ms,
         "split": step.split,
         "peak_process_bytes": memory.peak_process_bytes(),
         "peak_device_bytes": memory.peak_device_bytes(run.device),
@@ -127,12 +128,12 @@ def _own(run: Run, world: World) -> dict[str, Any]:
     }
 
 
-def _share(flops: Mapping[str, float | None]) -> float | None:
-    reached, peak = flops["flops_per_second"], flops["peak_flops_per_second"]
-    return reached / peak if reached and peak else None
+def _mfu(flops: Mapping[str, float | None]) -> float | None:
+    achieved, peak = flops["flops_per_second"], flops["peak_flops_per_second"]
+    return achieved / peak if achieved and peak else None
 
 
-def _product_type(run: Run) -> torch.dtype:
+def _matmul_dtype(run: Run) -> torch.dtype:
     """Return the dtype of matrix products in a step."""
     with ExitStack() as stack:
         for context in run.contexts:
@@ -142,14 +143,14 @@ def _product_type(run: Run) -> torch.dtype:
     return next(run.model.parameters()).dtype
 
 
-def _usual_ms(run: Run) -> float:
+def _mean_step_ms(run: Run) -> float:
     return 1e3 * float(run.watch.settled_laps().mean()) if run.watch.count else 0.0
 
 
 def _waiting_share(run: Run) -> float:
     """Return the share of a step spent waiting; updates the stopwatch's exposed share."""
-    usual_ms = _usual_ms(run)
-    run.watch.exposed = _exposed_ms(run) / usual_ms if usual_ms else 0.0
+    step_ms = _mean_step_ms(run)
+    run.watch.exposed = _exposed_ms(run) / step_ms if step_ms else 0.0
     return run.watch.throughput(None).split.get("waiting", 0.0)
 
 
@@ -158,6 +159,6 @@ def _exposed_ms(run: Run) -> float:
     if not isinstance(run.forward, DistributedDataParallel):
         return 0.0
     facts: Any = run.forward._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    sending: int = facts.get("avg_backward_comm_time", 0)
-    hidden: int = facts.get("avg_backward_compute_comm_overlap_time", 0)
-    return max(0, sending - hidden) / 1e6
+    communication_ns: int = facts.get("avg_backward_comm_time", 0)
+    overlapped_ns: int = facts.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(0, communication_ns - overlapped_ns) / 1e6

@@ -21,14 +21,14 @@ from runner.errors import DeviceError, UsageError
 
 def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
     """Join the others; the world ends with `scope`. UsageError if config or torch differ."""
-    world = World(place, config.distributed, _device(config))
+    world = World(place, config.distributed, _device_type(config))
     scope.push(lambda kind, error, trace: world.close(error))
-    own = {"config": config_hash(config)[:12], "torch": torch.__version__}
-    others = world.gather(own)
-    for rank, other in enumerate(others):  # different processes would not work together
-        for key in own:
-            if other[key] != others[0][key]:
-                problem = f"process {rank} has {key} {other[key]}, process 0 {others[0][key]}"
+    identity = {"config": config_hash(config)[:12], "torch": torch.__version__}
+    identities = world.gather(identity)
+    for rank, other in enumerate(identities):  # different processes would not work together
+        for key in identity:
+            if other[key] != identities[0][key]:
+                problem = f"process {rank} has {key} {other[key]}, process 0 {identities[0][key]}"
                 raise UsageError(f"distributed: {problem}; start the same command on each machine")
     return world
 
@@ -59,8 +59,8 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
     """
     device = config.device
     if device.threads is None and device.kind is not DeviceKind.cuda and place.local_size > 1:
-        device = replace(device, threads=_threads(place))
-    if _device(config).type == "cuda":
+        device = replace(device, threads=_thread_count(place))
+    if _device_type(config).type == "cuda":
         device = replace(device, index=place.local_rank)
     config = copy(config)  # not validated again: its techniques may be the caller's
     config.device = device
@@ -69,18 +69,18 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
     return config
 
 
-def _threads(place: Place) -> int:
+def _thread_count(place: Place) -> int:
     """Return the threads of this process: SLURM's allocation, or a share of the cores."""
-    own = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if place.by == "slurm" and own.isdigit():
-        return int(own)
-    cores, share = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
-    if place.by == "runner" and share.isdigit():
-        cores = min(cores, int(share))
+    allocated = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if place.by == "slurm" and allocated.isdigit():
+        return int(allocated)
+    cores, omp_threads = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if place.by == "runner" and omp_threads.isdigit():
+        cores = min(cores, int(omp_threads))
     return max(1, cores // place.local_size)
 
 
-def _device(config: RunConfig) -> Any:
+def _device_type(config: RunConfig) -> Any:
     """Return the type of device that the run will select, without selecting it."""
     kind = config.device.kind
     cuda = kind is DeviceKind.cuda or (kind is DeviceKind.auto and torch.cuda.is_available())

@@ -25,10 +25,10 @@ from runner.device.config import DeviceKind
 from runner.device.device import pick
 from runner.distributed.agent import Agent
 from runner.distributed.config import DistributedConfig, DistributedKind
-from runner.distributed.meeting import meet
-from runner.distributed.outcome import RANKS, MachineReport, RunVerdict, judge
+from runner.distributed.outcome import RANKS, MachineReport, RunVerdict, judge_reports
 from runner.distributed.place import Place, find_place
-from runner.distributed.rank import STACKS, run_rank, start
+from runner.distributed.rank import STACKS_FOLDER, run_rank, start
+from runner.distributed.rendezvous import join_rendezvous
 from runner.distributed.world import open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import find, train
@@ -43,7 +43,7 @@ from runner.training.summary import CheckpointPaths, Summary
 
 log = logging.getLogger("runner")
 
-LOST = "process_lost"  # fault kind limited by `distributed.restarts`
+PROCESS_LOST = "process_lost"  # fault kind limited by `distributed.restarts`
 
 
 def main(config: RunConfig, folder: Path) -> Summary | None:
@@ -55,46 +55,47 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
     """
     place = find_place()
     if place is not None:
-        return _lead(config, folder, place)
+        return _run_as_rank_zero(config, folder, place)
     processes = count_processes(config)
     if processes * config.distributed.nodes == 1:
         log.info("distributed: there is one process; distributed.processes=N starts more")
         find(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
-        return _summary(config, folder)
-    given = train.chosen(config, folder) or Components()
-    losses, before = list[AttemptLost](), _written(folder)
+        return _read_summary(config, folder)
+    components = train.chosen(config, folder) or Components()
+    losses, mtime_before = list[AttemptLost](), _summary_mtime(folder)
     while True:
         try:
-            elsewhere = run_attempt(config, folder, given, processes, losses)
-            if not elsewhere:
-                return _summary(config, folder)
-            _point_to(elsewhere, folder)
+            record_location = run_attempt(config, folder, components, processes, losses)
+            if not record_location:
+                return _read_summary(config, folder)
+            _log_record_location(record_location, folder)
             return None
-        except AttemptLost as again:
-            losses.append(again)
-            if sum(loss.kind == LOST for loss in losses) > config.distributed.restarts:
-                raise _lost(folder, losses, _written(folder) != before) from None
-            given = again.apply_to(given)
+        except AttemptLost as loss:
+            losses.append(loss)
+            if sum(loss.kind == PROCESS_LOST for loss in losses) > config.distributed.restarts:
+                trained = _summary_mtime(folder) != mtime_before
+                raise _restarts_exhausted(folder, losses, trained) from None
+            components = loss.apply_to(components)
             last = folders.link_target(folder / folders.FOLDER, "last")
-            log.warning("%s; all processes restart from %s", again, last or "the beginning")
+            log.warning("%s; all processes restart from %s", loss, last or "the beginning")
         # continue from checkpoints of the lost attempt; without any, start as before
         if any(folder.glob("checkpoints/step_*")):
-            resumed = replace(config.checkpoint, resume="auto")
-            config = replace(config, checkpoint=resumed)
+            checkpoint = replace(config.checkpoint, resume="auto")
+            config = replace(config, checkpoint=checkpoint)
 
 
-def _summary(config: RunConfig, folder: Path) -> Summary | None:
+def _read_summary(config: RunConfig, folder: Path) -> Summary | None:
     return Summary.read(folder) if config.job.kind is JobKind.train else None
 
 
-def _point_to(elsewhere: str, folder: Path) -> None:
+def _log_record_location(record_location: str, folder: Path) -> None:
     """Log where the record is, on a machine without rank 0."""
-    log.info("the record is on %s", elsewhere)
+    log.info("the record is on %s", record_location)
     if not (folder / SUMMARY).exists():  # else the folder would look like a killed run
         shutil.rmtree(folder / hydra_files.FOLDER, ignore_errors=True)
 
 
-def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
+def _run_as_rank_zero(config: RunConfig, folder: Path, place: Place) -> Summary | None:
     """Train as rank 0, started by torchrun or SLURM."""
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
     store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
@@ -103,10 +104,10 @@ def _lead(config: RunConfig, folder: Path, place: Place) -> Summary | None:
     except ProcessLost as error:
         if folders.link_target(folder / folders.FOLDER, "last"):
             error.args = (f"{error}; to resume: {resume_argument(folder)}",)
-        _end(folder, "failed", str(error))
+        _update_summary(folder, "failed", str(error))
         raise error from None
     except UsageError:
-        _leave_nothing(folder)
+        _remove_rank_folders(folder)
         raise
 
 
@@ -128,7 +129,7 @@ class AttemptLost(Exception):
     def __init__(
         self,
         message: str,
-        kind: str = LOST,
+        kind: str = PROCESS_LOST,
         choices: Mapping[str, Any] | None = None,
         folder: str = "",
     ) -> None:
@@ -136,18 +137,18 @@ class AttemptLost(Exception):
         self.kind, self.choices, self.folder = kind, choices or {}, folder
         super().__init__(message)
 
-    def apply_to(self, given: Components) -> Components:
+    def apply_to(self, components: Components) -> Components:
         """Add the choices for the next attempt, such as a smaller micro-batch."""
-        others = [choice for choice in given.chosen if choice.key not in self.choices]
-        made = [Choice(key, value, str(self)) for key, value in self.choices.items()]
-        choices = {**given.choices, **self.choices}
-        return replace(given, choices=choices, chosen=[*others, *made])
+        kept_choices = [choice for choice in components.chosen if choice.key not in self.choices]
+        new_choices = [Choice(key, value, str(self)) for key, value in self.choices.items()]
+        choices = {**components.choices, **self.choices}
+        return replace(components, choices=choices, chosen=[*kept_choices, *new_choices])
 
 
 def run_attempt(
     config: RunConfig,
     folder: Path,
-    given: Components,
+    components: Components,
     processes: int,
     losses: Sequence[AttemptLost] = (),
     begin: Callable[..., None] = start,
@@ -157,44 +158,47 @@ def run_attempt(
     Returns host and folder of rank 0 if that is another machine, else "". Raises the error that
     ended the run, or AttemptLost if a process was lost.
     """
-    before = _written(folder)
-    with tempfile.TemporaryDirectory(prefix="runner-") as own:
-        with meet(config, processes, len(losses)) as meeting:
+    mtime_before = _summary_mtime(folder)
+    with tempfile.TemporaryDirectory(prefix="runner-") as folder_name:
+        with join_rendezvous(config, processes, len(losses)) as rendezvous:
             limits = config.distributed.timeout_s, config.checkpoint.grace_s
-            agent = Agent(Path(own), *limits, meeting.exchange)
+            agent = Agent(Path(folder_name), *limits, rendezvous.exchange)
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
-            places = [replace(p, meeting=agent.meeting, losses=reasons) for p in meeting.places]
-            agent.run(begin, {place.rank: (config, folder, given, place) for place in places})
-            report = agent.report({place.rank: _name(place) for place in places})
-            verdict = meeting.agree(report, partial(_judge, folder))
+            outcome_folder = agent.outcome_folder
+            places = [
+                replace(p, outcome_folder=outcome_folder, losses=reasons) for p in rendezvous.places
+            ]
+            agent.run(begin, {place.rank: (config, folder, components, place) for place in places})
+            report = agent.report({place.rank: _process_name(place) for place in places})
+            verdict = rendezvous.agree_on_verdict(report, partial(_judge_run, folder))
     if verdict.kind != "done":
-        raise _error(verdict, folder, _written(folder) != before)
-    return "" if meeting.node == 0 else f"{places[0].address}: {verdict.folder}"
+        raise _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
+    return "" if rendezvous.node == 0 else f"{places[0].address}: {verdict.folder}"
 
 
-def _name(place: Place) -> str:
+def _process_name(place: Place) -> str:
     host = f" on {socket.gethostname()}" if place.local_size < place.size else ""
     cuda = f" (cuda:{place.local_rank})" if torch.cuda.is_available() else ""
     return f"process {place.rank}{host}{cuda}"
 
 
-def _judge(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> RunVerdict:
+def _judge_run(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> RunVerdict:
     """Return what ended the run; called on the machine of rank 0, which has the record."""
-    verdict = judge(reports, unreachable)
+    verdict = judge_reports(reports, unreachable)
     verdict.folder = str(folder.absolute())
     if verdict.kind == "interrupted":
         verdict.message = _describe_interruption(folder, verdict.exit_code - 128)
     return verdict
 
 
-def _written(folder: Path) -> int:
+def _summary_mtime(folder: Path) -> int:
     """Return when the record was last written; 0 if there is none."""
     with suppress(OSError):
         return (folder / SUMMARY).stat().st_mtime_ns
     return 0
 
 
-def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
+def _error_of(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
     """Return the exception for a verdict other than `done`, after updating the record.
 
     The record is updated only if the run was `trained` in this attempt.
@@ -206,52 +210,56 @@ def _error(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
         return AttemptLost(verdict.message, folder=verdict.folder)
     error = RunnerError(verdict.message)
     if verdict.kind == "interrupted":
-        number = verdict.exit_code - 128
-        error = Interrupted(number, verdict.message.removeprefix(str(Interrupted(number))))
+        signal_number = verdict.exit_code - 128
+        where = verdict.message.removeprefix(str(Interrupted(signal_number)))
+        error = Interrupted(signal_number, where)
     if verdict.kind == "unreachable":
         error = ProcessLost(verdict.message)
     error.exit_code = verdict.exit_code
     if trained:
-        _end(folder, "interrupted" if verdict.kind == "interrupted" else "failed", str(error))
+        status = "interrupted" if verdict.kind == "interrupted" else "failed"
+        _update_summary(folder, status, str(error))
     if error.exit_code == UsageError.exit_code:
-        _leave_nothing(folder)
+        _remove_rank_folders(folder)
     if verdict.log:
         error.args = (f"{error}; the traceback is in {Path(verdict.folder, verdict.log)}",)
     return error
 
 
-def _leave_nothing(folder: Path) -> None:
+def _remove_rank_folders(folder: Path) -> None:
     """Remove the processes' folders, after an error before the run began."""
     if (folder / SUMMARY).exists():
         return
     shutil.rmtree(folder / RANKS, ignore_errors=True)
-    for part in (STACKS, os.path.dirname(STACKS)):
+    for part in (STACKS_FOLDER, os.path.dirname(STACKS_FOLDER)):
         with suppress(OSError):
             (folder / part).rmdir()
 
 
-def _lost(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost:
+def _restarts_exhausted(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost:
     fix = "distributed.restarts=N restarts all from the last checkpoint, as does"
     error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(Path(losses[-1].folder or folder))}")
     if trained:
-        _end(folder, "failed", str(error), losses)
+        _update_summary(folder, "failed", str(error), losses)
     return error
 
 
-def _describe_interruption(folder: Path, number: int) -> str:
+def _describe_interruption(folder: Path, signal_number: int) -> str:
     """Describe how a signal ended the run, with the command to resume."""
-    where = " before the first step; no checkpoint is written"
+    ending = " before the first step; no checkpoint is written"
     with suppress(RunnerError):
         summary = Summary.read(folder)
         if summary.status == "interrupted":  # written by rank 0
             return summary.reason
-        where = f" at step {summary.steps}"
+        ending = f" at step {summary.steps}"
         if any(folder.glob("checkpoints/step_*")):
-            where += f"; to resume: {resume_argument(folder)}"
-    return str(Interrupted(number, where))
+            ending += f"; to resume: {resume_argument(folder)}"
+    return str(Interrupted(signal_number, ending))
 
 
-def _end(folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] = ()) -> None:
+def _update_summary(
+    folder: Path, status: str, reason: str, losses: Sequence[AttemptLost] = ()
+) -> None:
     """Set how the run ended in the summary, if rank 0 could not, or did not know why."""
     root = folder / folders.FOLDER
     try:
@@ -280,13 +288,13 @@ def count_processes(config: RunConfig) -> int:
     """Return the number of processes on this machine. ConfigError if there are too few GPUs."""
     if config.distributed.kind is DistributedKind.none:
         return 1
-    asked = config.distributed.processes
+    requested = config.distributed.processes
     gpus = torch.cuda.device_count() if config.device.kind is not DeviceKind.cpu else 0
-    if asked is None:
+    if requested is None:
         return max(1, gpus)
-    if config.device.kind is DeviceKind.cuda and asked > gpus:
+    if config.device.kind is DeviceKind.cuda and requested > gpus:
         if not gpus:
             pick(config.device.kind)
-        problem = f"is {asked}, but there are {gpus} GPUs"
+        problem = f"is {requested}, but there are {gpus} GPUs"
         raise ConfigError("distributed.processes", problem, f"use {gpus} or less")
-    return asked
+    return requested

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FILE = "outcome-{}.json"
+OUTCOME_FILE = "outcome-{}.json"
 RANKS = "ranks"  # subfolder for files of ranks other than 0
-CAUSES = ("error", "restart", "interrupted")  # outcomes that make other processes end
+CAUSE_KINDS = ("error", "restart", "interrupted")  # outcomes that make other processes end
 REPORT_S = 2.0  # for others to report after one is lost
 POLL_S = 0.05
 
@@ -57,7 +57,7 @@ class RankOutcome:
     choices: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> RankOutcome:
+    def from_error(cls, rank: int, error: BaseException) -> RankOutcome:
         """Return the outcome of a process that this error ends."""
         if isinstance(error, RestartAll):
             return cls(rank, "restart", str(error), 1, error.choices)
@@ -74,13 +74,13 @@ class RankOutcome:
     def write(self, folder: Path) -> None:
         """Write the outcome to the agent's folder; an OSError is ignored."""
         with suppress(OSError):
-            replace_text(folder / FILE.format(self.rank), dump_json(self))
+            replace_text(folder / OUTCOME_FILE.format(self.rank), dump_json(self))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:
         """Read a process's outcome; None if it left none, e.g. because it was killed."""
         try:
-            return parse_json(cls, read_record(folder / FILE.format(rank)))
+            return parse_json(cls, read_record(folder / OUTCOME_FILE.format(rank)))
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 
@@ -101,38 +101,38 @@ class SharedOutcomes:
     def find_error(self) -> ProcessLost | None:
         """Return the error that ended another process, if already published; else None."""
         try:
-            _, cause = self._read(0.0)
+            _, cause = self._read_outcomes(0.0)
         except RuntimeError:
             return None
-        return None if cause is None or cause.kind != "error" else _lost_by(cause)
+        return None if cause is None or cause.kind != "error" else _lost_error(cause)
 
     def name_cause(self, error: ProcessLost) -> ProcessLost:
         """Return the error with the lost process and its reason, if published in time."""
         try:
-            others, cause = self._read(REPORT_S)
+            others, cause = self._read_outcomes(REPORT_S)
         except RuntimeError:  # rank 0, which has the store, has ended
             return ProcessLost("process 0, which hosts the store, has ended", error.hung)
         if cause is not None:
-            return _lost_by(cause, error.hung)
+            return _lost_error(cause, error.hung)
         silent = [rank for rank in range(self.size) if rank not in {*others, self.rank}]
         if len(silent) != 1 or error.hung:
             return error
         return ProcessLost(f"process {silent[0]} was killed or ended during the run")
 
-    def _read(self, wait_s: float) -> tuple[dict[int, RankOutcome], RankOutcome | None]:
+    def _read_outcomes(self, wait_s: float) -> tuple[dict[int, RankOutcome], RankOutcome | None]:
         """Return the others' outcomes by rank, and the outcome that is the cause, if any."""
-        until, outcomes = time.monotonic() + wait_s, dict[int, RankOutcome]()
+        deadline, outcomes = time.monotonic() + wait_s, dict[int, RankOutcome]()
         while True:
             for rank in {*range(self.size)} - {self.rank, *outcomes}:
                 if self._store.check([key := f"outcome/{rank}"]):
                     outcomes[rank] = parse_json(RankOutcome, self._store.get(key))
-            causes = [o for _, o in sorted(outcomes.items()) if o.kind in CAUSES]
-            if causes or len(outcomes) == self.size - 1 or time.monotonic() > until:
-                return outcomes, min(causes, key=lambda o: CAUSES.index(o.kind), default=None)
+            causes = [o for _, o in sorted(outcomes.items()) if o.kind in CAUSE_KINDS]
+            if causes or len(outcomes) == self.size - 1 or time.monotonic() > deadline:
+                return outcomes, min(causes, key=lambda o: CAUSE_KINDS.index(o.kind), default=None)
             time.sleep(POLL_S)
 
 
-def _lost_by(cause: RankOutcome, hung: bool = False) -> ProcessLost:
+def _lost_error(cause: RankOutcome, hung: bool = False) -> ProcessLost:
     error = ProcessLost(f"process {cause.rank}: {cause.message}", hung)
     error.exit_code = cause.exit_code
     return error
@@ -175,7 +175,7 @@ class RunVerdict:
     log: str = ""  # log with the traceback of an unexpected error, relative to `folder`
 
 
-def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict:
+def judge_reports(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict:
     """Return the verdict on all machines' reports; `unreachable` names missing machines."""
     ends = sorted((end for report in reports for end in report.ends), key=lambda end: end.rank)
     by_kind = {end.kind: end for end in reversed(ends)}
@@ -185,12 +185,12 @@ def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict
         if verdict.exit_code == 1:
             verdict.log = f"{RANKS}/{end.rank}/{LOG}" if end.rank else LOG
         return verdict
-    number = max(report.received for report in reports)
+    signal_number = max(report.received for report in reports)
     if (end := by_kind.get("interrupted")) and end.outcome:
-        number = number or end.outcome.exit_code - 128
+        signal_number = signal_number or end.outcome.exit_code - 128
     failed = unreachable or any(end.code for end in ends)
-    if failed and number:
-        return RunVerdict("interrupted", exit_code=128 + number)
+    if failed and signal_number:
+        return RunVerdict("interrupted", exit_code=128 + signal_number)
     if unreachable:
         return RunVerdict("unreachable", unreachable)
     if (end := by_kind.get("restart")) and end.outcome:
@@ -198,16 +198,16 @@ def judge(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict
     if not failed:
         return RunVerdict(exit_code=0)
     problems = [report.problem for report in reports if report.problem]
-    return RunVerdict("lost", problems[0] if problems else _cause(ends))
+    return RunVerdict("lost", problems[0] if problems else _describe_lost_process(ends))
 
 
-def _cause(ends: Sequence[RankEnd]) -> str:
+def _describe_lost_process(ends: Sequence[RankEnd]) -> str:
     """Name the lost process: one that was killed from outside before one that hung."""
     for end in ends:
         if end.code < 0 and not end.killed:
-            memory = ", probably by the kernel: out of memory"
-            more = memory if end.code == -signal.SIGKILL else ""
-            return f"{end.name} was killed by {signal.Signals(-end.code).name}{more}"
+            oom_hint = ", probably by the kernel: out of memory"
+            hint = oom_hint if end.code == -signal.SIGKILL else ""
+            return f"{end.name} was killed by {signal.Signals(-end.code).name}{hint}"
     for end in ends:
         if end.code and not end.killed and end.kind in ("", "running"):
             return f"{end.name} ended with exit code {end.code} during the run"

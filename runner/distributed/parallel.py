@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from runner.techniques.base import RunBuilder
     from runner.training.run import Run
 
-Named = list[tuple[str, Technique]]
+NamedTechniques = list[tuple[str, Technique]]
 COLLECTIVES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -39,25 +39,25 @@ COLLECTIVES = {
 """Collective by name of the dispatcher's operator."""
 
 
-def parallelise(world: World, draft: RunBuilder) -> Named:
+def parallelise(world: World, draft: RunBuilder) -> NamedTechniques:
     """Set up the model for training by all processes; return the techniques by name."""
     draft.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if draft.forward is not draft.model:
         raise UsageError("distributed: a technique has replaced the model's forward; disable it")
-    world.shards, world.alone, world.no_sync, world.trained = None, None, nullcontext, []
+    world.shards, world.alone, world.no_sync, world.trained_weights = None, None, nullcontext, []
     world.sample_flop = _sample_flop(draft)
     if world.config.kind is DistributedKind.ddp:
-        parallel = DataParallel(True)
-        parallel.apply(draft)
-        named: Named = [("ddp", parallel)]
+        ddp = DdpTechnique(True)
+        ddp.apply(draft)
+        techniques: NamedTechniques = [("ddp", ddp)]
         if world.config.compression is not Compression.none:
-            named.append(("gradient_compression", GradientCompression(True, parallel=parallel)))
-        return named
-    from runner.distributed.sharded import Sharded
+            techniques.append(("gradient_compression", GradientCompression(True, ddp=ddp)))
+        return techniques
+    from runner.distributed.sharded import FsdpTechnique
 
-    sharded = Sharded(True)
-    sharded.apply(draft)
-    return [("fsdp", sharded)]
+    fsdp = FsdpTechnique(True)
+    fsdp.apply(draft)
+    return [("fsdp", fsdp)]
 
 
 def _sample_flop(draft: RunBuilder) -> float | None:
@@ -93,7 +93,7 @@ def restart_uncompiled(run: Run, error: Exception) -> bool:
 
 
 @dataclass
-class DataParallel(Technique):
+class DdpTechnique(Technique):
     """DDP: each process has the whole model; gradients are averaged during backward."""
 
     module: DistributedDataParallel | None = None
@@ -121,8 +121,8 @@ class DataParallel(Technique):
         if world.config.compression is Compression.bf16:
             self.module.register_comm_hook(None, bf16_compress)
         draft.forward = self.module
-        named = draft.model.named_parameters()
-        world.trained = [(n, p) for n, p in named if p.requires_grad and not unused]
+        parameters = draft.model.named_parameters()
+        world.trained_weights = [(n, p) for n, p in parameters if p.requires_grad and not unused]
         world.alone = draft.model
         if world.config.no_sync:
             world.no_sync = self.module.no_sync
@@ -157,14 +157,14 @@ class DataParallel(Technique):
 class GradientCompression(Technique):
     """Gradients are sent and summed in bfloat16, with half the bytes."""
 
-    parallel: DataParallel | None = None
+    ddp: DdpTechnique | None = None
 
     def apply(self, draft: RunBuilder) -> None:
-        """No-op: `DataParallel` registers the hook."""
+        """No-op: `DdpTechnique` registers the hook."""
 
     def engaged(self, run: Run) -> Evidence:
         """Return the name of DDP's communication hook."""
-        module = None if self.parallel is None else self.parallel.module
+        module = None if self.ddp is None else self.ddp.module
         facts: Any = {} if module is None else module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         hook = facts.get("comm_hook", "")
         engaged = "bf16" in hook
@@ -188,29 +188,29 @@ def count_collectives(run: Run) -> dict[str, dict[str, int]]:
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
 
-    def note(operator: Any, output: Any) -> None:
+    def count_call(operator: Any, output: Any) -> None:
         namespace, _, name = operator.name().partition("::")
         if namespace == "c10d":
             name = COLLECTIVES.get(name, name)
             calls[name] += 1
-            sizes[name] += _bytes(output)
+            sizes[name] += _output_bytes(output)
 
     compiled = run.compilation is not None
     parameters = [*run.model.parameters(), *run.update.parameters]
-    gradients, spent = [parameter.grad for parameter in parameters], dict(run.watch.spent)
+    gradients, phase_seconds = [parameter.grad for parameter in parameters], dict(run.watch.spent)
     try:
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            with OperatorObserver(note):
+            with OperatorObserver(count_call):
                 forward_backward(run, run.train.at(run.progress.step))
     finally:
         run.update.abandon()
-        run.watch.spent = spent  # this step does not count
+        run.watch.spent = phase_seconds  # this step does not count
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     return {"collectives": dict(calls), "collective_bytes": dict(sizes)}
 
 
-def _bytes(output: Any) -> int:
+def _output_bytes(output: Any) -> int:
     if isinstance(output, Tensor):
         return output.nbytes
-    return sum(map(_bytes, output)) if isinstance(output, list | tuple) else 0
+    return sum(map(_output_bytes, output)) if isinstance(output, list | tuple) else 0

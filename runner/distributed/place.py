@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runner.errors import ConfigError, UsageError
 
-FIRST_PORT, PORTS = 20_000, 20_000  # port range, by job number
+FIRST_PORT, PORT_COUNT = 20_000, 20_000  # port range, by job number
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Place:
     attempt: int = 0  # number of restarts
     by: str = "torchrun"  # which launcher: torchrun, slurm or runner
     nodes: int = 1
-    meeting: Path | None = None  # where our agent reads how each process ends
+    outcome_folder: Path | None = None  # where our agent reads how each process ends
     losses: tuple[tuple[str, str], ...] = ()  # reasons of restarts: (kind of fault, message)
 
     def check(self, processes: int | None, nodes: int) -> None:
@@ -62,9 +62,9 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     env = os.environ if environ is None else environ
     try:
         if int(env.get("WORLD_SIZE", 0)) > 0 and "RANK" in env:
-            return _of_torchrun(env)
+            return _read_torchrun(env)
         if int(env.get("SLURM_NTASKS", 0)) > 1 and "SLURM_STEP_ID" in env:
-            return _of_slurm(env)
+            return _read_slurm(env)
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"environment variables of a distributed run are incomplete: {error}"
@@ -72,7 +72,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     return None
 
 
-def _of_torchrun(env: Mapping[str, str]) -> Place:
+def _read_torchrun(env: Mapping[str, str]) -> Place:
     size = int(env["WORLD_SIZE"])
     return Place(
         rank=int(env["RANK"]),
@@ -87,7 +87,7 @@ def _of_torchrun(env: Mapping[str, str]) -> Place:
     )
 
 
-def _of_slurm(env: Mapping[str, str]) -> Place:
+def _read_slurm(env: Mapping[str, str]) -> Place:
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_NTASKS"]).partition("(")[0]
     return Place(
@@ -96,7 +96,7 @@ def _of_slurm(env: Mapping[str, str]) -> Place:
         local_rank=int(env["SLURM_LOCALID"]),
         local_size=int(per_node.partition(",")[0]),
         address=env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
-        port=int(env.get("MASTER_PORT", FIRST_PORT + (job * 7 + step) % PORTS)),
+        port=int(env.get("MASTER_PORT", FIRST_PORT + (job * 7 + step) % PORT_COUNT)),
         hosted=False,
         attempt=int(env.get("SLURM_RESTART_COUNT", 0)),
         by="slurm",

@@ -19,7 +19,7 @@ import torch
 from runner.build import Components
 from runner.config import RunConfig
 from runner.device.device import select
-from runner.distributed.agent import accept_signals, refuse_signals
+from runner.distributed.agent import block_signals, unblock_signals
 from runner.distributed.config import DistributedConfig
 from runner.distributed.join import for_place, join
 from runner.distributed.outcome import RANKS, RankOutcome
@@ -38,20 +38,20 @@ from runner.training.signals import interruption_before_run, signals_unwind
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
-STACKS = "debug/ranks"  # stacks of all threads of processes that waited too long
+STACKS_FOLDER = "debug/ranks"  # stacks of all threads of processes that waited too long
 
 
-def start(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
+def start(config: RunConfig, folder: Path, components: Components, place: Place) -> None:
     """Entry point of a new process: run its part and write the outcome for the agent."""
     os.setpgid(0, 0)  # Ctrl-C of the terminal is forwarded by the agent, once
     os.environ.pop("PYTHONSAFEPATH", None)  # set for the fork server only
-    if not _is_alone(place):
+    if not _is_only_process(place):
         os.environ.update(place.environ())
     multiprocessing.set_start_method(None, force=True)  # the default: a fork inherits another
     _end_with_parent()
-    outcome = _outcome(config, folder, given, place)
-    if place.meeting is not None:
-        outcome.write(place.meeting)
+    outcome = _run_to_outcome(config, folder, components, place)
+    if place.outcome_folder is not None:
+        outcome.write(place.outcome_folder)
     end(outcome.exit_code)
 
 
@@ -60,7 +60,7 @@ def follow(config: RunConfig, place: Place) -> int:
 
     Rank 0 names the folder and has record and display; this process prints at most one line.
     """
-    outcome = _outcome(config, None, None, place)
+    outcome = _run_to_outcome(config, None, None, place)
     if outcome.kind not in ("done", "interrupted"):
         sys.stderr.write(f"error: process {place.rank}: {escape_control_chars(outcome.message)}\n")
     return outcome.exit_code
@@ -78,24 +78,24 @@ def end(code: int) -> None:
         os._exit(code)
 
 
-def _outcome(
-    config: RunConfig, folder: Path | None, given: Components | None, place: Place
+def _run_to_outcome(
+    config: RunConfig, folder: Path | None, components: Components | None, place: Place
 ) -> RankOutcome:
     """Run this process's part, and return its outcome, however it ends."""
     outcome = RankOutcome(place.rank)
     try:
         with signals_unwind(), redact_errors():
             try:
-                accept_signals()
-                run_rank(config, folder, given, place)
+                unblock_signals()
+                run_rank(config, folder, components, place)
             finally:
-                refuse_signals()  # until the outcome is written
+                block_signals()  # until the outcome is written
     except KeyboardInterrupt as error:
-        outcome = RankOutcome.of(
+        outcome = RankOutcome.from_error(
             place.rank, interruption_before_run(error, " before the first step")
         )
     except BaseException as error:
-        outcome = RankOutcome.of(place.rank, as_lost(error) if is_lost(error) else error)
+        outcome = RankOutcome.from_error(place.rank, as_lost(error) if is_lost(error) else error)
         if outcome.kind == "error" and outcome.exit_code == 1:
             for line in masked("".join(format_exception(error))).splitlines():
                 log.error("  %s", line, extra={"live": True})  # not shown on the console
@@ -106,51 +106,51 @@ def _outcome(
 
 
 def run_rank(
-    config: RunConfig, folder: Path | None, given: Components | None, place: Place
+    config: RunConfig, folder: Path | None, components: Components | None, place: Place
 ) -> Summary | None:
     """Train as one of several processes; `folder` is the run's, as named by rank 0.
 
-    Without `given`, rank 0 resolves `optimization=auto` here.
+    Without `components`, rank 0 resolves `optimization=auto` here.
     """
     if folder is None:  # until rank 0 names it
         set_up_logging(config.monitoring.log_level, None, screen=False)
     else:
-        _set_up_logging(config, folder, place)
-    if folder is not None and _is_alone(place):
+        _set_up_rank_logging(config, folder, place)
+    if folder is not None and _is_only_process(place):
         config = replace(config, distributed=DistributedConfig())
-        return train.main(config, folder, given)
+        return train.main(config, folder, components)
     with ExitStack() as stack:
         world = join(config, place, stack)
-        named, resume = world.choose(lambda: (folder, config.checkpoint.resume))
-        if named is None:
+        run_folder, resume = world.choose(lambda: (folder, config.checkpoint.resume))
+        if run_folder is None:
             raise UsageError("distributed: rank 0 sent no run folder")
-        if folder != named:
-            _set_up_logging(config, named, place)
+        if folder != run_folder:
+            _set_up_rank_logging(config, run_folder, place)
         config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
         if place.rank:  # rank 0 records for all
             log.info("process %d of %d on %s: pid %d, local rank %d, device %s, torch %s",
                      place.rank, place.size, world.host, os.getpid(), place.local_rank,
                      world.device, torch.__version__)  # fmt: skip
-        world.watch(named / STACKS / f"{place.rank}.txt")
+        world.write_stacks(run_folder / STACKS_FOLDER / f"{place.rank}.txt")
         if config.job.kind is JobKind.doctor:
-            _examine(config, named, world)
+            _run_doctor(config, run_folder, world)
             return None
         try:
-            if given is None:
-                given = world.choose(lambda: train.chosen(config, named)) or Components()
-            return train.main(config, named, replace(given, world=world))
+            if components is None:
+                components = world.choose(lambda: train.chosen(config, run_folder)) or Components()
+            return train.main(config, run_folder, replace(components, world=world))
         except (KeyboardInterrupt, Interrupted):
             if error := world.find_error():  # because of it torchrun signals this process
                 raise error from None
             raise
 
 
-def _is_alone(place: Place) -> bool:
+def _is_only_process(place: Place) -> bool:
     """Whether it is the only process, started by our agent."""
     return place.by == "runner" and place.size == 1
 
 
-def _examine(config: RunConfig, folder: Path, world: World) -> None:
+def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
     """Run job=doctor, with a measurement of the links between processes."""
     with ExitStack() as scope:
         device = select(for_place(config, world.place).device, scope)
@@ -160,10 +160,10 @@ def _examine(config: RunConfig, folder: Path, world: World) -> None:
         world.barrier()
 
 
-def _set_up_logging(config: RunConfig, folder: Path, place: Place) -> None:
-    own = folder if place.rank == 0 else folder / RANKS / str(place.rank)
-    own.mkdir(parents=True, exist_ok=True)
-    set_up_logging(config.monitoring.log_level, own, screen=place.rank == 0)
+def _set_up_rank_logging(config: RunConfig, folder: Path, place: Place) -> None:
+    log_folder = folder if place.rank == 0 else folder / RANKS / str(place.rank)
+    log_folder.mkdir(parents=True, exist_ok=True)
+    set_up_logging(config.monitoring.log_level, log_folder, screen=place.rank == 0)
 
 
 def _end_with_parent() -> None:
@@ -175,8 +175,8 @@ def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is None:
         return
 
-    def watch() -> None:
+    def wait_for_parent() -> None:
         wait([parent.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Thread(target=watch, daemon=True).start()
+    Thread(target=wait_for_parent, daemon=True).start()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEY = "distributed"
-REFUSED = {
+UNSUPPORTED_TECHNIQUES = {
     "channels_last": "fsdp shards weights that are contiguous",
     "chunked_loss": "fsdp gathers the output layer's weight only for its own forward",
     "cuda_graphs": "fsdp gathers weights and frees them in the middle of the step",
@@ -53,7 +53,7 @@ ELEMENTWISE = {
 
 FULL_PRECISION = (nn.Embedding, nn.EmbeddingBag, _BatchNorm)
 """Layers with weights that stay in 32 bits under autocast, as does the block around them."""
-IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+BF16_POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 """Policy of blocks under bf16 AMP: gathered in 16 bits (half the bytes), gradients summed in 32.
 
 With autocast alone, a 16-bit copy of each gathered weight would live until its backward, so that
@@ -63,14 +63,14 @@ keeps in 32 bits are in 16 here; fp16 lacks the range for that.
 
 
 @dataclass(frozen=True)
-class Extent:
+class RowRange:
     """The rows of a weight that a process holds."""
 
     shape: torch.Size  # of the full weight
     start: int
     rows: int
 
-    def cut(self, tensor: Tensor) -> Tensor:
+    def select(self, tensor: Tensor) -> Tensor:
         """Return these rows of a full tensor; a tensor of just these rows is returned unchanged."""
         if tensor.shape == self.shape:
             return tensor[self.start : self.start + self.rows]
@@ -90,14 +90,14 @@ class Shards:
             nn.Parameter(part.to_local(), weight.requires_grad)
             for part, weight in zip(parts, self.weights, strict=True)
         )
-        self.places = [_place(weight) for weight in self.weights]
-        self._number = {id(weight): n for n, weight in enumerate(self.weights)}
+        self.row_ranges = [_row_range(weight) for weight in self.weights]
+        self._indices = {id(weight): n for n, weight in enumerate(self.weights)}
         state = model.state_dict(keep_vars=True)
-        self.names = {name for name, value in state.items() if id(value) in self._number}
+        self.names = {name for name, value in state.items() if id(value) in self._indices}
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the rows of each weight by the model's parameter names."""
-        numbers = ((n, self._number.get(id(p))) for n, p in self.model.named_parameters())
+        numbers = ((n, self._indices.get(id(p))) for n, p in self.model.named_parameters())
         return {name: self.own[number] for name, number in numbers if number is not None}
 
     def forget_gradients(self) -> None:
@@ -119,7 +119,7 @@ class Shards:
         """Return the model's state_dict, with this process's rows of sharded weights."""
         state = self.model.state_dict(keep_vars=True).items()
         return {
-            name: self.own[self._number[id(value)]].detach() if name in self.names else value
+            name: self.own[self._indices[id(value)]].detach() if name in self.names else value
             for name, value in state
         }
 
@@ -134,19 +134,20 @@ class Shards:
             {name: value for name, value in model.items() if name not in self.names}, strict=False
         )
         for name in self.names:
-            number = self._number[id(state[name])]
-            self.own[number].copy_(self.places[number].cut(model[name]))
+            number = self._indices[id(state[name])]
+            self.own[number].copy_(self.row_ranges[number].select(model[name]))
 
     def cut_update(self, update: Mapping[str, Any], trained: list[Tensor]) -> dict[str, Any]:
         """Return an update's state with only these rows of full tensors."""
         number = {id(own): n for n, own in enumerate(self.own)}
-        places = [self.places[number[id(weight)]] for weight in trained]
+        row_ranges = [self.row_ranges[number[id(weight)]] for weight in trained]
         optimizer = update["optimizer"]
         state = {
-            n: {k: places[n].cut(v) if has_rows(v) else v for k, v in entries.items()}
+            n: {k: row_ranges[n].select(v) if has_rows(v) else v for k, v in entries.items()}
             for n, entries in optimizer["state"].items()
         }
-        average = [place.cut(a) for place, a in zip(places, update["average"], strict=False)]
+        pairs = zip(row_ranges, update["average"], strict=False)
+        average = [row_range.select(tensor) for row_range, tensor in pairs]
         return {**update, "optimizer": {**optimizer, "state": state}, "average": average}
 
     def in_parts(
@@ -162,12 +163,12 @@ class Shards:
         parts = self.world.parts(samples, size, own)
         filled = [part.stop > part.start for part in parts]
         results = [
-            compute(rows(batch, part if mine else slice(0, 1)))
-            for part, mine in zip(parts, filled, strict=True)
+            compute(rows(batch, part if has_samples else slice(0, 1)))
+            for part, has_samples in zip(parts, filled, strict=True)
         ]
-        return [each for each, mine in zip(results, filled, strict=True) if mine]
+        return [each for each, has_samples in zip(results, filled, strict=True) if has_samples]
 
-    def moved(self) -> int:
+    def count_moved(self) -> int:
         """Return how many shards no longer share memory with the updated rows."""
         pairs = zip(self.model.parameters(), self.own, strict=True)
         return sum(
@@ -177,7 +178,7 @@ class Shards:
 
 
 @dataclass
-class Sharded(Technique):
+class FsdpTechnique(Technique):
     """Shards the repeated blocks one by one, and the rest of the model as one more unit.
 
     Of several micro-batches only the last backward sends gradients; until then a process holds
@@ -186,14 +187,14 @@ class Sharded(Technique):
     """
 
     modules: int = 0
-    low: int = 0  # of these, modules gathered in 16 bits
+    modules_in_bf16: int = 0  # of these, modules gathered in 16 bits
 
     def apply(self, draft: RunBuilder) -> None:
         """Shard the model in place; parameter names are unchanged."""
         world, model = draft.world, draft.model
         if world is None:
             return
-        _check(draft)
+        _check_shardable(draft)
         if world.config.sync_batchnorm:
             from runner.distributed.batchnorm import synchronise_batchnorm
 
@@ -201,12 +202,12 @@ class Sharded(Technique):
         mesh = init_device_mesh(draft.device.kind, (world.size,))
         kind = draft.device.kind
         with entered(draft.contexts):
-            low = torch.is_autocast_enabled(kind)
-            low = low and torch.get_autocast_dtype(kind) is torch.bfloat16
-        self.low = shard(model, mesh, low)
+            bf16 = torch.is_autocast_enabled(kind)
+            bf16 = bf16 and torch.get_autocast_dtype(kind) is torch.bfloat16
+        self.modules_in_bf16 = shard(model, mesh, bf16)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
-        world.alone = _Forward(model, world)
+        world.alone = _ValidationForward(model, world)
         if world.config.no_sync and MICRO_BATCH not in draft.recorded:  # else memory has run out
             world.no_sync = partial(_without_reduction, model)
 
@@ -215,53 +216,54 @@ class Sharded(Technique):
         shards, update = run.shards, run.update
         if shards is None:
             return Evidence(False, "there is one process")
-        kept, whole, share = list(update.average), 0, 0
+        tensors_kept, full_bytes, expected_bytes = list(update.average), 0, 0
         for weight, own in zip(shards.weights, shards.own, strict=True):
             gradient: Any = weight.grad
             moments = [t for t in update.optimizer.state.get(own, {}).values() if has_rows(t)]
             tensors = [own, *moments, *([] if gradient is None else [gradient.to_local()])]
-            kept += tensors
+            tensors_kept += tensors
             averaged = bool(update.average) and own.requires_grad
-            row = weight[0].numel() * weight.itemsize * (len(tensors) + averaged)
-            whole += len(weight) * row
+            row_bytes = weight[0].numel() * weight.itemsize * (len(tensors) + averaged)
+            full_bytes += len(weight) * row_bytes
             # as FSDP assigns rows: the last processes may have fewer, or none
-            each = -(-len(weight) // shards.world.size)
-            share += min(each, max(0, len(weight) - shards.world.rank * each)) * row
-        moved = shards.moved()
+            rows_per_rank = -(-len(weight) // shards.world.size)
+            rows_left = max(0, len(weight) - shards.world.rank * rows_per_rank)
+            expected_bytes += min(rows_per_rank, rows_left) * row_bytes
+        moved = shards.count_moved()
         return Evidence(
             not moved,
             f"{moved} weights are not in the memory that is updated" if moved else "",
             {
-                "sharded_bytes": sum(t.nbytes for t in kept),
-                "predicted_bytes": share,
+                "sharded_bytes": sum(t.nbytes for t in tensors_kept),
+                "predicted_bytes": expected_bytes,
                 **count_collectives(run),
-                "whole_bytes": whole,
+                "whole_bytes": full_bytes,
                 "modules": self.modules,
-                "modules_in_16_bits": self.low,
+                "modules_in_16_bits": self.modules_in_bf16,
             },
         )
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, low: bool) -> int:
-    """Shard the model by its blocks; return how many are gathered in bf16 (if `low`)."""
+def shard(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> int:
+    """Shard the model by its blocks; return how many are gathered in 16 bits (if `bf16`)."""
     count = 0
     for block in repeated_blocks(model):
         policy = MixedPrecisionPolicy()
-        if low and not any(isinstance(each, FULL_PRECISION) for each in block.modules()):
-            policy, count = IN_BF16, count + 1
+        if bf16 and not any(isinstance(each, FULL_PRECISION) for each in block.modules()):
+            policy, count = BF16_POLICY, count + 1
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
     return count
 
 
-class _Forward:
+class _ValidationForward:
     """The model for validation; gathered weights are freed, since the weights will change."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model, self.world = model, world
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.world.together():
+        with self.world.translate_lost():
             output = self.model(*args, **kwargs)
         model: Any = self.model
         model.reshard()
@@ -278,14 +280,14 @@ def _without_reduction(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def _place(weight: DTensor) -> Extent:
+def _row_range(weight: DTensor) -> RowRange:
     local, offset = compute_local_shape_and_global_offset(
         weight.shape, weight.device_mesh, weight.placements
     )
-    return Extent(weight.shape, min(offset[0], weight.shape[0]), local[0])
+    return RowRange(weight.shape, min(offset[0], weight.shape[0]), local[0])
 
 
-def _check(draft: RunBuilder) -> None:
+def _check_shardable(draft: RunBuilder) -> None:
     """Raise ConfigError for models and optimizers that cannot be sharded."""
     cls = draft.optimizer_class
     if cls.__name__ not in ELEMENTWISE or not is_torchs(cls):

@@ -12,25 +12,25 @@ from pathlib import Path
 
 
 class StackWriter:
-    """Writes all threads' stacks to a file if `alive` is not called for `patience_s`.
+    """Writes all threads' stacks to a file if `reset_timer` is not called for `timeout_s`.
 
     Uses a Python thread that holds the interpreter lock: faulthandler's timer reads stacks of
     running threads, and has crashed slow processes. Crashes and SIGABRT use faulthandler, since no
     other Python code runs then.
     """
 
-    def __init__(self, file: Path, patience_s: float) -> None:
+    def __init__(self, file: Path, timeout_s: float) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
         self._file = open(file, "a")  # appended, after earlier attempts
-        self._closed, self._alive = threading.Event(), time.monotonic()
+        self._closed, self._last_reset = threading.Event(), time.monotonic()
         faulthandler.enable(self._file)
-        self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
+        self._thread = threading.Thread(target=self._write_when_late, name="stacks", daemon=True)
         self._thread.start()
 
-    def alive(self) -> None:
+    def reset_timer(self) -> None:
         """Restart the timer."""
-        self._alive = time.monotonic()
+        self._last_reset = time.monotonic()
 
     def close(self) -> None:
         """Stop the timer; an empty file is removed."""
@@ -41,20 +41,20 @@ class StackWriter:
         if os.path.getsize(self._file.name) == 0:
             os.unlink(self._file.name)
 
-    def _watch(self) -> None:
-        written = 0.0
-        while not self._closed.wait(self._alive + self.patience_s - time.monotonic()):
-            seconds = time.monotonic() - self._alive
-            if seconds < self.patience_s:
+    def _write_when_late(self) -> None:
+        reported_reset = 0.0
+        while not self._closed.wait(self._last_reset + self.timeout_s - time.monotonic()):
+            seconds = time.monotonic() - self._last_reset
+            if seconds < self.timeout_s:
                 continue
-            if written != self._alive:
-                written = self._alive
-                self._file.write(f"nothing for {seconds:.1f} s\n{_stacks()}\n")
+            if reported_reset != self._last_reset:
+                reported_reset = self._last_reset
+                self._file.write(f"nothing for {seconds:.1f} s\n{_format_stacks()}\n")
                 self._file.flush()
-            self._closed.wait(self.patience_s)
+            self._closed.wait(self.timeout_s)
 
 
-def _stacks() -> str:
+def _format_stacks() -> str:
     """Format the stack of each other thread, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()

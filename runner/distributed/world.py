@@ -25,16 +25,16 @@ from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
 
 if TYPE_CHECKING:
-    from runner.distributed.commit import Commit
+    from runner.distributed.commit import CheckpointCommit
     from runner.distributed.sharded import Shards
     from runner.optim.optimizer_step import OptimizerStep
     from runner.training.run import Run
 
 T = TypeVar("T")
-_numbers = count()  # numbers the worlds of this process, as in every other process
+_world_numbers = count()  # numbers the worlds of this process, as in every other process
 
-NAMED = 3  # weights listed in a message
-PATIENCE = 0.8  # share of the timeout after which a process writes its stacks
+MAX_NAMED = 3  # weights listed in a message
+STACKS_SHARE = 0.8  # share of the timeout after which a process writes its stacks
 
 
 class World:
@@ -45,40 +45,40 @@ class World:
         self.place, self.rank, self.size = place, place.rank, place.size
         self.config, self.device = config, device
         self.host = socket.gethostname()
-        own = config.backend.value if config.backend is not None else None
-        self.backend = own or ("nccl" if device.type == "cuda" else "gloo")
+        backend = config.backend.value if config.backend is not None else None
+        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         if device.type != "cuda" and self.backend == "nccl":
             problem = "nccl needs GPUs, and there are none"
             raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # of the run, once set
         self.lost = False  # another process has ended: no more collectives
-        self._commit: Commit | None = None
+        self._commit: CheckpointCommit | None = None
         self.shards: Shards | None = None  # set if weights are sharded
         # set with the model: a context without gradient reduction; the call for validation
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.alone: Callable[..., Any] | None = None
-        self.left = False  # this process works alone from now on
+        self.has_left = False  # this process works alone from now on
         self.sample_flop: float | None = None  # FLOPs per sample, if known
         self.stand_in = False  # this micro-batch has no own samples, and does not count
-        self.trained: list[tuple[str, Tensor]] = []  # weights that get a gradient in each step
+        self.trained_weights: list[tuple[str, Tensor]] = []  # they get a gradient in each step
         self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):
             # gloo would look up the host name, which may not resolve
             for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         timeout = timedelta(seconds=config.timeout_s)
-        both = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+        backends = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
         if dist.is_initialized():
             raise UsageError(
                 "distributed: this process already has a process group; let build create it"
             )
-        with self._waiting():
+        with self._timed_collective():
             self.store = open_store(place, timeout)
             # separate from earlier attempts, and from earlier runs of this process
-            prefix = f"attempt_{place.attempt}/{next(_numbers)}"
+            prefix = f"attempt_{place.attempt}/{next(_world_numbers)}"
             store = PrefixStore(prefix, self.store)
             dist.init_process_group(
-                both, store=store, rank=place.rank, world_size=place.size, timeout=timeout
+                backends, store=store, rank=place.rank, world_size=place.size, timeout=timeout
             )
         # own client: a waiting collective holds up other callers
         client: Any = self.store
@@ -111,19 +111,19 @@ class World:
 
         After a loss the group is not destroyed, since that may not return.
         """
-        if isinstance(error, Exception) and not self.left:  # signals are sent to all processes
-            self._write(RankOutcome.of(self.rank, error))
+        if isinstance(error, Exception) and not self.has_left:  # signals are sent to all processes
+            self._write(RankOutcome.from_error(self.rank, error))
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
-        if dist.is_initialized() and not self.left:
+        if dist.is_initialized() and not self.has_left:
             dist.destroy_process_group()
 
     # -- this process's part -------------------------------------------------------------------
 
     def part(self, samples: int) -> slice:
         """Return the slice of a batch for this process; sizes differ by at most one."""
-        return _even(samples, self.size)[self.rank]
+        return _split_evenly(samples, self.size)[self.rank]
 
     def largest(self, samples: int) -> int:
         """Return the largest number of samples of any process."""
@@ -134,9 +134,9 @@ class World:
 
         If its part, or the `own` samples left of it, are too few, some are empty.
         """
-        mine = self.part(samples)
-        own = min(own, mine.stop - mine.start)
-        return _even(own, max(1, -(-self.largest(samples) // micro_batch)))
+        part = self.part(samples)
+        own = min(own, part.stop - part.start)
+        return _split_evenly(own, max(1, -(-self.largest(samples) // micro_batch)))
 
     def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None:
         """Raise ConfigError if a training batch has fewer samples than there are processes."""
@@ -156,23 +156,23 @@ class World:
         """Return why a technique does not work with this kind of training; None if it does."""
         if self.config.kind is not DistributedKind.fsdp:
             return None
-        from runner.distributed.sharded import REFUSED
+        from runner.distributed.sharded import UNSUPPORTED_TECHNIQUES
 
-        return REFUSED.get(technique)
+        return UNSUPPORTED_TECHNIQUES.get(technique)
 
-    def meeting(self) -> Commit:
+    def meeting(self) -> CheckpointCommit:
         """Return the object that coordinates checkpoints."""
-        from runner.distributed.commit import Commit
+        from runner.distributed.commit import CheckpointCommit
 
         if self._commit is None:
-            self._commit = Commit(self)
+            self._commit = CheckpointCommit(self)
         return self._commit
 
     # -- collectives ---------------------------------------------------------------------------
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over all processes, in place, without host synchronisation."""
-        with self._waiting():
+        with self._timed_collective():
             dist.all_reduce(values)
         return values
 
@@ -183,39 +183,40 @@ class World:
         """
         if not isinstance(weight, Tensor):
             return weight / own * samples
-        mine = self.part(samples)
-        counts = own and mine.stop > mine.start
-        return self.total(weight.clone() if counts else torch.zeros_like(weight))
+        part = self.part(samples)
+        has_samples = own and part.stop > part.start
+        return self.total(weight.clone() if has_samples else torch.zeros_like(weight))
 
     def measure(
         self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, gradient norm and skip flag of a step, by one all-reduce."""
         self._check_gradients()
-        spoiled, square = update.local_part()
-        parts = [loss, update.never if veto is None else veto.to(loss.device), spoiled, square]
+        local_bad, local_square = update.local_part()
+        veto = update.never if veto is None else veto.to(loss.device)
+        parts = [loss, veto, local_bad, local_square]
         total, vetoed, bad, squares = self.total(torch.stack([p.to(loss.dtype) for p in parts]))
         norm, skipped = update.measure(total, None if self.shards is None else squares.sqrt())
-        unfit = ((vetoed + bad) > 0).to(skipped.dtype)
-        return total, norm, torch.maximum(skipped, unfit)
+        vetoed_or_bad = ((vetoed + bad) > 0).to(skipped.dtype)
+        return total, norm, torch.maximum(skipped, vetoed_or_bad)
 
     def _check_gradients(self) -> None:
         """Raise ConfigError if a trained weight has no gradient, since DDP would wait for it.
 
         Gradients in the same bucket have not arrived either, so no update may follow.
         """
-        missing = [name for name, weight in self.trained if weight.grad is None]
+        missing = [name for name, weight in self.trained_weights if weight.grad is None]
         if missing:
-            more = ", …" if len(missing) > NAMED else ""
+            more = ", …" if len(missing) > MAX_NAMED else ""
             problem = (
-                f"is false, but the loss does not depend on {', '.join(missing[:NAMED])}{more}"
+                f"is false, but the loss does not depend on {', '.join(missing[:MAX_NAMED])}{more}"
             )
             fix = "set it to true, or leave them out of the model"
             raise ConfigError("distributed.unused_parameters", problem, fix)
 
     def share_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers, which differ where each process used its own samples."""
-        with self._waiting():
+        with self._timed_collective():
             for buffer in model.buffers():
                 value = buffer.detach().contiguous()
                 dist.broadcast(value, 0)
@@ -223,21 +224,21 @@ class World:
 
     def worst(self, *numbers: int) -> list[int]:
         """Return the maximum of each number over all processes, on the host; once per step."""
-        if self.left:
+        if self.has_left:
             return [*numbers]
         if self._stacks is not None:
-            self._stacks.alive()
+            self._stacks.reset_timer()
         flags = torch.tensor(numbers)
-        with self._waiting():
+        with self._timed_collective():
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return flags.tolist()
 
     def gather(self, value: T) -> list[T]:
         """Return each process's value by rank; only its own after `leave`."""
-        if self.left:
+        if self.has_left:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._waiting():
+        with self._timed_collective():
             dist.all_gather_object(values, value)
         return values
 
@@ -250,18 +251,18 @@ class World:
 
     def choose(self, decide: Callable[[], T]) -> T:
         """Return rank 0's decision on all processes; a RunnerError of it is raised on all."""
-        answer: list[Any] = [None, None]  # and the error, if there is one
+        choice_and_error: list[Any] = [None, None]
         if self.first:
             try:
-                answer[0] = decide()
+                choice_and_error[0] = decide()
             except RunnerError as error:
-                answer[1] = error
-        with self._waiting():
-            dist.broadcast_object_list(answer, 0)
-        if answer[1] is not None:
-            raise answer[1]
-        decided: T = answer[0]
-        return decided
+                choice_and_error[1] = error
+        with self._timed_collective():
+            dist.broadcast_object_list(choice_and_error, 0)
+        if choice_and_error[1] is not None:
+            raise choice_and_error[1]
+        choice: T = choice_and_error[0]
+        return choice
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -279,57 +280,57 @@ class World:
 
         The agent is informed, so that a long save does not count as hung.
         """
-        self.left = True
-        self._write(RankOutcome.of(self.rank, error))
+        self.has_left = True
+        self._write(RankOutcome.from_error(self.rank, error))
 
     def _write(self, outcome: RankOutcome) -> None:
-        if self.place.meeting is not None:
-            outcome.write(self.place.meeting)
+        if self.place.outcome_folder is not None:
+            outcome.write(self.place.outcome_folder)
         elif outcome.kind != "running":
             self._outcomes.publish(outcome)
 
-    def watch(self, file: Path) -> None:
+    def write_stacks(self, file: Path) -> None:
         """Write all threads' stacks to the file if no collective ends for most of the timeout.
 
         Also if this process crashes.
         """
-        self._stacks = StackWriter(file, PATIENCE * self.config.timeout_s)
+        self._stacks = StackWriter(file, STACKS_SHARE * self.config.timeout_s)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def translate_lost(self) -> Iterator[None]:
         """Raise ProcessLost for errors within that mean that another process has ended."""
         try:
             yield
         except Exception as error:
             if not is_lost(error):
                 raise
-            raise self.lose(error) from error
+            raise self.convert_lost(error) from error
 
     def find_error(self) -> ProcessLost | None:
         """Return the error that ended another process, if no agent of ours collects them."""
-        return self._outcomes.find_error() if self.place.meeting is None else None
+        return self._outcomes.find_error() if self.place.outcome_folder is None else None
 
-    def lose(self, error: BaseException) -> ProcessLost:
+    def convert_lost(self, error: BaseException) -> ProcessLost:
         """Return ProcessLost for an error that `is_lost`, naming the process if no agent does."""
         if isinstance(error, ProcessLost):
             return error
         lost, self.lost = as_lost(error), True
-        if self.place.meeting is None:
-            self._outcomes.publish(RankOutcome.of(self.rank, lost))
+        if self.place.outcome_folder is None:
+            self._outcomes.publish(RankOutcome.from_error(self.rank, lost))
             lost = self._outcomes.name_cause(lost)
         return lost
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        with self.together(), self.clock():
+    def _timed_collective(self) -> Iterator[None]:
+        with self.translate_lost(), self.clock():
             yield
 
 
 @cache
 def open_store(place: Place, timeout: timedelta) -> TCPStore:
     """Open the store shared by all processes; it stays open for this process's lifetime."""
-    own = place.rank == 0 and not place.hosted
-    return TCPStore(place.address, place.port, place.size, own, timeout, wait_for_workers=False)
+    is_host = place.rank == 0 and not place.hosted
+    return TCPStore(place.address, place.port, place.size, is_host, timeout, wait_for_workers=False)
 
 
 def is_lost(error: BaseException) -> bool:
@@ -346,17 +347,17 @@ def as_lost(error: BaseException) -> ProcessLost:
         return error
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     hung = "imed out" in text or "timeout" in text
-    what = "does not answer within distributed.timeout_s" if hung else "has ended"
-    return ProcessLost(f"another process {what} ({text.rpartition('] ')[2][:200]})", hung)
+    problem = "does not answer within distributed.timeout_s" if hung else "has ended"
+    return ProcessLost(f"another process {problem} ({text.rpartition('] ')[2][:200]})", hung)
 
 
 def refuse_lost(run: Run, error: Exception) -> bool:
     """First of a run's recoveries: never repeat a step without the others."""
     if is_lost(error):
-        raise (as_lost(error) if run.world is None else run.world.lose(error)) from error
+        raise (as_lost(error) if run.world is None else run.world.convert_lost(error)) from error
     return False
 
 
-def _even(samples: int, parts: int) -> list[slice]:
+def _split_evenly(samples: int, parts: int) -> list[slice]:
     ends = [-(-samples * i // parts) for i in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]

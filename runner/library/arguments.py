@@ -40,7 +40,7 @@ class Closeable(ABC):
 
 
 @contextmanager
-def translate_model_errors(who: str, inputs: Any, fix: str = "") -> Iterator[None]:
+def translate_model_errors(caller: str, inputs: Any, fix: str = "") -> Iterator[None]:
     """Convert an exception of the model, called with `inputs`, to UsageError."""
     try:
         yield
@@ -48,12 +48,12 @@ def translate_model_errors(who: str, inputs: Any, fix: str = "") -> Iterator[Non
         raise
     except Exception as error:
         raise UsageError(
-            f"{who}: the model failed on {describe(inputs)}: {type(error).__name__}: "
+            f"{caller}: the model failed on {describe(inputs)}: {type(error).__name__}: "
             f"{shorten(str(error), 300)}{fix}"
         ) from error
 
 
-def as_batch(batch: Any, who: str) -> Batch:
+def as_batch(batch: Any, caller: str) -> Batch:
     """Split a batch into (inputs, target): (inputs, target), (input, …, target), or a dict."""
     if isinstance(batch, dict):
         key = next((k for k in LABEL_KEYS if k in batch), None)
@@ -62,22 +62,22 @@ def as_batch(batch: Any, who: str) -> Batch:
     elif isinstance(batch, tuple | list) and len(batch) >= 2:
         return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     raise UsageError(
-        f"{who}: batch must be (inputs, target), or a dict with the target under one of "
+        f"{caller}: batch must be (inputs, target), or a dict with the target under one of "
         f"{', '.join(LABEL_KEYS)}, got {describe(batch)}"
     )
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def move_to_device(value: Any, device: torch.device) -> Any:
     """Move the nest to the device, without waiting for pinned memory."""
     return tree_map(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
 
 
-def samples(inputs: Inputs, who: str) -> int:
+def count_samples(inputs: Inputs, caller: str) -> int:
     """Return the number of samples: the first dimension of the first tensor."""
     first = next(iter(tensors(inputs)), None)
     if first is None or not first.ndim or not len(first):
         raise UsageError(
-            f"{who} must be tensors whose first dimension is the sample, got {describe(inputs)}"
+            f"{caller} must be tensors whose first dimension is the sample, got {describe(inputs)}"
         )
     return len(first)
 
@@ -87,12 +87,12 @@ def loss_objective(loss_fn: Loss) -> Custom:
     return Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
 
 
-def take_rows(nest: Any, rows: Any, n: int) -> Any:
-    """Index a nest of `n` samples by `rows`; tensors of another length are shared by all rows."""
-    return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == n else t)
+def take_rows(nest: Any, rows: Any, count: int) -> Any:
+    """Index a nest of `count` samples by `rows`; tensors of another length are shared."""
+    return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == count else t)
 
 
-class InMemory(Dataset):
+class InMemoryDataset(Dataset):
     """A dataset of inputs and target as nests of tensors, sample dimension first."""
 
     def __init__(
@@ -100,16 +100,16 @@ class InMemory(Dataset):
         inputs: Inputs,
         target: Any,
         sizes: Sizes,
-        parts: tuple[np.ndarray, np.ndarray],
+        split: tuple[np.ndarray, np.ndarray],
         choices: tuple[Choice, ...] = (),
     ) -> None:
         self.nest, self.sizes, self.choices = (inputs, target), sizes, choices
-        self.train, self.validation = parts
-        self.n = 1 + max(int(part.max()) for part in parts)
+        self.train, self.validation = split
+        self.length = 1 + max(int(part.max()) for part in split)
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """Return copies of the rows at `indices`."""
-        inputs, target = take_rows(self.nest, torch.from_numpy(indices), self.n)
+        inputs, target = take_rows(self.nest, torch.from_numpy(indices), self.length)
         return inputs, target
 
     def labels(self) -> np.ndarray | None:
@@ -131,7 +131,7 @@ def device_overrides(device: str | torch.device) -> list[str]:
 
 
 def check_model_arguments(
-    who: str,
+    caller: str,
     model: Any,
     *,
     loss_fn: Any = callable,
@@ -142,47 +142,47 @@ def check_model_arguments(
     if not isinstance(model, nn.Module):
         wrapped = isinstance(getattr(model, "model", None), nn.Module)  # by `optimize`
         fix = "; give its .model, or use optimize_training_loop" if wrapped else ""
-        raise UsageError(f"{who}: model must be a torch.nn.Module, got {describe(model)}{fix}")
+        raise UsageError(f"{caller}: model must be a torch.nn.Module, got {describe(model)}{fix}")
     if not callable(loss_fn):
-        given = describe(loss_fn)
-        raise UsageError(f"{who}: loss_fn must be a function of (output, target), got {given}")
+        got = describe(loss_fn)
+        raise UsageError(f"{caller}: loss_fn must be a function of (output, target), got {got}")
     if isinstance(overrides, str):  # it would be iterated by character
-        raise UsageError(f"{who}: overrides must be a list, got one string: [{overrides!r}]")
+        raise UsageError(f"{caller}: overrides must be a list, got one string: [{overrides!r}]")
     if optimizer is not None:
-        _check_optimizer(who, model, optimizer)
+        _check_optimizer(caller, model, optimizer)
 
 
 def check_trainable(
-    who: str, model: Any, loss_fn: Any, optimizer: Optimizer | None, overrides: Any
+    caller: str, model: Any, loss_fn: Any, optimizer: Optimizer | None, overrides: Any
 ) -> None:
     """Check the arguments of a full run; a missing loss or optimizer comes from the config."""
     loss_fn = callable if loss_fn is None else loss_fn
-    check_model_arguments(who, model, loss_fn=loss_fn, optimizer=optimizer, overrides=overrides)
+    check_model_arguments(caller, model, loss_fn=loss_fn, optimizer=optimizer, overrides=overrides)
     if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"{who}: no model parameter requires a gradient: nothing to train")
+        raise UsageError(f"{caller}: no model parameter requires a gradient: nothing to train")
 
 
-def _check_optimizer(who: str, model: nn.Module, optimizer: Any) -> None:
+def _check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        given = describe(optimizer)
-        raise UsageError(f"{who}: optimizer must be a torch.optim.Optimizer, got {given}")
+        got = describe(optimizer)
+        raise UsageError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {got}")
     if reason := unfit(type(optimizer), model):
-        raise UsageError(f"{who}: {reason}; use torch.optim.AdamW")
-    own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(f"{caller}: {reason}; use torch.optim.AdamW")
+    parameter_ids = {id(p) for p in model.parameters()}
+    if not any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(
-            f"{who}: the optimizer has none of the model's parameters; create it with "
+            f"{caller}: the optimizer has none of the model's parameters; create it with "
             "model.parameters(), after any step that replaces them"
         )
 
 
-def check_loss(who: str, loss: Any) -> None:
+def check_loss(caller: str, loss: Any) -> None:
     """Raise UsageError unless the loss is a scalar tensor that requires grad."""
     if not isinstance(loss, Tensor) or loss.ndim:
-        given = describe(loss)
-        raise UsageError(f"{who}: loss must be a scalar tensor, the batch's mean, got {given}")
+        got = describe(loss)
+        raise UsageError(f"{caller}: loss must be a scalar tensor, the batch's mean, got {got}")
     if not loss.requires_grad:
         raise UsageError(
-            f"{who}: the loss depends on no parameter with requires_grad=True; "
+            f"{caller}: the loss depends on no parameter with requires_grad=True; "
             "remove torch.no_grad() and .detach()"
         )

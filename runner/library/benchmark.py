@@ -33,14 +33,14 @@ from runner.library.arguments import (
     device_of,
     loss_objective,
 )
-from runner.library.pipeline import make_dataset, name_of, with_components
+from runner.library.pipeline import dotted_class_name, make_dataset, with_components
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
 from runner.report import comparison, table
 from runner.techniques.base import Technique
 from runner.techniques.config import Optimization
 
-WHO = "benchmark_optimizations"
+CALLER = "benchmark_optimizations"
 
 
 def benchmark_optimizations(
@@ -76,38 +76,40 @@ def benchmark_optimizations(
     UsageError, ConfigError, DataError, Interrupted.
     """
     leave_if_imported()
-    check_trainable(WHO, model, loss_fn, optimizer, overrides)
+    check_trainable(CALLER, model, loss_fn, optimizer, overrides)
     if isinstance(arms, str):
-        raise UsageError(f"{WHO}: arms must be a list, got one string: [{arms!r}]")
-    own = _named(techniques)
+        raise UsageError(f"{CALLER}: arms must be a list, got one string: [{arms!r}]")
+    named_techniques = _techniques_by_name(techniques)
     settings = BenchmarkConfig(
         arms=list(arms), reference=reference, budget_s=budget_s, parity=parity, control=control
     )
-    typed = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
-    chosen = arms_of(settings, typed, others=len(own))
-    source = make_dataset(WHO, data, validation, chosen[0].config, loss_fn is not None)
-    chosen = [  # no command line trains this model on these data
+    arm_overrides = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
+    built_arms = arms_of(settings, arm_overrides, others=len(named_techniques))
+    dataset = make_dataset(CALLER, data, validation, built_arms[0].config, loss_fn is not None)
+    built_arms = [  # no command line trains this model on these data
         replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
-        for arm in chosen
+        for arm in built_arms
     ]
-    chosen += [_arm(technique, target, chosen) for target, technique in own.items()]
-    check_budget(settings, len(chosen))
-    _refuse_interactive(*model.modules(), loss_fn, data, *own.values())
+    built_arms += [
+        _technique_arm(technique, name, built_arms) for name, technique in named_techniques.items()
+    ]
+    check_budget(settings, len(built_arms))
+    _check_importable(*model.modules(), loss_fn, data, *named_techniques.values())
     objective = loss_fn and loss_objective(loss_fn)
-    given = Components(model, source, objective, optimizer, techniques=own)
-    where = None if folder is None else Path(folder)
-    if where is not None:
-        where.mkdir(parents=True, exist_ok=True)
-    chosen = resolve_arms(chosen, where, given)
+    components = Components(model, dataset, objective, optimizer, techniques=named_techniques)
+    result_folder = None if folder is None else Path(folder)
+    if result_folder is not None:
+        result_folder.mkdir(parents=True, exist_ok=True)
+    built_arms = resolve_arms(built_arms, result_folder, components)
     try:
-        result = measure(chosen, settings, where, given, announce=announce)
+        result = measure(built_arms, settings, result_folder, components, announce=announce)
     except Unguarded as error:
-        raise UsageError(f"{WHO}: {error}") from None
-    if where is not None:
-        comparison.write(comparison.of_benchmark(result, where), where)
+        raise UsageError(f"{CALLER}: {error}") from None
+    if result_folder is not None:
+        comparison.write(comparison.of_benchmark(result, result_folder), result_folder)
     if all(row.status != DONE for row in result.arms):
         first = result.arms[0]
-        raise UsageError(f"{WHO}: no arm could be measured: {first.status}: {first.reason}")
+        raise UsageError(f"{CALLER}: no arm could be measured: {first.status}: {first.reason}")
     return result
 
 
@@ -117,7 +119,7 @@ def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -
     print_stdout(table.ComparisonScreen(comparison.of_benchmark(result, where)))
 
 
-def _refuse_interactive(*objects: Any) -> None:
+def _check_importable(*objects: Any) -> None:
     """Raise UsageError for code defined in a notebook or shell, which no process can import."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is not None and Path(file).is_file():
@@ -125,32 +127,32 @@ def _refuse_interactive(*objects: Any) -> None:
     for kind in (x if isinstance(x, FunctionType) else type(x) for x in objects):
         if kind.__module__ == "__main__":
             raise UsageError(
-                f"{WHO}: {kind.__qualname__} is defined in a notebook or shell, but each arm's "
+                f"{CALLER}: {kind.__qualname__} is defined in a notebook or shell, but each arm's "
                 "process must import it; move it to a module (a .py file)"
             )
 
 
-def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Technique]:
+def _techniques_by_name(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Technique]:
     """Return the techniques by dotted name, enabled."""
     named: dict[str, Technique] = {}
     for given in techniques:
         kind = given if isinstance(given, type) else type(given)
         if not issubclass(kind, Technique):
             raise UsageError(
-                f"{WHO}: techniques must inherit from runner.Technique, got {describe(given)}"
+                f"{CALLER}: techniques must inherit from runner.Technique, got {describe(given)}"
             )
         technique = kind(enabled=True) if isinstance(given, type) else replace(given, enabled=True)
-        if name_of(technique) in named:
-            raise UsageError(f"{WHO}: techniques lists {kind.__name__} twice")
-        named[name_of(technique)] = technique
+        if dotted_class_name(technique) in named:
+            raise UsageError(f"{CALLER}: techniques lists {kind.__name__} twice")
+        named[dotted_class_name(technique)] = technique
     return named
 
 
-def _arm(technique: Technique, target: str, arms: Sequence[Arm]) -> Arm:
+def _technique_arm(technique: Technique, target: str, arms: Sequence[Arm]) -> Arm:
     """Return the arm of the plain run with that technique."""
     name = type(technique).__name__
     if any(arm.name == name for arm in arms):
-        raise UsageError(f"{WHO}: two arms are named {name}; rename the class")
+        raise UsageError(f"{CALLER}: two arms are named {name}; rename the class")
     config = deepcopy(arms[0].config)
     config.optimization = Optimization(level="none", extra=[target])
     return Arm(name, config, [f"optimization.extra=[{target}]"], folder=f"technique-{name}")

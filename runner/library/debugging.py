@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runner.debug.sections import Total, Totals, profile
+from runner.debug.sections import SectionTotal, SectionTotals, profile
 from runner.errors import RunnerError, UsageError
 from runner.format import listed
 from runner.record.history import Fault, History
@@ -42,7 +42,7 @@ class NotFinite(RunnerError):
 class DebugSummary:
     """Operations and faults; `print` shows a table."""
 
-    operations: list[Total]  # name, calls, seconds; slowest first
+    operations: list[SectionTotal]  # name, calls, seconds; slowest first
     faults: list[Fault]
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Debugger:
 
     def reset(self) -> None:
         """Discard all counts and faults."""
-        self.totals, self.history = Totals(), History(None)
+        self.totals, self.history = SectionTotals(), History(None)
 
     @contextmanager
     def context(self, name: str) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Debugger:
         try:
             yield
         except Exception as error:
-            self._record("exception", f"{path}: {type(error).__name__}: {error}", error)
+            self._record_fault("exception", f"{path}: {type(error).__name__}: {error}", error)
             raise
         finally:
             stack.pop()
@@ -99,7 +99,7 @@ class Debugger:
         _, lines = count_non_finite(value, "/".join((*self._stack(), name)))
         if lines:
             message = "; ".join(lines[:3])
-            self._record("non_finite", message)
+            self._record_fault("non_finite", message)
             if on == "raise":
                 raise NotFinite(message)
         return value
@@ -141,7 +141,7 @@ class Debugger:
         report = layers.check_gradients(model, optimizer)
         for state, names in layers.names_by_state(report.layers).items():
             path = "/".join((*self._stack(), "gradients"))
-            self._record(layers.FAULTS[state], f"{path}: {state}: {listed(names)}")
+            self._record_fault(layers.FAULTS[state], f"{path}: {state}: {listed(names)}")
         return report
 
     def summary(self) -> DebugSummary:
@@ -154,7 +154,7 @@ class Debugger:
         stack: list[str] = self.threads.__dict__.setdefault("stack", [])
         return stack
 
-    def _record(self, kind: str, message: str, error: Exception | None = None) -> None:
+    def _record_fault(self, kind: str, message: str, error: Exception | None = None) -> None:
         """Record a fault; its step is the call number of the outermost context."""
         category, severity = ("code", "error") if error else ("numerics", "warning")
         with self.lock:

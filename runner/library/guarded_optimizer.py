@@ -18,7 +18,7 @@ from runner.stability.config import StabilityConfig
 from runner.techniques.fused_optimizer import fastest
 from runner.training.hook import Step
 
-ATTRIBUTE = "_runner_guarded"
+GUARD_ATTRIBUTE = "_runner_guarded"
 """Attribute of an optimizer that holds its `GuardedOptimizer`, tying their lifetimes."""
 
 
@@ -46,10 +46,10 @@ def train_step(
         raise UsageError(f"train_step: clip_norm must be > 0 or None, got {clip_norm}")
     inputs, target = as_batch(batch, "train_step")
     check_model_arguments("train_step", model, loss_fn=loss_fn)
-    guarded = vars(optimizer).get(ATTRIBUTE) if isinstance(optimizer, Optimizer) else None
-    if guarded is None or not guarded.fits(model, optimizer):
+    guarded = vars(optimizer).get(GUARD_ATTRIBUTE) if isinstance(optimizer, Optimizer) else None
+    if guarded is None or not guarded.matches(model, optimizer):
         guarded = GuardedOptimizer("train_step", model, optimizer)
-        vars(optimizer)[ATTRIBUTE] = guarded
+        vars(optimizer)[GUARD_ATTRIBUTE] = guarded
     update = guarded.update
     update.clip_norm, update.guard = clip_norm, guard
     update.begin()
@@ -69,13 +69,13 @@ class GuardedOptimizer:
 
     def __init__(
         self,
-        who: str,
+        caller: str,
         model: nn.Module,
         optimizer: Optimizer,
         config: StabilityConfig | None = None,
     ) -> None:
-        check_model_arguments(who, model, optimizer=optimizer)
-        if (earlier := vars(optimizer).pop(ATTRIBUTE, None)) is not None:
+        check_model_arguments(caller, model, optimizer=optimizer)
+        if (earlier := vars(optimizer).pop(GUARD_ATTRIBUTE, None)) is not None:
             earlier.close()
         self.model, self.optimizer, self.steps, self.scope = model, optimizer, 0, ExitStack()
         options = fastest(type(optimizer), model)[0]
@@ -83,7 +83,7 @@ class GuardedOptimizer:
         self.update = OptimizerStep(model, optimizer, config or StabilityConfig(), None, [1.0])
         sync_state(self.update, options, self.scope)
 
-    def fits(self, model: nn.Module, optimizer: Optimizer) -> bool:
+    def matches(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Whether it matches this model and optimizer, including the number of parameters."""
         parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         same = model is self.model and optimizer is self.optimizer

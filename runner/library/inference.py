@@ -21,14 +21,20 @@ from runner.data.nested import named_leaves, tensors, tree_map
 from runner.device import allocator
 from runner.errors import OutOfMemory, UsageError
 from runner.findings import Reason, Severity
-from runner.library.arguments import check_model_arguments, device_of, moved, samples, take_rows
+from runner.library.arguments import (
+    check_model_arguments,
+    count_samples,
+    device_of,
+    move_to_device,
+    take_rows,
+)
 from runner.library.optimize import Optimized
 from runner.models import modes
 from runner.models.preserved_state import preserve_random_state
 from runner.random_state import exclusive_random_state
 from runner.training.recovery import is_out_of_memory, release_references
 
-WHO = "safe_inference"
+CALLER = "safe_inference"
 
 
 @dataclass
@@ -62,30 +68,30 @@ def safe_inference(
     Raises UsageError, OutOfMemory, and exceptions of the model. The host waits for the device.
     """
 
-    def clean(output: Any) -> tuple[Any, outputs.Changes]:
+    def sanitise_output(output: Any) -> tuple[Any, outputs.Changes]:
         return outputs.sanitise(output, **options)
 
-    clean(torch.zeros(1, 1))  # raises for invalid options
+    sanitise_output(torch.zeros(1, 1))  # raises for invalid options
     module = model.model if isinstance(model, Optimized) else model
-    check_model_arguments(WHO, module)
-    rows = samples(batch, f"{WHO}: batch")
+    check_model_arguments(CALLER, module)
+    rows = count_samples(batch, f"{CALLER}: batch")
     result = InferenceResult(device=str(device_of(module)))
     result.problems += count_non_finite(batch, "inputs")[1]
     start = time.perf_counter()
     with (
-        exclusive_random_state(WHO),
+        exclusive_random_state(CALLER),
         preserve_random_state(),
         torch.random.fork_rng({t.device.index for t in module.parameters() if t.is_cuda}),
         modes.evaluation_mode(module),
         torch.no_grad(),
     ):
-        parts = list(_pieces(model, batch, rows, device_of(module), result))
+        parts = list(_run_slices(model, batch, rows, device_of(module), result))
         result.pieces = len(parts)
-        output = _join([part for part, _ in parts], [n for _, n in parts])
+        output = _join_outputs([part for part, _ in parts], [n for _, n in parts])
         result.non_finite, lines = count_non_finite(output, "output")
         result.problems += lines
         if sanitise:
-            output, changes = clean(output)
+            output, changes = sanitise_output(output)
             result.changed = changes.read()
     result.output = output
     if limited := result.changed.get("limited", 0):  # NaN and Inf are listed already
@@ -95,27 +101,27 @@ def safe_inference(
     return result
 
 
-def _pieces(
-    model: Any, batch: Inputs, n: int, device: torch.device, result: InferenceResult
+def _run_slices(
+    model: Any, batch: Inputs, total: int, device: torch.device, result: InferenceResult
 ) -> Iterator[tuple[Any, int]]:
     """Yield (output, number of rows) of consecutive slices that fit into memory."""
-    done, size = 0, n
+    start, size = 0, total
     with ExitStack() as scope:
-        while done < n:
-            rows = slice(done, min(done + size, n))
+        while start < total:
+            rows = slice(start, min(start + size, total))
             try:
-                output = call(model, moved(take_rows(batch, rows, n), device))
+                output = call(model, move_to_device(take_rows(batch, rows, total), device))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                size = _smaller(error, rows.stop - done, scope, result)
+                size = _halve_size(error, rows.stop - start, scope, result)
             else:
-                yield output, rows.stop - done
-                done = rows.stop
+                yield output, rows.stop - start
+                start = rows.stop
             # retried outside the handler, so that no traceback keeps the activations alive
 
 
-def _smaller(error: Exception, count: int, scope: ExitStack, result: InferenceResult) -> int:
+def _halve_size(error: Exception, count: int, scope: ExitStack, result: InferenceResult) -> int:
     """Return the size of the next attempt; OutOfMemory if it was one sample."""
     release_references(error)
     gc.collect()
@@ -123,13 +129,13 @@ def _smaller(error: Exception, count: int, scope: ExitStack, result: InferenceRe
     if result.device == "cpu":
         allocator.give_back_at_once(scope)
     if count == 1:
-        raise OutOfMemory(f"{WHO}: out of memory with one sample on {result.device}")
+        raise OutOfMemory(f"{CALLER}: out of memory with one sample on {result.device}")
     size = (count + 1) // 2
     result.problems.append(f"out of memory with {count} samples; {size} at a time")
     return size
 
 
-def _join(parts: list[Any], sizes: list[int]) -> Any:
+def _join_outputs(parts: list[Any], sizes: list[int]) -> Any:
     """Concatenate the nests of all pieces along the sample dimension."""
     joined = (_concatenate(column, sizes) for column in zip(*map(tensors, parts), strict=True))
     return tree_map(parts[0], lambda tensor: next(joined)) if len(parts) > 1 else parts[0]
@@ -142,7 +148,7 @@ def _concatenate(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     if all(torch.equal(part, first) for part in parts[1:]):
         return first
     raise UsageError(
-        f"{WHO}: the batch was split, but an output of shape {list(first.shape)} does not have "
+        f"{CALLER}: the batch was split, but an output of shape {list(first.shape)} does not have "
         "one row per sample; pass smaller batches"
     )
 
@@ -152,13 +158,13 @@ def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
     if isinstance(value, float) and not math.isfinite(value):
         return 1, [f"{name}: {value}"]
     total, lines = 0, []
-    for place, leaf in named_leaves(value, name):
+    for path, leaf in named_leaves(value, name):
         tensor = leaf.detach().coalesce().values() if leaf.is_sparse else leaf
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.isfinite().all():
             continue
         counts = (int(tensor.isnan().sum()), "NaN"), (int(tensor.isinf().sum()), "Inf")
-        words = " and ".join(f"{n:,} {kind}" for n, kind in counts if n)
-        lines.append(f"{place}: {words} of {tensor.numel():,} values")
+        text = " and ".join(f"{n:,} {kind}" for n, kind in counts if n)
+        lines.append(f"{path}: {text} of {tensor.numel():,} values")
         total += sum(n for n, _ in counts)
     return total, lines
 

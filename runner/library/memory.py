@@ -125,10 +125,10 @@ class Memory:
         """
         leak: Trend | None = None
         for name, detector in self._detectors.items():
-            measure = self._allocated if name == "device" else memory.anonymous_bytes
-            if detector.add(step, measure()):
+            read_bytes = self._allocated if name == "device" else memory.anonymous_bytes
+            if detector.add(step, read_bytes()):
                 memory.clean(self.device)
-                leak = detector.cleaned(step, measure()) or leak
+                leak = detector.cleaned(step, read_bytes()) or leak
         return leak
 
     @property
@@ -146,22 +146,22 @@ class Memory:
         return torch.cuda.memory_reserved(self.device.torch) if on_gpu else memory.process_bytes()
 
     def __str__(self) -> str:
-        now = self.stats()
+        stats = self.stats()
         rows = [
-            ("process", f"{size(now.process)}, {size(now.peak_process)} at most"),
-            ("available", f"{size(now.available)} of {size(now.limit)}: {now.limited_by}"),
+            ("process", f"{size(stats.process)}, {size(stats.peak_process)} at most"),
+            ("available", f"{size(stats.available)} of {size(stats.limit)}: {stats.limited_by}"),
         ]
         if self.device.kind != "cpu":
-            text = f"{size(now.device_allocated)}, {size(now.peak_device)} at most"
-            rows.append((self.device.name, f"{text}, of {size(now.device_total)}"))
+            text = f"{size(stats.device_allocated)}, {size(stats.peak_device)} at most"
+            rows.append((self.device.name, f"{text}, of {size(stats.device_total)}"))
         if sampled := {name: d for name, d in self._detectors.items() if d.start is not None}:
             rows.append(("leaks", describe_leaks(sampled)))
         header = ("phase", "times", "seconds", "process", "added", "device", "added")
-        phases = [header, *(_cells(phase) for phase in list(self.phases.values()))]
+        phases = [header, *(_phase_cells(phase) for phase in list(self.phases.values()))]
         return table_text(rows) + ("\n\n" + table_text(phases) if self.phases else "")
 
 
-def _cells(phase: MemoryPhase) -> tuple[str, ...]:
+def _phase_cells(phase: MemoryPhase) -> tuple[str, ...]:
     sizes = phase.peak_process, phase.added_process, phase.peak_device, phase.added_device
     return (phase.name, str(phase.times), f"{phase.seconds:.3f}", *map(size, sizes))
 

@@ -20,15 +20,15 @@ from runner.data.nested import describe, tensors, tree_map
 from runner.errors import UsageError
 from runner.library.arguments import (
     Closeable,
-    InMemory,
+    InMemoryDataset,
     Loss,
     as_batch,
     check_model_arguments,
+    count_samples,
     device_of,
     device_overrides,
     loss_objective,
-    moved,
-    samples,
+    move_to_device,
     translate_model_errors,
 )
 from runner.models import modes
@@ -47,9 +47,9 @@ from runner.training.summary import Summary
 USE_LOOP = "not for a bare model; use optimize_training_loop"
 USE_PIPELINE = "not for a bare model or loop; use create_training_pipeline"
 NOT_FOR_A_LOOP = dict.fromkeys(("pipeline", "quantization"), USE_PIPELINE)
-TRAINING = ("whole_step", "chunked_loss", "accumulation", "fused_optimizer")
-NOT_FOR_A_MODEL = {**dict.fromkeys(TRAINING, USE_LOOP), **NOT_FOR_A_LOOP}
-QUIET = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
+TRAINING_TECHNIQUES = ("whole_step", "chunked_loss", "accumulation", "fused_optimizer")
+NOT_FOR_A_MODEL = {**dict.fromkeys(TRAINING_TECHNIQUES, USE_LOOP), **NOT_FOR_A_LOOP}
+QUIET_OVERRIDES = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
 MANY_STEPS = 1_000_000  # default for `steps`: compiling pays back
 
 
@@ -70,7 +70,7 @@ def optimize(
     """
     optimized = Optimized(LazyRun("optimize", model, level, overrides, device, NOT_FOR_A_MODEL))
     if example is not None:
-        optimized.ready(example)
+        optimized.prepare(example)
     return optimized
 
 
@@ -95,20 +95,20 @@ class Optimized(Closeable):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, computed with the techniques."""
-        run = self.lazy.run or self.ready(self._as_inputs(args, kwargs))
-        args = tuple(place_inputs(run, value) for value in args)
-        kwargs = {name: place_inputs(run, value) for name, value in kwargs.items()}
+        run = self.lazy.run or self.prepare(self._as_inputs(args, kwargs))
+        args = tuple(move_inputs(run, value) for value in args)
+        kwargs = {name: move_inputs(run, value) for name, value in kwargs.items()}
         self.called = True
         while True:
             try:
                 with entered(run.contexts):
                     output = run.forward(*args, **kwargs)
-                return tree_map(output, _full_precision) if run.contexts else output
+                return tree_map(output, _to_full_precision) if run.contexts else output
             except Exception as error:  # e.g. the compiler failed: try a simpler way
                 if not any(recover(run, error) for recover in run.recoveries):
                     raise
 
-    def ready(self, inputs: Inputs) -> Run:
+    def prepare(self, inputs: Inputs) -> Run:
         """Apply the techniques, using these inputs as the example, unless already done."""
         return self.lazy.build_run(inputs)
 
@@ -127,8 +127,8 @@ class Optimized(Closeable):
         """
         run = self.lazy.run
         if run is not None and not self.called:
-            where, large = device_of(self.model), large_parameters(self.model)
-            with preserve_state(self.model, device=where, safe=large), torch.no_grad():
+            device, large = device_of(self.model), large_parameters(self.model)
+            with preserve_state(self.model, device=device, safe=large), torch.no_grad():
                 with modes.evaluation_mode(self.model):
                     call(self, run.validation.peek()[0])
         return self.lazy.statuses()
@@ -151,31 +151,32 @@ def optimize_model(
     if not isinstance(level, str):
         raise UsageError("optimize_model: level must be a name; write @optimize_model()")
 
-    def decorate(made: Any) -> Callable[..., Optimized]:
-        if not callable(made) or (isinstance(made, type) and not issubclass(made, nn.Module)):
+    def decorate(factory: Any) -> Callable[..., Optimized]:
+        is_class = isinstance(factory, type)
+        if not callable(factory) or (is_class and not issubclass(factory, nn.Module)):
             raise UsageError(
-                f"optimize_model: {made!r} must be a subclass of torch.nn.Module, or a function "
+                f"optimize_model: {factory!r} must be a subclass of torch.nn.Module, or a function "
                 "that returns a module"
             )
 
-        @wraps(made, updated=())
+        @wraps(factory, updated=())
         def make(*args: Any, **kwargs: Any) -> Optimized:
-            return optimize(made(*args, **kwargs), level, device=device, overrides=overrides)
+            return optimize(factory(*args, **kwargs), level, device=device, overrides=overrides)
 
         return make
 
     return decorate
 
 
-def place_inputs(run: Run, inputs: Inputs) -> Inputs:
+def move_inputs(run: Run, inputs: Inputs) -> Inputs:
     """Move inputs to the run's device, in the memory format that its techniques require."""
-    inputs = moved(inputs, run.device.torch)
-    for place in run.placements:
-        inputs = place((inputs, None))[0]
+    inputs = move_to_device(inputs, run.device.torch)
+    for move in run.placements:
+        inputs = move((inputs, None))[0]
     return inputs
 
 
-def _full_precision(tensor: Tensor) -> Tensor:
+def _to_full_precision(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -199,14 +200,14 @@ def optimize_training_loop(
     `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` splits each batch.
     Raises UsageError or ConfigError.
     """
-    who, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
-    check_model_arguments(who, model, loss_fn=loss_fn)
+    caller, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
+    check_model_arguments(caller, model, loss_fn=loss_fn)
     if steps is not None and steps < 1:
-        raise UsageError(f"{who}: steps must be ≥ 1, got {steps}")
+        raise UsageError(f"{caller}: steps must be ≥ 1, got {steps}")
     own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
-    lazy = LazyRun(who, model, level, own, device, NOT_FOR_A_LOOP, optimizer, loss_fn, steps)
+    lazy = LazyRun(caller, model, level, own, device, NOT_FOR_A_LOOP, optimizer, loss_fn, steps)
     if example is not None:
-        lazy.build_run(*as_batch(example, who))
+        lazy.build_run(*as_batch(example, caller))
     return TrainingLoop(lazy)
 
 
@@ -221,10 +222,10 @@ class TrainingLoop(Closeable):
     @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
         """Make one step on (inputs, target), without host-device synchronisation."""
-        inputs, target = as_batch(batch, self.lazy.who)
+        inputs, target = as_batch(batch, self.lazy.caller)
         run = self.lazy.build_run(inputs, target)
         run.watch.start()
-        inputs, target = place_inputs(run, inputs), moved(target, run.device.torch)
+        inputs, target = move_inputs(run, inputs), move_to_device(target, run.device.torch)
         run.watch.split("data")
         step, _ = make_step(run, (inputs, target))
         run.progress.step += 1
@@ -256,7 +257,7 @@ class TrainingLoop(Closeable):
 class LazyRun:
     """The settings of a run, and the run itself after the first batch."""
 
-    who: str  # the function that was called, for messages
+    caller: str  # the function that was called, for messages
     model: nn.Module
     level: str
     overrides: Sequence[str]
@@ -270,26 +271,27 @@ class LazyRun:
 
     def __post_init__(self) -> None:
         check_model_arguments(
-            self.who,
+            self.caller,
             self.model,
             loss_fn=self.loss_fn or mean_output,
             optimizer=self.optimizer,
             overrides=self.overrides,
         )
         # report mistakes now, since a batch may come much later
-        where = device_of(self.model) if self.device is None else self.device
+        device = device_of(self.model) if self.device is None else self.device
         level, steps = f"optimization={self.level}", f"training.steps={self.steps or MANY_STEPS}"
-        self.config = compose([level, *device_overrides(where), *QUIET, steps, *self.overrides])
+        overrides = [level, *device_overrides(device), *QUIET_OVERRIDES, steps, *self.overrides]
+        self.config = compose(overrides)
         self.objective = loss_objective(self.loss_fn or mean_output)
         requested = [name for name, t in self.config.optimization.techniques() if t.enabled]
-        self.refused = self.not_applicable.keys() & requested
+        self.not_applied = self.not_applicable.keys() & requested
 
     def build_run(self, inputs: Inputs, target: Any = None) -> Run:
         """Return the run, built around this batch at the first call."""
         if self.run is None:
             if self.closed:
-                raise UsageError(f"{self.who}: it is closed; create another one")
-            with translate_model_errors(self.who, inputs), stash_gradients(self.model):
+                raise UsageError(f"{self.caller}: it is closed; create another one")
+            with translate_model_errors(self.caller, inputs), stash_gradients(self.model):
                 self.run = self._build(inputs, target)  # some techniques try a step
         return self.run
 
@@ -303,7 +305,7 @@ class LazyRun:
             collect_evidence(self.run)
         return [
             replace(row, requested=True, reason=self.not_applicable[row.name])
-            if row.name in self.refused
+            if row.name in self.not_applied
             else row
             for row in technique_statuses(self.run)
         ]
@@ -316,20 +318,20 @@ class LazyRun:
             self.run = None
 
     def _build(self, inputs: Inputs, target: Any) -> Run:
-        n = samples(inputs, f"{self.who}: the batch")
+        n = count_samples(inputs, f"{self.caller}: the batch")
         optimization = replace(self.config.optimization)
-        for name in self.refused:
+        for name in self.not_applied:
             setattr(optimization, name, replace(getattr(optimization, name), enabled=False))
         micro = self.config.training.micro_batch
         training = replace(self.config.training, batch_size=n, micro_batch=micro and min(micro, n))
         config = replace(self.config, training=training, optimization=optimization)
         host, rows = torch.device("cpu"), np.arange(n)
-        label = torch.zeros(n, dtype=torch.int64) if target is None else target
-        inputs, label = moved((inputs, label), host)
-        data = InMemory(inputs, label, Sizes("given"), (rows, rows))
+        labels = torch.zeros(n, dtype=torch.int64) if target is None else target
+        inputs, labels = move_to_device((inputs, labels), host)
+        data = InMemoryDataset(inputs, labels, Sizes("given"), (rows, rows))
         compiled = [(module, module._compiled_call_impl) for module in self.model.modules()]
-        nothing = torch.zeros(1, device=device_of(self.model), requires_grad=True)
-        optimizer = self.optimizer or torch.optim.SGD([nothing], lr=0.0)  # dummy: not trained
+        dummy = torch.zeros(1, device=device_of(self.model), requires_grad=True)
+        optimizer = self.optimizer or torch.optim.SGD([dummy], lr=0.0)  # dummy: not trained
         run = build(config, given=Components(self.model, data, self.objective, optimizer))
         for module, implementation in compiled:  # techniques compile in place
             run.scope.callback(setattr, module, "_compiled_call_impl", implementation)

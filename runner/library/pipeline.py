@@ -28,12 +28,12 @@ from runner.data.user_dataset import UserDataset
 from runner.errors import DataError, UsageError
 from runner.library.arguments import (
     Closeable,
-    InMemory,
+    InMemoryDataset,
     Loss,
     as_batch,
     check_trainable,
+    count_samples,
     loss_objective,
-    samples,
 )
 from runner.models.config import ModelConfig
 from runner.optim.optimizer import Optimizer
@@ -44,7 +44,7 @@ from runner.training.loop import train
 from runner.training.run import Run
 from runner.training.summary import Summary
 
-WHO = "create_training_pipeline"
+CALLER = "create_training_pipeline"
 
 
 def create_training_pipeline(
@@ -72,18 +72,18 @@ def create_training_pipeline(
     It is recorded in `folder`, by default a new one in `outputs/runs/<name>/`; `record=False`
     writes nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
-    check_trainable(WHO, model, loss_fn, optimizer, overrides)
-    named = [] if name is None else [f"name={name}"]
-    config = compose([f"optimization={level}", *named, *overrides])
-    default_name = not any(text.lstrip("+").startswith("name=") for text in (*named, *overrides))
+    check_trainable(CALLER, model, loss_fn, optimizer, overrides)
+    overrides = [*([] if name is None else [f"name={name}"]), *overrides]
+    config = compose([f"optimization={level}", *overrides])
+    default_name = not any(text.lstrip("+").startswith("name=") for text in overrides)
     config = with_components(config, model, data, rename=default_name)
-    dataset = make_dataset(WHO, data, validation, config, own_loss=loss_fn is not None)
-    where = None
+    dataset = make_dataset(CALLER, data, validation, config, own_loss=loss_fn is not None)
+    run_folder = None
     if record:
-        started = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
-        where = Path(folder or Path("outputs/runs") / config.name / started)
-    given = Components(model, dataset, loss_fn and loss_objective(loss_fn), optimizer)
-    run = build(config, where, resolve_auto(config, where, given))
+        timestamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
+        run_folder = Path(folder or Path("outputs/runs") / config.name / timestamp)
+    components = Components(model, dataset, loss_fn and loss_objective(loss_fn), optimizer)
+    run = build(config, run_folder, resolve_auto(config, run_folder, components))
     run.hooks += hooks
     return TrainingPipeline(run)
 
@@ -114,85 +114,87 @@ class TrainingPipeline(Closeable):
 
 def with_components(config: RunConfig, model: nn.Module, data: Any, rename: bool) -> RunConfig:
     """Return the config with model and data replaced by the names of these objects."""
-    common = {f.name: getattr(config.data, f.name) for f in fields(DataConfig)}
-    weights, without = config.model.weights, config.model.weights_except
+    data_options = {f.name: getattr(config.data, f.name) for f in fields(DataConfig)}
+    weights, excluded = config.model.weights, config.model.weights_except
     changed = replace(
         config,
-        data=DataConfig(**{**common, "kind": name_of(data)}),
-        model=ModelConfig(kind=name_of(model), weights=weights, weights_except=without),
+        data=DataConfig(**{**data_options, "kind": dotted_class_name(data)}),
+        model=ModelConfig(kind=dotted_class_name(model), weights=weights, weights_except=excluded),
     )
     if rename:
-        changed.name = f"{name_of(data).rpartition('.')[2]}-{type(model).__name__}"
+        changed.name = f"{dotted_class_name(data).rpartition('.')[2]}-{type(model).__name__}"
     return changed
 
 
-def name_of(thing: Any) -> str:
+def dotted_class_name(value: Any) -> str:
     """Return the dotted name of the object's class."""
-    if isinstance(thing, tuple | list | dict):
+    if isinstance(value, tuple | list | dict):
         return "given.tensors"
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def make_dataset(
-    who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
+    caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
 ) -> Dataset:
     """Split a data set or tensors into train and validation. Raises UsageError or DataError."""
     if isinstance(data, DataLoader | IterableDataset):
         raise UsageError(
-            f"{who}: data must be tensors or a data set with __len__ and __getitem__ "
+            f"{caller}: data must be tensors or a data set with __len__ and __getitem__ "
             f"(loader.dataset), got a {type(data).__name__}"
         )
     if isinstance(data, tuple | list | dict):
-        return _in_memory(who, data, validation, config, own_loss)
-    whole = data
+        return _make_in_memory(caller, data, validation, config, own_loss)
+    dataset = data
     if validation is not None:
-        whole = ConcatDataset([data, validation])
-        stated = {name: getattr(data, name, None) for name in ("classes", "vocab", "sizes")}
-        vars(whole).update({name: value for name, value in stated.items() if value is not None})
-    source = UserDataset(whole, name_of(data), config.data)
+        dataset = ConcatDataset([data, validation])
+        attributes = {name: getattr(data, name, None) for name in ("classes", "vocab", "sizes")}
+        vars(dataset).update({k: value for k, value in attributes.items() if value is not None})
+    user_dataset = UserDataset(dataset, dotted_class_name(data), config.data)
     if validation is not None:
-        source.train, source.validation = np.split(np.arange(len(whole)), [len(data)])
-    return source
+        user_dataset.train, user_dataset.validation = np.split(np.arange(len(dataset)), [len(data)])
+    return user_dataset
 
 
-def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Dataset:
-    nest = _as_tensors(f"{who}: data", data)
-    n = total = samples(nest[0], f"{who}: data")
+def _make_in_memory(
+    caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
+) -> Dataset:
+    nest = _as_tensors(f"{caller}: data", data)
+    train_count = total = count_samples(nest[0], f"{caller}: data")
     if validation is not None:
-        more = _as_tensors(f"{who}: validation", validation)
-        total += samples(more[0], f"{who}: validation")
-        if _form(nest) != _form(more):
-            raise UsageError(f"{who}: validation must have the same structure as data")
-        rest = iter(tensors(more))
-        nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(rest)]))
-        train, held_out = np.split(np.arange(total), [n])
+        validation_nest = _as_tensors(f"{caller}: validation", validation)
+        total += count_samples(validation_nest[0], f"{caller}: validation")
+        if _structure(nest) != _structure(validation_nest):
+            raise UsageError(f"{caller}: validation must have the same structure as data")
+        validation_tensors = iter(tensors(validation_nest))
+        nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(validation_tensors)]))
+        train, held_out = np.split(np.arange(total), [train_count])
     else:
         options = config.data
         train, held_out = split(
-            n, options.validation, options.split_seed, "data", options.validation_fold
+            train_count, options.validation, options.split_seed, "data", options.validation_fold
         )
     for tensor in tensors(nest):
         if not tensor.ndim or len(tensor) != total:
             raise DataError(
-                f"{who}: data has {total:,} samples, but one of its tensors is "
+                f"{caller}: data has {total:,} samples, but one of its tensors is "
                 f"{describe(tensor)}; the first dimension must be the sample in all of them"
             )
     try:
-        whole = TensorDataset(*tensors(nest))
-        vars(whole)["targets"] = nest[1]  # so that labels are not read one by one
-        sizes, choices = infer_sizes(whole, "data", lambda i: tree_map(nest, lambda t: t[i]))
+        dataset = TensorDataset(*tensors(nest))
+        vars(dataset)["targets"] = nest[1]  # so that labels are not read one by one
+        sizes, choices = infer_sizes(dataset, "data", lambda i: tree_map(nest, lambda t: t[i]))
     except DataError:
         if not own_loss:
             raise
         sizes, choices = Sizes("given"), ()  # the caller's loss interprets the targets
-    return InMemory(*nest, sizes, (train, held_out), choices)
+    return InMemoryDataset(*nest, sizes, (train, held_out), choices)
 
 
-def _form(nest: Any) -> str:
+def _structure(nest: Any) -> str:
     return describe(tree_map(nest, lambda tensor: tensor[:1]))
 
 
-def _as_tensors(what: str, data: Any) -> tuple[Any, Any]:
+def _as_tensors(caller: str, data: Any) -> tuple[Any, Any]:
     """Convert inputs and target to nests of CPU tensors; float64 becomes float32."""
 
     def convert(value: Any) -> Any:
@@ -204,11 +206,11 @@ def _as_tensors(what: str, data: Any) -> tuple[Any, Any]:
             value = torch.from_numpy(np.ascontiguousarray(value))
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"{what} must be (inputs, target) as tensors or arrays, or a map-style "
+                f"{caller} must be (inputs, target) as tensors or arrays, or a map-style "
                 f"data set, got {describe(value)} in it"
             )
         value = value.detach().cpu()
         return value.float() if value.dtype == torch.float64 else value
 
-    inputs, target = as_batch(data, what)
+    inputs, target = as_batch(data, caller)
     return convert(inputs), convert(target)

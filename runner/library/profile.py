@@ -22,10 +22,10 @@ from runner.errors import UsageError
 from runner.format import share, size
 from runner.library.arguments import (
     check_model_arguments,
+    count_samples,
     device_of,
     device_overrides,
-    moved,
-    samples,
+    move_to_device,
     translate_model_errors,
 )
 from runner.library.memory import table_text
@@ -93,38 +93,40 @@ def profile_model(
     with it, forward and backward in train mode. Weights, gradients, buffers, attributes and random
     state are restored. Raises UsageError if the model fails.
     """
-    for name, value, least in (("runs", runs, 1), ("warmup", warmup, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UsageError(f"profile_model: {name} must be a whole number ≥ {least}, got {value}")
+    for name, value, minimum in (("runs", runs, 1), ("warmup", warmup, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            problem = f"{name} must be a whole number ≥ {minimum}, got {value}"
+            raise UsageError(f"profile_model: {problem}")
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments("profile_model", module)
-    n = samples(example_input, "profile_model: example_input")
+    n = count_samples(example_input, "profile_model: example_input")
     contexts: list[Any] = []
     if isinstance(model, Optimized):
-        contexts = model.ready(example_input).contexts
-    where = device_of(module)
+        contexts = model.prepare(example_input).contexts
+    device_of_model = device_of(module)
     with ExitStack() as scope:
-        device = select(compose(device_overrides(where)).device, scope)
+        device = select(compose(device_overrides(device_of_model)).device, scope)
         scope.enter_context(exclusive_random_state("profile_model"))
-        scope.enter_context(preserve_state(module, device=where, safe=large_parameters(module)))
+        large = large_parameters(module)
+        scope.enter_context(preserve_state(module, device=device_of_model, safe=large))
         scope.enter_context(stash_gradients(module))
         module.train(backward)
-        inputs = moved(example_input, where)
+        inputs = move_to_device(example_input, device_of_model)
         forward = partial(call, model, inputs)
-        measured = partial(_call, forward, module, backward)
+        run_call = partial(_call_model, forward, module, backward)
         fix = "; give a tensor, a tuple (by position) or a dict (by name)"
         with translate_model_errors("profile_model", inputs, fix):
             for _ in range(max(1, warmup)):
-                measured()
-        seconds = _measure_times(measured, device, runs)
-        operators = _measure_operators(measured, device)
+                run_call()
+        seconds = _measure_times(run_call, device, runs)
+        operators = _measure_operators(run_call, device)
         with torch.enable_grad():
             memory = {"activations": saved_bytes(module, forward, *tensors(inputs))}
         if device.kind == "cuda":
-            with peak_memory(device) as held:
-                measured()
-            memory["peak"] = held.on_device - held.on_device_before
-        flops = call_flops(measured, grad=backward)
+            with peak_memory(device) as peak_usage:
+                run_call()
+            memory["peak"] = peak_usage.on_device - peak_usage.on_device_before
+        flops = call_flops(run_call, grad=backward)
         with entered(contexts):
             dtype = _product_dtype(module, device)
         peak = peak_flops(device, dtype)
@@ -154,7 +156,7 @@ def profile_model(
     )
 
 
-def _call(forward: Callable[[], Any], module: nn.Module, backward: bool) -> None:
+def _call_model(forward: Callable[[], Any], module: nn.Module, backward: bool) -> None:
     with torch.set_grad_enabled(backward):
         output = forward()
     if backward:
@@ -170,28 +172,28 @@ def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:
     return next(floats, torch.float32)
 
 
-def _measure_times(measured: Callable[[], None], device: Device, runs: int) -> np.ndarray:
+def _measure_times(run_call: Callable[[], None], device: Device, runs: int) -> np.ndarray:
     """Return the seconds of each call, synchronising the device at both ends."""
     seconds = np.empty(runs)
     device.synchronize()
     for i in range(runs):
         start = perf_counter()
-        measured()
+        run_call()
         device.synchronize()
         seconds[i] = perf_counter() - start
     return seconds
 
 
-def _measure_operators(measured: Callable[[], None], device: Device) -> dict[str, float]:
+def _measure_operators(run_call: Callable[[], None], device: Device) -> dict[str, float]:
     """Return the slowest operators of a call in ms; on a GPU by kernel time."""
     gpu = device.kind == "cuda"
 
-    def calls() -> None:
+    def run_calls() -> None:
         for _ in range(PROFILED_CALLS):
-            measured()
+            run_call()
 
     attribute = "self_device_time_total" if gpu else "self_cpu_time_total"  # µs
-    events = profiled(calls, device, kineto=gpu)
+    events = profiled(run_calls, device, kineto=gpu)
     times = {event.key: getattr(event, attribute) / 1e3 / PROFILED_CALLS for event in events}
     slowest = sorted(times.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
     return {name: ms for name, ms in slowest if ms}

@@ -28,7 +28,7 @@ from runner.library.arguments import (
     as_batch,
     check_loss,
     check_model_arguments,
-    moved,
+    move_to_device,
 )
 from runner.library.guarded_optimizer import GuardedOptimizer
 from runner.library.optimize import LazyRun
@@ -49,9 +49,9 @@ from runner.training.run import Progress, Run
 
 log = logging.getLogger("runner")
 
-WHO = "Stability"
+CALLER = "Stability"
 REPORT_EVERY = 10  # steps between reports to the host, on an accelerator
-SHOWN = 20  # bad steps in a summary's text
+MAX_SHOWN = 20  # bad steps in a summary's text
 
 
 @dataclass(slots=True)
@@ -72,10 +72,10 @@ class StabilitySummary:
 
     def __str__(self) -> str:
         lines = [f"{self.steps} steps, {self.skipped} skipped"]
-        for a in self.anomalies[:SHOWN]:
+        for a in self.anomalies[:MAX_SHOWN]:
             numbers = f"loss {a.loss:.4g}, grad_norm {a.grad_norm:.4g}"
             lines.append(f"step {a.step}: {a.kind}, {numbers}: {a.action} {a.capture}".rstrip())
-        if (more := len(self.anomalies) - SHOWN) > 0:
+        if (more := len(self.anomalies) - MAX_SHOWN) > 0:
             lines.append(f"and {more} more")
         return "\n".join(lines)
 
@@ -103,7 +103,7 @@ class Stability(Closeable):
         captures: int = 3,
     ) -> None:
         if every is not None and every < 1:
-            raise UsageError(f"{WHO}: every must be ≥ 1, got {every}")
+            raise UsageError(f"{CALLER}: every must be ≥ 1, got {every}")
         if config is None or isinstance(config, str):
             config = [f"stability={config or 'default'}"]
         if not isinstance(config, StabilityConfig):
@@ -111,7 +111,7 @@ class Stability(Closeable):
         self.config = config
         self.every, self.max_captures = every, captures
         self.guarded: GuardedOptimizer | None = None
-        self.closed, self.started = False, perf_counter()
+        self.closed, self.start_time = False, perf_counter()
         # the attributes of a Run that StabilityController reads
         self.history = History(None if folder is None else Path(folder))
         self.folder = None  # job=replay does not apply to these captures
@@ -127,7 +127,7 @@ class Stability(Closeable):
         statistics, and after changing buffers (`load_state_dict`). Otherwise the buffers are first
         saved in `step`, after the first forward.
         """
-        self._guard(model, optimizer).update.begin()
+        self._guarded_optimizer(model, optimizer).update.begin()
 
     def step(
         self, model: nn.Module, loss: Tensor, optimizer: Optimizer, batch: Any = None
@@ -139,8 +139,8 @@ class Stability(Closeable):
         `batch` is (inputs, target), for captures; on an accelerator the last 20 are kept. Raises
         GaveUp when the recovery table is exhausted, and UsageError.
         """
-        guarded = self._guard(model, optimizer)
-        check_loss(WHO, loss)
+        guarded = self._guarded_optimizer(model, optimizer)
+        check_loss(CALLER, loss)
         number = self.progress.step + 1
         if self.captures is not None and batch is not None:
             self.captures.remember(number, batch, 2 * self.report_every)
@@ -153,7 +153,7 @@ class Stability(Closeable):
                 raise
             self.progress.step = number
             self.reader.add(step, 1)
-            faults = self._report() if number % self.report_every == 0 else []
+            faults = self._read_reports() if number % self.report_every == 0 else []
             self._execute(optimizer)
             guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
             if self.captures is not None:
@@ -166,34 +166,35 @@ class Stability(Closeable):
         """Return counts and bad steps so far. The host waits for the device."""
         if self.guarded is None:
             return StabilitySummary(0, 0, {}, [])
-        self._report(wait=True)
+        self._read_reports(wait=True)
         self._write()
-        done, counts = self.progress, dict(self.history.counts)
-        return StabilitySummary(done.step, done.skipped, counts, list(self.controller.anomalies))
+        progress, counts = self.progress, dict(self.history.counts)
+        anomalies = list(self.controller.anomalies)
+        return StabilitySummary(progress.step, progress.skipped, counts, anomalies)
 
     def close(self) -> None:
         """Write the records, and restore the optimizer as it was."""
         if self.guarded is not None and not self.closed:
-            self._report(wait=True)
+            self._read_reports(wait=True)
             self._write()
             self.guarded.close()
         self.closed = True
 
-    def _guard(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
+    def _guarded_optimizer(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
         """Return the guarded optimizer for this pair, created at the first call."""
         if self.closed:
-            raise UsageError(f"{WHO}: it is closed; create another one")
+            raise UsageError(f"{CALLER}: it is closed; create another one")
         if self.guarded is None:
-            self.guarded = self._start(model, optimizer)
-        if not self.guarded.fits(model, optimizer):
+            self.guarded = self._create_guarded(model, optimizer)
+        if not self.guarded.matches(model, optimizer):
             raise UsageError(
-                f"{WHO}: it guards another model or optimizer, or other parameters; "
+                f"{CALLER}: it guards another model or optimizer, or other parameters; "
                 "close it and create one per model and optimizer"
             )
         return self.guarded
 
-    def _start(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
-        guarded = GuardedOptimizer(WHO, model, optimizer, self.config)
+    def _create_guarded(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
+        guarded = GuardedOptimizer(CALLER, model, optimizer, self.config)
         device = guarded.update.device
         self.report_every = self.every or (1 if device.type == "cpu" else REPORT_EVERY)
         self.reader = Reader(device)
@@ -203,9 +204,9 @@ class Stability(Closeable):
             self.captures = StepCaptures(self.history.folder, self.max_captures, guarded)
         return guarded
 
-    def _report(self, wait: bool = False) -> list[Anomaly]:
+    def _read_reports(self, wait: bool = False) -> list[Anomaly]:
         """Pass arrived reports to the controller; with `wait`, all. Returns new anomalies."""
-        self.reader.close(perf_counter() - self.started)
+        self.reader.close(perf_counter() - self.start_time)
         before = self.controller.anomalies.count
         for report in self.reader.reports(wait):
             if report.loss:
@@ -229,10 +230,10 @@ class Stability(Closeable):
             self.controller.anomalies.write(self.history.folder)
 
     def _replay_hint(self) -> str:
-        rows = [row.capture for row in self.controller.anomalies if row.capture]
-        if not rows or self.history.folder is None:
+        captured = [row.capture for row in self.controller.anomalies if row.capture]
+        if not captured or self.history.folder is None:
             return ""
-        path = str(self.history.folder / rows[-1])
+        path = str(self.history.folder / captured[-1])
         call = f"runner.library.stability.replay_step({path!r}, model, loss_fn)"
         return f"; to find the cause: {call}"
 
@@ -245,16 +246,16 @@ class StepCaptures:
         self.recent: dict[int, tuple[Any, dict[str, Any]]] = {}  # batch and random state by step
         self.random_state = random_state()
 
-    def remember(self, step: int, batch: Any, late: int) -> None:
-        """Keep a batch for `late` steps, until the host knows how its step went."""
-        self.recent[step] = as_batch(batch, WHO), self.random_state
-        self.recent.pop(step - late, None)
+    def remember(self, step: int, batch: Any, delay: int) -> None:
+        """Keep a batch for `delay` steps, until the host knows how its step went."""
+        self.recent[step] = as_batch(batch, CALLER), self.random_state
+        self.recent.pop(step - delay, None)
 
     def take(self, run: Any, step: int, kind: str, message: str) -> str | None:
         """Write the step's capture; None without its batch, beyond the limit, or on an error."""
         if step not in self.recent or len(captures(self.folder)) >= self.at_most:
             return None
-        batch, noise = self.recent[step]
+        batch, random_states = self.recent[step]
         module, update, rows = self.guarded.model, self.guarded.update, run.reader.since(step)
         loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
         model = module.state_dict()
@@ -279,7 +280,7 @@ class StepCaptures:
             "grad_norm": norm,
             "buffers": {n: b for n, b in module.named_buffers() if n not in model},
             "update": update.state(),
-            "random": noise,
+            "random": random_states,
             "random_then": False,
             "progress": {"step": step},
             "remedy": 0,
@@ -304,24 +305,25 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
     """
     check_model_arguments("replay_step", model, loss_fn=loss_fn)
     capture = open_capture(Path(path))
-    copy, (inputs, target) = deepcopy(model), capture.batch
+    model_copy, (inputs, target) = deepcopy(model), capture.batch
     try:
-        copy.load_state_dict(dict(capture.model or {}))
+        model_copy.load_state_dict(dict(capture.model or {}))
         for name, buffer in capture.buffers.items():
-            copy.get_buffer(name).copy_(buffer)
+            model_copy.get_buffer(name).copy_(buffer)
     except (RuntimeError, AttributeError) as error:
         reason = shorten(str(error), 300)
         raise CheckpointError(f"{path}: does not fit this model: {reason}") from error
     inputs = tuple(inputs) if isinstance(inputs, list) else inputs
     threads = [f"device.threads={capture.manifest.threads}"]
-    idle = torch.optim.SGD([p for p in copy.parameters() if p.requires_grad], lr=0.0)
-    lazy = LazyRun("replay_step", copy, "none", threads, None, {}, idle, loss_fn)
+    trainable = [p for p in model_copy.parameters() if p.requires_grad]
+    dummy = torch.optim.SGD(trainable, lr=0.0)
+    lazy = LazyRun("replay_step", model_copy, "none", threads, None, {}, dummy, loss_fn)
     with preserve_random_state():
         try:
             run = lazy.build_run(inputs, target)
             torch.set_rng_state(capture.random["torch"])
             random.setstate(capture.random["python"])
             np.random.set_state(capture.random["numpy"])
-            return trace_step(run, moved((inputs, target), run.device.torch))
+            return trace_step(run, move_to_device((inputs, target), run.device.torch))
         finally:
             lazy.close()

@@ -46,9 +46,9 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     folder is untrusted: it is checked as for checkpoint.resume, and a user's classes need their
     packages in `trusted`. Raises CheckpointError, ConfigError, SecurityError.
     """
-    asked = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
-    asked += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
-    config = compose(with_recorded([*overrides, *asked], sweeps=False).overrides)
+    load_overrides = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
+    load_overrides += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
+    config = compose(with_recorded([*overrides, *load_overrides], sweeps=False).overrides)
     policy = FilePolicy.of(config.security, own_trees(None))
     stored = Checkpointer(None, 1, policy=policy, best_first=True).read_preprocessing(Path(run))
     if stored is None:
@@ -87,7 +87,7 @@ class Trained(Closeable):
         pyarrow.Table) or a tensor: a table's columns as numbers, or model inputs. Unknown
         categories are logged.
         """
-        with self._opened(data) as source:
+        with self._open_data(data) as source:
             if self._run is None:  # techniques inspect samples of the first data
                 run = build_trained(self.config, None, source)
                 self._run = self._scope.enter_context(run)
@@ -110,11 +110,11 @@ class Trained(Closeable):
         return loader
 
     @contextmanager
-    def _opened(self, data: Any) -> Iterator[Dataset]:
+    def _open_data(self, data: Any) -> Iterator[Dataset]:
         """Yield the data set, preprocessed as in training."""
         kind = self.preprocessing.kind
         if isinstance(data, Tensor) and kind not in TABLES:
-            yield self._of_tensor(data)
+            yield self._tensor_dataset(data)
             return
         in_memory = not isinstance(data, str | Path)
         if in_memory and kind not in TABLES:
@@ -123,12 +123,12 @@ class Trained(Closeable):
         with ExitStack() as stack:
             if in_memory:
                 columns = self._columns(data) if isinstance(data, Tensor) else data
-                data = _written(columns, Path(stack.enter_context(TemporaryDirectory())))
-            look_up = partial(resolve, trusted=self.config.security.names)
+                data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
+            resolve_class = partial(resolve, trusted=self.config.security.names)
             config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
             opening = Opening(self._policy, self.preprocessing, evaluates=True, labelled=False)
             try:
-                source = open_data(config, look_up, opening)
+                source = open_data(config, resolve_class, opening)
             except DataError as error:
                 if not in_memory:
                     raise
@@ -146,16 +146,17 @@ class Trained(Closeable):
             raise UsageError(f"load: {problem} the columns {', '.join(names)}")
         return dict(zip(names, data.double().cpu().numpy().T, strict=True))
 
-    def _of_tensor(self, inputs: Tensor) -> Dataset:
+    def _tensor_dataset(self, inputs: Tensor) -> Dataset:
         sizes = self.preprocessing.sizes
         inputs = inputs.cpu()
         if inputs.dtype == torch.uint8:
             inputs = inputs.float() / 255
-        every = np.arange(len(inputs))
-        return Tensors(inputs, torch.zeros(len(inputs), dtype=torch.int64), sizes, (every, every))
+        indices = np.arange(len(inputs))
+        labels = torch.zeros(len(inputs), dtype=torch.int64)
+        return Tensors(inputs, labels, sizes, (indices, indices))
 
 
-def _written(table: Any, folder: Path) -> Path:
+def _write_table(table: Any, folder: Path) -> Path:
     """Write a table in memory to a Parquet file, to use the file pipeline."""
     import pyarrow
     from pyarrow import parquet

@@ -19,7 +19,7 @@ from runner.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class SizeFit:
+class ModelRequirements:
     """A model's class, and the tasks and sizes of data that it needs."""
 
     module: str  # imported only if used
@@ -36,7 +36,7 @@ class SizeFit:
         return [name for name in self.sizes if getattr(sizes, name) is None]
 
 
-OTHER_NAMES = {
+SIZE_ALIASES = {
     "classes": ("num_classes", "num_labels", "n_classes"),
     "in_channels": ("in_chans",),
     "image_size": ("img_size",),
@@ -44,19 +44,21 @@ OTHER_NAMES = {
     "sequence": ("seq_len",),
 }
 """Names of the sizes in constructors of other libraries."""
-BUILDERS = {"timm": ("num_classes", "in_chans"), "torchvision": ("num_classes",)}
+KWARGS_SIZES = {"timm": ("num_classes", "in_chans"), "torchvision": ("num_classes",)}
 """Packages with functions that take these sizes as `**kwargs`, not in their signature."""
-LARGE = 10**8  # models of about this many weights are sized on the meta device first
-COMMON = {f.name for f in fields(ModelConfig)}
-LABELS = ("classification", "regression")
-FITS = {
-    "mlp": SizeFit("runner.models.mlp", "MLP", LABELS, ("in_features", "classes")),
-    "cnn": SizeFit("runner.models.cnn", "CNN", LABELS, ("in_channels", "image_size", "classes")),
-    "gpt": SizeFit(
+LARGE_MODEL = 10**8  # models of about this many weights are sized on the meta device first
+COMMON_FIELDS = {f.name for f in fields(ModelConfig)}
+LABEL_TASKS = ("classification", "regression")
+BUILT_IN_MODELS = {
+    "mlp": ModelRequirements("runner.models.mlp", "MLP", LABEL_TASKS, ("in_features", "classes")),
+    "cnn": ModelRequirements(
+        "runner.models.cnn", "CNN", LABEL_TASKS, ("in_channels", "image_size", "classes")
+    ),
+    "gpt": ModelRequirements(
         "runner.models.transformer", "GPT", ("language_modelling",), ("vocab", "sequence")
     ),
-    "classifier": SizeFit(
-        "runner.models.transformer", "TextClassifier", LABELS, ("vocab", "sequence", "classes")
+    "classifier": ModelRequirements(
+        "runner.models.transformer", "TextClassifier", LABEL_TASKS, ("vocab", "sequence", "classes")
     ),
 }
 
@@ -69,13 +71,13 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
     does not fit the data or has no trainable parameter.
     """
     if config._target_ is None:
-        model = _ours(config, sizes)
+        model = _build_built_in(config, sizes)
     else:
         from runner.security.registry import assembled, construct
 
         factory = resolve(config._target_, "model._target_")
         arguments = assembled(config.arguments, resolve, "model")
-        model = construct(factory, *_with_sizes(factory, arguments, sizes), "model")
+        model = construct(factory, *_add_sizes(factory, arguments, sizes), "model")
         if not isinstance(model, nn.Module):
             problem = f"{config._target_} made a {type(model).__name__}, not a torch.nn.Module"
             fix = "name a module's class, or a function that returns a module"
@@ -87,16 +89,17 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
     return model
 
 
-def _with_sizes(
+def _add_sizes(
     factory: Any, arguments: dict[str, Any], sizes: Sizes
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the arguments, with sizes passed as **kwargs, and the sizes by all of their names."""
-    known = sizes.for_constructor()
-    known |= {other: known[n] for n in known for other in OTHER_NAMES.get(n, ())}
+    by_name = sizes.for_constructor()
+    by_name |= {other: by_name[n] for n in by_name for other in SIZE_ALIASES.get(n, ())}
     package = str(getattr(factory, "__module__", "")).partition(".")[0]
-    if package not in BUILDERS or isinstance(factory, type):
-        return arguments, known
-    return {name: known[name] for name in BUILDERS[package] if name in known} | arguments, known
+    if package not in KWARGS_SIZES or isinstance(factory, type):
+        return arguments, by_name
+    kwargs = {name: by_name[name] for name in KWARGS_SIZES[package] if name in by_name}
+    return kwargs | arguments, by_name
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -110,20 +113,22 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ConfigError("model", problem, fix)
 
 
-def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
-    if config.kind not in FITS:
-        raise ConfigError("model.kind", f"unknown model {config.kind!r}", f"use {', '.join(FITS)}")
-    own_fields = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in COMMON}
+def _build_built_in(config: ModelConfig, sizes: Sizes) -> nn.Module:
+    if config.kind not in BUILT_IN_MODELS:
+        names = ", ".join(BUILT_IN_MODELS)
+        raise ConfigError("model.kind", f"unknown model {config.kind!r}", f"use {names}")
+    own_fields = [f.name for f in fields(config) if f.name not in COMMON_FIELDS]
+    options = {name: getattr(config, name) for name in own_fields}
     for name in config.arguments:
         problem = f"model={config.kind} has no such key"
-        raise ConfigError(f"model.{name}", problem, f"use {', '.join(own_fields)}")
-    fit = FITS[config.kind]
-    if not fit.fits(sizes):
-        raise ConfigError("model", *_misfit(config.kind, fit, sizes))
-    factory = getattr(import_module(fit.module), fit.name)
-    build = partial(factory, **own_fields, **{k: getattr(sizes, k) for k in fit.sizes})
-    width = own_fields["width"] << own_fields.get("stages", 0)  # each stage doubles it
-    if width**2 * max(own_fields.get("depth", 0), own_fields.get("blocks", 0)) > LARGE:
+        raise ConfigError(f"model.{name}", problem, f"use {', '.join(options)}")
+    requirements = BUILT_IN_MODELS[config.kind]
+    if not requirements.fits(sizes):
+        raise ConfigError("model", *_describe_misfit(config.kind, requirements, sizes))
+    factory = getattr(import_module(requirements.module), requirements.name)
+    build = partial(factory, **options, **{k: getattr(sizes, k) for k in requirements.sizes})
+    width = options["width"] << options.get("stages", 0)  # each stage doubles it
+    if width**2 * max(options.get("depth", 0), options.get("blocks", 0)) > LARGE_MODEL:
         _check_memory(build)
     model: nn.Module = build()
     return model
@@ -138,12 +143,12 @@ def _check_memory(build: Callable[[], nn.Module]) -> None:
         raise ConfigError("model.width", f"the weights take {size / 1e9:,.1f} GB", fix)
 
 
-def _misfit(kind: str, fit: SizeFit, sizes: Sizes) -> tuple[str, str]:
+def _describe_misfit(kind: str, requirements: ModelRequirements, sizes: Sizes) -> tuple[str, str]:
     stated = ", ".join(f"{k}={v}" for k, v in sizes.for_constructor().items()) or "no sizes"
-    if sizes.task in fit.tasks:
-        needs = f"needs {' and '.join(fit.missing(sizes))}"
+    if sizes.task in requirements.tasks:
+        needs = f"needs {' and '.join(requirements.missing(sizes))}"
     else:
-        needs = f"is for {' or '.join(fit.tasks)}"
-    options = [f"model={name}" for name, other in FITS.items() if other.fits(sizes)]
+        needs = f"is for {' or '.join(requirements.tasks)}"
+    options = [f"model={name}" for name, other in BUILT_IN_MODELS.items() if other.fits(sizes)]
     fix = f"use {' or '.join(options)}" if options else "set your own model with model._target_"
     return f"{kind} {needs}, but the data is for {sizes.task} and gives {stated}", fix

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-STAGE_INPUT = 64  # largest side, in pixels, in the first stage
-SMALLEST = 4  # smallest side, in pixels, after halving: BatchNorm needs positions to average over
+MAX_STAGE_SIDE = 64  # largest side, in pixels, in the first stage
+MIN_SIDE = 4  # smallest side, in pixels, after halving: BatchNorm needs positions to average over
 
 
 class ResidualBlock(nn.Module):
@@ -51,26 +51,26 @@ class CNN(nn.Module):
     ) -> None:
         super().__init__()
         stem: list[nn.Module] = []
-        side, last = image_size, in_channels
+        side, channels_in = image_size, in_channels
         while True:
-            stride = 2 if side > STAGE_INPUT else 1
+            stride = 2 if side > MAX_STAGE_SIDE else 1
             stem += [
-                nn.Conv2d(last, width, 3, stride, 1, bias=False),
+                nn.Conv2d(channels_in, width, 3, stride, 1, bias=False),
                 nn.BatchNorm2d(width),
                 nn.ReLU(inplace=True),
             ]
-            side, last = -(-side // stride), width
-            if side <= STAGE_INPUT:
+            side, channels_in = -(-side // stride), width
+            if side <= MAX_STAGE_SIDE:
                 break
         self.stem = nn.Sequential(*stem)
         self.blocks = nn.ModuleList()
         for stage in range(stages):
             channels = width * 2**stage
             for block in range(blocks):
-                halve = stage > 0 and block == 0 and side >= 2 * SMALLEST
-                self.blocks.append(ResidualBlock(last, channels, 2 if halve else 1))
-                side, last = -(-side // 2) if halve else side, channels
-        self.head = nn.Linear(last, classes)
+                halve = stage > 0 and block == 0 and side >= 2 * MIN_SIDE
+                self.blocks.append(ResidualBlock(channels_in, channels, 2 if halve else 1))
+                side, channels_in = -(-side // 2) if halve else side, channels
+        self.head = nn.Linear(channels_in, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

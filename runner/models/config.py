@@ -38,7 +38,7 @@ class ModelConfig:
 
 
 @dataclass
-class Mlp(ModelConfig):
+class MlpConfig(ModelConfig):
     """A multi-layer perceptron over flattened inputs."""
 
     kind: str = "mlp"
@@ -48,7 +48,7 @@ class Mlp(ModelConfig):
 
 
 @dataclass
-class Cnn(ModelConfig):
+class CnnConfig(ModelConfig):
     """A small ResNet."""
 
     kind: str = "cnn"
@@ -58,7 +58,7 @@ class Cnn(ModelConfig):
 
 
 @dataclass
-class Transformer(ModelConfig):
+class TransformerConfig(ModelConfig):
     """Keys of both transformers."""
 
     width: int = bounded(128, min=1)  # size of the embeddings
@@ -69,21 +69,21 @@ class Transformer(ModelConfig):
     def check(self) -> None:
         """Raise ConfigError unless `heads` divides `width`."""
         if self.width % self.heads:
-            fits = [n for n in range(1, min(self.width, 16) + 1) if self.width % n == 0]
+            divisors = [n for n in range(1, min(self.width, 16) + 1) if self.width % n == 0]
             problem = f"must divide model.width={self.width}, got {self.heads}"
-            fix = f"use one of {', '.join(map(str, fits))}, or another width"
+            fix = f"use one of {', '.join(map(str, divisors))}, or another width"
             raise ConfigError("model.heads", problem, fix)
 
 
 @dataclass
-class Gpt(Transformer):
+class GptConfig(TransformerConfig):
     """A decoder-only transformer with tied embeddings."""
 
     kind: str = "gpt"
 
 
 @dataclass
-class Classifier(Transformer):
+class TextClassifierConfig(TransformerConfig):
     """A bidirectional transformer encoder that labels text."""
 
     kind: str = "classifier"
@@ -100,5 +100,5 @@ class HuggingFace(ModelConfig):
     pretrained: bool = True  # false: random weights; config.json and tokenizer are enough
 
 
-_ALL = (Mlp, Cnn, Gpt, Classifier, HuggingFace)
+_ALL = (MlpConfig, CnnConfig, GptConfig, TextClassifierConfig, HuggingFace)
 OPTIONS: dict[str, type[ModelConfig]] = {cls.kind: cls for cls in _ALL}

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.data.batch import Sizes
 from runner.errors import ConfigError
-from runner.models.stored import read_weights, some
+from runner.models.stored_weights import list_names, read_weights
 from runner.security.files.policy import FilePolicy
 from runner.security.hugging_face import import_transformers, load_from, silenced, vocabulary_digest
 from runner.techniques.base import Choice
@@ -20,12 +20,12 @@ from runner.techniques.base import Choice
 log = logging.getLogger("runner")
 
 KEY = "model.path"
-AUTO = {
+AUTO_CLASSES = {
     "classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
     "language_modelling": "AutoModelForCausalLM",
 }
-ALTERED = ("quantization_config", "fusion_config")
+MODULE_REPLACING = ("quantization_config", "fusion_config")
 """Config entries that replace modules of the model."""
 
 
@@ -41,16 +41,16 @@ def build_pretrained(
         problem = "needs token ids, which the data lacks"
         raise ConfigError("model", f"hf {problem}", "use data=text, data=tokens, or another model")
     settings = load_from(folder, KEY, transformers.AutoConfig.from_pretrained)
-    _fit_settings(settings, sizes, str(folder))
-    auto = getattr(transformers, AUTO[sizes.task])
+    _apply_sizes(settings, sizes, str(folder))
+    auto = getattr(transformers, AUTO_CLASSES[sizes.task])
     if policy is None:
-        return _fresh(auto, settings, str(folder)), []
+        return _build_untrained(auto, settings, str(folder)), []
     weights = read_weights(folder, policy)
     state: dict[str, Any] = {}
     for part in weights.parts(policy):
         state |= part
     with torch.device("meta"):
-        cls: Any = type(_fresh(auto, settings, str(folder)))
+        cls: Any = type(_build_untrained(auto, settings, str(folder)))
     try:
         with silenced(transformers):
             model, info = cls.from_pretrained(
@@ -67,10 +67,11 @@ def build_pretrained(
         raise ConfigError(
             KEY, f"{weights.path}: cannot be loaded into the model: {reason}"
         ) from error
-    reason = "; ".join([weights.trust.name.lower(), *weights.notes, *_describe(model, info)])
-    made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)
-    log.info("%s: %s: %s", KEY, made.value, made.reason)
-    return model, [made]
+    trust = weights.trust.name.lower()
+    reason = "; ".join([trust, *weights.notes, *_describe_loading(model, info)])
+    choice = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)
+    log.info("%s: %s: %s", KEY, choice.value, choice.reason)
+    return model, [choice]
 
 
 def save_beside(model: Any, tokenizer: Path, folder: Path) -> None:
@@ -88,15 +89,16 @@ def save_beside(model: Any, tokenizer: Path, folder: Path) -> None:
     load_from(tokenizer, KEY, auto.from_pretrained, use_fast=True).save_pretrained(folder)
 
 
-def _fit_settings(settings: Any, sizes: Sizes, path: str) -> None:
+def _apply_sizes(settings: Any, sizes: Sizes, path: str) -> None:
     """Set the data's sizes in the model's config; ConfigError if the model cannot have them."""
-    for name in ALTERED:
+    for name in MODULE_REPLACING:
         if getattr(settings, name, None) is not None:
             raise ConfigError(KEY, f"{path} has a {name}", "name the folder of the plain model")
-    most = getattr(settings, "max_position_embeddings", None)
-    if isinstance(most, int) and (sizes.sequence or 0) > most:
-        problem = f"{sizes.sequence} is more than the {most} positions of the model in {path}"
-        raise ConfigError("data.sequence", problem, f"data.sequence={most}")
+    max_positions = getattr(settings, "max_position_embeddings", None)
+    if isinstance(max_positions, int) and (sizes.sequence or 0) > max_positions:
+        positions = f"{max_positions} positions of the model in {path}"
+        problem = f"{sizes.sequence} is more than the {positions}"
+        raise ConfigError("data.sequence", problem, f"data.sequence={max_positions}")
     if (sizes.vocab or 0) > settings.vocab_size:
         problem = f"{path} has {settings.vocab_size} tokens, but the data's ids go up to "
         fix = f"leave out data.tokenizer: the one of {path} is used"
@@ -112,7 +114,7 @@ def _fit_settings(settings: Any, sizes: Sizes, path: str) -> None:
         settings.label2id = {name: number for number, name in enumerate(names)}
 
 
-def _fresh(auto: Any, settings: Any, path: str) -> nn.Module:
+def _build_untrained(auto: Any, settings: Any, path: str) -> nn.Module:
     try:
         model: nn.Module = auto.from_config(settings, dtype=torch.float32, trust_remote_code=False)
     except (ValueError, ImportError, TypeError) as error:
@@ -122,21 +124,21 @@ def _fresh(auto: Any, settings: Any, path: str) -> nn.Module:
     return model
 
 
-def _describe(model: Any, info: dict[str, Any]) -> list[str]:
+def _describe_loading(model: Any, info: dict[str, Any]) -> list[str]:
     """Return which tensors are loaded and which are fresh; ConfigError for a misfit in the body."""
-    own, body = [*model.state_dict()], f"{model.base_model_prefix}."
+    names, body = [*model.state_dict()], f"{model.base_model_prefix}."
     misfits = {entry[0]: entry[1:] for entry in info["mismatched_keys"]}
     fresh = sorted({*info["missing_keys"], *misfits})
-    if inside := [name for name in misfits if name.startswith(body)]:
-        stored, wanted = (list(shape) for shape in misfits[inside[0]][:2])
-        problem = f"{inside[0]} has shape {stored}, expected {wanted}"
+    if body_misfits := [name for name in misfits if name.startswith(body)]:
+        stored_shape, expected_shape = (list(shape) for shape in misfits[body_misfits[0]][:2])
+        problem = f"{body_misfits[0]} has shape {stored_shape}, expected {expected_shape}"
         raise ConfigError(KEY, problem, "its config.json belongs to another model")
-    if len(fresh) >= len(own):
+    if len(fresh) >= len(names):
         problem = "none of its weights is in the model"
         raise ConfigError(KEY, problem, "name a model's folder, or use model.pretrained=false")
-    parts = [f"{len(own) - len(fresh):,} of {len(own):,} tensors"]
+    parts = [f"{len(names) - len(fresh):,} of {len(names):,} tensors"]
     if fresh:
-        parts.append(f"fresh: {some(fresh)}")
-    if left := sorted(info["unexpected_keys"]):
-        parts.append(f"left out of the file: {some(left)}")
+        parts.append(f"fresh: {list_names(fresh)}")
+    if unused := sorted(info["unexpected_keys"]):
+        parts.append(f"left out of the file: {list_names(unused)}")
     return parts

@@ -16,17 +16,17 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        last = in_features
+        fan_in = in_features
         for _ in range(depth):
-            layer = nn.Linear(last, width)
+            layer = nn.Linear(fan_in, width)
             # He et al. 2015; torch's default is far too small for deep ReLU networks
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
             layers += [layer, nn.ReLU()]
             if dropout:
                 layers.append(nn.Dropout(dropout))
-            last = width
-        layers.append(nn.Linear(last, classes))
+            fan_in = width
+        layers.append(nn.Linear(fan_in, classes))
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: Tensor) -> Tensor:

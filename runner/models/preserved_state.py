@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-NOT_STATE = (type, BuiltinFunctionType, ModuleType, type(None), str, bytes, bool, int, float)
-CONTAINERS = {"argparse", "collections", "queue", "types"}  # modules with container types
-FOREIGN = (sys.stdlib_module_names - CONTAINERS) | {"torch", "numpy", "runner"}
+STATELESS_TYPES = (type, BuiltinFunctionType, ModuleType, type(None), str, bytes, bool, int, float)
+CONTAINER_MODULES = {"argparse", "collections", "queue", "types"}  # modules with container types
+FOREIGN_MODULES = (sys.stdlib_module_names - CONTAINER_MODULES) | {"torch", "numpy", "runner"}
 """Modules with objects and classes that are not the user's."""
-LARGEST = 2**24  # bytes of a NumPy array; a larger one is taken for a data set, not state
-KEPT = 2**28  # bytes of parameters that are copied at most
-ITERATORS: tuple[type, ...] = (count, type(iter(())), type(iter([])), type(iter(range(0))))
-OF_A_LEAF = ("requires_grad", "grad", "_backward_hooks")  # restored attributes of a leaf tensor
+MAX_ARRAY_BYTES = 2**24  # of a NumPy array; a larger one is taken for a data set, not state
+MAX_COPIED_BYTES = 2**28  # of parameters that are copied
+ITERATOR_TYPES: tuple[type, ...] = (count, type(iter(())), type(iter([])), type(iter(range(0))))
+LEAF_ATTRIBUTES = ("requires_grad", "grad", "_backward_hooks")  # restored, of a leaf tensor
 MISSING = object()
 
 
@@ -44,10 +44,10 @@ class NotRestorable(Exception):
 
 
 def large_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the parameters of a model with more than KEPT bytes of them, else []."""
+    """Return the parameters of a model with more than MAX_COPIED_BYTES of them, else []."""
     parameters = [p for p in model.parameters() if not is_lazy(p)]
     size = sum(p.numel() * p.element_size() for p in parameters)
-    return list(parameters) if size > KEPT else []
+    return list(parameters) if size > MAX_COPIED_BYTES else []
 
 
 @contextmanager
@@ -73,42 +73,42 @@ def preserve_state(
     global variables, generators, open files. With `complete`, raises NotRestorable if a generator
     or an open file can be reached.
     """
-    before = _Before(roots, safe)
-    if complete and before.opaque:
-        raise NotRestorable(f"it holds {before.opaque[0]}, whose state cannot be restored")
-    noise = random.getstate(), np.random.get_state()
+    snapshot = _StateSnapshot(roots, safe)
+    if complete and snapshot.opaque:
+        raise NotRestorable(f"it holds {snapshot.opaque[0]}, whose state cannot be restored")
+    random_states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            random.setstate(noise[0])
-            np.random.set_state(noise[1])
+            random.setstate(random_states[0])
+            np.random.set_state(random_states[1])
             with torch.no_grad():
-                for restore in before.undo:
+                for restore in snapshot.restorers:
                     restore()
 
 
-class _Before:
+class _StateSnapshot:
     """The objects that can be reached from the roots, each with a function that restores it."""
 
     def __init__(self, roots: Iterable[object], safe: Iterable[Tensor]) -> None:
         self.safe = {id(tensor) for tensor in safe}
         self.roots = list(roots)  # an objective of ours may hold a user's loss
-        self.undo: list[Callable[[], object]] = []
+        self.restorers: list[Callable[[], object]] = []
         self.opaque: list[str] = []  # objects that cannot be restored
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.seen: dict[int, object] = {}  # keeps them alive, so that ids stay unique
-        waiting = list(self.roots)
-        while waiting:
-            item = waiting.pop()
-            if id(item) not in self.seen and not isinstance(item, NOT_STATE):
-                self.seen[id(item)] = item
-                waiting.extend(self._remember(item))
+        self.visited: dict[int, object] = {}  # keeps them alive, so that ids stay unique
+        pending = list(self.roots)
+        while pending:
+            item = pending.pop()
+            if id(item) not in self.visited and not isinstance(item, STATELESS_TYPES):
+                self.visited[id(item)] = item
+                pending.extend(self._record(item))
 
-    def _remember(self, item: Any) -> Iterable[object]:
+    def _record(self, item: Any) -> Iterable[object]:
         """Record how to restore an object; return the objects that it holds."""
         if isinstance(item, Tensor):
-            return self._tensor(item)
+            return self._record_tensor(item)
         if isinstance(item, torch.jit.ScriptModule):  # its slots are not Python's
             return [*item.parameters(), *item.buffers()]
         if isinstance(item, MethodType):
@@ -116,17 +116,17 @@ class _Before:
         if isinstance(item, partial):
             return [item.func, item.args, item.keywords]
         if isinstance(item, FunctionType):
-            return self._closure(item)
-        return [*self._contents(item), *self._attributes(item)]
+            return self._record_closure(item)
+        return [*self._record_contents(item), *self._record_attributes(item)]
 
-    def _contents(self, item: Any) -> Iterable[object]:
+    def _record_contents(self, item: Any) -> Iterable[object]:
         if isinstance(item, dict):
             values = {key: _copy_iterator(value) for key, value in item.items()}
-            self.undo.append(partial(_restore_dict, item, values))
+            self.restorers.append(partial(_restore_dict, item, values))
             return values.values()
         if isinstance(item, list | set | deque):
-            items = [_copy_iterator(one) for one in item]
-            self.undo.append(partial(_restore_items, item, items))
+            items = [_copy_iterator(element) for element in item]
+            self.restorers.append(partial(_restore_items, item, items))
             return items
         if isinstance(item, tuple | frozenset):
             return item
@@ -136,58 +136,59 @@ class _Before:
             if item not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
                 self.opaque.append("an open file")
         elif isinstance(item, np.ndarray):
-            if item.nbytes <= LARGEST and not item.dtype.hasobject and item.flags.writeable:
-                self.undo.append(partial(np.copyto, item, item.copy()))
+            if item.nbytes <= MAX_ARRAY_BYTES and not item.dtype.hasobject and item.flags.writeable:
+                self.restorers.append(partial(np.copyto, item, item.copy()))
         elif isinstance(item, random.Random):
-            self.undo.append(partial(item.setstate, item.getstate()))
+            self.restorers.append(partial(item.setstate, item.getstate()))
         elif isinstance(item, torch.Generator | np.random.RandomState):
             state: Any = item.get_state()
-            self.undo.append(partial(item.set_state, state))
+            self.restorers.append(partial(item.set_state, state))
         elif isinstance(item, np.random.Generator):
-            self.undo.append(
+            self.restorers.append(
                 partial(setattr, item.bit_generator, "state", item.bit_generator.state)
             )
         return ()
 
-    def _closure(self, function: FunctionType) -> Iterable[object]:
+    def _record_closure(self, function: FunctionType) -> Iterable[object]:
         """Record a user function's closure; told by its globals, as decorators copy __module__."""
-        if _foreign(str(function.__globals__.get("__name__"))):
+        if _is_foreign(str(function.__globals__.get("__name__"))):
             return
         yield vars(function)
         for cell in function.__closure__ or ():
             content = _copy_iterator(_read_cell(cell))
             if content is not MISSING:
-                self.undo.append(partial(setattr, cell, "cell_contents", content))
+                self.restorers.append(partial(setattr, cell, "cell_contents", content))
                 yield content
 
-    def _attributes(self, item: Any) -> Iterable[object]:
+    def _record_attributes(self, item: Any) -> Iterable[object]:
         """Yield the attributes of an object and of its user-defined classes."""
         own = isinstance(item, nn.Module) or any(item is root for root in self.roots)
-        if _foreign(type(item).__module__) and not own:
+        if _is_foreign(type(item).__module__) and not own:
             return
         if hasattr(item, "__dict__"):
             yield vars(item)
         for owner in type(item).__mro__:
-            if _foreign(owner.__module__):
+            if _is_foreign(owner.__module__):
                 continue
             members = [n for n, v in vars(owner).items() if isinstance(v, MemberDescriptorType)]
-            yield from self._names(item, {name: getattr(item, name, MISSING) for name in members})
-            if id(owner) not in self.seen:
-                self.seen[id(owner)] = owner
-                yield from self._names(owner, vars(owner))
+            slots = {name: getattr(item, name, MISSING) for name in members}
+            yield from self._record_names(item, slots)
+            if id(owner) not in self.visited:
+                self.visited[id(owner)] = owner
+                yield from self._record_names(owner, vars(owner))
 
-    def _names(self, owner: Any, values: Mapping[str, object]) -> Iterable[object]:
+    def _record_names(self, owner: Any, values: Mapping[str, object]) -> Iterable[object]:
         """Record slots of an object, or attributes of a class."""
         before = {name: _copy_iterator(value) for name, value in values.items()}
-        self.undo.append(partial(_restore_names, owner, before))
+        self.restorers.append(partial(_restore_names, owner, before))
         return [value for value in before.values() if not isinstance(value, FunctionType)]
 
-    def _tensor(self, tensor: Tensor) -> Iterable[object]:
+    def _record_tensor(self, tensor: Tensor) -> Iterable[object]:
         if is_lazy(tensor):
             return
         if tensor.is_leaf:
-            state = {name: getattr(tensor, name) for name in OF_A_LEAF}
-            self.undo.append(partial(_restore_leaf, tensor, state))
+            state = {name: getattr(tensor, name) for name in LEAF_ATTRIBUTES}
+            self.restorers.append(partial(_restore_leaf, tensor, state))
             yield from (vars(tensor), tensor._backward_hooks)
         if id(tensor) in self.safe or tensor.is_meta:
             return
@@ -195,26 +196,26 @@ class _Before:
         if is_traceable_wrapper_subclass(wrapper):  # its data is in the wrapped tensors
             yield from (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
         elif tensor.layout is torch.strided:
-            self.undo.append(partial(_restore_data, tensor, tensor.detach()))
-            self._storage(tensor.untyped_storage())
+            self.restorers.append(partial(_restore_data, tensor, tensor.detach()))
+            self._record_storage(tensor.untyped_storage())
 
-    def _storage(self, storage: torch.UntypedStorage) -> None:
+    def _record_storage(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self.storages:  # shared by views and tied tensors
             return
         self.storages[storage._cdata] = storage
         own: Any = storage
-        self.undo.append(
+        self.restorers.append(
             partial(_restore_storage, own, own.clone() if own.device.type == "cpu" else own.cpu())
         )
 
 
-def _foreign(module: object) -> bool:
-    return str(module).partition(".")[0] in FOREIGN
+def _is_foreign(module: object) -> bool:
+    return str(module).partition(".")[0] in FOREIGN_MODULES
 
 
 def _copy_iterator(value: Any) -> Any:
     """Return the value; of an iterator a copy, which keeps its position."""
-    return copy(value) if isinstance(value, ITERATORS) else value
+    return copy(value) if isinstance(value, ITERATOR_TYPES) else value
 
 
 def _read_cell(cell: CellType) -> Any:

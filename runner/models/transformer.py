@@ -11,7 +11,7 @@ from runner.errors import DataError
 from runner.objectives.chunked_cross_entropy import OutputLayer
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
-NEIGHBOURHOOD = 5  # kernel size, in tokens, of the classifier's convolution
+KERNEL_SIZE = 5  # of the classifier's convolution, in tokens
 
 
 class SelfAttention(nn.Module):
@@ -56,7 +56,7 @@ class Block(nn.Module):
         return x + self.dropout(self.projection(hidden))  # type: ignore[no-any-return]
 
 
-def initialise(model: nn.Module, blocks: nn.ModuleList) -> None:
+def initialise_weights(model: nn.Module, blocks: nn.ModuleList) -> None:
     """Initialise as GPT-2: N(0, 0.02), and by 1/sqrt(2 * depth) smaller for residual branches.
 
     The variance of the residual stream then does not grow with the depth, and a fresh model's loss
@@ -71,7 +71,7 @@ def initialise(model: nn.Module, blocks: nn.ModuleList) -> None:
             nn.init.zeros_(module.bias)
 
 
-def first(positions: nn.Embedding, length: int) -> Tensor:
+def position_embeddings(positions: nn.Embedding, length: int) -> Tensor:
     """Return the embeddings of the first `length` positions; DataError if there are fewer."""
     if length > positions.num_embeddings:
         raise DataError(
@@ -98,11 +98,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout, True) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.output = OutputLayer()
-        initialise(self, self.blocks)
+        initialise_weights(self, self.blocks)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits of each next token."""
-        x = self.tokens(input_ids) + first(self.positions, input_ids.shape[1])
+        x = self.tokens(input_ids) + position_embeddings(self.positions, input_ids.shape[1])
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x)
@@ -135,30 +135,32 @@ class TextClassifier(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(sequence, width)
-        self.neighbours = nn.Conv1d(width, width, NEIGHBOURHOOD, padding=NEIGHBOURHOOD // 2)
+        self.neighbours = nn.Conv1d(width, width, KERNEL_SIZE, padding=KERNEL_SIZE // 2)
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.blocks = nn.ModuleList(Block(width, heads, dropout, False) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
-        initialise(self, self.blocks)
+        initialise_weights(self, self.blocks)
         # not tied to an output, so they need not be small, and the convolution needs a signal
         nn.init.normal_(self.tokens.weight)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits or regression values, [batch, classes]."""
         x = self.tokens(input_ids)
-        seen = keys = None
+        token_mask = key_mask = None
         if attention_mask is not None:
-            seen = attention_mask.bool().unsqueeze(-1)  # [batch, sequence, 1]
-            x = x * seen  # padding is 0, as beyond the text
+            token_mask = attention_mask.bool().unsqueeze(-1)  # [batch, sequence, 1]
+            x = x * token_mask  # padding is 0, as beyond the text
             # without any key softmax would give NaN: an empty text attends to its padding, which
             # the pooling below leaves out
-            keys = (seen | ~seen.any(1, keepdim=True)).mT.unsqueeze(1)  # [batch, head, query, key]
-        near = self.neighbours(x.transpose(1, 2)).transpose(1, 2)
-        x = self.dropout(x + F.gelu(near) + first(self.positions, input_ids.shape[1]))
+            is_empty = ~token_mask.any(1, keepdim=True)
+            key_mask = (token_mask | is_empty).mT.unsqueeze(1)  # [batch, head, query, key]
+        mixed = self.neighbours(x.transpose(1, 2)).transpose(1, 2)
+        positions = position_embeddings(self.positions, input_ids.shape[1])
+        x = self.dropout(x + F.gelu(mixed) + positions)
         for block in self.blocks:
-            x = block(x, keys)
+            x = block(x, key_mask)
         x = self.norm(x)
-        if seen is None:
+        if token_mask is None:
             return self.head(x.mean(1))  # type: ignore[no-any-return]
-        return self.head((x * seen).sum(1) / seen.sum(1).clamp(min=1))  # type: ignore[no-any-return]
+        return self.head((x * token_mask).sum(1) / token_mask.sum(1).clamp(min=1))  # type: ignore[no-any-return]

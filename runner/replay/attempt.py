@@ -9,13 +9,13 @@ from typing import Any
 from runner.captures.reader import Capture
 from runner.data.batch import Batch
 from runner.record.text import shorten
-from runner.replay.findings import Attempt, bad_state
+from runner.replay.findings import Attempt, non_finite_state
 from runner.training.run import Run
 from runner.training.step import make_step
 
-OF_STATE = ("weights", "buffers")  # kinds of faults whose loss may be finite
-STILL = 0.5  # share of the recorded value above which it still counts as a spike
-SAME = 1e-3  # relative tolerance for another order of summation
+STATE_KINDS = ("weights", "buffers")  # kinds of faults whose loss may be finite
+SPIKE_SHARE = 0.5  # share of the recorded value above which it still counts as a spike
+TOLERANCE = 1e-3  # relative tolerance for another order of summation
 
 
 def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
@@ -25,19 +25,19 @@ def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
     """
     attempt = Attempt()
     run.model.train()
-    undone = False
+    skipped = False
     try:
         step, _ = make_step(run, batch)
     except Exception as error:
         attempt.error = error_line(error)
     else:
         attempt.loss, attempt.grad_norm = float(step.loss), float(step.grad_norm)
-        undone = bool(step.skipped)  # buffers were then restored too
+        skipped = bool(step.skipped)  # buffers were then restored too
     if attempt.error and not _is_exception(capture):
         attempt.failed, attempt.error = f"the step raised {attempt.error}", ""
     attempt.bad = not attempt.failed and _is_bad(attempt, capture)
-    if capture.manifest.kind in OF_STATE:
-        attempt.bad = attempt.bad or undone or bool(bad_state(run.model))
+    if capture.manifest.kind in STATE_KINDS:
+        attempt.bad = attempt.bad or skipped or bool(non_finite_state(run.model))
     attempt.techniques = [name for name, _ in run.techniques if name not in run.fallen]
     attempt.notes = _technique_choices(run)
     return attempt
@@ -46,12 +46,12 @@ def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
 def is_spike(capture: Capture) -> bool:
     """Whether the step was captured as a spike: finite but too large."""
     numbers = (capture.loss, capture.grad_norm)
-    other = _is_exception(capture) or capture.manifest.kind in OF_STATE
+    other = _is_exception(capture) or capture.manifest.kind in STATE_KINDS
     return not other and None not in numbers and _are_finite(*numbers)
 
 
-def is_same(attempt: Attempt, capture: Capture) -> bool:
-    """Whether the numbers equal the recorded ones, within `SAME`."""
+def has_same_numbers(attempt: Attempt, capture: Capture) -> bool:
+    """Whether the numbers equal the recorded ones, within `TOLERANCE`."""
     if _is_exception(capture):
         kind = attempt.error.partition(":")[0]
         return bool(kind) and kind in capture.manifest.message
@@ -73,7 +73,7 @@ def _is_bad(attempt: Attempt, capture: Capture) -> bool:
         return not _are_finite(attempt.loss, attempt.grad_norm)
     pairs = ((attempt.loss, capture.loss), (attempt.grad_norm, capture.grad_norm))
     return all(
-        now is None or then is None or not math.isfinite(now) or now >= STILL * then
+        now is None or then is None or not math.isfinite(now) or now >= SPIKE_SHARE * then
         for now, then in pairs
     )
 
@@ -92,16 +92,16 @@ def _is_close(now: float | None, then: float | None) -> bool:
         return now is then
     if not _are_finite(now, then):
         return str(now) == str(then)
-    return math.isclose(now, then, rel_tol=SAME, abs_tol=1e-12)
+    return math.isclose(now, then, rel_tol=TOLERANCE, abs_tol=1e-12)
 
 
 def _technique_choices(run: Run) -> dict[str, str]:
     """Return each technique's dtype, kernel or mode, for the verdict."""
     choices: Mapping[str, Any] = {choice.key: choice.value for choice in run.choices}
-    notes: dict[str, str] = {}
+    by_technique: dict[str, str] = {}
     for name, technique in run.techniques:
         for field in ("mode", "kernel", "dtype"):
             value = choices.get(f"optimization.{name}.{field}", vars(technique).get(field))
             if value is not None:
-                notes[name] = str(getattr(value, "value", value))
-    return notes
+                by_technique[name] = str(getattr(value, "value", value))
+    return by_technique

@@ -11,10 +11,10 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from runner.debug.source_line import Line
+from runner.debug.source_line import SourceLine
 
 FINITE, INF, NAN = 0, 1, 2
-GROWN = 1e3  # initial weights are around 1; those of a learning model stay below 100
+LARGE_WEIGHT = 1e3  # initial weights are around 1; those of a learning model stay below 100
 
 
 class StepPhase(Enum):
@@ -68,7 +68,7 @@ class Cause:
     module: str = ""  # dotted name; empty: the root model, or none
     kind: str = ""  # the module's class
     operation: str = ""
-    line: Line | None = None
+    line: SourceLine | None = None
     inputs: list[TensorStats] = field(default_factory=list)  # of the module
     outputs: list[TensorStats] = field(default_factory=list)  # of the operation, or a gradient's
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order
@@ -141,18 +141,18 @@ class Replay:
 # -- statistics of a tensor -------------------------------------------------------------------
 
 
-def level(tensor: Tensor) -> int:
+def finiteness(tensor: Tensor) -> int:
     """Return FINITE, INF or NAN; integers are always finite."""
-    values = _values(tensor)
+    values = _float_values(tensor)
     if values is None or bool(torch.isfinite(values).all()):
         return FINITE
     return NAN if bool(torch.isnan(values).any()) else INF
 
 
-def stats(name: str, tensor: Tensor) -> TensorStats:
+def tensor_stats(name: str, tensor: Tensor) -> TensorStats:
     """Return shape, dtype, and statistics of the finite values."""
     result = TensorStats(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    values = _values(tensor)
+    values = _float_values(tensor)
     if values is None:
         if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
             return result
@@ -167,23 +167,23 @@ def stats(name: str, tensor: Tensor) -> TensorStats:
     return result
 
 
-def size(tensor: Tensor) -> float:
+def rms(tensor: Tensor) -> float:
     """Return the root mean square; 0 for integers."""
-    values = _values(tensor)
+    values = _float_values(tensor)
     if values is None or not values.numel():
         return 0.0
     return float(values.abs().float().square().mean().sqrt())
 
 
-def bad_samples(tensor: Tensor) -> list[int]:
+def non_finite_samples(tensor: Tensor) -> list[int]:
     """Return the indices of rows with non-finite values."""
-    values = _values(tensor)
+    values = _float_values(tensor)
     if values is None or values.ndim == 0 or tensor.is_sparse or not len(values):
         return []
     return [int(i) for i in (~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero()]
 
 
-def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
+def non_finite_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
     """Return (name, module name, statistics) of parameters and buffers with NaN or Inf.
 
     A buffer with only -Inf is a mask and healthy, except in a norm layer.
@@ -192,27 +192,27 @@ def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
     for owner, module in model.named_modules():
         norm = isinstance(module, nn.modules.batchnorm._NormBase)
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or level(tensor) == FINITE:
+            if tensor is None or finiteness(tensor) == FINITE:
                 continue
             parameter = name in module._parameters
             if parameter or norm or bool((tensor.isnan() | (tensor == torch.inf)).any()):
-                what = name if parameter else f"buffer {name}"
-                bad.append((what, owner, stats(name, tensor)))
+                label = name if parameter else f"buffer {name}"
+                bad.append((label, owner, tensor_stats(name, tensor)))
     return bad
 
 
 def largest_weight(model: nn.Module) -> str:
-    """Describe the largest weight if it exceeds `GROWN`; else ""."""
-    largest, text = GROWN, ""
+    """Describe the largest weight if it exceeds `LARGE_WEIGHT`; else ""."""
+    largest, text = LARGE_WEIGHT, ""
     for name, parameter in model.named_parameters():
-        values = _values(parameter)
-        most = 0.0 if values is None or not values.numel() else float(values.abs().max())
-        if most > largest:  # False for NaN
-            largest, text = most, f"{name} is up to {most:.2g}"
+        values = _float_values(parameter)
+        magnitude = 0.0 if values is None or not values.numel() else float(values.abs().max())
+        if magnitude > largest:  # False for NaN
+            largest, text = magnitude, f"{name} is up to {magnitude:.2g}"
     return text
 
 
-def _values(tensor: Tensor) -> Tensor | None:
+def _float_values(tensor: Tensor) -> Tensor | None:
     """Return the values that may be NaN, detached; None if none can be."""
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return None

@@ -15,7 +15,7 @@ from runner.captures.reader import Capture
 from runner.config import RunConfig
 from runner.data.batch import Batch
 from runner.masking import masked
-from runner.replay.attempt import is_same, is_spike
+from runner.replay.attempt import has_same_numbers, is_spike
 from runner.replay.findings import (
     Attempt,
     Blame,
@@ -27,27 +27,27 @@ from runner.replay.findings import (
 )
 from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import explain_spike
-from runner.replay.trace import bad_weights, trace_compiled, trace_step
+from runner.replay.trace import find_bad_weights, trace_compiled, trace_step
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
-Make = Callable[[Collection[str]], Attempt]
+MakeAttempt = Callable[[Collection[str]], Attempt]
 """Makes the step without the named techniques."""
 
-MOST = 30  # attempts: all off, each alone, then one after another
-SUSPICION = (
+MAX_ATTEMPTS = 30  # attempts: all off, each alone, then one after another
+SEARCH_ORDER = (
     "amp whole_step compile chunked_loss attention recompute fused_optimizer cuda_graphs tf32 "
     "channels_last accumulation system"
 ).split()
 """Order in which techniques are switched off, after user-defined ones."""
-HARMLESS = ("pipeline", "quantization")
+OUTSIDE_THE_STEP = ("pipeline", "quantization")
 """Techniques that are not part of a step: prefetching, and quantization after training."""
-COMPILING = ("whole_step", "compile", "cuda_graphs")
-TYPES = {"bf16": "bfloat16", "fp16": "float16"}
-ELSEWHERE = "the cause is in the model, the data or the weights"
-REWRITING = ("chunked_loss", "recompute")  # they run modules in another way than written
-BAD = 3  # exit code of the script if the step is bad; 1 is an uncaught exception
+COMPILING_TECHNIQUES = ("whole_step", "compile", "cuda_graphs")
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+NO_TECHNIQUE = "the cause is in the model, the data or the weights"
+REWRITING_TECHNIQUES = ("chunked_loss", "recompute")  # they run modules in another way than written
+BAD_EXIT_CODE = 3  # exit code of the script if the step is bad; 1 is an uncaught exception
 SCRIPT = '''"""Makes a captured step again: exits with {bad} if it is bad, with 0 if it is not.
 
 Usage: python reproduce.py [folder of the capture]
@@ -78,39 +78,39 @@ class Investigation:
 
     capture: Capture
     folder: Path  # for reproduce.py
-    attempt: Make  # makes the step in its own process
+    make_attempt: MakeAttempt  # makes the step in its own process
     trusted: Sequence[str] = ()
-    attribute: bool = True
-    seconds: float = 1800.0  # budget for the technique search
-    origin: Path | None = None  # place of the capture in its run, if this is a copy
+    searches_techniques: bool = True
+    budget_s: float = 1800.0  # budget for the technique search
+    original_path: Path | None = None  # place of the capture in its run, if this is a copy
     techniques: list[str] = field(default_factory=list)  # of the run, by name
 
     def investigate(self) -> Replay:
         """Repeat the step, find the technique to blame, trace the step, and write the script."""
         capture, manifest = self.capture, self.capture.manifest
         log.info("replay: step %d of %s, unchanged", manifest.step, manifest.name)
-        as_it_was = self.attempt(())
-        self.techniques = as_it_was.techniques or self._enabled()
+        baseline = self.make_attempt(())
+        self.techniques = baseline.techniques or self._enabled()
         blame = None
-        if self.attribute and as_it_was.bad and not self._starts_bad():
-            blame = TechniqueSearch(as_it_was, self.attempt, seconds=self.seconds).blame()
-        cause, seen, without = self._trace(blame)
-        within = [i for i in cause.samples if i < len(capture.samples)]
+        if self.searches_techniques and baseline.bad and not self._has_bad_weights():
+            blame = TechniqueSearch(baseline, self.make_attempt, seconds=self.budget_s).search()
+        cause, label, without = self._trace(blame)
+        known_samples = [i for i in cause.samples if i < len(capture.samples)]
         replay = Replay(
-            capture=str((self.origin or capture.path).absolute()),
+            capture=str((self.original_path or capture.path).absolute()),
             run=manifest.name,
             step=manifest.step,
             kind=manifest.kind,
             message=manifest.message,
             loss=capture.loss,
             grad_norm=capture.grad_norm,
-            attempt=as_it_was,
-            reproduced=as_it_was.bad,
-            same=is_same(as_it_was, capture),
+            attempt=baseline,
+            reproduced=baseline.bad,
+            same=has_same_numbers(baseline, capture),
             found=cause,
-            seen=seen,
+            seen=label,
             blame=blame,
-            samples=[int(capture.samples[i]) for i in within],
+            samples=[int(capture.samples[i]) for i in known_samples],
         )
         replay.advice = advice(replay)
         self._write_script(replay, without)
@@ -124,17 +124,17 @@ class Investigation:
     def _config(self) -> RunConfig:
         return config_of(self.capture, self.trusted)
 
-    def _starts_bad(self) -> bool:
+    def _has_bad_weights(self) -> bool:
         """Whether weights were non-finite before the step, so that an earlier step is at fault."""
-        with reopened(self.capture, trusted=self.trusted, without=COMPILING) as (run, _):
-            return bad_weights(run.model) is not None
+        with reopened(self.capture, trusted=self.trusted, without=COMPILING_TECHNIQUES) as (run, _):
+            return find_bad_weights(run.model) is not None
 
     def _trace(self, blame: Blame | None) -> tuple[Cause, str, list[str]]:
         """Trace the plainest run that is still bad; return cause, its techniques, those off."""
-        cause, seen, without = Cause(StepPhase.nowhere, ""), "", list[str]()
-        for without in self._plans(blame):
+        cause, label, without = Cause(StepPhase.nowhere, ""), "", list[str]()
+        for without in self._sets_to_disable(blame):
             # uncompiled first, since operations in compiled code cannot be traced
-            off = {*without, *(name for name in self.techniques if name in COMPILING)}
+            off = {*without, *(name for name in self.techniques if name in COMPILING_TECHNIQUES)}
             with reopened(self.capture, trusted=self.trusted, without=off) as (run, batch):
                 log.info("replay: checking every operation of the step")
                 if is_spike(self.capture):
@@ -145,12 +145,12 @@ class Investigation:
                         cause = trace_compiled(run, batch)
                 cause.grown = largest_weight(run.model)
                 names = ", ".join(name for name, _ in run.techniques if name in self.techniques)
-            seen = f"the step with {names}" if names else "the step without any technique"
+            label = f"the step with {names}" if names else "the step without any technique"
             if cause.phase is not StepPhase.nowhere:
                 break
-        return cause, seen, without
+        return cause, label, without
 
-    def _plans(self, blame: Blame | None) -> list[list[str]]:
+    def _sets_to_disable(self, blame: Blame | None) -> list[list[str]]:
         """Return sets of techniques to switch off, in order of preference.
 
         User-defined techniques stay on, since the optimizer's state may depend on them.
@@ -161,7 +161,7 @@ class Investigation:
             return [[name for name in names if name not in blame.needed]]
         if blame is not None and blame.trials and blame.trials[0].attempt.bad:
             return [names]
-        rewriting = [name for name in names if name in REWRITING]
+        rewriting = [name for name in names if name in REWRITING_TECHNIQUES]
         return [rewriting, []] if rewriting else [[]]
 
     def _healthy_batch(self, run: Run) -> Batch | None:
@@ -189,11 +189,11 @@ def write_script(
     folder: Path, capture: Path, finding: str, trusted: Sequence[str], without: Sequence[str]
 ) -> Path:
     """Write `reproduce.py`; all values from the capture are quoted literals."""
-    own = (sys.prefix + os.sep, sys.base_prefix + os.sep)
-    paths = [os.path.abspath(p) for p in sys.path if not os.path.abspath(p).startswith(own)]
+    excluded = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    paths = [os.path.abspath(p) for p in sys.path if not os.path.abspath(p).startswith(excluded)]
     path = folder / "reproduce.py"
     text = SCRIPT.format(
-        bad=BAD,
+        bad=BAD_EXIT_CODE,
         paths=paths,
         finding=finding,
         capture=str(capture.absolute()),
@@ -223,8 +223,8 @@ def advice(replay: Replay) -> list[str]:
         rows = ", ".join(map(str, replay.samples[:10]))
         steps.append(f"Samples {rows} of the data set stand out.")
     if cause.grown and cause.phase not in (StepPhase.input, StepPhase.weights):
-        slower = "lower optimizer.lr, and keep stability.clip_norm on"
-        steps.append(f"The weights have grown: {cause.grown}. An update was too large: {slower}.")
+        remedy = "lower optimizer.lr, and keep stability.clip_norm on"
+        steps.append(f"The weights have grown: {cause.grown}. An update was too large: {remedy}.")
     elif cause.phase is StepPhase.spike:
         steps.append("Lower stability.clip_norm or optimizer.lr.")
     elif cause.phase is StepPhase.norm:
@@ -235,86 +235,94 @@ def advice(replay: Replay) -> list[str]:
 # -- the technique search ----------------------------------------------------------------------
 
 
-class _Spent(Exception):
+class _LimitReached(Exception):
     """The limit of attempts or time is reached."""
 
 
 class TechniqueSearch:
-    """Tries sets of techniques, each at most once, and at most `most` in total."""
+    """Tries sets of techniques, each at most once, and at most `max_attempts` in total."""
 
-    def __init__(self, as_it_was: Attempt, make: Make, most: int = MOST, seconds: float = 1800.0):
-        self.as_it_was, self.make, self.most = as_it_was, make, most
-        self.until = time.monotonic() + seconds
+    def __init__(
+        self,
+        baseline: Attempt,
+        make_attempt: MakeAttempt,
+        max_attempts: int = MAX_ATTEMPTS,
+        seconds: float = 1800.0,
+    ):
+        self.baseline, self.make_attempt, self.max_attempts = baseline, make_attempt, max_attempts
+        self.deadline = time.monotonic() + seconds
         self.trials: list[ReplayTrial] = []
-        self.known: dict[frozenset[str], Attempt] = {}
-        taken = [name for name in as_it_was.techniques if name not in HARMLESS]
-        self.names = sorted(taken, key=lambda name: (_rank(name), name))
+        self.attempts: dict[frozenset[str], Attempt] = {}
+        candidates = [name for name in baseline.techniques if name not in OUTSIDE_THE_STEP]
+        self.names = sorted(candidates, key=lambda name: (_search_rank(name), name))
 
-    def blame(self) -> Blame:
+    def search(self) -> Blame:
         """Search for the techniques to blame, and return the verdict."""
         if not self.names:
-            return self._end(f"no technique was active: {ELSEWHERE}")
-        everything = self.try_without(self.names)
-        if everything.failed:
-            return self._end(f"not known: with all techniques off, {everything.failed}")
-        if everything.bad:
-            return self._end(
-                f"no technique is the cause: with all of them off the step is bad, too; {ELSEWHERE}"
-            )
-        alone: list[str] = []
+            return self._build_blame(f"no technique was active: {NO_TECHNIQUE}")
+        all_off = self.try_without(self.names)
+        if all_off.failed:
+            return self._build_blame(f"not known: with all techniques off, {all_off.failed}")
+        if all_off.bad:
+            verdict = "no technique is the cause: with all of them off the step is bad, too"
+            return self._build_blame(f"{verdict}; {NO_TECHNIQUE}")
+        single_causes: list[str] = []
         culprits = self.names
         try:
             for name in self.names:
-                alone += [name] if self._is_good([name]) else []
-            if not alone:
+                single_causes += [name] if self._is_good([name]) else []
+            if not single_causes:
                 for name in reversed(self.names):
-                    rest = [other for other in culprits if other != name]
-                    culprits = rest if rest and self._is_good(rest) else culprits
-        except _Spent:
-            if not alone:
-                named = self._named(culprits)
-                return self._end(f"one or more of {named}: not narrowed down further", culprits)
-        culprits = alone[:1] or culprits
-        return self._end(self._words(culprits, alone), culprits, alone)
+                    fewer = [other for other in culprits if other != name]
+                    culprits = fewer if fewer and self._is_good(fewer) else culprits
+        except _LimitReached:
+            if not single_causes:
+                verdict = f"one or more of {self._join_names(culprits)}: not narrowed down further"
+                return self._build_blame(verdict, culprits)
+        culprits = single_causes[:1] or culprits
+        verdict = self._verdict_text(culprits, single_causes)
+        return self._build_blame(verdict, culprits, single_causes)
 
     def try_without(self, off: Collection[str]) -> Attempt:
-        """Make the step without these techniques; raises _Spent if the limit is reached."""
+        """Make the step without these techniques; raises _LimitReached if the limit is reached."""
         key = frozenset(off)
-        if key not in self.known:
-            if len(self.trials) >= self.most or time.monotonic() > self.until:
-                raise _Spent
+        if key not in self.attempts:
+            if len(self.trials) >= self.max_attempts or time.monotonic() > self.deadline:
+                raise _LimitReached
             log.info("replay: the step without %s", " and ".join(sorted(off)))
-            self.known[key] = self.make(sorted(off))
-            self.trials.append(ReplayTrial(sorted(off), self.known[key]))
-        return self.known[key]
+            self.attempts[key] = self.make_attempt(sorted(off))
+            self.trials.append(ReplayTrial(sorted(off), self.attempts[key]))
+        return self.attempts[key]
 
     def _is_good(self, off: Collection[str]) -> bool:
         attempt = self.try_without(off)
         return not attempt.bad and not attempt.failed
 
-    def _words(self, culprits: list[str], alone: list[str]) -> str:
-        if len(alone) > 1:
-            return f"{self._named(alone)} together: without either one the step is good"
+    def _verdict_text(self, culprits: list[str], single_causes: list[str]) -> str:
+        names = self._join_names(single_causes if len(single_causes) > 1 else culprits)
+        if len(single_causes) > 1:
+            return f"{names} together: without either one the step is good"
         if len(culprits) == 1:
-            return self._named(culprits)
-        if set(culprits) <= set(COMPILING):
-            return f"{self._named(culprits)}: both compile the model, and the compiled step is bad"
-        return f"{self._named(culprits)}: the step is good only without all of them"
+            return names
+        if set(culprits) <= set(COMPILING_TECHNIQUES):
+            return f"{names}: both compile the model, and the compiled step is bad"
+        return f"{names}: the step is good only without all of them"
 
-    def _named(self, names: list[str]) -> str:
+    def _join_names(self, names: list[str]) -> str:
         """Join technique names with their dtype or kernel."""
 
         def label(name: str) -> str:
-            note = self.as_it_was.notes.get(name, "")
-            return name if note in ("", "auto", "default") else f"{name} ({TYPES.get(note, note)})"
+            note = self.baseline.notes.get(name, "")
+            dtype = "" if note in ("", "auto", "default") else f" ({DTYPE_NAMES.get(note, note)})"
+            return f"{name}{dtype}"
 
         return " and ".join(map(label, names))
 
-    def _end(
-        self, verdict: str, culprits: Collection[str] = (), alone: Collection[str] = ()
+    def _build_blame(
+        self, verdict: str, culprits: Collection[str] = (), single_causes: Collection[str] = ()
     ) -> Blame:
-        return Blame(verdict, list(culprits), list(alone or culprits), self.trials)
+        return Blame(verdict, list(culprits), list(single_causes or culprits), self.trials)
 
 
-def _rank(name: str) -> int:
-    return SUSPICION.index(name) if name in SUSPICION else -1
+def _search_rank(name: str) -> int:
+    return SEARCH_ORDER.index(name) if name in SEARCH_ORDER else -1

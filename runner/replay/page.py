@@ -15,7 +15,7 @@ from runner.record.markdown import code, escape, table
 from runner.record.text import json_safe
 from runner.replay.findings import Ratio, Replay, StepPhase, TensorStats
 
-SHOWN = 8  # rows of a table
+MAX_ROWS = 8  # rows of a table
 HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
 
 
@@ -44,7 +44,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
         ("operation", cause.operation),
         ("line", f"{cause.line}  {cause.line.source.strip()}" if cause.line else ""),
         ("gradients", f"{not_finite}{first}"),
-        ("samples", f"{_some(replay.samples)} of the data set" if replay.samples else ""),
+        ("samples", f"{_list_numbers(replay.samples)} of the data set" if replay.samples else ""),
         ("looked at", replay.seen),
         ("technique", technique),
         *(("note", note) for note in cause.notes),
@@ -81,7 +81,7 @@ def markdown(replay: Replay) -> str:
         (
             "Trials",
             ("switched off", "the step is", "loss", "gradient norm"),
-            [(" and ".join(t.off), *_outcome(t.attempt)) for t in trials],
+            [(" and ".join(t.off), *_attempt_cells(t.attempt)) for t in trials],
         ),
     ):
         parts += [f"## {title}", table(heading, rows)] if rows else []
@@ -102,20 +102,20 @@ def reproduced(replay: Replay) -> str:
     return f"{answer}: {attempt.error or numbers}"
 
 
-def _outcome(attempt: Any) -> tuple[str, str, str]:
+def _attempt_cells(attempt: Any) -> tuple[str, str, str]:
     verdict = attempt.failed or ("bad" if attempt.bad else "good")
     return verdict, metric(attempt.loss), metric(attempt.grad_norm)
 
 
 def _tensor_rows(replay: Replay) -> list[tuple[str, ...]]:
     inputs = [
-        _row(s, s.name if s.name.startswith("input") else f"input: {s.name}")
-        for s in replay.found.inputs[:SHOWN]
+        _tensor_row(s, s.name if s.name.startswith("input") else f"input: {s.name}")
+        for s in replay.found.inputs[:MAX_ROWS]
     ]
-    return inputs + [_row(s, s.name) for s in replay.found.outputs[:SHOWN]]
+    return inputs + [_tensor_row(s, s.name) for s in replay.found.outputs[:MAX_ROWS]]
 
 
-def _row(s: TensorStats, name: str) -> tuple[str, ...]:
+def _tensor_row(s: TensorStats, name: str) -> tuple[str, ...]:
     shape = "x".join(map(str, s.shape)) or "scalar"
     numbers = (s.minimum, s.maximum, s.mean, s.std)
     dtype = s.dtype.replace("bfloat16", "bf16").replace("float", "fp")
@@ -123,8 +123,8 @@ def _row(s: TensorStats, name: str) -> tuple[str, ...]:
 
 
 def _ratio_rows(ratios: Sequence[Ratio]) -> list[tuple[str, ...]]:
-    return [(r.name, *map(metric, (r.bad, r.healthy, r.times))) for r in ratios[:SHOWN]]
+    return [(r.name, *map(metric, (r.bad, r.healthy, r.times))) for r in ratios[:MAX_ROWS]]
 
 
-def _some(numbers: Sequence[int]) -> str:
+def _list_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:10])) + (" …" if len(numbers) > 10 else "")

@@ -60,31 +60,31 @@ def reopened(
     *,
     without: Collection[str] = (),
     trusted: Sequence[str] = (),
-    given: Components | None = None,
+    components: Components | None = None,
 ) -> Iterator[tuple[Run, Batch]]:
     """Yield the run right before the bad step, and its batch on the device; nothing is written.
 
     `forward_backward(run, batch)` computes the original loss and gradients, bit-equal on the same
     machine if Python's and NumPy's generators are not used in between. Techniques in `without` are
-    off; the weights are those from training with all of them. `given` are components that the
+    off; the weights are those from training with all of them. `components` are those that the
     original program created. Raises CheckpointError, and errors of `build`.
     """
-    missing = [name for name in capture.manifest.given if getattr(given, name, None) is None]
+    missing = [name for name in capture.manifest.given if getattr(components, name, None) is None]
     if missing:
         raise UsageError(
             f"{capture.path}: this run used its program's own "
             f"{', '.join(missing)}; open the capture in that program: "
-            "runner.replay.reopen.reopened(capture, given=Components(…))"
+            "runner.replay.reopen.reopened(capture, components=Components(…))"
         )
     config = config_of(capture, trusted)
-    capture = _as_it_was(capture, config, given)
+    capture = _recompute_state(capture, config, components)
     if without:
         names = {name for name, technique in config.optimization.techniques() if technique.enabled}
         names |= {target.rpartition(".")[2] for target in config.optimization.extra}
         config = only(config, names - set(without))
-    with _built(capture, config, given) as run:
+    with _build_run(capture, config, components) as run:
         _load_state(run, capture)
-        yield run, _placed(run, capture.batch)
+        yield run, _move_batch(run, capture.batch)
 
 
 def with_weights(capture: Capture, folder: Path, trusted: Sequence[str] = ()) -> Capture:
@@ -94,24 +94,26 @@ def with_weights(capture: Capture, folder: Path, trusted: Sequence[str] = ()) ->
     """
     if capture.as_it_was or capture.manifest.checkpoint is None:
         return capture
-    whole = _as_it_was(capture, config_of(capture, trusted), None)
-    apart = ("path", "manifest", "model", "policy")
-    state = {f.name: getattr(whole, f.name) for f in fields(Capture) if f.name not in apart}
-    return open_capture(folder / write_capture(folder, whole.manifest, whole.model or {}, state))
+    complete = _recompute_state(capture, config_of(capture, trusted), None)
+    separate = ("path", "manifest", "model", "policy")
+    names = [f.name for f in fields(Capture) if f.name not in separate]
+    state = {name: getattr(complete, name) for name in names}
+    path = write_capture(folder, complete.manifest, complete.model or {}, state)
+    return open_capture(folder / path)
 
 
-def _built(
-    capture: Capture, config: RunConfig, given: Components | None
+def _build_run(
+    capture: Capture, config: RunConfig, components: Components | None
 ) -> AbstractContextManager[Run]:
     """Build the run with its recorded choices, without output or initial weights."""
     config = quiet(config)
     config.checkpoint.resume = "none"
     config.model.weights, config.model.weights_except = None, []  # the capture has its own
     choices = {"data.split": "random", **capture.manifest.choices}  # default of older captures
-    return build(config, given=replace(given or Components(), choices=choices))
+    return build(config, given=replace(components or Components(), choices=choices))
 
 
-def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) -> Capture:
+def _recompute_state(capture: Capture, config: RunConfig, components: Components | None) -> Capture:
     """Return the capture in the state before the step, repeating earlier steps if needed."""
     if capture.as_it_was or capture.manifest.checkpoint is None:
         if not capture.as_it_was:
@@ -121,9 +123,9 @@ def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) ->
     checkpoint = capture.checkpoint()
     state = checkpoint.state
     if checkpoint.step < capture.remedy < capture.step:
-        what = "a fault was handled, which repeating the steps omits"
-        log.warning("%s: after step %d %s", capture.path, capture.remedy, what)
-    with _built(capture, config, given) as run:
+        problem = "a fault was handled, which repeating the steps omits"
+        log.warning("%s: after step %d %s", capture.path, capture.remedy, problem)
+    with _build_run(capture, config, components) as run:
         load_weights(run, checkpoint.path, checkpoint.model, state["update"])
         run.progress = Progress(**state["progress"])
         run.guardian.load(state["stability"], checkpoint.step)  # a lowered learning rate
@@ -134,8 +136,9 @@ def _as_it_was(capture: Capture, config: RunConfig, given: Components | None) ->
             run.trials.enter(run, checkpoint.step + 1)
         _run_steps(run, capture)
         model, update = run.model.state_dict(), run.update.state()
-        rest = {"update": update, "buffers": _unsaved(run.model, model), "random": random_state()}
-        copied = Copier(reuse=False).take(model, rest)
+        buffers = _unsaved_buffers(run.model, model)
+        other_state = {"update": update, "buffers": buffers, "random": random_state()}
+        copied = Copier(reuse=False).take(model, other_state)
     manifest = replace(capture.manifest, weights=CapturedWeights.then, checkpoint=None, files={})
     return replace(capture, manifest=manifest, model=copied.model, random_then=True, **copied.state)
 
@@ -159,12 +162,12 @@ def _load_state(run: Run, capture: Capture) -> None:
         raise CheckpointError(f"{capture.path}: has neither weights nor a checkpoint")
     run.model.train()
     # copied, since an optimizer updates loaded tensors in place
-    own = Copier(reuse=False).take(dict(capture.model), {"update": dict(capture.update)})
-    update = own.state["update"]
+    copied = Copier(reuse=False).take(dict(capture.model), {"update": dict(capture.update)})
+    update = copied.state["update"]
     if run.update.scale is None:  # without amp there is no loss scale
         update["scale"] = []
-    load_weights(run, capture.path, own.model, update)
-    for name, buffer in _unsaved(run.model, capture.model).items():
+    load_weights(run, capture.path, copied.model, update)
+    for name, buffer in _unsaved_buffers(run.model, capture.model).items():
         if name in capture.buffers:
             buffer.copy_(capture.buffers[name])
     run.progress = Progress(**{**deepcopy(dict(capture.progress)), "step": capture.step - 1})
@@ -173,12 +176,12 @@ def _load_state(run: Run, capture: Capture) -> None:
         run.trials.enter(run, capture.step)
 
 
-def _unsaved(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
-def _placed(run: Run, batch: Batch) -> Batch:
+def _move_batch(run: Run, batch: Batch) -> Batch:
     move = mover(run.device.torch, pin=False, aside=False)
-    for place in [*([move] if move else []), *run.placements]:
-        batch = place(batch)
+    for move_to in [*([move] if move else []), *run.placements]:
+        batch = move_to(batch)
     return batch

@@ -19,18 +19,18 @@ from runner.data.batch import Batch, call, count, rows
 from runner.data.nested import tensors
 from runner.data.order import mix
 from runner.models import modes
-from runner.replay.findings import Cause, Ratio, StepPhase, size, stats
-from runner.replay.trace import batch_tensors, label, leave, watch_gradients
+from runner.replay.findings import Cause, Ratio, StepPhase, rms, tensor_stats
+from runner.replay.trace import batch_tensors, discard_step, hook_gradients, module_label
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
-JUMP = 3.0  # ratio above which growth beyond the input's is reported
-LISTED = 10
-SAMPLES = 4096  # above this number, losses per sample are not computed
+GROWTH_LIMIT = 3.0  # ratio above which growth beyond the input's is reported
+MAX_LISTED = 10
+MAX_SAMPLES = 4096  # above this number, losses per sample are not computed
 
 
-class _Sizes:
-    """Sizes of inputs and outputs in order of execution, and gradients in backward order."""
+class _StepMagnitudes:
+    """RMS of inputs and outputs in order of execution, gradient norms in backward order."""
 
     def __init__(self, run: Run, batch: Batch) -> None:
         self.inputs: dict[str, float] = {}
@@ -39,22 +39,22 @@ class _Sizes:
         scale = 1.0 if run.update.scale is None else float(run.update.scale.value)
         run.model.train()
 
-        def note(name: str, gradient: Tensor) -> None:
-            self.gradients[name] = size(gradient) * math.sqrt(gradient.numel()) / scale
+        def record_gradient(name: str, gradient: Tensor) -> None:
+            self.gradients[name] = rms(gradient) * math.sqrt(gradient.numel()) / scale
 
         with ExitStack() as stack:
             for name, module in modes.hookable(run.model):
                 hook = module.register_forward_hook(self._measure(name), with_kwargs=True)
                 stack.callback(hook.remove)
-            watch_gradients(run.model, stack, note)
-            stack.callback(leave, run)
+            hook_gradients(run.model, stack, record_gradient)
+            stack.callback(discard_step, run)
             forward_backward(run, batch)
         self.losses = _sample_losses(run, batch)
 
     def _measure(self, name: str) -> Any:
         def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.inputs[name] = max(map(size, tensors((args, kwargs))), default=0.0)
-            self.outputs[name] = max(map(size, tensors(output)), default=0.0)
+            self.inputs[name] = max(map(rms, tensors((args, kwargs))), default=0.0)
+            self.outputs[name] = max(map(rms, tensors(output)), default=0.0)
 
         return measure
 
@@ -64,66 +64,69 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
 
     Without a healthy batch, parameters and samples are only ranked.
     """
-    bad = _Sizes(run, batch)
-    good = None if healthy is None else _Sizes(run, healthy)
+    bad = _StepMagnitudes(run, batch)
+    good = None if healthy is None else _StepMagnitudes(run, healthy)
     cause = Cause(StepPhase.spike, "loss and gradients are finite but large")
-    usual = median(good.losses.values()) if good and good.losses else None
-    slopes = good.gradients if good else {}
-    cause.gradients = [Ratio(n, x, slopes.get(n)) for n, x in _largest(bad.gradients)]
-    cause.losses = [Ratio(f"sample {i}", x, usual) for i, x in _largest(bad.losses)]
+    median_loss = median(good.losses.values()) if good and good.losses else None
+    healthy_gradients = good.gradients if good else {}
+    cause.gradients = [Ratio(n, x, healthy_gradients.get(n)) for n, x in _largest(bad.gradients)]
+    cause.losses = [Ratio(f"sample {i}", x, median_loss) for i, x in _largest(bad.losses)]
     cause.samples = _outliers(bad.losses)
     if good is None or healthy is None:
         cause.notes.append("no healthy batch to compare it with")
-    elif not _in_batch(batch, healthy, cause) and not _in_model(run.model, bad, good, cause):
+    elif not _blame_batch(batch, healthy, cause) and not _blame_model(run.model, bad, good, cause):
         cause.cause = "neither outputs nor gradients differ much from another batch's"
     return cause
 
 
-def _in_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
+def _blame_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
     """Whether an input or target tensor is too large, which is then the cause."""
-    usual = batch_tensors(healthy)
+    healthy_tensors = batch_tensors(healthy)
     for name, tensor in batch_tensors(batch).items():
-        times = _times(size(tensor), size(usual[name])) if name in usual else 1.0
-        if times > JUMP:
-            number = _two_digits(times)
+        healthy_tensor = healthy_tensors.get(name)
+        growth = 1.0 if healthy_tensor is None else _growth(rms(tensor), rms(healthy_tensor))
+        if growth > GROWTH_LIMIT:
+            number = _two_digits(growth)
             cause.cause = f"the batch itself: {name} is {number} times as large as in another"
-            cause.inputs = [stats(name, tensor)]
-            if tensor.ndim and len(tensor) == count(batch[1]) <= SAMPLES:
-                cause.samples = _outliers(dict(enumerate(map(size, tensor)))) or cause.samples
+            cause.inputs = [tensor_stats(name, tensor)]
+            if tensor.ndim and len(tensor) == count(batch[1]) <= MAX_SAMPLES:
+                cause.samples = _outliers(dict(enumerate(map(rms, tensor)))) or cause.samples
             return True
     return False
 
 
-def _in_model(model: nn.Module, bad: _Sizes, good: _Sizes, cause: Cause) -> bool:
+def _blame_model(
+    model: nn.Module, bad: _StepMagnitudes, good: _StepMagnitudes, cause: Cause
+) -> bool:
     """Whether a module's output or a gradient is too large, which is then set as the cause."""
     for name, output in bad.outputs.items():
-        grown = _times(output, good.outputs.get(name, 0.0))
-        before = _times(bad.inputs[name], good.inputs.get(name, 0.0))
-        if grown > JUMP * max(before, 1.0):
+        output_growth = _growth(output, good.outputs.get(name, 0.0))
+        input_growth = _growth(bad.inputs[name], good.inputs.get(name, 0.0))
+        if output_growth > GROWTH_LIMIT * max(input_growth, 1.0):
             cause.module = name
-            growth = f"returns {_two_digits(grown)} times its output for another batch"
-            growth += f", for an input {_two_digits(before)} times as large"
+            description = f"returns {_two_digits(output_growth)} times its output for another batch"
+            description += f", for an input {_two_digits(input_growth)} times as large"
             break
     else:
         for name, gradient in bad.gradients.items():  # in backward order
-            times = _times(gradient, good.gradients.get(name, 0.0))
-            if times > JUMP:
+            gradient_growth = _growth(gradient, good.gradients.get(name, 0.0))
+            if gradient_growth > GROWTH_LIMIT:
                 cause.module, cause.parameters = name.rpartition(".")[0], [name]
-                growth = f"has a gradient of {name} {_two_digits(times)} times that of another "
-                growth += "batch, and no module's output has grown"
+                description = f"has a gradient of {name} {_two_digits(gradient_growth)} times that "
+                description += "of another batch, and no module's output has grown"
                 break
         else:
             return False
     module = model.get_submodule(cause.module)
     cause.kind = type(module).__name__
-    cause.cause = f"{label(cause.module, module)} {growth}"
+    cause.cause = f"{module_label(cause.module, module)} {description}"
     return True
 
 
 def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
     """Return the loss per sample, from one forward; {} if it cannot be computed."""
     samples, losses = count(batch[1]), dict[int, float]()
-    if samples > SAMPLES:
+    if samples > MAX_SAMPLES:
         return {}
     run.device.reseed(mix(run.seed, run.progress.step + 1))
     run.update.begin()  # saves the buffers
@@ -133,8 +136,8 @@ def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
                 stack.enter_context(context())
             output = call(run.forward, batch[0])
             for i in range(samples):
-                one = slice(i, i + 1)
-                losses[i] = float(run.objective(rows(output, one), rows(batch[1], one)))
+                row = slice(i, i + 1)
+                losses[i] = float(run.objective(rows(output, row), rows(batch[1], row)))
     finally:
         run.update.abandon()
     complete = len(losses) == samples
@@ -142,16 +145,16 @@ def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
 
 
 def _largest(values: Mapping[Any, float]) -> list[tuple[Any, float]]:
-    return sorted(values.items(), key=lambda pair: -pair[1])[:LISTED]
+    return sorted(values.items(), key=lambda pair: -pair[1])[:MAX_LISTED]
 
 
 def _outliers(values: dict[int, float]) -> list[int]:
     """Return samples with values far above the median, largest first."""
     if not values:
         return []
-    middle = median(values.values())
-    spread = median(abs(x - middle) for x in values.values())
-    limit = middle + 20 * max(spread, 0.05 * abs(middle))
+    center = median(values.values())
+    spread = median(abs(x - center) for x in values.values())
+    limit = center + 20 * max(spread, 0.05 * abs(center))
     return [i for i, x in _largest(values) if x > limit]
 
 
@@ -159,5 +162,5 @@ def _two_digits(times: float) -> str:
     return f"{times:.1f}" if times < 10 else f"{float(f'{times:.2g}'):,.0f}"
 
 
-def _times(bad: float, good: float) -> float:
+def _growth(bad: float, good: float) -> float:
     return bad / good if good > 0 else 1.0

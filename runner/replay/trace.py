@@ -14,75 +14,82 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.data.batch import Batch, count
 from runner.data.nested import named_leaves
-from runner.debug.source_line import line_at, place_in_text, raising_line
+from runner.debug.source_line import location_in_trace, raising_line, read_source_line
 from runner.replay.attempt import error_line
-from runner.replay.findings import Cause, StepPhase, bad_samples, bad_state, level, stats
-from runner.replay.tracer import Event, Frame, Tracer, named
+from runner.replay.findings import (
+    Cause,
+    StepPhase,
+    finiteness,
+    non_finite_samples,
+    non_finite_state,
+    tensor_stats,
+)
+from runner.replay.tracer import ModuleFrame, NonFiniteEvent, Tracer, name_arguments
 from runner.techniques import compiler
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
-Watch = Callable[[Tracer], AbstractContextManager[None]]
+TrackModules = Callable[[Tracer], AbstractContextManager[None]]
 
 
-def trace_step(run: Run, batch: Batch, watch: Watch = Tracer.watching) -> Cause:
+def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.track_modules) -> Cause:
     """Make the step with every operation traced, then restore the run.
 
-    The phase is `nowhere` if loss and gradients are finite. `watch` is a context around the step in
-    which the tracer learns which module runs.
+    The phase is `nowhere` if loss and gradients are finite. `track_modules` is a context around the
+    step in which the tracer learns which module runs.
     """
-    older = bad_weights(run.model)
-    if older is not None:
-        return older
+    cause = find_bad_weights(run.model)
+    if cause is not None:
+        return cause
     run.model.train()
     tracer = Tracer(run.model, batch_tensors(batch))
-    bad: list[str] = []  # parameters with a bad gradient, in backward order
+    bad_gradients: list[str] = []  # parameters with a bad gradient, in backward order
 
-    def note(name: str, gradient: Tensor) -> None:
-        if level(gradient) and name not in bad:
-            bad.append(name)
+    def record_gradient(name: str, gradient: Tensor) -> None:
+        if finiteness(gradient) and name not in bad_gradients:
+            bad_gradients.append(name)
 
     try:
         with ExitStack() as stack:
-            watch_gradients(run.model, stack, note)
-            stack.enter_context(watch(tracer))
+            hook_gradients(run.model, stack, record_gradient)
+            stack.enter_context(track_modules(tracer))
             stack.enter_context(tracer)
             step = forward_backward(run, batch)
-        return _find(run, batch, tracer, step.loss, step.grad_norm, bad)
+        return _find_cause(run, batch, tracer, step.loss, step.grad_norm, bad_gradients)
     except Exception as error:
-        return _exception(error, tracer)
+        return _exception_cause(error, tracer)
     finally:
-        leave(run)
+        discard_step(run)
 
 
-def leave(run: Run) -> None:
+def discard_step(run: Run) -> None:
     """Restore the buffers and clear the gradients."""
     run.update.abandon()
     for parameter in run.model.parameters():
         parameter.grad = None
 
 
-def watch_gradients(
-    model: nn.Module, stack: ExitStack, note: Callable[[str, Tensor], object]
+def hook_gradients(
+    model: nn.Module, stack: ExitStack, record: Callable[[str, Tensor], object]
 ) -> None:
-    """Call `note(name, gradient)` for each parameter, in backward order."""
+    """Call `record(name, gradient)` for each parameter, in backward order."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
 
-            def accumulated(p: Tensor, name: str = name) -> None:
+            def hook(p: Tensor, name: str = name) -> None:
                 if p.grad is not None:
-                    note(name, p.grad)
+                    record(name, p.grad)
 
-            handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             stack.callback(handle.remove)
 
 
-def bad_weights(model: nn.Module) -> Cause | None:
+def find_bad_weights(model: nn.Module) -> Cause | None:
     """Return the cause if weights or buffers were non-finite before the step; else None."""
-    bad = bad_state(model)
+    bad = non_finite_state(model)
     if not bad:
         return None
-    cause = _of_state(StepPhase.weights, model, "was not finite before the step")
+    cause = _state_cause(StepPhase.weights, model, "was not finite before the step")
     others = [f"{what} of {owner or 'the model'}" for what, owner, _ in bad[1:6]]
     if others:
         more = f" and {len(bad) - 6} more" if len(bad) > 6 else ""
@@ -90,7 +97,7 @@ def bad_weights(model: nn.Module) -> Cause | None:
     return cause
 
 
-def label(name: str, module: nn.Module) -> str:
+def module_label(name: str, module: nn.Module) -> str:
     """Format a module's name with its class."""
     return f"{name or 'the model'} ({type(module).__name__})"
 
@@ -99,56 +106,56 @@ def batch_tensors(batch: Batch) -> dict[str, Tensor]:
     """Return the batch's tensors by name; inputs are named as in the model's call."""
     inputs: Any = batch[0]
     if not isinstance(inputs, dict):
-        inputs = named(inputs if isinstance(inputs, tuple | list) else [inputs], {})
+        inputs = name_arguments(inputs if isinstance(inputs, tuple | list) else [inputs], {})
     return dict([*named_leaves(inputs), *named_leaves({"target": batch[1]})])
 
 
-def _of_state(phase: StepPhase, model: nn.Module, problem: str) -> Cause:
-    what, owner, numbers = bad_state(model)[0]
+def _state_cause(phase: StepPhase, model: nn.Module, problem: str) -> Cause:
+    what, owner, numbers = non_finite_state(model)[0]
     module = model.get_submodule(owner)
     values = f"{numbers.not_finite} of {math.prod(numbers.shape)} values"
-    text = f"{what} of {label(owner, module)} {problem}: {values}"
+    text = f"{what} of {module_label(owner, module)} {problem}: {values}"
     return Cause(phase, text, owner, type(module).__name__, outputs=[numbers])
 
 
-def _exception(error: Exception, tracer: Tracer) -> Cause:
+def _exception_cause(error: Exception, tracer: Tracer) -> Cause:
     """Describe where an exception was raised."""
-    frame = tracer.backward_of if tracer.raised is None else tracer.raised[1]
+    frame = tracer.backward_frame if tracer.raised is None else tracer.raised[1]
     text = error_line(error)
     cause = Cause(StepPhase.exception, f"outside the model: {text}")
     if frame is not None:
         text += " in the backward" if tracer.raised is None else ""
-        cause.cause = f"{label(frame.name, frame.module)} raised {text}"
+        cause.cause = f"{module_label(frame.name, frame.module)} raised {text}"
         _add_module(cause, frame)
     cause.line = raising_line(error.__traceback__)
     return cause
 
 
-def _find(
-    run: Run, batch: Batch, tracer: Tracer, loss: Tensor, norm: Tensor, bad: list[str]
+def _find_cause(
+    run: Run, batch: Batch, tracer: Tracer, loss: Tensor, norm: Tensor, bad_gradients: list[str]
 ) -> Cause:
     """Trace a non-finite loss, gradient, norm or buffer back to its origin."""
     parameters = dict(run.model.named_parameters())
-    gradients = [gradient for n in bad if (gradient := parameters[n].grad) is not None]
-    if level(loss):
+    gradients = [gradient for n in bad_gradients if (gradient := parameters[n].grad) is not None]
+    if finiteness(loss):
         cause = Cause(StepPhase.loss, "the loss is not finite, but no operation produced it")
         event = tracer.origin(loss)
-    elif bad:
-        cause = Cause(StepPhase.backward, f"the gradient of {bad[0]} is not finite")
+    elif bad_gradients:
+        cause = Cause(StepPhase.backward, f"the gradient of {bad_gradients[0]} is not finite")
         event = next(filter(None, map(tracer.origin, gradients)), None)
-    elif level(norm):
+    elif finiteness(norm):
         reason = "loss and gradients are finite, but the gradient norm is not: its squares overflow"
         return Cause(StepPhase.norm, reason)
-    elif bad_state(run.model):  # corrupted by the forward, with a finite loss
+    elif non_finite_state(run.model):  # corrupted by the forward, with a finite loss
         problem = "is not finite after the forward, while loss and gradients are"
-        cause = _of_state(StepPhase.forward, run.model, problem)
+        cause = _state_cause(StepPhase.forward, run.model, problem)
         if cause.module in tracer.calls:
             _add_module(cause, tracer.calls[cause.module])
         return cause
     else:
         return Cause(StepPhase.nowhere, "loss and gradients are finite")
-    cause = cause if event is None else _from_event(batch, event)
-    cause.parameters = bad
+    cause = cause if event is None else _event_cause(batch, event)
+    cause.parameters = bad_gradients
     scale = run.update.scale
     if scale is not None and cause.phase in (StepPhase.backward, StepPhase.loss):
         cause.notes.append(
@@ -158,43 +165,43 @@ def _find(
     return cause
 
 
-def _from_event(batch: Batch, event: Event) -> Cause:
-    if event.seed:
-        return _of_input(batch, event.seed)
+def _event_cause(batch: Batch, event: NonFiniteEvent) -> Cause:
+    if event.batch_tensor:
+        return _input_cause(batch, event.batch_tensor)
     frame, numbers = event.frame, event.outputs[0]
-    place = "the objective" if frame is None else label(frame.name, frame.module)
+    owner = "the objective" if frame is None else module_label(frame.name, frame.module)
     values = math.prod(numbers.shape)
-    made = event.made + (f" ({numbers.not_finite} of {values} values)" if values > 1 else "")
+    made = event.kind + (f" ({numbers.not_finite} of {values} values)" if values > 1 else "")
     if event.backward:
         phase = StepPhase.backward
-        text = f"the gradient through {place} becomes {made} in the backward, of {event.of}"
+        text = f"the gradient through {owner} becomes {made} in the backward, of {event.source}"
     else:
         phase = StepPhase.loss if frame is None else StepPhase.forward
-        text = f"{place} makes {made} of {event.of}"
+        text = f"{owner} makes {made} of {event.source}"
     cause = Cause(phase, text, operation=event.operation, outputs=event.outputs)
     if numbers.shape and numbers.shape[0] == count(batch[1]) > len(event.samples):
         cause.samples = event.samples
-    if event.place is not None:
-        cause.line = line_at(event.place)
+    if event.location is not None:
+        cause.line = read_source_line(event.location)
     if frame is not None:
         _add_module(cause, frame)
     return cause
 
 
-def _add_module(cause: Cause, frame: Frame) -> None:
+def _add_module(cause: Cause, frame: ModuleFrame) -> None:
     cause.module, cause.kind = frame.name, type(frame.module).__name__
     cause.inputs = frame.inputs
 
 
-def _of_input(batch: Batch, name: str) -> Cause:
+def _input_cause(batch: Batch, name: str) -> Cause:
     tensor = batch_tensors(batch)[name]
-    samples = bad_samples(tensor)
+    samples = non_finite_samples(tensor)
     rows = ", ".join(map(str, samples[:10])) + (" …" if len(samples) > 10 else "")
     return Cause(
         StepPhase.input,
         f"{name} is not finite in {len(samples)} of {len(tensor) if tensor.ndim else 1} samples: "
         f"number {rows} of the batch",
-        inputs=[stats(name, tensor)],
+        inputs=[tensor_stats(name, tensor)],
         samples=samples,
     )
 
@@ -245,7 +252,7 @@ class _Interpreter(fx.Interpreter):
         """Run one node."""
         modules = [str(key).partition("@")[0] for key in n.meta.get("nn_module_stack") or {}]
         known = [self.names[module] for module in modules if module in self.names]
-        inputs = named(*self.fetch_args_kwargs_from_env(n)) if known else {}
+        inputs = name_arguments(*self.fetch_args_kwargs_from_env(n)) if known else {}
         frame = self.tracer.frame(known[-1], inputs) if known else None
-        with self.tracer.at(frame, place_in_text(n.meta.get("stack_trace") or "")):
+        with self.tracer.assign_to(frame, location_in_trace(n.meta.get("stack_trace") or "")):
             return super().run_node(n)

@@ -6,8 +6,9 @@ belongs to the module that made its autograd node, a parameter's gradient to the
 it, and a tensor hook to the module that registered it. Results of nodes are checked as well, since
 a gradient may be made by code that dispatches nothing, such as numpy.
 
-A constant Inf in the forward may be a mask, so its event is `weak`: it is blamed only if it reaches
-the loss unchanged, or breaks an operation that masks are not for. Gradients are never masks.
+A constant Inf in the forward may be a mask, so its event has `maybe_mask` set: it is blamed only if
+it reaches the loss unchanged, or breaks an operation that masks are not for. Gradients are never
+masks.
 """
 
 from __future__ import annotations
@@ -27,26 +28,34 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from runner.data.nested import named_leaves
-from runner.debug.source_line import Place, current_place
+from runner.debug.source_line import SourceLocation, current_location
 from runner.models import modes
-from runner.replay.findings import FINITE, INF, NAN, TensorStats, bad_samples, level, stats
+from runner.replay.findings import (
+    FINITE,
+    INF,
+    NAN,
+    TensorStats,
+    finiteness,
+    non_finite_samples,
+    tensor_stats,
+)
 
-UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 """Operations that return uninitialised memory."""
-WRITTEN_OVER = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
+OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
 """Operations that overwrite their first argument completely."""
-MASKED = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub", "exp")
+MASKING = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub", "exp")
 """Prefixes of operations that take -Inf masks; NaN from only -Inf is attributed to them."""
-UNSEEN = "code that torch does not see"
-OWNER = "runner.replay"  # metadata key of an autograd node
+UNTRACED = "code that torch does not see"
+OWNER_KEY = "runner.replay"  # metadata key of an autograd node
 
-Owner = tuple["Frame | None", Place | None]
+Owner = tuple["ModuleFrame | None", SourceLocation | None]
 """The module call and source line of an operation; no call: the objective."""
 
 
 @dataclass
-class Frame:
-    """A call of a module."""
+class ModuleFrame:
+    """A call of a module, on the stack of running modules."""
 
     name: str  # dotted; "" for the root model
     module: nn.Module
@@ -55,22 +64,22 @@ class Frame:
 
 
 @dataclass
-class Event:
+class NonFiniteEvent:
     """An operation that made NaN or Inf from finite values, or NaN from Inf."""
 
     operation: str  # empty: existed before the step
-    frame: Frame | None  # None: outside the model, i.e. the objective
-    place: Place | None
+    frame: ModuleFrame | None  # None: outside the model, i.e. the objective
+    location: SourceLocation | None
     backward: bool = False
-    seed: str = ""  # name of the batch tensor that contained it
-    parent: Event | None = None  # event of its operand
+    batch_tensor: str = ""  # name of the batch tensor that contained it
+    parent: NonFiniteEvent | None = None  # event of its operand
     outputs: list[TensorStats] = field(default_factory=list)
-    made: str = "NaN"  # NaN | Inf
-    of: str = "finite numbers"
+    kind: str = "NaN"  # NaN | Inf
+    source: str = "finite numbers"
     samples: list[int] = field(default_factory=list)  # affected rows of the output
-    weak: bool = False  # possibly a mask, or recomputed outside any module
+    maybe_mask: bool = False  # possibly a mask, or recomputed outside any module
 
-    def root(self) -> Event:
+    def root(self) -> NonFiniteEvent:
         """Return the first event of the chain."""
         event = self
         while event.parent is not None:
@@ -84,37 +93,41 @@ class _Operands:
 
     level: int = FINITE  # of its tensors
     constant: int = FINITE  # of its Python numbers
-    event: Event | None = None  # of the worst tensor
+    event: NonFiniteEvent | None = None  # of the worst tensor
     only_minus_inf: bool = True
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode to enter around a step, within `watching`; `batch` maps names to tensors."""
+    """Dispatch mode to enter around a step, within `track_modules`; `batch` has tensors by name."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.stack: list[Frame] = []
-        self.raised: tuple[Exception, Frame] | None = None  # by the innermost module that raised
-        self.backward_of: Frame | None = None  # of the current or last node in this backward
-        self.calls: dict[str, Frame] = {}  # the last call of each module
-        self.origins: dict[object, Event] = {}  # by storage
+        self.stack: list[ModuleFrame] = []
+        # an exception, and the innermost module that raised it
+        self.raised: tuple[Exception, ModuleFrame] | None = None
+        self.backward_frame: ModuleFrame | None = None  # of the last node in this backward
+        self.calls: dict[str, ModuleFrame] = {}  # the last call of each module
+        self.origins: dict[object, NonFiniteEvent] = {}  # by storage
         self.parameters = {id(p): name for name, p in model.named_parameters()}
         # thread → [(autograd sequence number, frame from there on)]; numbers are per thread
-        self.turns: dict[int, list[tuple[int, Frame | None]]] = {}
-        self.places: dict[tuple[int, int], Place | None] = {}  # (thread, sequence number) → line
-        self.stated: Owner | None = None  # set by `at`
-        for buffer in model.buffers():  # checked by `bad_weights`; non-finite ones are masks
-            self.origins[_storage(buffer)] = Event("", None, None, weak=True)
+        self.frames_by_sequence: dict[int, list[tuple[int, ModuleFrame | None]]] = {}
+        self.locations: dict[
+            tuple[int, int], SourceLocation | None
+        ] = {}  # (thread, sequence number) → line
+        self.forced_owner: Owner | None = None  # set by `assign_to`
+        for buffer in model.buffers():  # checked by `find_bad_weights`; non-finite ones are masks
+            self.origins[_storage_key(buffer)] = NonFiniteEvent("", None, None, maybe_mask=True)
         for name, tensor in batch.items():
-            if level(tensor) != FINITE:
-                self.origins[_storage(tensor)] = Event("", None, None, seed=name)
+            if finiteness(tensor) != FINITE:
+                event = NonFiniteEvent("", None, None, batch_tensor=name)
+                self.origins[_storage_key(tensor)] = event
 
-    def origin(self, tensor: Tensor) -> Event | None:
+    def origin(self, tensor: Tensor) -> NonFiniteEvent | None:
         """Return the first event behind the tensor's NaN or Inf; None if there is none."""
-        event = self.origins.get(_storage(tensor)) if level(tensor) != FINITE else None
+        event = self.origins.get(_storage_key(tensor)) if finiteness(tensor) != FINITE else None
         root = None if event is None else event.root()
-        return root if root is not None and (root.operation or root.seed) else None
+        return root if root is not None and (root.operation or root.batch_tensor) else None
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -127,9 +140,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = str(func).removeprefix("aten.").removesuffix(".default")
         leaves = tree_leaves((args, {k: v for k, v in kwargs.items() if k != "out"}))
         self._tag_nodes(leaves)
-        operands = self._operands(leaves[1:] if name in WRITTEN_OVER else leaves, operation)
+        operands = self._operands(leaves[1:] if name in OVERWRITING else leaves, operation)
         output = func(*args, **kwargs)
-        for leaf in tree_leaves(output) if name not in UNWRITTEN else ():
+        for leaf in tree_leaves(output) if name not in EMPTY else ():
             if isinstance(leaf, Tensor):
                 self._record(operation, operands, leaf)
         return output
@@ -139,65 +152,68 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in leaves:
             if isinstance(leaf, float) and leaf - leaf != 0.0:
                 operands.constant = max(operands.constant, INF if leaf == leaf else NAN)
-            elif isinstance(leaf, Tensor) and (amount := level(leaf)) != FINITE:
-                event = self.origins.get(_storage(leaf)) or self._unseen(
-                    leaf, f"{UNSEEN}, before {operation}"
+            elif isinstance(leaf, Tensor) and (level := finiteness(leaf)) != FINITE:
+                event = self.origins.get(_storage_key(leaf)) or self._record_untraced(
+                    leaf, f"{UNTRACED}, before {operation}"
                 )
                 worst = operands.event
-                if worst is None or (amount, worst.weak) > (operands.level, event.weak):
+                if worst is None or (level, worst.maybe_mask) > (operands.level, event.maybe_mask):
                     operands.event = event
-                operands.level = max(operands.level, amount)
-                operands.only_minus_inf &= amount == INF and not bool((leaf == torch.inf).any())
+                operands.level = max(operands.level, level)
+                operands.only_minus_inf &= level == INF and not bool((leaf == torch.inf).any())
         return operands
 
     def _record(self, operation: str, operands: _Operands, output: Tensor) -> None:
         """Assign to a non-finite output the event of its operands, or a new one."""
-        after, event = level(output), operands.event
-        is_view = event is not None and event is self.origins.get(_storage(output))
+        after, event = finiteness(output), operands.event
+        is_view = event is not None and event is self.origins.get(_storage_key(output))
         if after == FINITE or (is_view and after <= operands.level):
             return
         before, backward = max(operands.level, operands.constant), self._in_backward()
-        of = "finite numbers" if before == FINITE else "Inf"
-        if operands.constant == after or (event and event.weak and after == operands.level):
-            of = f"a constant {_name(after)}"
+        source = "finite numbers" if before == FINITE else "Inf"
+        if operands.constant == after or (event and event.maybe_mask and after == operands.level):
+            source = f"a constant {_nan_or_inf(after)}"
         if event is None:
-            weak = of == "a constant Inf" and not backward
-            event = self._event(operation, output, of, weak=weak)
+            maybe_mask = source == "a constant Inf" and not backward
+            event = self._event(operation, output, source, maybe_mask=maybe_mask)
         elif after > operands.level:
-            masked = operands.only_minus_inf and operation.startswith(MASKED)
-            own = _module(event.frame) == _module(self._owner()[0])
-            is_mask = event.weak and (masked or own or not event.operation)
-            event = self._event(operation, output, of, None if is_mask else event)
-        elif backward and event.weak:
-            event = self._event(operation, output, of)
-        self.origins[_storage(output)] = event
+            masked = operands.only_minus_inf and operation.startswith(MASKING)
+            same_module = _frame_name(event.frame) == _frame_name(self._owner()[0])
+            is_mask = event.maybe_mask and (masked or same_module or not event.operation)
+            event = self._event(operation, output, source, None if is_mask else event)
+        elif backward and event.maybe_mask:
+            event = self._event(operation, output, source)
+        self.origins[_storage_key(output)] = event
 
     def _event(
         self,
         operation: str,
         output: Tensor,
-        of: str,
-        parent: Event | None = None,
-        weak: bool = False,
-    ) -> Event:
+        source: str,
+        parent: NonFiniteEvent | None = None,
+        maybe_mask: bool = False,
+    ) -> NonFiniteEvent:
         """Create an event for the running operation; synchronises."""
         node, backward = _current_node(), self._in_backward()
-        frame, place = self._owner()
-        event = Event(operation, frame, place, parent=parent, of=of, weak=weak)
+        frame, location = self._owner()
+        event = NonFiniteEvent(
+            operation, frame, location, parent=parent, source=source, maybe_mask=maybe_mask
+        )
         result = f"result of {operation.partition('.')[0]}"
         if node is not None and not self._is_recomputed(node):
             event.operation, result = f"{operation} in {node.name()}", "gradient"
-            event.backward, event.weak = True, weak or not backward
-        event.outputs, event.samples = [stats(result, output)], bad_samples(output)
-        event.made = _name(level(output))
+            event.backward, event.maybe_mask = True, maybe_mask or not backward
+        event.outputs, event.samples = [tensor_stats(result, output)], non_finite_samples(output)
+        event.kind = _nan_or_inf(finiteness(output))
         return event
 
-    def _unseen(self, tensor: Tensor, operation: str) -> Event:
+    def _record_untraced(self, tensor: Tensor, operation: str) -> NonFiniteEvent:
         """Create an event for a value that no traced operation made; synchronises."""
-        amount = level(tensor)
-        weak = amount == INF and not self._in_backward()
-        of = f"{_name(amount)} that no operation made"
-        event = self.origins[_storage(tensor)] = self._event(operation, tensor, of, weak=weak)
+        level = finiteness(tensor)
+        maybe_mask = level == INF and not self._in_backward()
+        source = f"{_nan_or_inf(level)} that no operation made"
+        event = self._event(operation, tensor, source, maybe_mask=maybe_mask)
+        self.origins[_storage_key(tensor)] = event
         return event
 
     # -- ownership -----------------------------------------------------------------------------
@@ -213,19 +229,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _owner(self) -> Owner:
         """Return the owner of the running operation."""
         node = _current_node()
-        if self.stated is not None:
-            frame, place = self.stated
-            return frame, place or current_place()
+        if self.forced_owner is not None:
+            frame, location = self.forced_owner
+            return frame, location or current_location()
         if node is None or self._is_recomputed(node):
-            return self._top(), current_place()
-        frame, place = self._owner_of(node)
-        return frame, current_place() or place
+            return self._current_frame(), current_location()
+        frame, location = self._owner_of(node)
+        return frame, current_location() or location
 
     def _owner_of(self, node: Any) -> Owner:
         """Return the owner of an autograd node: the call that made it, or owns its parameter."""
         name = self.parameters.get(id(getattr(node, "variable", None)))
         if name is None:
-            owner: Owner = node.metadata.get(OWNER, (None, None))
+            owner: Owner = node.metadata.get(OWNER_KEY, (None, None))
             return owner
         name = name.rpartition(".")[0]
         return self.calls.get(name) or self.frame(name), None
@@ -233,42 +249,47 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _tag_nodes(self, leaves: list[Any]) -> None:
         """Record the owner of each new node, and hook its results for checking."""
         thread, current = threading.get_ident(), _current_node()
-        turns = self.turns.get(thread) or [(0, None)]
+        frames = self.frames_by_sequence.get(thread) or [(0, None)]
         if current is None or torch.is_grad_enabled():
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-            if number >= turns[-1][0] and (thread, number) not in self.places:
-                self.places[thread, number] = self._owner()[1]  # the last node made is this one's
+            if number >= frames[-1][0] and (thread, number) not in self.locations:
+                # the last node made is this one's
+                self.locations[thread, number] = self._owner()[1]
         for leaf in leaves:
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
-            if node is None or OWNER in node.metadata:
+            if node is None or OWNER_KEY in node.metadata:
                 continue
             number = node._sequence_nr()
-            frame = turns[max(0, bisect_right(turns, number, key=lambda turn: turn[0]) - 1)][1]
-            place = self.places.get((thread, number))
+            frame = frames[max(0, bisect_right(frames, number, key=lambda entry: entry[0]) - 1)][1]
+            location = self.locations.get((thread, number))
             if frame is None and current is not None:  # recomputed outside any module
                 frame = self._owner_of(current)[0]
-            node.metadata[OWNER] = frame, place
-            node.register_prehook(partial(self._begin, frame))
-            node.register_hook(partial(self._check_returned, frame, place))
+            node.metadata[OWNER_KEY] = frame, location
+            node.register_prehook(partial(self._enter_node, frame))
+            node.register_hook(partial(self._check_returned, frame, location))
 
-    def _begin(self, frame: Frame | None, upstream: Any) -> None:
-        self.backward_of = frame
+    def _enter_node(self, frame: ModuleFrame | None, upstream: Any) -> None:
+        self.backward_frame = frame
 
     def _check_returned(
-        self, frame: Frame | None, place: Place | None, values: Any, upstream: Any = None
+        self,
+        frame: ModuleFrame | None,
+        location: SourceLocation | None,
+        values: Any,
+        upstream: Any = None,
     ) -> None:
         """Create events of this owner for non-finite values that have none yet."""
-        with _disable_current_modes(), self.at(frame, place), torch.no_grad():
+        with _disable_current_modes(), self.assign_to(frame, location), torch.no_grad():
             for value in values:
-                if isinstance(value, Tensor) and level(value) != FINITE:
-                    event = self.origins.get(_storage(value))
-                    if event is None or (event.weak and self._in_backward()):
-                        self._unseen(value, UNSEEN)
+                if isinstance(value, Tensor) and finiteness(value) != FINITE:
+                    event = self.origins.get(_storage_key(value))
+                    if event is None or (event.maybe_mask and self._in_backward()):
+                        self._record_untraced(value, UNTRACED)
 
     # -- modules -------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def track_modules(self) -> Iterator[None]:
         """Track which module runs, and which registers a tensor hook."""
         with ExitStack() as stack:
             for name, module in modes.hookable(self.model):
@@ -279,20 +300,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register = Tensor.register_hook
 
             def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-                return register(tensor, partial(self._call_hook, self._top(), hook))  # type: ignore[no-untyped-call]
+                return register(tensor, partial(self._call_hook, self._current_frame(), hook))  # type: ignore[no-untyped-call]
 
             Tensor.register_hook = register_hook  # type: ignore[method-assign]
             stack.callback(setattr, Tensor, "register_hook", register)
             yield
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._check_returned(self._top(), None, tree_leaves((args, kwargs)))
-        frame = self.calls[name] = self.frame(name, named(args, kwargs))
+        self._check_returned(self._current_frame(), None, tree_leaves((args, kwargs)))
+        frame = self.calls[name] = self.frame(name, name_arguments(args, kwargs))
         frame.node = _current_node()
         self.stack.append(frame)
-        self._mark(frame)
+        self._assign_nodes(frame)
         if frame.node is None:
-            self.backward_of = None
+            self.backward_frame = None
         try:
             output = call(*args, **kwargs)
             leaves = tree_leaves(output)
@@ -305,47 +326,52 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
         finally:
             self.stack.pop()
-            self._mark(self._top())
+            self._assign_nodes(self._current_frame())
 
-    def _call_hook(self, frame: Frame | None, hook: Callable[[Tensor], Any], grad: Tensor) -> Any:
-        with self.at(frame, None):
+    def _call_hook(
+        self, frame: ModuleFrame | None, hook: Callable[[Tensor], Any], grad: Tensor
+    ) -> Any:
+        with self.assign_to(frame, None):
             result = hook(grad)
         self._check_returned(frame, None, [result])
         return result
 
-    def frame(self, name: str, inputs: dict[str, Any] | None = None) -> Frame:
+    def frame(self, name: str, inputs: dict[str, Any] | None = None) -> ModuleFrame:
         """Return the call of a module, with statistics of its inputs."""
         with _disable_current_modes():
-            numbers = [stats(n, t) for n, t in named_leaves(inputs or {})]
-        return Frame(name, self.model.get_submodule(name), numbers)
+            numbers = [tensor_stats(n, t) for n, t in named_leaves(inputs or {})]
+        return ModuleFrame(name, self.model.get_submodule(name), numbers)
 
-    def _top(self) -> Frame | None:
+    def _current_frame(self) -> ModuleFrame | None:
         return self.stack[-1] if self.stack else None
 
-    def _mark(self, frame: Frame | None) -> None:
+    def _assign_nodes(self, frame: ModuleFrame | None) -> None:
         """Assign autograd nodes created from now on to `frame`."""
         number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self.turns.setdefault(threading.get_ident(), [(0, None)]).append((number, frame))
+        frames = self.frames_by_sequence.setdefault(threading.get_ident(), [(0, None)])
+        frames.append((number, frame))
 
     @contextmanager
-    def at(self, frame: Frame | None, place: Place | None) -> Iterator[None]:
-        """Assign operations within to `frame`, and to `place` if known."""
-        before, self.stated = self.stated, (frame, place)
-        self._mark(frame)
+    def assign_to(
+        self, frame: ModuleFrame | None, location: SourceLocation | None
+    ) -> Iterator[None]:
+        """Assign operations within to `frame`, and to `location` if known."""
+        before, self.forced_owner = self.forced_owner, (frame, location)
+        self._assign_nodes(frame)
         try:
             yield
         finally:
-            self.stated = before
-            self._mark(self._top())
+            self.forced_owner = before
+            self._assign_nodes(self._current_frame())
 
 
-def named(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def name_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return call arguments by name; positional ones are input, input2, …"""
-    places = {"input" if i == 0 else f"input{i + 1}": value for i, value in enumerate(args)}
-    return {**places, **kwargs}
+    positional = {"input" if i == 0 else f"input{i + 1}": value for i, value in enumerate(args)}
+    return {**positional, **kwargs}
 
 
-def _module(frame: Frame | None) -> str | None:
+def _frame_name(frame: ModuleFrame | None) -> str | None:
     return None if frame is None else frame.name
 
 
@@ -353,11 +379,11 @@ def _current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def _name(amount: int) -> str:
-    return "NaN" if amount == NAN else "Inf"
+def _nan_or_inf(level: int) -> str:
+    return "NaN" if level == NAN else "Inf"
 
 
-def _storage(tensor: Tensor) -> object:
+def _storage_key(tensor: Tensor) -> object:
     """Return a key for the tensor's storage that is not reused by later storages."""
     if tensor.is_sparse:
         tensor = tensor._values()

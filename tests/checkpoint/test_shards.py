@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import NAME
-from runner.distributed.commit import Commit
+from runner.distributed.commit import CheckpointCommit
 from runner.errors import SecurityError
 from tests.checkpoint.test_checkpoint_damage import forge, forge_file
 
@@ -36,7 +36,7 @@ class Process:
         self.world: Any = SimpleNamespace(store=store, rank=rank, size=2, lost=False, **own)
         self.rows = WEIGHT.split(2)[rank]
         self.checkpointer = Checkpointer(folder, keep=3, writes=rank == 0)
-        self.checkpointer.together = Commit(self.world)
+        self.checkpointer.together = CheckpointCommit(self.world)
 
     def save(self, step: int) -> None:
         rows = self.rows + step

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from runner import Summary, train
 from runner.build import Components
 from runner.debug.config import GradcheckConfig
-from runner.debug.gradcheck import GradientCheck, check_model
+from runner.debug.gradcheck import GradientCheck, check_model_gradients
 from runner.errors import NotVerified
 from runner.objectives.custom import Custom
 from tests import runs
@@ -94,7 +94,7 @@ def images(samples: int = 8) -> tuple[Tensor, Tensor]:
 def checked(model: nn.Module, batch: Any, loss: Any = None, **knobs: Any) -> list[GradientCheck]:
     given = batch if isinstance(batch, tuple) else (batch, None)
     name = getattr(loss, "__name__", "loss")
-    return check_model(model, given, loss, GradcheckConfig(True, **knobs), name)
+    return check_model_gradients(model, given, loss, GradcheckConfig(True, **knobs), name)
 
 
 def by_name(checks: list[GradientCheck]) -> dict[str, GradientCheck]:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from runner import train
 from runner.build import Components
-from runner.debug.config import Bounds, GradientsConfig
+from runner.debug.config import FaultThresholds, GradientsConfig
 from runner.debug.gradient_layers import LayerState, check_gradients
-from runner.debug.gradients import DeadUnits
+from runner.debug.gradients import DeadUnitDetector
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
@@ -127,13 +127,16 @@ def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named() -> None:
 @pytest.mark.parametrize(
     ("bounds", "state"),
     [
-        ({"exploding": Bounds(1e-9, None)}, LayerState.EXPLODING),
-        ({"vanishing": Bounds(1e9, None)}, LayerState.VANISHING),
-        ({"vanishing": Bounds(None, 1e9)}, LayerState.VANISHING),
-        ({"vanishing": Bounds(None, None), "exploding": Bounds(None, None)}, LayerState.FINE),
+        ({"exploding": FaultThresholds(1e-9, None)}, LayerState.EXPLODING),
+        ({"vanishing": FaultThresholds(1e9, None)}, LayerState.VANISHING),
+        ({"vanishing": FaultThresholds(None, 1e9)}, LayerState.VANISHING),
+        (
+            {"vanishing": FaultThresholds(None, None), "exploding": FaultThresholds(None, None)},
+            LayerState.FINE,
+        ),
     ],
 )
-def test_each_bound_can_be_set(bounds: dict[str, Bounds], state: LayerState) -> None:
+def test_each_bound_can_be_set(bounds: dict[str, FaultThresholds], state: LayerState) -> None:
     model = mlp()
     model(torch.randn(8, 64)).sum().backward()
     assert check_gradients(model, config=GradientsConfig(**bounds)).layers[0].state is state
@@ -319,26 +322,26 @@ def test_units_of_a_relu_are_channels_or_features(
     with torch.no_grad():
         layer.bias[:2] = -100.0
     model = nn.Sequential(layer, activation)
-    seen = DeadUnits(model, after=2)
+    seen = DeadUnitDetector(model, dead_after=2)
     for _ in range(3):
-        seen.begin()
+        seen.start_step()
         with seen:
             model(torch.randn(shape))
-        dead = seen.count(torch.tensor(0.0))
-    assert seen.describe(dead.tolist()) == {"0": (2, units)}
+        dead = seen.count_dead(torch.tensor(0.0))
+    assert seen.counts_by_layer(dead.tolist()) == {"0": (2, units)}
 
 
 def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
     model = nn.Linear(4, 6)
     with torch.no_grad():
         model.bias[:] = -100.0
-    units = DeadUnits(model, after=1)
+    units = DeadUnitDetector(model, dead_after=1)
 
     def look(samples: int, skipped: float) -> float:
-        units.begin()
+        units.start_step()
         with units:
             model(torch.randn(samples, 4)).relu()
-        return float(units.count(torch.tensor(skipped)))
+        return float(units.count_dead(torch.tensor(skipped)))
 
     assert [look(200, 1.0), look(64, 0.0), look(64, 0.0)] == [0.0, 0.0, 6.0]
 

@@ -81,7 +81,7 @@ def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -
 
     model, x = Two(), torch.randn(32, 8)
     saved = SavedTensors(model, model.parameters())
-    with saved.counting():
+    with saved.count_saved():
         model(x).square().sum().backward()
         model(x).sum().backward()  # of a second micro-batch nothing is added
     hidden = 32 * 16 * 4  # relu keeps its output, which is what the second layer keeps too

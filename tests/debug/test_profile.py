@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from runner import Hook, Summary, profile, train
 from runner.build import Components
 from runner.debug.config import DebugConfig
-from runner.debug.profile import Facts, ProfileTool, operator_name, verdicts
-from runner.debug.tool import Tool
+from runner.debug.profile import ProfileTool, StepMeasurements, find_bottlenecks, operator_name
+from runner.debug.tool import DebugTool
 from runner.training.hook import Step
 from runner.training.run import Run
 from tests import runs
@@ -85,13 +85,13 @@ def test_a_run_is_told_what_keeps_it_from_being_faster(
     assert row.seconds > 0
 
 
-class Slow(Tool):
+class Slow(DebugTool):
     """A debug tool that takes longer than the steps, between them."""
 
     name = "slow"
 
     def on_step(self, run: Run, step: Step) -> None:
-        with self.timed():
+        with self.count_inspection():
             for _ in range(2):
                 Dawdling().on_step(run, step)
 
@@ -100,23 +100,25 @@ def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> No
     tool, _, run = profiled("model.width=8", "device.threads=1", hook=Slow(DebugConfig()))
     assert run.watch.spent["other"] > 0.25 * sum(run.watch.spent.values()), "it did take long"
     assert not any("between steps" in text for text in tool.verdicts), tool.verdicts
-    assert tool.facts.split["other"] < 0.25
+    assert tool.measurements.split["other"] < 0.25
     assert "without the time of debug tools" in tool.markdown(1.0)
 
 
 def test_one_long_operator_is_named_and_many_short_ones_are_host_bound() -> None:
     most: dict[str, Any] = {"operators": 1800.0, "operator": "aten::mm"}
     most |= {"operator_share": 0.6, "operator_ms": 1.25}
-    (text,) = verdicts(Facts(step_ms=100, **most))
+    (text,) = find_bottlenecks(StepMeasurements(step_ms=100, **most))
     assert text == (
         "aten::mm takes 60% of the operators' time, 1.25 ms a step; "
         "16 bits may help: optimization.amp.enabled=true"
     )
-    (text,) = verdicts(Facts(step_ms=100, techniques=["amp"], **most))
+    (text,) = find_bottlenecks(StepMeasurements(step_ms=100, techniques=["amp"], **most))
     assert "optimization." not in text
-    (text,) = verdicts(Facts(step_ms=18, **most))
+    (text,) = find_bottlenecks(StepMeasurements(step_ms=18, **most))
     assert text.startswith("host-bound: 1,800 small operators a step: optimization.whole_step")
-    assert verdicts(Facts(step_ms=18, busy=0.9, **most))[0].startswith("aten::mm")
+    assert find_bottlenecks(StepMeasurements(step_ms=18, busy=0.9, **most))[0].startswith(
+        "aten::mm"
+    )
     assert operator_name("## Call CompiledFxGraph fhr6rbnwwefn7wij ##") == "compiled graph fhr6rbnw"
 
 
@@ -167,7 +169,7 @@ def test_a_window_is_where_its_steps_are_usual_ones(
     overrides: list[str], first: int, steps: int
 ) -> None:
     tool, summary, _ = profiled(*overrides)
-    assert summary.status == "done" and (tool.first, tool.steps) == (first, steps)
+    assert summary.status == "done" and (tool.trace_start, tool.trace_steps) == (first, steps)
 
 
 @pytest.mark.slow

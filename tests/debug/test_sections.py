@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner import profile
 from runner.debug import sections
-from runner.debug.sections import MOST, OTHERS
+from runner.debug.sections import MAX_SECTIONS, OTHERS
 
 
 def busy() -> None:
@@ -38,7 +38,7 @@ def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section() -
     assert rows["batch"].seconds > rows["tokenise"].seconds
     assert rows["batch"].mean == pytest.approx(rows["batch"].seconds / 3)
     assert rows["a"].seconds < rows["b"].seconds
-    assert sections._collecting is None
+    assert sections._active_totals is None
 
 
 def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded() -> None:
@@ -54,12 +54,12 @@ def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded() -
             thread.start()
         for thread in threads:
             thread.join()
-        for i in range(MOST + 50):
+        for i in range(MAX_SECTIONS + 50):
             with profile.section(f"sample {i}"):
                 pass
     assert totals.rows["worker", "thread"].calls == 8
     assert totals.rows["inner", ""].calls == 1600
-    assert len(totals.rows) == MOST + 1 and totals.rows[OTHERS, ""].calls == 52
+    assert len(totals.rows) == MAX_SECTIONS + 1 and totals.rows[OTHERS, ""].calls == 52
 
 
 class Sectioned(nn.Module):

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+from runner.debug.tool import DebugTool
 
 from runner import train
 from runner.build_hooks import load_debug_tools
-from runner.debug.config import AnomalyConfig, DebugConfig, tool
-from runner.debug.tool import Tool
+from runner.debug.config import AnomalyConfig, DebugConfig, tool_field
 from runner.errors import GaveUp
 from runner.training.hook import Report, Step
 from runner.training.run import Run
@@ -23,7 +23,7 @@ SMALL = "data=cancer optimization=none training.steps=8 training.batch_size=32".
 PLACES = ["session", "before", "after", "report"]
 
 
-class Fragile(Tool):
+class Fragile(DebugTool):
     """Raises at one place."""
 
     name = "fragile"
@@ -90,10 +90,10 @@ def test_what_a_step_raises_is_not_taken_for_the_tools() -> None:
         run.model.register_forward_hook(failing)
         with pytest.raises(ValueError, match="of the model"):
             train(run)
-    assert not tool.broken and "tool_failed" not in run.history.counts
+    assert not tool.failure and "tool_failed" not in run.history.counts
 
 
-class Dummy(Tool):
+class Dummy(DebugTool):
     """A tool that only counts its steps."""
 
     name = "dummy"
@@ -102,7 +102,7 @@ class Dummy(Tool):
         super().__init__(config, every=2)
 
     def on_step(self, run: Run, step: Step) -> None:
-        with self.timed():
+        with self.count_inspection():
             self.finding = f"step {step.number}"
 
 
@@ -110,7 +110,7 @@ class Dummy(Tool):
 class WithDummy(DebugConfig):
     """The group with a line more."""
 
-    dummy: AnomalyConfig = tool(f"{__name__}:Dummy", AnomalyConfig)
+    dummy: AnomalyConfig = tool_field(f"{__name__}:Dummy", AnomalyConfig)
 
 
 def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:

@@ -89,7 +89,7 @@ def run_one(config: RunConfig, folder: Path | None = None, world: World | None =
             run.checkpointer.wait()
             outcome.weights = {k: _whole(v) for k, v in run.model.state_dict().items()}
             outcome.average = [_average(run, a) for a in run.update.average]
-            outcome.moved = 0 if run.shards is None else run.shards.moved()
+            outcome.moved = 0 if run.shards is None else run.shards.count_moved()
     except RunnerError as error:
         outcome.error = str(error)
         return outcome

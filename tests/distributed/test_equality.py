@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from runner.distributed.sharded import REFUSED
+from runner.distributed.sharded import UNSUPPORTED_TECHNIQUES
 from tests import runs
 from tests.distributed.processes import (
     DOUBLE,
@@ -158,8 +158,11 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
         assert several.techniques[kind] == (True, ""), name
         for technique in ENGAGED.get(name, ()):
             row = several.techniques[technique]
-            refused = kind == "fsdp" and technique in REFUSED
-            assert row == (False, REFUSED[technique]) if refused else row[0], (name, row)
+            refused = kind == "fsdp" and technique in UNSUPPORTED_TECHNIQUES
+            assert row == (False, UNSUPPORTED_TECHNIQUES[technique]) if refused else row[0], (
+                name,
+                row,
+            )
         facts = several.facts[kind]
         if kind == "fsdp":
             assert facts["sharded_bytes"] == facts["predicted_bytes"], (name, facts)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from runner.distributed import meeting
-from runner.distributed.meeting import Meeting
+from runner.distributed import rendezvous
 from runner.distributed.outcome import (
     MachineReport,
     RankEnd,
@@ -18,10 +17,11 @@ from runner.distributed.outcome import (
     RunVerdict,
     SharedOutcomes,
     dump_json,
-    judge,
+    judge_reports,
     parse_json,
 )
 from runner.distributed.place import Place
+from runner.distributed.rendezvous import Rendezvous
 from runner.errors import DataError, Interrupted, ProcessLost
 
 LOST = RankOutcome(0, "lost", "another process has ended", 1)
@@ -36,8 +36,8 @@ def report(*ends: RankEnd, **of_agent: Any) -> MachineReport:
     return MachineReport([*ends], **of_agent)
 
 
-MISTAKE = RankOutcome.of(1, DataError("row 7"))
-STOPPED = RankOutcome.of(1, Interrupted(15, " at step 3"))
+MISTAKE = RankOutcome.from_error(1, DataError("row 7"))
+STOPPED = RankOutcome.from_error(1, Interrupted(15, " at step 3"))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_cause_is_told_from_what_followed(
 ) -> None:
     copies = [parse_json(MachineReport, dump_json(report)) for report in reports]
     assert copies == reports
-    verdict = judge(copies, unreachable)
+    verdict = judge_reports(copies, unreachable)
     assert (verdict.kind, verdict.exit_code) == (kind, code)
     assert message in verdict.message
     assert parse_json(RunVerdict, dump_json(verdict)) == verdict
@@ -76,11 +76,11 @@ def places(node: int, port: int) -> list[Place]:
     return [Place(node, 2, 0, 1, "127.0.0.1", port, True, by="runner")]
 
 
-def two_machines() -> tuple[TCPStore, list[Meeting]]:
+def two_machines() -> tuple[TCPStore, list[Rendezvous]]:
     host = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     wait = timedelta(seconds=5)
     stores = [TCPStore("127.0.0.1", host.port, None, False, wait) for _ in range(2)]
-    return host, [Meeting(places(n, host.port), n, 2, stores[n]) for n in range(2)]
+    return host, [Rendezvous(places(n, host.port), n, 2, stores[n]) for n in range(2)]
 
 
 def test_one_machine_judges_and_all_hear_of_a_failure_at_once() -> None:
@@ -89,9 +89,11 @@ def test_one_machine_judges_and_all_hear_of_a_failure_at_once() -> None:
     assert second.exchange(True) and first.exchange(False)
     verdicts = []
     own = report(end(1, 2, MISTAKE))
-    asks = threading.Thread(target=lambda: verdicts.append(second.agree(own, judge)))
+    asks = threading.Thread(
+        target=lambda: verdicts.append(second.agree_on_verdict(own, judge_reports))
+    )
     asks.start()
-    verdicts.append(first.agree(report(end(0, 1)), judge))
+    verdicts.append(first.agree_on_verdict(report(end(0, 1)), judge_reports))
     asks.join()
     assert verdicts[0] == verdicts[1] == RunVerdict("error", "process 1: row 7", 2)
     del host
@@ -100,15 +102,15 @@ def test_one_machine_judges_and_all_hear_of_a_failure_at_once() -> None:
 def test_an_agent_that_shows_no_sign_of_life_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(meeting, "SILENCE_S", 0.5)
-    monkeypatch.setattr(meeting, "READ_S", 0.5)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0.5)
+    monkeypatch.setattr(rendezvous, "VERDICT_READ_S", 0.5)
     host, (first, second) = two_machines()
-    verdict = first.agree(report(end(0, 1)), judge)
+    verdict = first.agree_on_verdict(report(end(0, 1)), judge_reports)
     assert (verdict.kind, verdict.message) == (
         "unreachable", "machine 1 of 2 has ended, or does not answer",
     )  # fmt: skip
     host, (first, second) = two_machines()
-    verdict = second.agree(report(end(1, 1)), judge)
+    verdict = second.agree_on_verdict(report(end(1, 1)), judge_reports)
     assert verdict.kind == "unreachable" and "machine of process 0" in verdict.message
     del host
 
@@ -119,7 +121,7 @@ def test_the_process_that_was_lost_is_named_with_its_error(monkeypatch: pytest.M
     first, second, third = (SharedOutcomes(PrefixStore("run", host), rank, 3) for rank in range(3))
     lost = ProcessLost("another process has ended")
     assert first.name_cause(lost) is lost  # two of them are silent
-    third.publish(RankOutcome.of(2, lost))
+    third.publish(RankOutcome.from_error(2, lost))
     named = first.name_cause(lost)
     assert str(named) == "process 1 was killed or ended during the run"
     second.publish(MISTAKE)

@@ -11,7 +11,7 @@ from torch import nn
 from runner.data.batch import Sizes, call
 from runner.errors import ConfigError
 from runner.models.build import build_model
-from runner.models.config import Classifier, Cnn, Gpt, Mlp, ModelConfig
+from runner.models.config import CnnConfig, GptConfig, MlpConfig, ModelConfig, TextClassifierConfig
 
 IMAGES = Sizes("classification", 64, in_channels=1, image_size=8, classes=10)
 TABLE = Sizes("regression", 30, classes=2)
@@ -47,7 +47,9 @@ class Frozen(nn.Module):
 
 
 def foreign(factory: Any, **arguments: Any) -> nn.Module:
-    config = Mlp(_target_="mine.Net", width=-1, arguments=arguments)  # the option's stay behind
+    config = MlpConfig(
+        _target_="mine.Net", width=-1, arguments=arguments
+    )  # the option's stay behind
 
     def resolve(target: str, key: str) -> Any:
         assert (target, key) == ("mine.Net", "model._target_")
@@ -59,11 +61,11 @@ def foreign(factory: Any, **arguments: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("config", "sizes", "data", "shape"),
     [
-        (Mlp(width=16), IMAGES, "images", (3, 10)),
-        (Mlp(width=16), TABLE, "table", (3, 2)),
-        (Cnn(width=4), IMAGES, "images", (3, 10)),
-        (Gpt(width=16), TEXT, "text", (3, 8, 100)),
-        (Classifier(width=16), LABELLED, "labelled", (3, 6)),
+        (MlpConfig(width=16), IMAGES, "images", (3, 10)),
+        (MlpConfig(width=16), TABLE, "table", (3, 2)),
+        (CnnConfig(width=4), IMAGES, "images", (3, 10)),
+        (GptConfig(width=16), TEXT, "text", (3, 8, 100)),
+        (TextClassifierConfig(width=16), LABELLED, "labelled", (3, 6)),
     ],
 )
 def test_sizes_come_from_the_data(
@@ -75,11 +77,15 @@ def test_sizes_come_from_the_data(
 @pytest.mark.parametrize(
     ("config", "sizes", "says"),
     [
-        (Gpt(), IMAGES, r"gpt is for language_modelling, .*_features=64.*=mlp or model=cnn"),
-        (Cnn(), TABLE, r"cnn needs in_channels and image_size, .*regression.*use model=mlp"),
-        (Mlp(), LABELLED, r"mlp needs in_features, .*vocab=100.*use model=classifier"),
-        (Mlp(), Sizes("classification", 4), r"mlp needs classes.*in_features=4; .*model\._target_"),
-        (Mlp(), Sizes("segmentation"), r"gives no sizes; set your own model"),
+        (GptConfig(), IMAGES, r"gpt is for language_modelling, .*_features=64.*=mlp or model=cnn"),
+        (CnnConfig(), TABLE, r"cnn needs in_channels and image_size, .*regression.*use model=mlp"),
+        (MlpConfig(), LABELLED, r"mlp needs in_features, .*vocab=100.*use model=classifier"),
+        (
+            MlpConfig(),
+            Sizes("classification", 4),
+            r"mlp needs classes.*in_features=4; .*model\._target_",
+        ),
+        (MlpConfig(), Sizes("segmentation"), r"gives no sizes; set your own model"),
     ],
 )
 def test_data_that_does_not_fit_is_an_error_that_names_what_does(
@@ -114,4 +120,4 @@ def test_what_is_no_model_or_cannot_learn_is_refused(
 
 def test_heads_divide_the_width() -> None:
     with pytest.raises(ConfigError, match=r"^model\.heads: must divide model\.width=100, got 3"):
-        Gpt(width=100, heads=3)
+        GptConfig(width=100, heads=3)

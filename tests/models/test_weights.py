@@ -23,8 +23,8 @@ from runner.captures.reader import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.findings import Trust
 from runner.jobs.evaluate import main as evaluate
-from runner.models.stored import KEY, Shard, StoredWeights
-from runner.models.weights import fit_to, start_from
+from runner.models.stored_weights import KEY, Shard, StoredWeights
+from runner.models.weights import map_weights, start_from
 from runner.replay.reopen import reopened
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
@@ -71,7 +71,7 @@ def pinned(sha256: str) -> FilePolicy:
 
 
 def fitted(model: nn.Module, held: dict[str, Any], *fresh: str) -> Any:
-    return fit_to(model, StoredWeights(Path("x.pt"), held, "", Trust.PINNED), fresh)
+    return map_weights(model, StoredWeights(Path("x.pt"), held, "", Trust.PINNED), fresh)
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:

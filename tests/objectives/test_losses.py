@@ -16,7 +16,7 @@ from runner import train
 from runner.build import Components
 from runner.data.batch import Sizes
 from runner.errors import ConfigError
-from runner.library.arguments import InMemory
+from runner.library.arguments import InMemoryDataset
 from runner.objectives.base import Objective
 from runner.objectives.build import build_objective
 from runner.objectives.classification import ClassificationObjective
@@ -124,7 +124,7 @@ def rare(*overrides: str, counts: Sequence[int] = (380, 20), **given: Any) -> An
     parts = np.arange(sum(counts)), np.arange(sum(counts), 2 * sum(counts))
     sizes = Sizes("classification", in_features=4, classes=len(counts))
     quick = ("model=mlp", "model.width=8", "optimizer.lr=0.01", "training.batch_size=50")
-    data = Components(data=InMemory(inputs, target, sizes, parts))
+    data = Components(data=InMemoryDataset(inputs, target, sizes, parts))
     return opened(*quick, "training.steps=160", *overrides, given=data, **given)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import pytest
 
 from runner.replay.findings import Attempt, Blame
-from runner.replay.investigation import MOST, TechniqueSearch
+from runner.replay.investigation import MAX_ATTEMPTS, TechniqueSearch
 
 ULTRA = (
     "system tf32 channels_last amp attention chunked_loss accumulation recompute "
@@ -18,7 +18,7 @@ Rule = Callable[[set[str]], bool]
 
 
 def search(
-    names: list[str], rule: Rule, most: int = MOST, notes: dict[str, str] | None = None
+    names: list[str], rule: Rule, most: int = MAX_ATTEMPTS, notes: dict[str, str] | None = None
 ) -> tuple[Blame, list[frozenset[str]]]:
     """What comes out where a step with some techniques on is bad by `rule`, and what was tried."""
     tried = []
@@ -28,7 +28,7 @@ def search(
         return Attempt(bad=rule(set(names) - set(off)))
 
     as_it_was = Attempt(bad=True, techniques=list(names), notes=notes or {})
-    return TechniqueSearch(as_it_was, make, most).blame(), tried
+    return TechniqueSearch(as_it_was, make, most).search(), tried
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from runner.errors import NotVerified
 from runner.jobs.replay import AttemptProcesses
 from runner.replay.findings import StepPhase
-from runner.replay.investigation import BAD
+from runner.replay.investigation import BAD_EXIT_CODE
 from runner.training.summary import Summary
 from tests import runs
 from tests.replay.replays import AMP, OVERRIDES, POISON, ROWS, Captured, line_of, replay
@@ -59,7 +59,7 @@ def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
     assert all(len(text) <= 80 for text in screen.splitlines() if str(tmp_path) not in text)
 
     done = run_script(tmp_path)
-    assert done.returncode == BAD, done.stderr
+    assert done.returncode == BAD_EXIT_CODE, done.stderr
     assert done.stdout.splitlines()[-1] == f"bad: {result.found.cause}"
 
 
@@ -74,7 +74,7 @@ def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
     assert sorted(result.blame.techniques) == ["compile", "whole_step"]
     assert (result.found.phase, result.found.module) == (StepPhase.forward, "part")
     assert result.found.line.number == line_of("COMPILED")
-    assert run_script(tmp_path).returncode == BAD
+    assert run_script(tmp_path).returncode == BAD_EXIT_CODE
 
 
 @pytest.mark.usefixtures("here")

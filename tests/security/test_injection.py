@@ -31,10 +31,10 @@ from runner.replay.findings import (
     Attempt,
     Blame,
     Cause,
-    Line,
     Ratio,
     Replay,
     ReplayTrial,
+    SourceLine,
     StepPhase,
     TensorStats,
 )
@@ -104,8 +104,8 @@ def summary() -> Summary:
 def replay() -> Replay:
     stats = [TensorStats("a", [2], "float32", 1)]
     found = Cause(
-        StepPhase.forward, "cause", "layer.1", "Linear", "mul", Line("a.py", 3, "x = y"), stats,
-        stats, ["weight"], "grown", [1], [Ratio("a", 2.0)], [Ratio("1", 2.0)], ["note"],
+        StepPhase.forward, "cause", "layer.1", "Linear", "mul", SourceLine("a.py", 3, "x = y"),
+        stats, stats, ["weight"], "grown", [1], [Ratio("a", 2.0)], [Ratio("1", 2.0)], ["note"],
     )  # fmt: skip
     attempt = Attempt(1.0, 2.0, "error", True, ["amp"], {"c": "d"}, "failed")
     blame = Blame("amp", ["amp"], ["amp"], [ReplayTrial(["amp"], attempt)])

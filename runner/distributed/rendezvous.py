@@ -28,16 +28,16 @@ from runner.errors import UsageError
 
 log = logging.getLogger("runner")
 
-MEET_S = 900  # that machines wait for each other at the start
-SILENCE_S = 30.0  # without a heartbeat, after which an agent counts as lost
-READ_S = 10.0  # for the others to read the verdict
+JOIN_S = 900  # that machines wait for each other at the start
+HEARTBEAT_S = 30.0  # without a heartbeat, after which an agent counts as lost
+VERDICT_READ_S = 10.0  # for the others to read the verdict
 POLL_S = 0.2
 STORE_S = 30  # timeout of one call
 
-Judge = Callable[[Sequence[MachineReport], str], RunVerdict]
+JudgeFunction = Callable[[Sequence[MachineReport], str], RunVerdict]
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of this machine's processes, and the connection to the other agents."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Meeting:
     ) -> None:
         """`store` is shared by all agents, if there are several machines."""
         self.places, self.node, self.nodes, self._store = places, node, nodes, store
-        self._failed = self._told = False
+        self._failed = self._failure_published = False
         self.exchange(False)
 
     def exchange(self, failed: bool) -> bool:
@@ -58,15 +58,15 @@ class Meeting:
             return self._failed
         try:
             self._store.add(f"alive/{self.node}", 1)
-            if self._failed and not self._told:
+            if self._failed and not self._failure_published:
                 self._store.set("failed", "")
-                self._told = True
+                self._failure_published = True
             self._failed = self._failed or self._store.check(["failed"])
         except RuntimeError:  # the store ended with its agent
             self._failed = True
         return self._failed
 
-    def agree(self, own: MachineReport, judge: Judge) -> RunVerdict:
+    def agree_on_verdict(self, own: MachineReport, judge: JudgeFunction) -> RunVerdict:
         """Return the first machine's verdict on all reports, after all processes have ended.
 
         `judge` also receives the names of unreachable machines, or "".
@@ -75,92 +75,97 @@ class Meeting:
         if store is None:
             return judge([own], "")
         with suppress(RuntimeError):
-            return self._decide(store, own, judge) if self.node == 0 else self._ask(store, own)
-        return self._unreachable()
+            if self.node == 0:
+                return self._judge_reports(store, own, judge)
+            return self._request_verdict(store, own)
+        return self._unreachable_verdict()
 
-    def _decide(self, store: TCPStore, own: MachineReport, judge: Judge) -> RunVerdict:
+    def _judge_reports(
+        self, store: TCPStore, own: MachineReport, judge: JudgeFunction
+    ) -> RunVerdict:
         reports, lost = [own], []
         for node in range(1, self.nodes):
-            if self._await(store, f"report/{node}", node):
+            if self._await_key(store, f"report/{node}", node):
                 reports.append(parse_json(MachineReport, store.get(f"report/{node}")))
             else:
                 lost.append(f"machine {node} of {self.nodes} has ended, or does not answer")
         verdict = judge(reports, ", ".join(lost))
         store.set("verdict", dump_json(verdict))
-        until = time.monotonic() + READ_S
-        while store.add("read", 0) < len(reports) - 1 and time.monotonic() < until:
+        deadline = time.monotonic() + VERDICT_READ_S
+        while store.add("read", 0) < len(reports) - 1 and time.monotonic() < deadline:
             time.sleep(POLL_S)  # the store ends with this process
         return verdict
 
-    def _ask(self, store: TCPStore, own: MachineReport) -> RunVerdict:
+    def _request_verdict(self, store: TCPStore, own: MachineReport) -> RunVerdict:
         store.set(f"report/{self.node}", dump_json(own))
-        if not self._await(store, "verdict", 0):
-            return self._unreachable()
+        if not self._await_key(store, "verdict", 0):
+            return self._unreachable_verdict()
         verdict = parse_json(RunVerdict, store.get("verdict"))
         store.add("read", 1)
         return verdict
 
-    def _await(self, store: TCPStore, key: str, node: int) -> bool:
+    def _await_key(self, store: TCPStore, key: str, node: int) -> bool:
         """Wait for a key of a machine; False if its agent's heartbeat stops."""
-        heard, beats = time.monotonic(), -1
+        last_beat, beat_count = time.monotonic(), -1
         while not store.check([key]):
             self.exchange(False)
             count = store.add(f"alive/{node}", 0)
-            if count != beats:
-                heard, beats = time.monotonic(), count
-            elif time.monotonic() > heard + SILENCE_S:
+            if count != beat_count:
+                last_beat, beat_count = time.monotonic(), count
+            elif time.monotonic() > last_beat + HEARTBEAT_S:
                 return False
             time.sleep(POLL_S)
         return True
 
-    def _unreachable(self) -> RunVerdict:
+    def _unreachable_verdict(self) -> RunVerdict:
         place = self.places[0]
         problem = f"the machine of process 0, {place.address}, has ended, or does not answer"
         return RunVerdict("unreachable", problem)
 
 
 @contextmanager
-def meet(config: RunConfig, processes: int, attempt: int) -> Iterator[Meeting]:
-    """Yield the meeting of all machines; the store lives within this context."""
-    asked = config.distributed
-    if asked.nodes == 1:
+def join_rendezvous(config: RunConfig, processes: int, attempt: int) -> Iterator[Rendezvous]:
+    """Yield the rendezvous of all machines; its store lives within this context."""
+    settings = config.distributed
+    if settings.nodes == 1:
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        yield Meeting(_places(0, processes, processes, "127.0.0.1", store.port, attempt))
+        yield Rendezvous(_make_places(0, processes, processes, "127.0.0.1", store.port, attempt))
         return
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=asked.rendezvous or "",
+        endpoint=settings.rendezvous or "",
         run_id=f"{config.name}-{attempt}",
-        min_nodes=asked.nodes,
-        max_nodes=asked.nodes,
-        timeout=MEET_S,
+        min_nodes=settings.nodes,
+        max_nodes=settings.nodes,
+        timeout=JOIN_S,
     )
-    log.info("%d machines meet at %s", asked.nodes, asked.rendezvous)
-    handler, met = _rendezvous(parameters, SILENCE_S if attempt else 0.0)
+    log.info("%d machines meet at %s", settings.nodes, settings.rendezvous)
+    handler, info = _join_with_retries(parameters, HEARTBEAT_S if attempt else 0.0)
     try:
-        met.store.set(f"processes/{met.rank}", str(processes))  # how many each machine starts
-        counts = [int(met.store.get(f"processes/{node}")) for node in range(met.world_size)]
-        host = met.bootstrap_store_info
-        if host is None:
+        info.store.set(f"processes/{info.rank}", str(processes))  # how many each machine starts
+        counts = [int(info.store.get(f"processes/{node}")) for node in range(info.world_size)]
+        store_info = info.bootstrap_store_info
+        if store_info is None:
             raise UsageError("distributed.rendezvous: it names no store")
-        first, size = sum(counts[: met.rank]), sum(counts)
-        address, port, wait = host.master_addr, host.master_port, timedelta(seconds=STORE_S)
-        places = _places(first, processes, size, address, port, attempt)
+        first_rank, size = sum(counts[: info.rank]), sum(counts)
+        address, port = store_info.master_addr, store_info.master_port
+        wait = timedelta(seconds=STORE_S)
+        places = _make_places(first_rank, processes, size, address, port, attempt)
         store = TCPStore(address, port, None, False, wait, wait_for_workers=False)
-        yield Meeting(places, met.rank, met.world_size, store)
+        yield Rendezvous(places, info.rank, info.world_size, store)
     finally:
         handler.shutdown()
 
 
-def _rendezvous(
-    parameters: RendezvousParameters, patience_s: float
+def _join_with_retries(
+    parameters: RendezvousParameters, retry_s: float
 ) -> tuple[RendezvousHandler, RendezvousInfo]:
     """Return the rendezvous handler and its result.
 
     The store may still be that of the previous attempt, which is ending, so broken connections are
-    retried for `patience_s`.
+    retried for `retry_s`.
     """
-    until = time.monotonic() + patience_s
+    deadline = time.monotonic() + retry_s
     while True:
         handler = None
         try:
@@ -169,13 +174,15 @@ def _rendezvous(
         except RendezvousConnectionError:
             if handler is not None:
                 handler.shutdown()
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(POLL_S)
 
 
-def _places(first: int, own: int, size: int, address: str, port: int, attempt: int) -> list[Place]:
+def _make_places(
+    first_rank: int, local_size: int, size: int, address: str, port: int, attempt: int
+) -> list[Place]:
     return [
-        Place(first + local, size, local, own, address, port, True, attempt, "runner")
-        for local in range(own)
+        Place(first_rank + i, size, i, local_size, address, port, True, attempt, "runner")
+        for i in range(local_size)
     ]

@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 KEY = "model.weights"
-BELOW = ("state_dict", "model", "model_state_dict", "weights")
+STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict", "weights")
 """Keys of the state_dict in the dicts that training programs save."""
 INDEX_SUFFIX = ".index.json"
-FILES = (MODEL, f"{MODEL}{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}")
+WEIGHT_FILES = tuple(
+    f"{name}{suffix}" for name in (MODEL, "pytorch_model.bin") for suffix in ("", INDEX_SUFFIX)
+)
 """Weight files of a Hugging Face folder, in order of preference."""
-LARGEST_INDEX = 1 << 26  # bytes
-WHOLE_COPY = "get a whole copy of the folder"
-COMPILED = "_orig_mod."  # prefix by torch.compile of names in modules that it wraps
-SHOWN = 3  # names of each kind, in a message
-CHARACTERS = 160  # of a name in a message
+MAX_INDEX_BYTES = 1 << 26
+COPY_FIX = "get a whole copy of the folder"
+COMPILE_PREFIX = "_orig_mod."  # prefix by torch.compile of names in modules that it wraps
+MAX_NAMES = 3  # names of each kind, in a message
+MAX_NAME_LENGTH = 160  # of a name in a message
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
     if path.is_dir():
         root = path if path.name == folders.FOLDER else path / folders.FOLDER
         if folders.is_checkpoint(path):
-            return _of_ours(reading.load(path, policy, check_state))
+            return _from_checkpoint(reading.load(path, policy, check_state))
         restored = reading.load_newest(root, policy, check_state)
         if restored is not None:
-            return _of_ours(restored)
-        path = _file_in(path)
+            return _from_checkpoint(restored)
+        path = _find_weight_file(path)
     if path.name.endswith(INDEX_SUFFIX):
         return _read_shards(path, policy)
     from runner.security.files.loader import open_file
@@ -101,9 +103,9 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
     )
 
 
-def _file_in(folder: Path) -> Path:
+def _find_weight_file(folder: Path) -> Path:
     """Return the weight file of a folder, or the index of its shards."""
-    for name in FILES:
+    for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
     from runner.security.files.formats import is_model_name
@@ -111,8 +113,8 @@ def _file_in(folder: Path) -> Path:
     others = sorted(p.name for p in folder.iterdir() if is_model_name(p.name))
     raise ConfigError(
         KEY,
-        f"{folder} has no checkpoint and none of {', '.join(FILES)} in it",
-        f"name one of its files: {some(others)}" if others else "name a file",
+        f"{folder} has no checkpoint and none of {', '.join(WEIGHT_FILES)} in it",
+        f"name one of its files: {list_names(others)}" if others else "name a file",
     )
 
 
@@ -131,12 +133,13 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
             _log_warnings(opened, path)
             for key, value in _named_tensors(opened, path).items():
                 if key in tensors:
-                    raise ConfigError(KEY, f"{index}: two shards have {short(key)}", WHOLE_COPY)
+                    problem = f"{index}: two shards have {shorten_name(key)}"
+                    raise ConfigError(KEY, problem, COPY_FIX)
                 tensors[key] = value.to("meta") if isinstance(value, Tensor) else value
             shards.append(Shard(path, opened.facts.sha256, opened.assessment.trust))
-    missing = {name.replace(COMPILED, "") for name in by_name} - tensors.keys()
+    missing = {name.replace(COMPILE_PREFIX, "") for name in by_name} - tensors.keys()
     if missing:
-        raise ConfigError(KEY, f"{index}: no shard has {some(sorted(missing))}", WHOLE_COPY)
+        raise ConfigError(KEY, f"{index}: no shard has {list_names(sorted(missing))}", COPY_FIX)
     text = "".join(f"{shard.sha256}  {shard.path.name}\n" for shard in shards)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     notes = [f"in {len(shards)} shards"]
@@ -146,14 +149,14 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
 def _read_index(index: Path) -> dict[str, str]:
     """Return the file name by tensor; ConfigError unless it is an index of files in its folder."""
     try:
-        if index.stat().st_size > LARGEST_INDEX:
-            raise ValueError(f"it has more than {LARGEST_INDEX >> 20} MiB")
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {MAX_INDEX_BYTES >> 20} MiB")
         by_name: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         if not by_name or any(file != Path(file).name for file in by_name.values()):
             raise ValueError("its weight_map lists no files in its folder")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        text = f"{index} is not a shard index: {short(str(error))}"
-        raise ConfigError(KEY, text, WHOLE_COPY) from error
+        text = f"{index} is not a shard index: {shorten_name(str(error))}"
+        raise ConfigError(KEY, text, COPY_FIX) from error
     return by_name
 
 
@@ -164,11 +167,11 @@ def _log_warnings(opened: Opened, path: Path) -> None:
 
 
 def _named_tensors(opened: Opened, path: Path) -> dict[str, Any]:
-    state = _state_dict(opened.content, path, opened.facts.format)
-    return {name.replace(COMPILED, ""): value for name, value in state.items()}
+    state = _find_state_dict(opened.content, path, opened.facts.format)
+    return {name.replace(COMPILE_PREFIX, ""): value for name, value in state.items()}
 
 
-def _of_ours(restored: folders.Restored) -> StoredWeights:
+def _from_checkpoint(restored: folders.Restored) -> StoredWeights:
     for warning in restored.warnings:
         log.warning("%s: %s", KEY, warning)
     averaged = restored.state["update"]["average"]
@@ -178,28 +181,31 @@ def _of_ours(restored: folders.Restored) -> StoredWeights:
     )
 
 
-def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
-    """Return the tensors by name, at the top of the saved dict or below a key in BELOW."""
+def _find_state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
+    """Return the tensors by name, at the top of the saved dict or below one of STATE_DICT_KEYS."""
     if isinstance(content, nn.Module):  # unpickled with security.allow_pickle
         content = content.state_dict()
     nested = isinstance(content, Mapping)
-    for state in (*(content.get(key) for key in BELOW), content) if nested else ():
-        named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
-        if named and any(isinstance(value, Tensor) for value in state.values()):
+    for state in (*(content.get(key) for key in STATE_DICT_KEYS), content) if nested else ():
+        is_named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+        if is_named and any(isinstance(value, Tensor) for value in state.values()):
             return dict(state)
-    keys = f" with {some(map(str, content))}" if nested else ""
+    keys = f" with {list_names(map(str, content))}" if nested else ""
+    places = f"at the top or under {', '.join(STATE_DICT_KEYS)}"
     raise ConfigError(
         KEY,
-        f"{path} ({kind}){keys} holds no named tensors, at the top or under {', '.join(BELOW)}",
+        f"{path} ({kind}){keys} holds no named tensors, {places}",
         "save model.state_dict(), with safetensors or torch.save",
     )
 
 
-def some(names: Iterable[str], most: int = SHOWN) -> str:
-    """Return the first names, and the total if more there are more."""
-    return listed(map(short, names), most)
+def list_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+    """Return the first names, and the total if there are more."""
+    return listed(map(shorten_name, names), limit)
 
 
-def short(text: str) -> str:
-    """Shorten a name to CHARACTERS, in one line."""
-    return escape_control_chars(text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…")
+def shorten_name(text: str) -> str:
+    """Shorten a name to MAX_NAME_LENGTH characters, in one line."""
+    if len(text) > MAX_NAME_LENGTH:
+        text = text[: MAX_NAME_LENGTH - 1] + "…"
+    return escape_control_chars(text)
