@@ -65,9 +65,9 @@ def _main(argv: list[str]) -> int:
     """Parse, validate, run. Imports are lazy so that `--help` and config errors stay fast."""
     # its modules must not shadow installed ones; a trusted class restores it
     with current_folder_last(restore=False):
-        from runner.training.signals import signals_unwind
+        from runner.training.signals import raise_on_signals
 
-        with signals_unwind():
+        with raise_on_signals():
             from runner.cli.arguments import read_arguments
 
             arguments = read_arguments(argv)
@@ -85,7 +85,7 @@ def _main(argv: list[str]) -> int:
             request = check(arguments)  # without torch or folders, so that errors are immediate
     from runner.cli.launch import launch
 
-    with signals_unwind():
+    with raise_on_signals():
         return launch(request)
 
 
@@ -99,11 +99,11 @@ def _flush() -> None:
 
 def _print_error(message: str, multiline: bool = False) -> None:
     """Print an error with control characters escaped; `multiline` keeps our own line breaks."""
-    from runner.masking import masked
+    from runner.masking import mask_secrets
     from runner.record.text import escape_control_chars, escape_lines
 
     escape = escape_lines if multiline else escape_control_chars
-    sys.stderr.write(f"error: {escape(masked(message))}\n")
+    sys.stderr.write(f"error: {escape(mask_secrets(message))}\n")
 
 
 if __name__ == "__main__":

@@ -15,38 +15,43 @@ from torch import nn
 
 from runner.build_data import LoaderFactory, open_run_data, read_preprocessing
 from runner.build_hooks import attach_batch_validator, build_hooks, record_lost_worker
-from runner.captures.run_captures import Captures
+from runner.captures.run_captures import CaptureRecorder
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
-from runner.config import RunConfig, config_hash, flat, plain, validate_config
+from runner.config import RunConfig, config_hash, config_to_plain, flatten_config, validate_config
 from runner.data.config import BadSamples
 from runner.data.dataset import Dataset, has_rare_class
-from runner.data.loader import mover
+from runner.data.loader import make_batch_mover
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.distributed.config import DistributedKind
 from runner.errors import ConfigError, UsageError
-from runner.jobs.config import EVALUATING, JobKind
+from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.models.build import build_model, refuse_lazy
-from runner.models.config import HuggingFace
-from runner.objectives.base import Objective, monitored
-from runner.objectives.build import build_objective, pairwise_loss
-from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
+from runner.models.config import HuggingFaceConfig
+from runner.objectives.base import Objective, resolve_monitor
+from runner.objectives.build import build_objective, elementwise_loss
+from runner.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
-from runner.optim.schedule import factors
+from runner.optim.schedule import lr_factors
 from runner.random_state import exclusive_random_state
 from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.security.files.policy import FilePolicy
-from runner.security.paths import own_trees
+from runner.security.paths import run_tree_folders
 from runner.stability.controller import StabilityController
 from runner.techniques.application import apply_techniques
 from runner.techniques.base import TRIALS, Choice, RunBuilder, Technique
 from runner.techniques.config import Optimization
 from runner.training.hook import Hook
-from runner.training.length import micro_batch, resolve_batches, resolve_every, resolve_steps
-from runner.training.metrics import Reader
+from runner.training.length import (
+    resolve_batches,
+    resolve_every,
+    resolve_micro_batch,
+    resolve_steps,
+)
+from runner.training.metrics import StepMetricsReader
 from runner.training.recovery import MICRO_BATCH, halve_micro_batch, translate_oom
 from runner.training.resume import restore
 from runner.training.run import Run
@@ -102,17 +107,17 @@ class _Build:
     def __init__(
         self, config: RunConfig, folder: Path | None, components: Components, scope: ExitStack
     ) -> None:
-        self.started, self.settings = time.monotonic(), flat(config)
+        self.started, self.settings = time.monotonic(), flatten_config(config)
         self.config_hash = config_hash(config)  # of the request, before `auto` is resolved
         self.components, self.scope = components, scope
         self.config = config = _resolve_auto(config, components)
         self.world = components.world
         if config.distributed.kind is not DistributedKind.none:
-            from runner.distributed.join import find_others, for_place
+            from runner.distributed.join import config_for_rank, join_from_program
 
             if self.world is None:
-                self.world, folder = find_others(config, folder, scope)
-            self.config = config = for_place(config, self.world.place)
+                self.world, folder = join_from_program(config, folder, scope)
+            self.config = config = config_for_rank(config, self.world.place)
         self.shared_folder = folder  # all processes but the first have subfolders in it
         if folder is not None:
             folder = folder if self.world is None else self.world.folder(folder)
@@ -121,13 +126,13 @@ class _Build:
         # folder of the run's record; None in processes that do not write it
         self.record_folder = folder if self.world is None or self.world.first else None
         self.device = select(config.device, scope)
-        if memory.limit_left() is not None:
+        if memory.rlimit_bytes_left() is not None:
             from runner.device import allocator
 
-            allocator.keep_to_one_heap(scope)
+            allocator.limit_malloc_arenas(scope)
         if components.model is None:  # for initial weights; each step is seeded separately
             seed_everything(config.seed)
-        self.policy = FilePolicy.of(config.security, own_trees(folder))
+        self.policy = FilePolicy.of(config.security, run_tree_folders(folder))
         self.choices = list(components.chosen)
 
     def resolve_target(self, target: str, key: str) -> Any:
@@ -200,7 +205,7 @@ class _Build:
             checkpoint.keep,
             self.config_hash,
             self.policy,
-            best_first=self.config.job.kind in EVALUATING,
+            best_first=self.config.job.kind in EVALUATION_JOBS,
             writes=world is None or world.first,
         )
         if world is not None and world.first:
@@ -241,23 +246,23 @@ class _Build:
             reason = "not read: weights come from checkpoint.resume"
             log.info("%s: %s", WEIGHTS, reason)
             return [Choice(WEIGHTS, path, reason)]
-        from runner.data.paths import existing  # imported only if used
-        from runner.models.weights import start_from
+        from runner.data.paths import existing_path  # imported only if used
+        from runner.models.weights import load_initial_weights
 
         excluded = self.config.model.weights_except
-        return [start_from(model, existing(path, WEIGHTS), excluded, self.policy)]
+        return [load_initial_weights(model, existing_path(path, WEIGHTS), excluded, self.policy)]
 
     def build_model(self) -> nn.Module:
         """Build the config's model; a Hugging Face one pretrained, unless weights come later."""
         config, sizes = self.config.model, self.data.sizes
-        if sizes.task == "classification" and pairwise_loss(self.config.objective):
+        if sizes.task == "classification" and elementwise_loss(self.config.objective):
             sizes = replace(sizes, classes=1)
-        if not isinstance(config, HuggingFace) or config._target_ is not None:
+        if not isinstance(config, HuggingFaceConfig) or config._target_ is not None:
             return build_model(config, sizes, self.resolve_target)
-        from runner.data.paths import existing
+        from runner.data.paths import existing_path
         from runner.models.hugging_face import build_pretrained
 
-        folder = existing(config.path, "model.path")
+        folder = existing_path(config.path, "model.path")
         random_init = self.resumes or config.weights is not None or not config.pretrained
         model, choices = build_pretrained(folder, sizes, None if random_init else self.policy)
         self.choices += choices
@@ -269,7 +274,7 @@ class _Build:
         counts, weights = self.data.class_counts(), None
         requested = config.objective.class_weights is not None
         rare = config.data.sampler is None and counts is not None and has_rare_class(counts)
-        trains = config.job.kind not in EVALUATING and self.components.objective is None
+        trains = config.job.kind not in EVALUATION_JOBS and self.components.objective is None
         if trains and config.objective._target_ is None and (requested or rare):
             from runner.objectives.class_weights import choose_class_weights
 
@@ -286,7 +291,7 @@ class _Build:
             named = build_named_metrics(config.objective.metrics, sizes, ignored)
             self.objective.named = named[0]
             self.choices += named[1]
-        self.monitor = monitored(self.objective, config.training.monitor)
+        self.monitor = resolve_monitor(self.objective, config.training.monitor)
 
     def make_builder(self) -> None:
         """Create the RunBuilder, which techniques read and change."""
@@ -295,11 +300,13 @@ class _Build:
         can_measure = (
             config.job.kind is JobKind.train and self.world is None and user_optimizer is None
         )
-        to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
+        to_device = make_batch_mover(self.device.torch, pin=False, aside=False) or (
+            lambda batch: batch
+        )
         cls = (
             type(user_optimizer)
             if user_optimizer
-            else optimizer_class(config.optimizer, self.model, self.resolve_target)
+            else resolve_optimizer_class(config.optimizer, self.model, self.resolve_target)
         )
         self.builder = RunBuilder(
             device=self.device,
@@ -309,7 +316,7 @@ class _Build:
             optimizer_class=cls,
             objective=self.objective,
             batch_size=self.local_batch_size,
-            micro_batch=micro_batch(
+            micro_batch=resolve_micro_batch(
                 config.training.micro_batch, self.local_batch_size, self.recorded
             ),
             micro_batch_asked=config.training.micro_batch,
@@ -343,7 +350,7 @@ class _Build:
                 self.checkpointer.together = self.world.meeting()
         undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
         if MICRO_BATCH in recorded and undecided:
-            if builder.micro_batch == micro_batch(None, self.local_batch_size, recorded):
+            if builder.micro_batch == resolve_micro_batch(None, self.local_batch_size, recorded):
                 builder.choose(MICRO_BATCH, lambda: (builder.micro_batch, ""))
 
     def make_optimizer_step(self) -> None:
@@ -365,7 +372,7 @@ class _Build:
             optimizer,
             config.stability,
             None if user_optimizer else config.optimizer.lr,
-            [1.0] if user_optimizer else factors(config.schedule, self.total_steps),
+            [1.0] if user_optimizer else lr_factors(config.schedule, self.total_steps),
             loss_scale=builder.loss_scale,
             ema=config.optimizer.ema,
             shards=shards,
@@ -413,7 +420,7 @@ class _Build:
             techniques=self.techniques,
             engagements=self.engagements,
             watch=Stopwatch(self.device.torch),
-            reader=Reader(self.device.torch),
+            reader=StepMetricsReader(self.device.torch),
             whole=step_graph,
             columns=self.run_data.preprocessing.describe_columns(self.data.choices),
             distributed={} if self.world is None else self.world.describe(),
@@ -427,9 +434,9 @@ class _Build:
         config, resolve = self.config, self.resolve_target
         hooks = build_hooks(config, self.debug, self.settings, self.record_folder, resolve)
         if self.world is not None:
-            from runner.distributed.facts import Processes
+            from runner.distributed.facts import ProcessStats
 
-            hooks.insert(0, Processes())
+            hooks.insert(0, ProcessStats())
         return [*self.run_data.hooks, *hooks, *self.components.hooks]
 
     def make_step_graph(self) -> StepGraph | None:
@@ -453,9 +460,9 @@ class _Build:
         """Set up batch checks, reports of lost workers, and the closing of loaders and files."""
         run.inputs = attach_batch_validator(self.config, run, self.train)
         if self.config.data.bad_samples is BadSamples.drop:
-            from runner.training.left_out import LeftOut
+            from runner.training.left_out import BadSampleTracker
 
-            run.left_out = LeftOut(run, self.config.data)
+            run.left_out = BadSampleTracker(run, self.config.data)
         self.scope.callback(run.recorder.close)
         self.scope.callback(run.checkpointer.wait)
         for loader in filter(None, (run.validation, run.test, run.train)):
@@ -464,7 +471,7 @@ class _Build:
 
     def resume(self, run: Run) -> None:
         """Restore a checkpoint, if configured; `auto` takes the run's own folder."""
-        resume, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATING
+        resume, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATION_JOBS
         if resume != "none":
             if not restore(run, None if resume == "auto" else Path(resume), trains):
                 log.info("checkpoint.resume=auto: no checkpoint found; starting a new run")
@@ -477,7 +484,7 @@ class _Build:
 
             warn_graph_obstacle(run)
 
-    def make_captures(self) -> Captures | None:
+    def make_captures(self) -> CaptureRecorder | None:
         """Return the writer of bad steps for job=replay; None without a folder."""
         capture, folder = self.config.debug.capture, self.folder
         if folder is None or not capture.enabled or capture.at_most == 0:
@@ -487,7 +494,7 @@ class _Build:
             return None
         parts = ("model", "data", "objective", "optimizer")
         user_parts = [part for part in parts if getattr(self.components, part) is not None]
-        return Captures(capture, folder, plain(self.config), user_parts)
+        return CaptureRecorder(capture, folder, config_to_plain(self.config), user_parts)
 
 
 def _resolve_auto(config: RunConfig, components: Components) -> RunConfig:

@@ -13,15 +13,15 @@ import torch
 
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig
-from runner.data.config import UNCOUNTED, BadSamples
-from runner.data.dataset import Dataset, Tensors
+from runner.data.config import LABELS_UNKNOWN, BadSamples
+from runner.data.dataset import Dataset, TensorsDataset
 from runner.data.loader import BatchLoader, make_loader
-from runner.data.open import Opening, open_data
+from runner.data.open import OpenOptions, open_data
 from runner.data.order import permutation
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
 from runner.errors import ConfigError
-from runner.jobs.config import EVALUATING, JobKind
+from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.objectives.build import adapt_sizes
 from runner.record.storage import read_file
 from runner.security.files.policy import FilePolicy
@@ -66,8 +66,8 @@ def open_run_data(
     if predicts:
         check_predicts(fitted)
     split_rule = fitted.split if fitted else split_rule
-    evaluates = config.job.kind in EVALUATING
-    opening = Opening(policy, fitted, evaluates, labelled=not predicts, split_rule=split_rule)
+    evaluates = config.job.kind in EVALUATION_JOBS
+    opening = OpenOptions(policy, fitted, evaluates, labelled=not predicts, split_rule=split_rule)
     evaluates_all = opening.evaluates_all(config.data)
     split_paths: SplitPaths | None = None
     if user_data is None and "path" in vars(config.data):
@@ -92,7 +92,7 @@ def open_run_data(
         )
         choices += more
     hooks = list[Hook]()
-    if data.choices or (isinstance(data, Tensors) and data.named_columns()):
+    if data.choices or (isinstance(data, TensorsDataset) and data.named_columns()):
         from runner.table_report import check_data_table
 
         table = replace(
@@ -112,7 +112,7 @@ def _open_splits(
     config: RunConfig,
     paths: Mapping[str, Any],
     fitted: Preprocessing,
-    opening: Opening,
+    opening: OpenOptions,
     resolve: Resolve,
 ) -> tuple[dict[str, Dataset], list[Choice]]:
     """Open separate validation and test sets; the test set only for job=train."""
@@ -131,7 +131,7 @@ def read_preprocessing(
 ) -> Preprocessing | None:
     """Read the preprocessing of the resumed run or of the evaluated weights; None without one."""
     resume, weights = config.checkpoint.resume, config.model.weights
-    evaluates = config.job.kind in EVALUATING
+    evaluates = config.job.kind in EVALUATION_JOBS
     stored: tuple[Path, bytes] | None = None
     if resume != "none":
         path = None if resume == "auto" else Path(resume)
@@ -178,7 +178,7 @@ class LoaderFactory:
         if self.config.data.sampler is not None:
             labels = data.labels()
             if labels is None:
-                raise ConfigError("data.sampler", UNCOUNTED, "leave it out")
+                raise ConfigError("data.sampler", LABELS_UNKNOWN, "leave it out")
             labels = labels[data.train]
         options |= {"shuffle": self.config.data.shuffle, "repeat": True, "augment": True}
         return self._loader(data, data.train, labels=labels, **options)

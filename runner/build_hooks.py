@@ -12,10 +12,10 @@ from runner.checks.batch import BatchChecks, DataSpec, Prescan
 from runner.checks.batch_validator import BatchValidator
 from runner.checks.model import ModelCheck
 from runner.config import RunConfig
-from runner.data.dataset import Tensors
+from runner.data.dataset import TensorsDataset
 from runner.data.loader import BatchLoader
 from runner.debug.config import DebugConfig, enabled_tools
-from runner.device.resources import Machine
+from runner.device.resources import SystemMonitor
 from runner.errors import ConfigError, OutOfMemory, WorkerLost
 from runner.hooks.progress import ProgressDisplay
 from runner.hooks.recording import Recording
@@ -39,7 +39,9 @@ def build_hooks(
     """
     hooks: list[Hook] = []
     tools = load_debug_tools(debug)
-    system_monitor = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
+    system_monitor = SystemMonitor(
+        folder, config.monitoring.system_every_s, config.stability.watch.gpu
+    )
     if folder is not None and config.monitoring.sinks:
         from runner.hooks.sinks import Sinks, make_sinks
 
@@ -79,7 +81,7 @@ def attach_batch_validator(
     spec = DataSpec(objective.indices, objective.ignored, sizes.vocab)
     source, sampler = train.fetch.source, train.fetch.order
     prescan = None
-    if type(source) is Tensors:
+    if type(source) is TensorsDataset:
         prescan = Prescan(source.inputs, source.target, sampler.indices, sampler.batch_size)
     train.inspector = BatchValidator(
         BatchChecks(config.checks.inputs, spec),
@@ -134,9 +136,11 @@ def _make_user_hook(item: Any, key: str, resolve_target: Callable[[str, str], An
     """Construct a user's hook: `package.Class` or `{_target_: package.Class, argument: …}`."""
     if isinstance(item, dict) and "_target_" not in item:
         raise ConfigError(key, "_target_ is missing", "write {_target_: package.Class, …}")
-    from runner.security.registry import assembled
+    from runner.security.registry import instantiate_nested
 
-    hook = assembled({"_target_": item} if isinstance(item, str) else item, resolve_target, key)
+    hook = instantiate_nested(
+        {"_target_": item} if isinstance(item, str) else item, resolve_target, key
+    )
     if not isinstance(hook, Hook):
         raise ConfigError(key, f"{type(hook).__name__} is not a Hook", "inherit from runner.Hook")
     return hook

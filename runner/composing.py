@@ -24,8 +24,8 @@ from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.groups import CONF
 from runner.security import secrets
-from runner.security.cli_overrides import security_of_overrides
-from runner.security.config_files import bound_references, restart_reference_count
+from runner.security.cli_overrides import parse_security_overrides
+from runner.security.config_files import limit_interpolations, reset_interpolation_counters
 from runner.sweep.config import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
 
 SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
@@ -57,8 +57,8 @@ def register() -> None:
     for group, schemas in SCHEMAS:
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
-    secrets.install()
-    bound_references()
+    secrets.install_resolvers()
+    limit_interpolations()
     resolver = partial(OmegaConf.register_new_resolver, replace=True)
     resolver("runner.name", _default_name)
     resolver(
@@ -88,7 +88,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError(f"compose: overrides must be a list, got a string; use [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides must be a list of strings: 'training.steps=100'")
-    with _LOCK, secrets.environment_access(security_of_overrides(overrides).readable):
+    with _LOCK, secrets.environment_access(parse_security_overrides(overrides).readable):
         return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
 
 
@@ -108,7 +108,7 @@ def compose_raw(
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
         return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
 
-    restart_reference_count()
+    reset_interpolation_counters()
     try:
         config = compose(list(overrides), hydra_too)
         if any(text.startswith("+") for text in overrides):
@@ -117,12 +117,12 @@ def compose_raw(
     except YAMLError as error:
         raise ConfigError("config", " ".join(str(error).split()), "correct that file") from error
     except (HydraException, OmegaConfBaseException, ValueError, UnknownKey) as error:
-        if (refusal := secrets.refusal_in(error)) and not isinstance(error, UnknownKey):
+        if (refusal := secrets.find_refusal(error)) and not isinstance(error, UnknownKey):
             raise refusal from None
-        from runner.overrides.diagnosis import explain
+        from runner.overrides.diagnosis import explain_error
 
         composes = partial(_is_composable, compose=partial(compose, hydra_too=False))
-        raise explain(error, overrides, compose, composes, folders) from error
+        raise explain_error(error, overrides, compose, composes, folders) from error
 
 
 def _is_composable(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
@@ -166,7 +166,7 @@ def typed(config: DictConfig) -> RunConfig:
     ConfigError for an unknown key, a mandatory one without a value, and an interpolation without a
     target.
     """
-    restart_reference_count()
+    reset_interpolation_counters()
     with _LOCK, _without_hydra_section(config):
         _check_keys(config)
         try:
@@ -175,11 +175,11 @@ def typed(config: DictConfig) -> RunConfig:
                 raise ConfigError(missing[0], f"has no value{others}", f"give one: {missing[0]}=…")
             with secrets.current_environment_access(_allowed_environment(config)):
                 run_config = OmegaConf.to_object(config)
-                secrets.note(config)
+                secrets.record_secret_keys(config)
         except OmegaConfBaseException as error:
-            if refusal := secrets.refusal_in(error):
+            if refusal := secrets.find_refusal(error):
                 raise refusal from None
-            reason = secrets.named(str(error).partition("\n")[0])
+            reason = secrets.mask_words(str(error).partition("\n")[0])
             raise ConfigError(error.full_key or "config", reason) from error
     if not isinstance(run_config, RunConfig):
         fix = "start its defaults list like conf/config.yaml"
@@ -202,7 +202,7 @@ def _without_hydra_section(config: DictConfig) -> Iterator[None]:
                 full_config.hydra.job.num, full_config.hydra.job.id = 0, "0"
             if OmegaConf.is_missing(full_config.hydra.runtime, "output_dir"):
                 full_config.hydra.runtime.output_dir = str(
-                    secrets.place(full_config, "hydra.run.dir")
+                    secrets.read_path(full_config, "hydra.run.dir")
                 )
     with open_dict(config):
         del config["hydra"]
@@ -242,13 +242,13 @@ def _allowed_environment(config: DictConfig) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
+def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
     """Restore a config from the output of `plain`; the caller decides which classes are trusted.
 
     Raises ConfigError if it does not fit this version, SecurityError for an untrusted class and for
     anything but plain data.
     """
-    secrets.check_plain(tree, may_read=secrets.permitted())
+    secrets.check_literal(tree, may_read=secrets.permitted_variables())
     try:
         config = OmegaConf.structured(RunConfig)
         for group, schemas in SCHEMAS:

@@ -23,7 +23,7 @@ from runner.device.config import DeviceConfig
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import (
-    EVALUATING,
+    EVALUATION_JOBS,
     EvaluateConfig,
     ExportKind,
     JobConfig,
@@ -37,7 +37,7 @@ from runner.jobs.config import (
 from runner.models.config import ModelConfig
 from runner.objectives.config import ObjectiveConfig
 from runner.optim.config import OptimizerConfig, ScheduleConfig
-from runner.overrides.groups import FOREIGN
+from runner.overrides.groups import USER_CLASS_GROUPS
 from runner.record.config import MonitoringConfig
 from runner.security import secrets
 from runner.security.config import SecurityConfig
@@ -108,11 +108,11 @@ class RunConfig:
 
         Techniques in `user_techniques` exist already, as the caller's objects.
         """
-        groups = (*FOREIGN, "optimizer")
+        groups = (*USER_CLASS_GROUPS, "optimizer")
         targets: list[tuple[str, Any]] = [
             (f"{g}._target_", getattr(self, g)._target_) for g in groups
         ]
-        for group in FOREIGN:
+        for group in USER_CLASS_GROUPS:
             targets += nested_targets(getattr(self, group).arguments, group)
         extra = [target for target in self.optimization.extra if target not in user_techniques]
         targets += [("optimization.extra", target) for target in extra]
@@ -123,14 +123,14 @@ class RunConfig:
             targets += nested_targets(sink, f"monitoring.sinks.{i}")
         class_names = [(key, str(target)) for key, target in targets if target is not None]
         if class_names:
-            from runner.security.registry import permit
+            from runner.security.registry import find_allowed_package
 
             for key, target in class_names:
-                permit(target, key, self.security.names)
+                find_allowed_package(target, key, self.security.names)
 
     def _check_job(self) -> None:
         resume, job = self.checkpoint.resume, self.job.kind
-        if job in EVALUATING and resume in RESUME_WITHOUT_RUN and self.model.weights is None:
+        if job in EVALUATION_JOBS and resume in RESUME_WITHOUT_RUN and self.model.weights is None:
             fix = "name a run's folder or one of its checkpoints/step_… folders; for weights alone"
             problem = f"job={job.name} needs to know which model"
             raise ConfigError("checkpoint.resume", problem, f"{fix}, model.weights=FILE")
@@ -262,7 +262,7 @@ NON_RUN_KEYS = (
     "search",
     "security",
 )
-OF_NO_CONSEQUENCE = ("name", "monitoring", *NON_RUN_KEYS)
+UNHASHED_KEYS = ("name", "monitoring", *NON_RUN_KEYS)
 
 
 def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -280,8 +280,8 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def config_hash(config: RunConfig) -> str:
     """Return a sha256 of all keys that affect results; equal hashes mean the same experiment."""
-    full_tree = secrets.unresolved(asdict(config))  # hash the reference, not the secret
-    tree = {key: value for key, value in full_tree.items() if key not in OF_NO_CONSEQUENCE}
+    full_tree = secrets.mask_config(asdict(config))  # hash the reference, not the secret
+    tree = {key: value for key, value in full_tree.items() if key not in UNHASHED_KEYS}
     del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
@@ -296,16 +296,16 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
+def config_to_plain(config: RunConfig) -> dict[str, Any]:
     """Return the config as JSON values, without job, sweep and security keys."""
-    full_tree = secrets.unresolved(asdict(config))
+    full_tree = secrets.mask_config(asdict(config))
     tree = {key: value for key, value in full_tree.items() if key not in NON_RUN_KEYS}
     tree["checkpoint"]["resume"] = "none"
     values: dict[str, Any] = json.loads(json.dumps(tree, default=_json_default))
     return values
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
+def flatten_config(config: RunConfig) -> dict[str, Any]:
     """Return all values by dotted key, as on the command line."""
     values: dict[str, Any] = {}
 
@@ -316,7 +316,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
         else:
             values[path] = value.name if isinstance(value, Enum) else value
 
-    walk(secrets.unresolved(asdict(config)), "")
+    walk(secrets.mask_config(asdict(config)), "")
     # a user's class replaces the option
     for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
         if target := values[f"{group}._target_"]:

@@ -111,7 +111,7 @@ class ProcessLost(RunnerError):
         super().__init__(message)
 
 
-class RestartAll(RunnerError):
+class RestartRequired(RunnerError):
     """The processes of a run must restart with `choices` in place of their own."""
 
     def __init__(self, message: str, choices: dict[str, object]) -> None:

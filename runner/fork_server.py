@@ -44,7 +44,7 @@ def stop() -> None:
     _server()._stop()
 
 
-def module_path() -> str:
+def child_pythonpath() -> str:
     """Return PYTHONPATH for child processes, without an implicit current folder."""
     current_folder = os.getcwd()
     explicit_folders = {
@@ -84,7 +84,7 @@ def _server() -> Any:
     return forkserver._forkserver  # one per process, without a public name
 
 
-def is_fit() -> bool:
+def can_fork() -> bool:
     """Whether this process may be forked: it has a single thread and no CUDA context."""
     torch = sys.modules.get("torch")
     uses_cuda = torch is not None and torch.cuda.is_initialized()

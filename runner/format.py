@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from runner.report.replicates import MeanEstimate
 
 NONE = "–"  # shown where there is no number
-MOST_NAMES = 4  # in a sentence; the rest is counted
+MAX_NAMES = 4  # in a sentence; the rest is counted
 
 
 def finite(value: Any) -> float | None:
@@ -98,7 +98,7 @@ def share(value: float) -> str:
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
-def listed(names: Iterable[str], max_names: int = MOST_NAMES) -> str:
+def join_names(names: Iterable[str], max_names: int = MAX_NAMES) -> str:
     """Join names as `a, b and c`; beyond `MOST_NAMES` the rest is counted."""
     all_names = list(names)
     if len(all_names) > max_names:

@@ -26,12 +26,12 @@ _variable_by_text: dict[str, str] = {}  # variable name by each spelling of its 
 _pattern: re.Pattern[str] | None = None
 
 
-def stands_for(name: str) -> str:
+def reference_to(name: str) -> str:
     """Return the interpolation that replaces a variable's value."""
     return f"${{oc.env:{name}}}"
 
 
-def learn(name: str, value: str) -> None:
+def add_secret(name: str, value: str) -> None:
     """Make `masked` replace this value from now on, unless it is too short."""
     global _pattern
     for piece in (value, value.strip(), *map(str.strip, value.splitlines())):
@@ -61,21 +61,21 @@ def _encodings(value: str) -> Iterator[str]:
     yield quote(value, errors="replace")
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Return `text` with each learned value replaced by `${oc.env:NAME}`."""
     if _pattern is None:
         return text
-    return _pattern.sub(lambda match: stands_for(_variable_by_text[match[0]]), text)
+    return _pattern.sub(lambda match: reference_to(_variable_by_text[match[0]]), text)
 
 
-def masked_all(value: T) -> T:
+def mask_nested(value: T) -> T:
     """Return the value with all strings masked, at any depth of dicts, lists and dataclasses."""
     return value if _pattern is None else _mask_tree(value)
 
 
 def _mask_tree(value: Any) -> Any:
     if isinstance(value, str):
-        text = masked(value)
+        text = mask_secrets(value)
         return value if text == value else text
     if isinstance(value, dict):
         return {_mask_tree(key): _mask_tree(item) for key, item in value.items()}
@@ -88,12 +88,12 @@ def _mask_tree(value: Any) -> Any:
     return value
 
 
-def known() -> Mapping[str, str]:
+def known_secrets() -> Mapping[str, str]:
     """Return variable names by spelling of their values, to pass to a child process by pipe."""
     return dict(_variable_by_text)
 
 
-def adopt(spellings: Mapping[str, str]) -> None:
+def add_secrets(spellings: Mapping[str, str]) -> None:
     """Mask the values that the parent process masks."""
     for value, name in spellings.items():
-        learn(name, value)
+        add_secret(name, value)

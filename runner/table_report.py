@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.checks.config import TableConfig
-from runner.data.dataset import Dataset, Tensors
+from runner.data.dataset import Dataset, TensorsDataset
 from runner.findings import Severity
 from runner.record.storage import write_or_log
 from runner.record.text import json_safe
@@ -34,7 +34,7 @@ def check_data_table(
     Other data is returned unchanged. Raises DataError if a finding stops the run.
     """
     splits = splits or {}
-    if not config.enabled or not isinstance(data, Tensors) or not data.named_columns():
+    if not config.enabled or not isinstance(data, TensorsDataset) or not data.named_columns():
         report = TableReport(None, data.choices)
         return data, [report] if report.bad_sample_choices else []
     from runner.checks.table import CheckedTable, check_table  # imported only if used
@@ -44,11 +44,11 @@ def check_data_table(
     validation, row_count = table.validation, len(inputs)
 
     def name_row(index: int) -> str:
-        if index < row_count or not isinstance(validation_data, Tensors):
+        if index < row_count or not isinstance(validation_data, TensorsDataset):
             return table.rows(index)
         return f"{validation_data.rows(index - row_count)} of data.validation_path"
 
-    if isinstance(validation_data, Tensors):
+    if isinstance(validation_data, TensorsDataset):
         inputs = np.concatenate([inputs, validation_data.inputs.numpy()])
         target = np.concatenate([target, validation_data.target.numpy()])
         validation = np.arange(row_count, len(inputs))
@@ -60,7 +60,7 @@ def check_data_table(
     findings = check_table(checked_table, config)
     if findings.drop_columns or len(findings.drop_rows):
         for name, split in splits.items():
-            if isinstance(split, Tensors):
+            if isinstance(split, TensorsDataset):
                 rows = findings.drop_rows - row_count if name == "validation" else NO_ROWS
                 splits[name] = split.without(findings.drop_columns, rows, ())
         table = table.without(findings.drop_columns, findings.drop_rows, findings.choices)

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from runner import build, compose, train  # noqa: E402
 from runner.build import Components  # noqa: E402
 from runner.distributed.config import DistributedConfig, DistributedKind  # noqa: E402
-from runner.distributed.place import Place  # noqa: E402
+from runner.distributed.place import RankInfo  # noqa: E402
 from runner.distributed.world import World  # noqa: E402
 
 PROCESSES = 2
@@ -85,7 +85,7 @@ def measure(
 ) -> None:
     """What one of the processes does; the first writes microseconds and ratios to a file."""
     torch.set_num_threads(1)
-    place = Place(rank, PROCESSES, rank, PROCESSES, "127.0.0.1", port, hosted=False)
+    place = RankInfo(rank, PROCESSES, rank, PROCESSES, "127.0.0.1", port, hosted=False)
     asked = DistributedConfig(DistributedKind.ddp, PROCESSES)
     world = World(place, asked, torch.device("cpu"))
     found = {kind: compare(kind, steps or STEPS[kind], rounds, world) for kind in kinds}

@@ -40,15 +40,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner import RunConfig, compose
-from runner.data.batch import call
-from runner.data.open import Opening, open_data
+from runner.data.batch import call_model
+from runner.data.open import OpenOptions, open_data
 from runner.distributed.batchnorm import synchronise_batchnorm
 from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.sharded import shard
 from runner.errors import RunnerError
 from runner.models import build as models
 from runner.objectives.build import build_objective
-from runner.optim.optimizer import build_optimizer, optimizer_class
+from runner.optim.optimizer import build_optimizer, resolve_optimizer_class
 from runner.security.files.policy import FilePolicy
 from runner.security.registry import resolve
 from runner.techniques.config import Precision
@@ -130,7 +130,7 @@ class Planner:
     def __init__(self, config: RunConfig, options: Any) -> None:
         self.config, self.options = config, options
         self.look_up = partial(resolve, trusted=config.security.names)
-        opening = Opening(FilePolicy.of(config.security, ()), None)
+        opening = OpenOptions(FilePolicy.of(config.security, ()), None)
         self.data = open_data(config.data, self.look_up, opening)
         self.one = self.data.fetch(self.data.train[:1], None)
         self.objective = build_objective(config.objective, self.data.sizes, self.look_up)
@@ -181,7 +181,7 @@ class Planner:
         amp = config.optimization.amp
         if sharded:
             shard(model, mesh, amp.enabled and amp.dtype is not Precision.fp16)
-        cls = optimizer_class(config.optimizer, model, self.look_up)
+        cls = resolve_optimizer_class(config.optimizer, model, self.look_up)
         optimizer = build_optimizer(config.optimizer, cls, model, {"foreach": True})
         grow = lambda t: t.new_empty((micro_batch, *t.shape[1:]))  # noqa: E731
         inputs, target = tree_map(grow, self.one)
@@ -218,7 +218,7 @@ class Planner:
     def step(self, model: nn.Module, inputs: Any, target: Any, context: Any) -> None:
         """Forward and backward over a micro-batch."""
         with context():
-            loss = self.objective(call(model, inputs), target)
+            loss = self.objective(call_model(model, inputs), target)
         loss.backward()
 
 

@@ -21,14 +21,14 @@ from omegaconf import OmegaConf
 
 import runner
 from runner.composing import compose, compose_raw, typed
-from runner.config import RunConfig, config_hash, flat, plain, validate_config
+from runner.config import RunConfig, config_hash, config_to_plain, flatten_config, validate_config
 from runner.data import config as data_config
 from runner.errors import ConfigError, SecurityError, UsageError
 from runner.jobs import JOBS
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.aliases import TORCH_OPTIMIZERS
-from runner.overrides.groups import CONF, default_options, options
+from runner.overrides.groups import CONF, default_options, group_options
 from runner.security import secrets
 from tests import composed
 
@@ -49,8 +49,8 @@ NEEDS = {
     ("job", "scan"): ["scan.path=x"],
 }
 ALONE = ("data", "model", "experiment", "job", "distributed")  # fsdp refuses some debug tools
-EVERY = [(group, option) for group in ALONE for option in options()[group]]
-TOGETHER = {group: list(found) for group, found in options().items() if group not in ALONE}
+EVERY = [(group, option) for group in ALONE for option in group_options()[group]]
+TOGETHER = {group: list(found) for group, found in group_options().items() if group not in ALONE}
 NAMED = {"data", "model", "objective", "device", "schedule", "job"}
 
 
@@ -74,7 +74,7 @@ def test_options_of_all_other_groups_compose(number: int) -> None:
 
 
 def test_every_part_has_a_group_and_every_kind_an_option_with_a_comment() -> None:
-    groups = options()
+    groups = group_options()
     assert all(what.strip() for names in groups.values() for what in names.values())
     parts = {f.name for f in fields(RunConfig)} - {"name", "seed"}
     assert parts == set(groups) - {"experiment"}
@@ -88,7 +88,7 @@ def test_the_defaults_read_from_the_file_are_those_that_hydra_takes() -> None:
     assert {
         k: str(v or "null") for k, v in choices.items() if k in default_options()
     } == default_options()
-    assert set(default_options()) == set(options())
+    assert set(default_options()) == set(group_options())
 
 
 def test_levels_switch_on_what_they_say() -> None:
@@ -179,11 +179,11 @@ def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
     assert config_hash(compose([*alone.split(), *trusting])) == same
     hooks = ["security.trusted=[my_package]", "debug.hooks=[my_package.Mine]"]
     assert config_hash(compose(hooks)) != same
-    assert json.loads(json.dumps(plain(default))) == plain(default)
+    assert json.loads(json.dumps(config_to_plain(default))) == config_to_plain(default)
 
 
 def test_flat_names_keys_as_they_are_typed(default: RunConfig) -> None:
-    found = flat(default)
+    found = flatten_config(default)
     assert found["optimizer.lr"] == 0.001
     assert found["schedule.kind"] == "cosine"
     assert found["optimization.fused_optimizer.enabled"] is True
@@ -221,7 +221,7 @@ def test_threads_compose_what_they_would_alone(
     assert not GlobalHydra.instance().is_initialized()
     assert ConfigStore.instance().repo is store
     assert all(list(store[group]) == options for group, options in entries.items())
-    assert secrets.permitted() == []
+    assert secrets.permitted_variables() == []
 
 
 MAIN = """

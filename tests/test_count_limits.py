@@ -10,8 +10,8 @@ import pytest
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.composing import compose, from_plain
-from runner.config import RunConfig, plain
+from runner.composing import compose, config_from_plain
+from runner.config import RunConfig, config_to_plain
 from runner.count_limits import DEFAULT_LIMIT, LIMITS, SEED_KEYS, check_counts
 from runner.data import config as data_config
 from runner.errors import ConfigError
@@ -48,10 +48,10 @@ def test_the_limits_themselves_are_allowed() -> None:
 
 
 def test_a_config_of_a_checkpoint_is_held_to_the_same_limits() -> None:
-    values = plain(compose([]))
+    values = config_to_plain(compose([]))
     values["device"]["threads"] = 10**9
     with pytest.raises(ConfigError, match=r"device\.threads: 1,000,000,000 is too many"):
-        from_plain(values)
+        config_from_plain(values)
 
 
 def test_epochs_may_not_make_more_steps_than_there_may_be() -> None:

@@ -19,7 +19,7 @@ from runner.errors import ConfigError, Interrupted
 from runner.training.hook import Step
 from runner.training.loop import train
 from runner.training.run import Run
-from runner.training.signals import Interrupts, interruption_before_run, signals_unwind
+from runner.training.signals import InterruptHandler, interruption_before_run, raise_on_signals
 from runner.training.summary import Summary
 from tests import runs
 
@@ -36,7 +36,7 @@ def test_the_first_signal_is_answered_at_once_and_only_that(
     logger, handler = logging.getLogger("runner"), Told()
     logger.addHandler(handler)
     try:
-        with Interrupts("stopping after this step"):
+        with InterruptHandler("stopping after this step"):
             os.kill(os.getpid(), signal.SIGTERM)
             assert said.wait(10)  # while nothing else goes on
             with pytest.raises(KeyboardInterrupt):
@@ -51,8 +51,8 @@ def test_the_first_signal_is_answered_at_once_and_only_that(
 def test_a_signal_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart(number: int) -> None:
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        with pytest.raises(KeyboardInterrupt) as ended, signals_unwind():
-            with Interrupts() as interrupts:  # theirs while they are there
+        with pytest.raises(KeyboardInterrupt) as ended, raise_on_signals():
+            with InterruptHandler() as interrupts:  # theirs while they are there
                 os.kill(os.getpid(), number)
             assert interrupts.received == number
             os.kill(os.getpid(), number)
@@ -66,13 +66,13 @@ def test_a_signal_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart(number: 
 
 
 def test_what_a_library_raises_while_a_signal_unwinds_it_is_the_signal() -> None:
-    with pytest.raises(KeyboardInterrupt) as ended, signals_unwind():
+    with pytest.raises(KeyboardInterrupt) as ended, raise_on_signals():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             None.cleaned  # type: ignore[attr-defined]  # noqa: B018
     assert interruption_before_run(ended.value).exit_code == 143
-    with pytest.raises(ConfigError), signals_unwind():  # what was made of it on purpose stays
+    with pytest.raises(ConfigError), raise_on_signals():  # what was made of it on purpose stays
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -87,7 +87,7 @@ def test_a_signal_that_nohup_ignores_or_another_program_handles_is_left_to_them(
     for handler in (signal.SIG_IGN, lambda received, frame: theirs.append(received)):
         before = signal.signal(number, handler)
         try:
-            with signals_unwind(), Interrupts("stopping") as interrupts:
+            with raise_on_signals(), InterruptHandler("stopping") as interrupts:
                 os.kill(os.getpid(), number)
             assert interrupts.received is None
         finally:
@@ -122,7 +122,7 @@ def test_a_signal_to_all_processes_of_a_run_ends_in_a_checkpoint(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_does_not_wait_for_the_step(number: int) -> None:
     before = signal.getsignal(number)
-    with Interrupts() as interrupts:
+    with InterruptHandler() as interrupts:
         os.kill(os.getpid(), number)
         assert interrupts.received == number
         assert interrupts.error().exit_code == 128 + number
@@ -133,7 +133,7 @@ def test_the_second_signal_does_not_wait_for_the_step(number: int) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_signal_cuts_a_wait_short_and_none_begins_after_it(waits: bool) -> None:
-    with Interrupts() as interrupts:
+    with InterruptHandler() as interrupts:
         if waits:
             interrupts.begin_wait()
         with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ import torch
 from runner import build, compose, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError, UsageError
-from runner.security.paths import resumed_at
+from runner.security.paths import distrust_resumed_folder
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from tests.runs import command, opened, rows
@@ -122,10 +122,10 @@ def test_a_run_of_somebody_elses_vouches_for_nothing_though_it_is_resumed_where_
     with build(compose(overrides), theirs) as run:
         train(run)
     again = [*overrides, "security=strict", f"checkpoint.resume={theirs}"]
-    with resumed_at(theirs), pytest.raises(SecurityError, match="of this run tree"):
+    with distrust_resumed_folder(theirs), pytest.raises(SecurityError, match="of this run tree"):
         build(compose(again), theirs)
     monkeypatch.chdir(tmp_path)  # and now it is one of ours
-    with resumed_at(theirs), build(compose(again), theirs) as run:
+    with distrust_resumed_folder(theirs), build(compose(again), theirs) as run:
         assert run.progress.step == 2
 
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.cli.typos import find_typo
 from runner.composing import compose_raw
 from runner.errors import ConfigError
-from runner.overrides.groups import options
+from runner.overrides.groups import group_options
 
 WORDS = (
     *("optimisation=baisc", "optimisation=ulrta", "optimization=ulrta", "distributed=dpd"),
@@ -32,7 +32,7 @@ def test_the_usual_mistakes_are_told_at_once() -> None:
 
 
 def test_no_option_and_no_key_that_exists_is_taken_for_a_mistake() -> None:
-    words = [f"{group}={option}" for group, named in options().items() for option in named]
+    words = [f"{group}={option}" for group, named in group_options().items() for option in named]
     words += [f"{key}=1" for key in _keys(compose_raw(["stability=strict", "debug=full"]))]
     assert len(words) > 200
     assert [word for word in words if find_typo([word])] == []

@@ -13,10 +13,10 @@ from typing import Any
 from runner.benchmark.config import BenchmarkConfig
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig
-from runner.data.config import LOADING
+from runner.data.config import LOADING_KEYS
 from runner.errors import ConfigError
 from runner.format import nearest
-from runner.overrides.groups import ALIASES, options
+from runner.overrides.groups import GROUP_ALIASES, group_options
 from runner.overrides.spelling import (
     EXCLUSIVE,
     normalize_overrides,
@@ -44,7 +44,7 @@ class Arm:
     folder: str = ""  # run folder relative to the benchmark's; "": nothing is written
 
 
-def arms_of(
+def compose_arms(
     settings: BenchmarkConfig,
     overrides: Sequence[str],
     folders: Sequence[Path] = (),
@@ -56,7 +56,7 @@ def arms_of(
     Raises ConfigError for an arm that is unknown, given twice or reads other data; for fewer than
     two arms, counting the `others` that the caller adds; and for an unknown `benchmark.reference`.
     """
-    levels = list(options(*folders)["optimization"])
+    levels = list(group_options(*folders)["optimization"])
     base_overrides = [text for text in overrides if _config_group(text) not in SHARED_GROUPS]
     compose = partial(compose_raw, config_name=config_name, folders=folders)
     flags = [f"--config-dir={folder}" for folder in folders]
@@ -89,9 +89,9 @@ def _check_arms(arms: Sequence[Arm], settings: BenchmarkConfig, others: int) -> 
         raise ConfigError(
             KEY, f"needs two arms or more, got {len(arms)}", "e.g. benchmark.arms=[none,basic]"
         )
-    reference_of(arms, settings)
+    reference_arm(arms, settings)
     check_budget(settings, len(arms))
-    if settings.attribute and not asks(arms[-1].config):
+    if settings.attribute and not requests_techniques(arms[-1].config):
         raise ConfigError(
             "benchmark.attribute",
             f"the last arm, {escape(arms[-1].name)}, enables no technique",
@@ -99,13 +99,13 @@ def _check_arms(arms: Sequence[Arm], settings: BenchmarkConfig, others: int) -> 
         )
 
 
-def asks(config: RunConfig) -> bool:
+def requests_techniques(config: RunConfig) -> bool:
     """Return whether the config requests any technique."""
     optimization = config.optimization
     return bool(optimization.extra) or any(t.enabled for _, t in optimization.techniques())
 
 
-def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
+def reference_arm(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
     """Return the arm that the others are compared with. Raises ConfigError if it does not exist."""
     if settings.reference is None:
         return arms[0]
@@ -170,7 +170,7 @@ def _config_group(override: str) -> str:
 
 def _override_key(override: str) -> str:
     key = parse_override(override).key
-    return ALIASES.get(key, key)
+    return GROUP_ALIASES.get(key, key)
 
 
 def _unique_folder(name: str, reserved: Sequence[str]) -> str:
@@ -217,5 +217,7 @@ def _effective_values(config: RunConfig) -> dict[str, Any]:
 def _describe_data_difference(config: RunConfig, other: RunConfig) -> str:
     """Return the first data key in which the configs differ, with both values; "" if none does."""
     data, other_data = asdict(config.data), asdict(other.data)
-    keys = [k for k in data | other_data if k not in LOADING and data.get(k) != other_data.get(k)]
+    keys = [
+        k for k in data | other_data if k not in LOADING_KEYS and data.get(k) != other_data.get(k)
+    ]
     return f"data.{keys[0]} is {data.get(keys[0])} and {other_data.get(keys[0])}" if keys else ""

@@ -81,7 +81,7 @@ class WorkerResults:
         return next((row for row in rows if row["name"] == name), {"reason": "not seen"})
 
 
-class ArmEnded(Exception):
+class WorkerFailure(Exception):
     """An arm's process has ended early: `status` is failed, killed, timeout or oom."""
 
     def __init__(self, status: str, reason: str) -> None:
@@ -89,7 +89,7 @@ class ArmEnded(Exception):
         self.status, self.reason = status, reason
 
 
-Relaunch = Callable[[Sequence[str], float], dict[str, ArmEnded]]
+Relaunch = Callable[[Sequence[str], float], dict[str, WorkerFailure]]
 
 # -- the blocks ------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Measurements:
 
     turns: dict[str, list[Turn]]  # by arm; the n-th turn is from the n-th block
     estimates: dict[str, Estimate]  # against the reference, of all arms that share a block with it
-    failures: dict[str, ArmEnded] = field(default_factory=dict)
+    failures: dict[str, WorkerFailure] = field(default_factory=dict)
     blocks: int = 0  # complete ones
     seconds: float = 0.0
     stop_reason: str = ""
@@ -205,7 +205,7 @@ class _BlockRunner:
         for name in order:
             try:
                 turn = self.run_turn(name, self.block_s)
-            except ArmEnded as error:
+            except WorkerFailure as error:
                 self._drop(name, error)
                 continue
             self.measurements.turns[name].append(turn)
@@ -357,7 +357,7 @@ class _BlockRunner:
         both = name != self.reference and turns[self.reference] and turns[name]
         return bool(both) and self.reference not in self.measurements.failures
 
-    def _drop(self, name: str, error: ArmEnded) -> None:
+    def _drop(self, name: str, error: WorkerFailure) -> None:
         """Remove an arm that has ended; estimate its ratio with all the alpha that is left."""
         measurements = self.measurements
         measurements.failures[name] = error

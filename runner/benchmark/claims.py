@@ -28,7 +28,7 @@ from runner.benchmark.rounds import MeasureOptions, Round, ending_signal, run_ro
 from runner.benchmark.statistics import Estimate, noise_floor
 from runner.composing import compose
 from runner.config import RunConfig
-from runner.data.batch import call
+from runner.data.batch import call_model
 from runner.device import memory
 from runner.errors import Interrupted, RunnerError, StorageError
 from runner.models import modes
@@ -39,7 +39,7 @@ from runner.record.markdown import code, escape, table
 from runner.record.storage import replace_text, write_json
 from runner.techniques.probe import dry_run_step
 from runner.training.run import Run
-from runner.training.signals import signals_unwind
+from runner.training.signals import raise_on_signals
 
 log = logging.getLogger("runner")
 
@@ -165,7 +165,7 @@ def measure_claims(
     )
     start_time, remaining_s = options.clock(), config.benchmark.budget_s
     turns: dict[str, list[Turn]] = {}
-    with signals_unwind():
+    with raise_on_signals():
         for number, trial in enumerate(trials):
             options.announce(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
             budget_s = remaining_s * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
@@ -293,8 +293,8 @@ def step_bytes(run: Run) -> float:
 
     Device memory, or process memory on a CPU. Caches are released first.
     """
-    memory.clean(run.device)
-    with memory.peak(run.device) as peak:
+    memory.free_caches(run.device)
+    with memory.peak_memory(run.device) as peak:
         dry_run_step(run)
         run.device.synchronize()
     if run.device.kind == "cpu":
@@ -319,7 +319,7 @@ def compiled_latency_ratio(run: Run) -> float:
         stack.enter_context(torch.no_grad())
         for context in run.contexts:
             stack.enter_context(context())
-        names = {"call": call, "forward": run.forward, "inputs": run.validation.peek()[0]}
+        names = {"call": call_model, "forward": run.forward, "inputs": run.validation.peek()[0]}
         timer = Timer("call(forward, inputs)", globals=names, num_threads=torch.get_num_threads())
         means = []
         for stance in ("default", "force_eager"):

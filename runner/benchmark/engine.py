@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from runner.benchmark.arms import Arm, check_budget, reference_of
+from runner.benchmark.arms import Arm, check_budget, reference_arm
 from runner.benchmark.blocks import INTERRUPTED, Turn, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine_facts
@@ -32,22 +32,22 @@ from runner.benchmark.statistics import (
     noise_floor,
 )
 from runner.benchmark.workers.pool import WorkerPool
-from runner.config import OF_NO_CONSEQUENCE, RunConfig, config_hash, flat
+from runner.config import UNHASHED_KEYS, RunConfig, config_hash, flatten_config
 from runner.errors import Interrupted, StorageError
 from runner.record import provenance
 from runner.record.text import escape_control_chars as escape
-from runner.training.signals import signals_unwind
+from runner.training.signals import raise_on_signals
 
 log = logging.getLogger("runner")
 
 NOISY_LOAD = 0.10  # share of the CPUs used by others above which the machine counts as noisy
-IGNORED_KEYS = (*OF_NO_CONSEQUENCE, "debug")
+IGNORED_KEYS = (*UNHASHED_KEYS, "debug")
 WORK_KEYS = {name: name for name in "model objective optimizer stability seed device.tf32".split()}
 WORK_KEYS["batch size"] = "training.batch_size"
 """What is trained, without techniques: name → key. Parity is against the arm's own plain run."""
 
 
-class Cut(Interrupted):
+class BenchmarkInterrupted(Interrupted):
     """The benchmark was interrupted; `result` holds the measurements so far."""
 
     def __init__(self, signal_number: int, result: BenchmarkResult) -> None:
@@ -72,7 +72,7 @@ def measure(
     Ignores `attribute`, `baseline` and `claims` of the settings. Raises ConfigError, and `Cut` on
     Ctrl-C and SIGTERM after writing the result so far.
     """
-    reference = reference_of(arms, settings)
+    reference = reference_arm(arms, settings)
     check_budget(settings, len(arms))
     # arms are ranked, so all intervals have to hold jointly
     alpha = bonferroni_alpha(len(arms) - 1)
@@ -80,7 +80,7 @@ def measure(
         settings, folder, given, None, pool, clock, alpha, announce=announce or log.info
     )
     benchmark = _Benchmark(arms, reference, options)
-    with signals_unwind():
+    with raise_on_signals():
         try:
             benchmark.measure(seed)
             benchmark.write()  # before parity, which takes its time
@@ -89,7 +89,7 @@ def measure(
             benchmark.round.measurements.stop_reason = INTERRUPTED
         result = benchmark.write()
         if result.stopped == INTERRUPTED:
-            raise Cut(ending_signal(), result)
+            raise BenchmarkInterrupted(ending_signal(), result)
     return result
 
 
@@ -303,7 +303,7 @@ def _effective_config(config: RunConfig) -> dict[str, Any]:
     """Return the config keys that affect the run, as JSON-compatible values."""
     keys = {
         key: value
-        for key, value in flat(config).items()
+        for key, value in flatten_config(config).items()
         if key.partition(".")[0] not in IGNORED_KEYS and key != "checkpoint.resume"
     }
     values: dict[str, Any] = json.loads(json.dumps(keys, default=str))
@@ -399,6 +399,6 @@ def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
     return notes
 
 
-def failures(result: BenchmarkResult) -> list[str]:
+def list_failed_arms(result: BenchmarkResult) -> list[str]:
     """Return each arm that did not finish, with the reason."""
     return [f"{arm.name} ({arm.status}: {arm.reason})" for arm in result.arms if arm.status != DONE]

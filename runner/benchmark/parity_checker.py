@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from runner.benchmark.arms import Arm, asks
-from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.workers.process import EXIT_TIMEOUT_S, ChildProcess, ChildSide
+from runner.benchmark.arms import Arm, requests_techniques
+from runner.benchmark.blocks import WorkerFailure
+from runner.benchmark.workers.process import EXIT_TIMEOUT_S, ChildContext, ChildProcess
 from runner.config import RunConfig
 from runner.distributed.config import DistributedConfig
 from runner.errors import UsageError
-from runner.security.pickle_transfer import opened, packed
+from runner.security.pickle_transfer import pickle_parts, unpickle_parts
 
 if TYPE_CHECKING:
     from runner.parity.reference import ParityReference
@@ -58,18 +58,18 @@ class ParityChecker:
 
         The limit defaults to `timeout_s`; `choices` are the arm's automatic choices, to repeat.
         """
-        if not asks(arm.config):
+        if not requests_techniques(arm.config):
             return ParityVerdict("exact", NO_TECHNIQUE)
         limit_s = self.timeout_s if within_s is None else within_s
         try:
             if self.process is None:
-                arguments = (packed({"given": self.given}),)
+                arguments = (pickle_parts({"given": self.given}),)
                 self.process = ChildProcess(_judge_requests, arguments, None)
                 self.process.start()
             single_process = replace(arm.config, distributed=DistributedConfig())
             self.process.ask({"config": single_process, "choices": choices or {}})
             return ParityVerdict(*self.process.answer(limit_s))
-        except ArmEnded as failure:
+        except WorkerFailure as failure:
             self._end()
             if failure.status == "timeout":
                 return ParityVerdict(None, f"not judged within {limit_s:.4g} s")
@@ -86,7 +86,7 @@ class ParityChecker:
 # -- in the process --------------------------------------------------------------------------------
 
 
-def _judge_requests(child: ChildSide, payload: bytes) -> None:
+def _judge_requests(child: ChildContext, payload: bytes) -> None:
     """Answer each request with a verdict, until None arrives."""
     sys.argv[:] = ["runner-parity"]
 
@@ -97,7 +97,9 @@ def _judge_requests(child: ChildSide, payload: bytes) -> None:
     while (request := child.pipe.recv()) is not None:
         try:
             config = request["config"]
-            reference = ParityReference(without_techniques(config), given=opened(payload)["given"])
+            reference = ParityReference(
+                without_techniques(config), given=unpickle_parts(payload)["given"]
+            )
             cached = next((r for r in references if r.baseline == reference.baseline), None)
             if cached is None:
                 references.append(reference)

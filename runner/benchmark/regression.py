@@ -54,7 +54,7 @@ class BaselineComparison:
         }
 
 
-def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:
+def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:
     """Load the result that `benchmark.baseline` names; None if it is not set.
 
     Raises ConfigError before anything is measured: no such file, damaged, from another machine (its
@@ -85,7 +85,7 @@ def _check_machine(baseline: BenchmarkResult, current: dict[str, Any]) -> None:
         raise ConfigError(KEY, problem, "measure a new baseline on this machine")
 
 
-def against(
+def compare_with_baseline(
     current: BenchmarkResult, baseline: BenchmarkResult, settings: BenchmarkConfig
 ) -> BaselineComparison:
     """Compare every arm that both results have. Raises ConfigError for another machine."""

@@ -15,9 +15,9 @@ from typing import Any
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import (
     INTERRUPTED,
-    ArmEnded,
     Measurements,
     StoppingRule,
+    WorkerFailure,
     WorkerResults,
     WorkerSetup,
     run_blocks,
@@ -25,7 +25,7 @@ from runner.benchmark.blocks import (
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.statistics import CONFIDENCE, Estimate, paired_ratio
 from runner.benchmark.workers.pool import WorkerPool
-from runner.training.signals import raised
+from runner.training.signals import raised_signals
 
 log = logging.getLogger("runner")
 MAX_LOGGED_WIDTH = 9.0  # half-width above which an interval is not logged
@@ -55,7 +55,7 @@ class Round:
     measurements: Measurements = field(default_factory=lambda: Measurements({}, {}))
     setups: dict[str, WorkerSetup] = field(default_factory=dict)
     results: dict[str, WorkerResults] = field(default_factory=dict)
-    failures: dict[str, ArmEnded] = field(default_factory=dict)  # arms that ended early
+    failures: dict[str, WorkerFailure] = field(default_factory=dict)  # arms that ended early
 
     def ratio(self, over: Sequence[str], under: Sequence[str]) -> Estimate | None:
         """Return the product of times per sample of `over` divided by that of `under`, by block.
@@ -80,7 +80,7 @@ class Round:
                 return f"{name}: {self.failures[name].status}: {self.failures[name].reason}"
         return ""
 
-    def record_failure(self, name: str, failure: ArmEnded) -> None:
+    def record_failure(self, name: str, failure: WorkerFailure) -> None:
         """Record how the arm ended, and log it."""
         self.failures[name] = failure
         log.warning("%s: %s: %s", name, failure.status, failure)
@@ -111,7 +111,7 @@ def run_round(
             start_limit_s = None if arm.name == reference else options.start_limit_s
             try:
                 setup = pool.start(arm.name, start_limit_s() if start_limit_s else None)
-            except ArmEnded as error:
+            except WorkerFailure as error:
                 result.record_failure(arm.name, error)
                 continue
             result.setups[arm.name] = setup
@@ -128,7 +128,7 @@ def run_round(
             def on_analysis(measurements: Measurements) -> None:
                 options.announce(_describe_progress(measurements, budget_s))
 
-            def relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
+            def relaunch(names: Sequence[str], within_s: float) -> dict[str, WorkerFailure]:
                 return _relaunch_arms(pool, names, within_s, options, result)
 
             block_s = settings.block_s
@@ -145,13 +145,13 @@ def run_round(
     return result
 
 
-def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, ArmEnded]:
+def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, WorkerFailure]:
     """Finish these arms and store their results; return those that ended early instead."""
     failures = {}
     for name in names:
         try:
             result.results[name] = pool.finish(name)
-        except ArmEnded as error:
+        except WorkerFailure as error:
             failures[name] = error
     return failures
 
@@ -162,7 +162,7 @@ def _relaunch_arms(
     within_s: float,
     options: MeasureOptions,
     result: Round,
-) -> dict[str, ArmEnded]:
+) -> dict[str, WorkerFailure]:
     """Restart these arms in new processes; keep the first results. See `run_blocks`."""
     deadline = options.clock() + within_s
     failures = _finish_arms(pool, [name for name in names if name not in result.results], result)
@@ -171,7 +171,7 @@ def _relaunch_arms(
         left_s = max(0.0, deadline - options.clock())
         try:
             pool.start(name, min(options.settings.timeout_s, left_s))
-        except ArmEnded as error:
+        except WorkerFailure as error:
             if error.status == "timeout" and options.clock() >= deadline:
                 raise TimeoutError from None
             failures[name] = error
@@ -187,7 +187,7 @@ def _describe_progress(measurements: Measurements, budget_s: float) -> str:
 
 def ending_signal() -> int:
     """Return the signal that ended a measurement; for use within `signals_unwind`."""
-    return raised[0] if raised else signal.SIGINT
+    return raised_signals[0] if raised_signals else signal.SIGINT
 
 
 def _format_estimate(estimate: Estimate) -> str:

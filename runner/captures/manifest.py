@@ -19,7 +19,7 @@ from runner.checkpoint.manifest import MODEL, NAME, STATE
 from runner.errors import CheckpointError, UsageError
 from runner.record.storage import FileDigest, HashedFile
 from runner.record.text import dataclass_from_json
-from runner.security.sealed import read_sealed, sealed
+from runner.security.sealed import read_checksummed_json, to_checksummed_json
 
 FOLDER = "debug/captures"
 CHECKPOINT = "checkpoint"  # folder with the hard links
@@ -62,13 +62,13 @@ class CaptureManifest:
 
     def write(self, file: HashedFile) -> None:
         """Write the manifest with its digest, so that any flipped bit is detected."""
-        file.write(sealed({**asdict(self), "weights": self.weights.value}))
+        file.write(to_checksummed_json({**asdict(self), "weights": self.weights.value}))
 
 
 def read_manifest(folder: Path) -> CaptureManifest:
     """Return the manifest of a capture; CheckpointError if it is damaged or forged."""
     path = folder / NAME
-    body = read_sealed(path, FORMAT)
+    body = read_checksummed_json(path, FORMAT)
     try:  # values of other types are errors here, not in later text
         manifest = dataclass_from_json(CaptureManifest, body)
         # names in the file are never used as paths
@@ -82,13 +82,13 @@ def read_manifest(folder: Path) -> CaptureManifest:
     return manifest
 
 
-def captures(run: Path) -> list[Path]:
+def list_captures(run: Path) -> list[Path]:
     """Return the capture folders of a run, by step."""
     folders = (run / FOLDER).glob("step_*")
     return sorted(p for p in folders if STEP.fullmatch(p.name) and (p / NAME).is_file())
 
 
-def find(path: Path) -> Path:
+def find_capture(path: Path) -> Path:
     """Return the capture folder at `path`, or the first capture of the run at `path`.
 
     Raises CheckpointError if the path does not exist, UsageError if it is neither.
@@ -99,7 +99,7 @@ def find(path: Path) -> Path:
     is_checkpoint = folder.parent.name == "checkpoints"
     if (folder / NAME).is_file() and not is_checkpoint:
         return folder
-    capture_folders = captures(folder.parents[1] if folder.name == "captures" else folder)
+    capture_folders = list_captures(folder.parents[1] if folder.name == "captures" else folder)
     if capture_folders:
         return capture_folders[0]
     problem = "is a checkpoint" if is_checkpoint else "contains no captured step"

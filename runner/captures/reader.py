@@ -12,7 +12,7 @@ from torch import Tensor
 from runner.captures.manifest import CHECKPOINT, CapturedWeights, CaptureManifest, read_manifest
 from runner.checkpoint import reading as checkpoints
 from runner.checkpoint.content import check_state
-from runner.checkpoint.folder import Restored
+from runner.checkpoint.folder import RestoredCheckpoint
 from runner.checkpoint.manifest import MODEL, STATE
 from runner.data.batch import Batch
 from runner.errors import CheckpointError
@@ -49,9 +49,9 @@ class Capture:
         """Whether the capture contains the state at the start of the step."""
         return self.manifest.weights is CapturedWeights.then and self.random_then
 
-    def checkpoint(self) -> Restored:
+    def checkpoint(self) -> RestoredCheckpoint:
         """Return the linked checkpoint, verified; CheckpointError if missing or damaged."""
-        restored = checkpoints.load(self.path / CHECKPOINT, self.policy, check_state)
+        restored = checkpoints.load_checkpoint(self.path / CHECKPOINT, self.policy, check_state)
         if restored.step != self.manifest.checkpoint:
             raise CheckpointError(f"{self.path / CHECKPOINT}: belongs to step {restored.step}")
         return restored
@@ -65,9 +65,9 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
     unknown digests under security=strict.
     """
     # a lazy import: most runs read no foreign files
-    from runner.security.files.loader import admit_folder, read_state, read_tensors
+    from runner.security.files.loader import check_foreign_folder, read_state, read_tensors
 
-    admitted = None if policy is None else admit_folder(path, policy)
+    admitted = None if policy is None else check_foreign_folder(path, policy)
     manifest = read_manifest(path)
     for name, digest in manifest.files.items():
         scanned_digest = digest if admitted is None else admitted.files.get(name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 
-class Captures:
+class CaptureRecorder:
     """Captures the first few bad steps of a run, within a limit of disk space.
 
     Healthy steps cost nothing and are not copied: batch and dropout of a step follow from the seed

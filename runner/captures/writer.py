@@ -14,8 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.captures.manifest import CHECKPOINT, FOLDER, CapturedWeights, CaptureManifest, captures
-from runner.captures.run_captures import Captures, random_state
+from runner.captures.manifest import (
+    CHECKPOINT,
+    FOLDER,
+    CapturedWeights,
+    CaptureManifest,
+    list_captures,
+)
+from runner.captures.run_captures import CaptureRecorder, random_state
 from runner.checkpoint import manifest as checkpoints
 from runner.checkpoint.folder import step_name
 from runner.checkpoint.snapshot import Copier, write_state, write_tensors
@@ -30,10 +36,10 @@ MIB = 2**20
 
 
 def take_capture(
-    recorder: Captures, run: Run, step: int, kind: str, message: str, batch: Batch | None
+    recorder: CaptureRecorder, run: Run, step: int, kind: str, message: str, batch: Batch | None
 ) -> str | None:
     """Write a capture; return its relative path, or None beyond a limit. Raises OSError."""
-    existing = captures(recorder.folder)
+    existing = list_captures(recorder.folder)
     target = recorder.folder / FOLDER / step_name(step)
     if target in existing:  # written before the run was resumed
         return f"{FOLDER}/{target.name}"
@@ -127,7 +133,7 @@ def write_capture(
             manifest.files[file] = storage.write_file(temporary / file, partial(write, snapshot))
         storage.write_file(temporary / checkpoints.NAME, manifest.write)  # last
         storage.sync_folder(temporary)
-        storage.write_folder(temporary, folder / FOLDER / name)
+        storage.replace_folder(temporary, folder / FOLDER / name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return f"{FOLDER}/{name}"
@@ -139,7 +145,7 @@ def _choice_values(run: Run) -> dict[str, Any]:
 
 
 def _choose_weights(
-    recorder: Captures,
+    recorder: CaptureRecorder,
     run: Run,
     unchanged: bool,
     previous_checkpoint: Path | None,

@@ -16,7 +16,7 @@ import torch
 from runner import __version__
 from runner.checkpoint import folder as folders
 from runner.checkpoint import manifest
-from runner.checkpoint.folder import Restored, StateCheck
+from runner.checkpoint.folder import RestoredCheckpoint, StateCheck
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, SecurityError, StorageError
@@ -26,7 +26,7 @@ from runner.security.files.policy import FilePolicy
 if TYPE_CHECKING:
     from runner.distributed.commit import CheckpointCommit
 
-__all__ = ["Checkpointer", "Restored"]
+__all__ = ["Checkpointer", "RestoredCheckpoint"]
 
 log = logging.getLogger("runner")
 
@@ -147,7 +147,7 @@ class Checkpointer:
 
     def restore(
         self, source: Path | None = None, check: StateCheck | None = None
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """Return the newest good checkpoint of this run, of the run `source`, or that step folder.
 
         A bad checkpoint, or one with a state that fails `check`, is logged and the one before it is
@@ -158,9 +158,9 @@ class Checkpointer:
         from runner.checkpoint import reading  # imported only if used
 
         self.join()
-        restored: Restored | None = None
+        restored: RestoredCheckpoint | None = None
         if source is not None and _is_step(source):
-            restored = reading.load(source, self._policy, check)
+            restored = reading.load_checkpoint(source, self._policy, check)
         elif source is not None:
             root = folders.root_of(source)
             restored = reading.load_newest(root, self._policy, check, self._best_first)
@@ -172,7 +172,7 @@ class Checkpointer:
             step, snapshot = self._memory
             # copied, since optimizers keep the tensors that they load
             copied = Copier(reuse=False).take(snapshot.model, snapshot.state)
-            restored = Restored(step, copied.model, copied.state, Path("memory"))
+            restored = RestoredCheckpoint(step, copied.model, copied.state, Path("memory"))
         for warning in (*restored.warnings, *restored.differences) if restored else ():
             log.warning("checkpoint: %s", warning)
         return restored
@@ -236,7 +236,7 @@ class Checkpointer:
         try:
             self._make_temporary(temporary)
             self._write_parts(temporary, step, snapshot, best or folders.is_best(root, step))
-            storage.write_folder(temporary, root / folders.step_name(step))
+            storage.replace_folder(temporary, root / folders.step_name(step))
             folders.abandon_from(root, step)
             self._prune(root, step)
             self._failures, self._disk_error = 0, None

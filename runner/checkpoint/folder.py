@@ -37,7 +37,7 @@ StateCheck = Callable[[Any, int, str], None]
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredCheckpoint:
     """A checkpoint that was read and verified."""
 
     step: int
@@ -63,7 +63,7 @@ def steps(root: Path) -> dict[int, Path]:
         return {}
     folders: dict[int, Path] = {}
     for name in sorted(names):  # replaced ones sort first, so that new ones win
-        if match := STEP.fullmatch(name.removeprefix(storage.OLD)):
+        if match := STEP.fullmatch(name.removeprefix(storage.OLD_PREFIX)):
             folders[int(match[1])] = root / name
     return folders
 
@@ -150,7 +150,7 @@ def delete_leftovers(root: Path) -> None:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
-        storage.recover(root)
+        storage.recover_folders(root)
         update_links(root)
     except OSError as error:
         log.warning("%s: leftovers of a crash not deleted: %s", root, error.strerror)

@@ -11,7 +11,7 @@ from typing import Any
 from runner.errors import CheckpointError
 from runner.record.storage import FileDigest, HashedFile
 from runner.record.text import dataclass_from_json
-from runner.security.sealed import read_sealed, sealed
+from runner.security.sealed import read_checksummed_json, to_checksummed_json
 
 NAME = "manifest.json"
 MODEL = "model.safetensors"
@@ -39,13 +39,13 @@ class Manifest:
 
     def write(self, file: HashedFile) -> None:
         """Write the manifest with its own digest, so that any flipped bit is detected."""
-        file.write(sealed(asdict(self)))
+        file.write(to_checksummed_json(asdict(self)))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest; CheckpointError names the problem."""
     path = folder / NAME
-    body = read_sealed(path, FORMAT)
+    body = read_checksummed_json(path, FORMAT)
     try:
         manifest = dataclass_from_json(Manifest, body)
     except (TypeError, ValueError, AttributeError):

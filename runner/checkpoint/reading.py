@@ -9,27 +9,27 @@ from pathlib import Path
 import torch
 
 from runner.checkpoint import manifest
-from runner.checkpoint.folder import STEP, Restored, StateCheck, list_candidates
+from runner.checkpoint.folder import STEP, RestoredCheckpoint, StateCheck, list_candidates
 from runner.checkpoint.manifest import read_manifest, shard_names
 from runner.checkpoint.shards import merge_shards
 from runner.errors import CheckpointError
 from runner.findings import Trust
 from runner.record import storage
-from runner.security.files.loader import admit_folder, read_state, read_tensors
+from runner.security.files.loader import check_foreign_folder, read_state, read_tensors
 from runner.security.files.policy import FilePolicy
-from runner.security.files.provenance import is_own
+from runner.security.files.provenance import is_in_run_tree
 
 
-def load(
+def load_checkpoint(
     folder: Path, policy: FilePolicy | None = None, check: StateCheck | None = None
-) -> Restored:
+) -> RestoredCheckpoint:
     """Load and verify one checkpoint; CheckpointError names the problem.
 
     With a policy, a checkpoint from outside this run tree is first checked as a foreign file, since
     its manifest proves nothing about its origin; SecurityError if it is refused. `check` raises
     CheckpointError for a state that cannot be restored.
     """
-    admitted = None if policy is None else admit_folder(folder, policy)
+    admitted = None if policy is None else check_foreign_folder(folder, policy)
     facts = read_manifest(folder)
     for name, written in facts.files.items() if admitted is not None else ():
         examined = admitted.files.get(name) if admitted is not None else None
@@ -58,8 +58,10 @@ def load(
     if admitted is not None:
         trust = admitted.trust
     else:
-        trust = Trust.CHECKED if policy is None or is_own(folder, policy) else Trust.UNTRUSTED
-    return Restored(
+        trust = (
+            Trust.CHECKED if policy is None or is_in_run_tree(folder, policy) else Trust.UNTRUSTED
+        )
+    return RestoredCheckpoint(
         facts.step,
         {**weights, **other_entries},
         state,
@@ -94,7 +96,7 @@ def load_newest(
     policy: FilePolicy | None = None,
     check: StateCheck | None = None,
     best_first: bool = False,
-) -> Restored | None:
+) -> RestoredCheckpoint | None:
     """Load the first good candidate; bad ones are listed in its warnings.
 
     None if there are no candidates; CheckpointError naming each if none is good.
@@ -102,7 +104,7 @@ def load_newest(
     bad: list[str] = []
     for folder in list_candidates(root, best_first):
         try:
-            restored = load(folder, policy, check)
+            restored = load_checkpoint(folder, policy, check)
         except CheckpointError as error:
             bad.append(str(error))
         else:

@@ -15,7 +15,7 @@ def is_statistic(buffer: str) -> bool:
     return buffer.rpartition(".")[2].startswith("running_")
 
 
-def finite(tensors: Iterable[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values are finite; one host sync.
 
     Uses the largest magnitude, which does not overflow as a sum of squares would.
@@ -29,25 +29,27 @@ def finite(tensors: Iterable[Tensor]) -> bool:
         return bool(torch.stack([x.to(device, torch.float32) for x in largest]).isfinite().all())
 
 
-def masks(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
+def infinite_buffers(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Return the names of buffers with Inf but no NaN, such as masks. Host sync."""
     return {
         name
         for name, buffer in buffers
-        if not finite([buffer]) and not bool(_computable(buffer).isnan().any())
+        if not all_finite([buffer]) and not bool(_computable(buffer).isnan().any())
     }
 
 
-def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) -> str | None:
+def find_non_finite(
+    model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()
+) -> str | None:
     """Return the name of a part of a checkpoint that is not finite, or None.
 
     `model` is a state_dict and `update` the state of the optimizer step; buffers with Inf by
     design, such as masks, are `exempt`.
     """
     weights = {n: t for n, t in model.items() if isinstance(t, Tensor) and n not in exempt}
-    if not finite(weights.values()):
-        return next((name for name, t in weights.items() if not finite([t])), "the model")
-    if not finite(leaf for leaf in tree_leaves(update) if isinstance(leaf, Tensor)):
+    if not all_finite(weights.values()):
+        return next((name for name, t in weights.items() if not all_finite([t])), "the model")
+    if not all_finite(leaf for leaf in tree_leaves(update) if isinstance(leaf, Tensor)):
         return "the optimizer's state"
     return None
 

@@ -82,13 +82,13 @@ def sanitise(
     return tree_map(output, sanitise_leaf), total
 
 
-def described(changes: Mapping[str, int]) -> str:
+def describe_changes(changes: Mapping[str, int]) -> str:
     """Return a text such as `2 NaN, 1 beyond their limits`; empty without changes."""
     names = zip(CAUSES, CAUSE_NAMES, strict=True)
     return ", ".join(f"{changes[name]:,} {cause}" for name, cause in names if changes.get(name))
 
 
-class Watched:
+class OutputChangeCounter:
     """A model's forward that counts the changes its outputs need, and returns them unchanged."""
 
     def __init__(

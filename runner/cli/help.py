@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from runner import __version__
-from runner.overrides.groups import ALIASES, default_options, options
+from runner.overrides.groups import GROUP_ALIASES, default_options, group_options
 
 ABOUT = """\
 Trains a PyTorch model on real data, from a config composed on the command line:
@@ -64,7 +64,7 @@ FLAGS = {
 def help_text() -> str:
     """Return the text of `--help`."""
     command = "runner" if os.path.basename(sys.argv[0]) == "runner" else "python -m runner"
-    defaults, groups = default_options(), options()
+    defaults, groups = default_options(), group_options()
     lines = []
     for group in [*defaults, *(g for g in groups if g not in defaults)]:
         marks = {name: "*" if defaults.get(group) == name else " " for name in groups[group]}
@@ -72,7 +72,7 @@ def help_text() -> str:
             f"{marks[name]} {name}": description for name, description in groups[group].items()
         }
         lines.append(_format_table(f"  {group}", option_texts, 22))
-    aliases = ", ".join(f"{alias}= for {group}=" for alias, group in ALIASES.items())
+    aliases = ", ".join(f"{alias}= for {group}=" for alias, group in GROUP_ALIASES.items())
     examples = [
         f"  # {description}\n  {command} {line}".rstrip() for line, description in EXAMPLES.items()
     ]

@@ -32,18 +32,18 @@ from runner.composing import typed
 from runner.device.config import omp_env
 from runner.distributed.config import DistributedKind
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
-from runner.jobs import find
+from runner.jobs import load_job
 from runner.jobs.config import JobKind
-from runner.masking import masked, masked_all
+from runner.masking import mask_nested, mask_secrets
 from runner.overrides.groups import CONF
 from runner.record import hydra_files, provenance
 from runner.record.console import LOG, close_logging, print_stdout, set_up_logging
 from runner.record.text import describe_error, escape_control_chars, escape_lines, quote_for_hydra
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
-from runner.security.config_files import check_level
-from runner.training.signals import interruption_before_run, signals_first
-from runner.training.summary import FILE as SUMMARY
+from runner.security.config_files import check_security_group
+from runner.training.signals import interruption_before_run, prefer_signal_error
+from runner.training.summary import SUMMARY_FILE as SUMMARY
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ def launch(request: Request) -> int:
     if request.cli_overrides.off and request.is_sweep:
         sys.stderr.write(f"warning: {SECURITY_OFF_WARNING}\n")
     command, results = list(sys.argv), JobResults()
-    resumed = paths.resumed_at(request.resumed_run, request.folder_trusted)
+    resumed = paths.distrust_resumed_folder(request.resumed_run, request.folder_trusted)
     try:
         with _translate_errors(request, results):
-            with request.permissions(), paths.own_files(), resumed:
+            with request.permissions(), paths.restrict_umask(), resumed:
                 if request.flags.cfg:
                     show_config(request)
                 elif _run_as_rank(request.config, request, exit_at_once=True):
@@ -91,7 +91,7 @@ def launch(request: Request) -> int:
                 elif request.session is not None:
                     run_sweep(request, request.session, results, command)
                 elif request.config is not None:
-                    folder = secrets.place(request.config, "hydra.run.dir").absolute()
+                    folder = secrets.read_path(request.config, "hydra.run.dir").absolute()
                     results.existing_path = next(p for p in (folder, *folder.parents) if p.exists())
                     job = partial(
                         _run_and_report, request=request, results=results, command=command
@@ -124,7 +124,7 @@ def _translate_errors(request: Request, results: JobResults) -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         from runner.overrides.diagnosis import translate
 
-        raise secrets.refusal_in(error) or translate(error) from error
+        raise secrets.find_refusal(error) or translate(error) from error
     except ValueError as error:  # from Hydra's own config; jobs report theirs
         about_logs = str(error).startswith("Unable to configure")
         log_key = "hydra.job_logging or hydra.hydra_logging: " if about_logs else ""
@@ -200,8 +200,8 @@ def _run_and_report(
     mtime_before = _summary_mtime(folder)
     try:
         for name in (hydra_files.FOLDER, hydra_files.RESUMED):
-            secrets.mask_saved(folder / name)
-        with signals_first(), secrets.redact_errors():
+            secrets.mask_hydra_files(folder / name)
+        with prefer_signal_error(), secrets.redact_errors():
             return _run_job(config, request, folder, notes)
     except Interrupted as error:
         log.error("%s", error)
@@ -237,9 +237,9 @@ def _summary_mtime(folder: Path) -> int:
 def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
     # checked again, since this may be another process
-    check_level(config, request.cli_overrides.security)
+    check_security_group(config, request.cli_overrides.security)
     run_config = typed(config)
-    warnings = paths.keep_private(folder, run_config.security.level)
+    warnings = paths.restrict_run_folder(folder, run_config.security.level)
     set_up_logging(run_config.monitoring.log_level, folder)
     if run_config.security.level is SecurityLevel.off:
         warnings = [SECURITY_OFF_WARNING, *warnings]
@@ -250,11 +250,11 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
     single_process = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
     single_process = single_process or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
-    main = find(run_config.job.kind) if single_process else import_module(DISTRIBUTED_MODULE).main
+    main = load_job(run_config.job.kind) if single_process else import_module(DISTRIBUTED_MODULE).main
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None
-    _print_summary(masked_all(summary), folder, run_config.monitoring.verbose)
+    _print_summary(mask_nested(summary), folder, run_config.monitoring.verbose)
     return summary.monitored
 
 
@@ -276,13 +276,13 @@ def _report_failure(
         with suppress(StorageError):
             _print_summary(replace(Summary.read(folder), reason=""), folder)  # the reason follows
     if isinstance(error, RunnerError):  # further lines are a worker's traceback
-        message, _, trace = masked(str(error)).partition("\n")
+        message, _, trace = mask_secrets(str(error)).partition("\n")
         code = error.exit_code
     else:
         text, file, number = describe_error(error)
-        message, code = masked(f"{text} ({file}:{number})"), 1
+        message, code = mask_secrets(f"{text} ({file}:{number})"), 1
         trace = "".join(format_exception(error))
-    for line in masked(trace).splitlines():
+    for line in mask_secrets(trace).splitlines():
         log.error("  %s", line, extra={"live": True})  # not shown on the console
     log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
     is_usage_error = code == UsageError.exit_code and not trace
@@ -324,4 +324,4 @@ def show_config(request: Request) -> None:
         if flags.resolve:
             OmegaConf.resolve(part)
         part = (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)
-    sys.stdout.write(escape_lines(masked(f"{part}".rstrip("\n") + "\n")))
+    sys.stdout.write(escape_lines(mask_secrets(f"{part}".rstrip("\n") + "\n")))

@@ -26,9 +26,9 @@ from runner.overrides.spelling import first_job, normalize_overrides
 from runner.record import hydra_files
 from runner.record.text import escape_control_chars, quote_for_hydra
 from runner.security import secrets
-from runner.security.cli_overrides import CliOverrides, check_folders, read_overrides
-from runner.security.config_files import ConfigFiles
-from runner.security.paths import check_place, keep_within
+from runner.security.cli_overrides import CliOverrides, parse_overrides, resolve_config_folders
+from runner.security.config_files import ConfigFileChecker
+from runner.security.paths import check_links, check_output_path
 
 if TYPE_CHECKING:
     from runner.overrides.recorded import ResumedRun
@@ -52,7 +52,7 @@ class Request:
     folder_trusted: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
     cli_overrides: CliOverrides = field(default_factory=CliOverrides)
-    files: ConfigFiles = field(default_factory=lambda: ConfigFiles(OWN_CONFIG_FOLDERS))
+    files: ConfigFileChecker = field(default_factory=lambda: ConfigFileChecker(OWN_CONFIG_FOLDERS))
 
     @property
     def is_sweep(self) -> bool:
@@ -89,12 +89,12 @@ def check(arguments: Arguments) -> Request:
         context = take_job_context()
         folder_trusted = context.folder_trusted
         flags.overrides = [*flags.overrides, *context.overrides]
-    cli_overrides = read_overrides(flags.overrides, CONF)
+    cli_overrides = parse_overrides(flags.overrides, CONF)
     folders = {"--config-path": flags.config_path, "--config-dir": flags.config_dir}
-    flags.config_path = check_folders(folders, cli_overrides, CONF).get("--config-path")
+    flags.config_path = resolve_config_folders(folders, cli_overrides, CONF).get("--config-path")
     trusted = ", ".join(cli_overrides.security.trusted)
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
-    files = ConfigFiles(OWN_CONFIG_FOLDERS, cli_overrides)
+    files = ConfigFileChecker(OWN_CONFIG_FOLDERS, cli_overrides)
     request = Request(
         flags, folder_trusted=folder_trusted, notes=notes, cli_overrides=cli_overrides, files=files
     )
@@ -121,9 +121,9 @@ def _check_request(request: Request) -> None:
     resumed: ResumedRun | None = None
     overrides = flags.overrides
     if any("checkpoint.resume" in text for text in overrides):
-        from runner.overrides.recorded import with_recorded
+        from runner.overrides.recorded import merge_recorded_overrides
 
-        resumed = with_recorded(overrides, flags.is_sweep)
+        resumed = merge_recorded_overrides(overrides, flags.is_sweep)
         request.resumed_run, overrides = resumed.run, resumed.overrides
     if any("replay.path=" in text for text in overrides):
         from runner.cli.resume import add_captured_name
@@ -153,7 +153,7 @@ def _check_run(
 ) -> None:
     """Check one run, and add the folder in which it continues to its overrides."""
     flags, cli_overrides = request.flags, request.cli_overrides
-    planned = secrets.place(composed, "hydra.run.dir")
+    planned = secrets.read_path(composed, "hydra.run.dir")
     request.files.check_folders(composed, sweeps=False)
     try:
         config = typed(composed.copy())
@@ -168,9 +168,9 @@ def _check_run(
     folder = _resume_folder(request, resumed, planned, config)
     if folder is not None:
         if not cli_overrides.off:
-            keep_within(folder)
+            check_links(folder)
         if cli_overrides.strict:
-            check_place("checkpoint.resume", folder, strict=True)
+            check_output_path("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.files.continued.append(folder)
         # the recorded config is kept until the checkpoint is loaded
@@ -198,12 +198,12 @@ def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
     """Check that every arm composes, and that the stored result to compare with exists."""
     if config.benchmark.claims:  # claims have their own arms
         return
-    from runner.benchmark.arms import arms_of
-    from runner.benchmark.regression import stored
+    from runner.benchmark.arms import compose_arms
+    from runner.benchmark.regression import load_baseline
 
     name = flags.config_name or "config"
-    arms = arms_of(config.benchmark, flags.overrides, flags.config_folders, name)
-    stored(config.benchmark, [arm.name for arm in arms])
+    arms = compose_arms(config.benchmark, flags.overrides, flags.config_folders, name)
+    load_baseline(config.benchmark, [arm.name for arm in arms])
 
 
 def _resume_folder(

@@ -12,11 +12,11 @@ from runner.distributed.config import DistributedKind
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobKind
 from runner.record import hydra_files
-from runner.security.config_files import check_level
+from runner.security.config_files import check_security_group
 
 if TYPE_CHECKING:
     from runner.cli.preflight import Request
-    from runner.distributed.place import Place
+    from runner.distributed.place import RankInfo
 
 
 def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = False) -> bool:
@@ -33,22 +33,22 @@ def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = F
         if exit_at_once:
             request.notes += _continue_attempt(config, place)
         return False
-    check_level(config, request.cli_overrides.security)
+    check_security_group(config, request.cli_overrides.security)
     from runner.distributed import rank
 
-    code = rank.follow(typed(config), place)
+    code = rank.run_follower(typed(config), place)
     if exit_at_once:
-        rank.end(code)
+        rank.exit_process(code)
     elif code:
         sys.exit(code)
     return True
 
 
-def _find_rank(config: DictConfig | None) -> Place | None:
+def _find_rank(config: DictConfig | None) -> RankInfo | None:
     """Return this process's place among several, or None if it is the only one."""
-    from runner.distributed.place import find_place
+    from runner.distributed.place import detect_rank
 
-    place = find_place()
+    place = detect_rank()
     if place is None:
         return None
     started = f"{place.by} has started {place.size} processes"
@@ -70,16 +70,16 @@ def _find_rank(config: DictConfig | None) -> Place | None:
     return None
 
 
-def _continue_attempt(config: DictConfig, place: Place) -> list[str]:
+def _continue_attempt(config: DictConfig, place: RankInfo) -> list[str]:
     """Make rank 0 continue in its folder after a restart by torchrun; return notes for the log.
 
     The same command would name a new folder, by the current time.
     """
     if not place.attempt:
         return []
-    from runner.distributed.launch import earlier_folder
+    from runner.distributed.launch import folder_before_restart
 
-    folder = earlier_folder(typed(config.copy()), place)
+    folder = folder_before_restart(typed(config.copy()), place)
     if folder is None:
         return []
     with open_dict(config):

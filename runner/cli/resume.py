@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runner.captures.manifest import find, read_manifest
+from runner.captures.manifest import find_capture, read_manifest
 from runner.checkpoint.lock import is_locked
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.manifest import read_manifest as read_checkpoint
-from runner.composing import from_plain
+from runner.composing import config_from_plain
 from runner.config import RunConfig
 from runner.data.config import FromFiles
-from runner.data.paths import existing
+from runner.data.paths import existing_path
 from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.jobs.config import EVALUATING, JobKind
+from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.overrides.recorded import CHECKPOINTS
 from runner.overrides.spelling import parse_override
-from runner.record.storage import OLD
+from runner.record.storage import OLD_PREFIX
 from runner.training.summary import Summary
 
 REPLAY_KEY = "replay.path"
 REPLAY_KEYS = ("job", "replay", "security", "monitoring", "hydra", "name")
 NAME_PATTERN = re.compile(r"[\w.-]+", re.ASCII)
 FINISHED_STATUSES = ("done", "stopped")
-BUILD_JOBS = (JobKind.train, *EVALUATING, JobKind.benchmark, JobKind.verify)
+BUILD_JOBS = (JobKind.train, *EVALUATION_JOBS, JobKind.benchmark, JobKind.verify)
 
 
 def check_inputs_exist(config: RunConfig) -> None:
@@ -37,9 +37,9 @@ def check_inputs_exist(config: RunConfig) -> None:
     if config.job.kind not in BUILD_JOBS:
         return
     if config.model.weights is not None and config.checkpoint.resume == "none":
-        existing(config.model.weights, "model.weights")
+        existing_path(config.model.weights, "model.weights")
     if isinstance(config.data, FromFiles):
-        existing(config.data.path)
+        existing_path(config.data.path)
 
 
 def find_unfinished_run(planned: Path, config_hash: str) -> Path | None:
@@ -63,7 +63,7 @@ def find_unfinished_run(planned: Path, config_hash: str) -> Path | None:
 def _read_manifests(checkpoints: Path) -> list[Manifest]:
     """Return the readable manifests, sorted by step."""
     manifests = []
-    for folder in (*checkpoints.glob("step_*"), *checkpoints.glob(f"{OLD}step_*")):
+    for folder in (*checkpoints.glob("step_*"), *checkpoints.glob(f"{OLD_PREFIX}step_*")):
         with suppress(CheckpointError):
             manifests.append(read_checkpoint(folder))
     return sorted(manifests, key=lambda manifest: manifest.step)
@@ -89,8 +89,8 @@ def add_captured_name(overrides: Sequence[str], trusted: Sequence[str]) -> list[
         if re.split(r"[./@]", override.key)[0] not in REPLAY_KEYS:
             problem = "has no effect: a step is replayed with the config of its run"
             raise ConfigError(override.key, problem, "leave it out")
-    manifest = read_manifest(find(Path(str(path))))
-    from_plain(manifest.config, trusted)  # checked before a folder is created
+    manifest = read_manifest(find_capture(Path(str(path))))
+    config_from_plain(manifest.config, trusted)  # checked before a folder is created
     if NAME_PATTERN.fullmatch(manifest.name) and all(o.key != "name" for o in parsed):
         return [*overrides, f"name={manifest.name}"]
     return list(overrides)

@@ -15,13 +15,13 @@ from runner.composing import typed
 from runner.config import RunConfig
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.overrides.spelling import first_job, parse_override, sample_jobs
 from runner.record.text import escape_control_chars
 from runner.security import secrets
 from runner.security.config import SecurityLevel
-from runner.security.config_files import ConfigFiles
-from runner.security.paths import keep_within
+from runner.security.config_files import ConfigFileChecker
+from runner.security.paths import check_links
 from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
@@ -35,7 +35,7 @@ BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 def prepare_sweep(
-    flags: Arguments, compose: Callable[[Sequence[str]], DictConfig], files: ConfigFiles
+    flags: Arguments, compose: Callable[[Sequence[str]], DictConfig], files: ConfigFileChecker
 ) -> SweepSession:
     """Check a sweep and return its session.
 
@@ -76,7 +76,7 @@ def prepare_sweep(
         from runner.sweep.cluster_launchers import adapt_launcher
 
         adapt_launcher(str(launcher.get("_target_")))
-    folder, job_flags = secrets.place(config, "hydra.sweep.dir"), flags.config_flags()
+    folder, job_flags = secrets.read_path(config, "hydra.sweep.dir"), flags.config_flags()
     if is_search_sweep:  # sweep.resume=auto has the same effect
         overrides = [text for text in overrides if text != RESUME_AUTO]
         config.checkpoint.resume = "none"
@@ -155,7 +155,7 @@ def _find_earlier_sweep(
     session.folder = earlier or session.folder
     session.resumed = resume not in ("auto", *plan.NO_RESUME)
     if earlier is not None and config.security.level is not SecurityLevel.off:
-        keep_within(earlier)
+        check_links(earlier)
 
 
 def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
@@ -168,18 +168,18 @@ def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
     if not session.folder.is_dir():
         return len(jobs), failures
     from runner.record.console import print_stdout
-    from runner.report.comparison import write
+    from runner.report.comparison import write_comparison
     from runner.report.discover import compare_folders
     from runner.report.table import ComparisonScreen
 
     try:
         comparison = compare_folders([session.folder])
-        write(comparison, session.folder)
+        write_comparison(comparison, session.folder)
         print_stdout(ComparisonScreen(comparison), crop=False)
     except UsageError as error:  # no job has started
         log.debug("no comparison: %s", error)
     except Exception as error:  # the failures of the jobs are still reported
-        reason = escape_control_chars(masked(f"{type(error).__name__}: {error}"))
+        reason = escape_control_chars(mask_secrets(f"{type(error).__name__}: {error}"))
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
         if session.sweep is None:  # with another launcher

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 from runner.config import RunConfig
 from runner.errors import ConfigError
 from runner.format import nearest
-from runner.overrides.groups import ALIASES, FOREIGN, MIN_SIMILARITY, options
+from runner.overrides.groups import GROUP_ALIASES, MIN_SIMILARITY, USER_CLASS_GROUPS, group_options
 
 # other words are left to Hydra's grammar
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")
@@ -33,7 +33,7 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
     """Return the error about a name that does not exist, if the intended one is certain."""
     if any("searchpath" in text for text in overrides):
         return None
-    groups = options()
+    groups = group_options()
     words = [match.groups() for match in map(ASSIGNMENT.fullmatch, overrides) if match]
     for key, value in words:
         if value in groups.get(key, [value]):
@@ -51,7 +51,7 @@ def _nearest_option(groups: Mapping[str, Mapping[str, str]], group: str, value: 
 
     if value in groups[group]:
         return value
-    if group in (*FOREIGN, "optimizer") or value.casefold() in aliases.OPTION_ALIASES.get(
+    if group in (*USER_CLASS_GROUPS, "optimizer") or value.casefold() in aliases.OPTION_ALIASES.get(
         group, {}
     ):
         return ""
@@ -89,10 +89,10 @@ def _first_unknown_part(parts: Sequence[str], groups: Mapping[str, Any]) -> tupl
     node: Any = RunConfig
     for i, part in enumerate(parts):
         names = list(_field_types(node))
-        if part not in names and (i or part not in {*groups, *ALIASES, "hydra"}):
+        if part not in names and (i or part not in {*groups, *GROUP_ALIASES, "hydra"}):
             return i, names if i else [*names, *groups]
         node = _field_types(node).get(part)
-        if part in FOREIGN or not is_dataclass(node):  # their keys depend on the option
+        if part in USER_CLASS_GROUPS or not is_dataclass(node):  # their keys depend on the option
             break
     return len(parts), []
 

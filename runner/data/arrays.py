@@ -11,10 +11,10 @@ import torch
 
 from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
-from runner.data.dataset import Tensors, fit_target_scale
+from runner.data.dataset import TensorsDataset, fit_target_scale
 from runner.data.labels import MAX_CLASSES, TASKS, check_classes, check_task, guess_task
-from runner.data.open import DEFAULT_OPENING, Opening
-from runner.data.paths import existing, suggestion
+from runner.data.open import DEFAULT_OPENING, OpenOptions
+from runner.data.paths import existing_path, suggestion
 from runner.data.split import split_samples
 from runner.data.usable import usable_indices
 from runner.errors import ConfigError, DataError
@@ -24,7 +24,7 @@ from runner.techniques.base import Choice
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 
 
-def arrays(config: Arrays, opening: Opening = DEFAULT_OPENING) -> Tensors:
+def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDataset:
     """Open an `.npz`: floats become float32, and uint8 images are scaled to 0 … 1.
 
     Images are [samples, channels, height, width] or [samples, height, width]; integers
@@ -34,7 +34,7 @@ def arrays(config: Arrays, opening: Opening = DEFAULT_OPENING) -> Tensors:
     from runner.security.files.loader import read_arrays  # imported only if used
 
     check_task(config.task, TASKS)
-    path = existing(config.path)
+    path = existing_path(config.path)
     trained = None if opening.fitted is None else opening.fitted.sizes
     if path.suffix.lower() in TABLE_SUFFIXES:
         raise ConfigError("data.path", f"{path} is a table, not an .npz file", "use data=tabular")
@@ -77,7 +77,7 @@ def arrays(config: Arrays, opening: Opening = DEFAULT_OPENING) -> Tensors:
             choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
     rows = RowNames(numbers=usable) if bad else RowNames()
-    return Tensors(*tensors, sizes, (train, validation), (*choices, *rule), rows=rows)
+    return TensorsDataset(*tensors, sizes, (train, validation), (*choices, *rule), rows=rows)
 
 
 def _check_trained(shape: Sizes, trained: Sizes, where: str) -> None:

@@ -92,21 +92,21 @@ class RowNames:
         return f"{self.word} {number}"
 
 
-def call(forward: Callable[..., Any], inputs: Inputs) -> Any:
+def call_model(forward: Callable[..., Any], inputs: Inputs) -> Any:
     """Call `forward` with a tensor, positional inputs (tuple) or keyword inputs (dict)."""
     if isinstance(inputs, dict):
         return forward(**inputs)
     return forward(*inputs) if isinstance(inputs, tuple | list) else forward(inputs)
 
 
-def count(target: Any) -> int:
+def batch_size_of(target: Any) -> int:
     """Return the batch size: the first dimension of the target's first tensor."""
     while isinstance(target, dict | tuple | list):
         target = next(iter(target.values() if isinstance(target, dict) else target))
     return int(target.shape[0])
 
 
-def split(samples: int, most: int) -> list[slice]:
+def split_batch(samples: int, most: int) -> list[slice]:
     """Split a batch into the fewest slices of at most `most` samples; sizes differ by at most 1.
 
     Even slices, since BatchNorm cannot train on a remainder of one sample. The first is a largest.
@@ -118,15 +118,15 @@ def split(samples: int, most: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-def largest_part(samples: int, most: int) -> int:
+def largest_slice(samples: int, most: int) -> int:
     """Return the size of the largest slice of `split(samples, most)`."""
     return -(-samples // max(1, -(-samples // most)))
 
 
-def rows(value: Any, which: slice) -> Any:
+def slice_rows(value: Any, which: slice) -> Any:
     """Slice every tensor in a nest of tuples, lists and dicts by rows; returns views."""
     if isinstance(value, dict):
-        return {key: rows(item, which) for key, item in value.items()}
+        return {key: slice_rows(item, which) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(rows(item, which) for item in value)
+        return tuple(slice_rows(item, which) for item in value)
     return value[which]

@@ -334,12 +334,12 @@ DATE_PARTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "days": lambda times: times.astype("M8[D]").astype(int),  # since 1970
 }
 """Numeric features of dates, from datetime64 arrays."""
-GAP = "missing"  # this part is 1 where the value is missing
+MISSING_FLAG = "missing"  # this part is 1 where the value is missing
 
 
 def extract_part(values: np.ndarray, part: str) -> np.ndarray:
     """Return `part` of each date, or the numbers unchanged, as float64; NaN if missing."""
-    if part == GAP:
+    if part == MISSING_FLAG:
         return missing_cells(values).astype(np.float64)
     if part not in DATE_PARTS:
         return values

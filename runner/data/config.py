@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
-LOADING = (
+LOADING_KEYS = (
     *("workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch"),
     *("timeout_s", "worker_restarts", "validation_samples", "default_epochs", "default_steps"),
 )
@@ -32,9 +32,9 @@ SIGNS = {
 FIXED_SPLIT = ("stdlib_text", "stdlib_parts", "tokens")
 """Kinds of data that are split by file or at a position, not by `data.split`."""
 
-AS_CLASSES = "return whole numbers (int64) as targets, or use data.task=classification"
+CLASS_TARGET_FIX = "return whole numbers (int64) as targets, or use data.task=classification"
 
-UNCOUNTED = (
+LABELS_UNKNOWN = (
     "needs the class of each sample before it is read (your own data set: attribute `targets`)"
 )
 

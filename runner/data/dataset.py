@@ -74,7 +74,7 @@ class Dataset(ABC):
 
 
 @dataclass(eq=False)
-class Tensors(Dataset):
+class TensorsDataset(Dataset):
     """In-memory data set of two tensors with the sample as dimension 0, validated at opening."""
 
     inputs: Tensor
@@ -107,7 +107,7 @@ class Tensors(Dataset):
 
     def without(
         self, columns: Sequence[int], rows: np.ndarray, choices: Sequence[Choice]
-    ) -> Tensors:
+    ) -> TensorsDataset:
         """Return a copy without these columns, and without `rows` in the validation split."""
         named, inputs, sizes = self.named_columns(), self.inputs, self.sizes
         if columns:

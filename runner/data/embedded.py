@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.data.batch import Column, Sizes
 from runner.data.config import Cancer, DataConfig, Digits, Synthetic, SyntheticForm
-from runner.data.dataset import Tensors, fit_scale, scale
+from runner.data.dataset import TensorsDataset, fit_scale, scale
 from runner.data.order import split
 from runner.device import memory
 from runner.errors import ConfigError
@@ -23,16 +23,16 @@ MEASUREMENTS = (
 )
 
 
-def digits(config: Digits) -> Tensors:
+def digits(config: Digits) -> TensorsDataset:
     """Open digits: images float32 [1, 8, 8] from 0 to 1 (ink), and the digit as label."""
     with np.load(FILES / "digits.npz") as file:
         images, labels = file["images"].astype(np.float32)[:, None] / 16, file["labels"]
     sizes = Sizes("classification", 64, 1, 8, 10, class_names=tuple("0123456789"))
     target = torch.from_numpy(labels.astype(np.int64))
-    return Tensors(torch.from_numpy(images), target, sizes, _split(len(images), config))
+    return TensorsDataset(torch.from_numpy(images), target, sizes, _split(len(images), config))
 
 
-def cancer(config: Cancer) -> Tensors:
+def cancer(config: Cancer) -> TensorsDataset:
     """Open biopsies: standardised measurements float32 [30]; label 1 is benign."""
     with np.load(FILES / "cancer.npz") as file:
         measurements, labels = file["measurements"], file["labels"]
@@ -47,10 +47,10 @@ def cancer(config: Cancer) -> Tensors:
     sizes = Sizes("classification", 30, classes=2, class_names=("malignant", "benign"))
     inputs = torch.from_numpy(scale(measurements, means, deviations))
     target = torch.from_numpy(labels.astype(np.int64))
-    return Tensors(inputs, target, sizes, parts, columns=tuple(columns))
+    return TensorsDataset(inputs, target, sizes, parts, columns=tuple(columns))
 
 
-def synthetic(config: Synthetic) -> Tensors:
+def synthetic(config: Synthetic) -> TensorsDataset:
     """Generate learnable images, tokens or tables from the seed `data.split_seed`."""
     side, images = config.image_size, config.form is SyntheticForm.images
     shape = (config.channels, side, side) if images else (config.features,)
@@ -74,7 +74,7 @@ def synthetic(config: Synthetic) -> Tensors:
         sizes = Sizes("classification", prod(shape), classes=config.classes)
         if images:
             sizes = Sizes("classification", prod(shape), config.channels, side, config.classes)
-    return Tensors(inputs, target, sizes, _split(config.samples, config))
+    return TensorsDataset(inputs, target, sizes, _split(config.samples, config))
 
 
 def _split(samples: int, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -17,8 +17,8 @@ from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.config import BadSamples, Images
 from runner.data.dataset import Dataset
 from runner.data.labels import labelled_files, relative_names, remap_labels
-from runner.data.open import DEFAULT_OPENING, Opening
-from runner.data.paths import existing
+from runner.data.open import DEFAULT_OPENING, OpenOptions
+from runner.data.paths import existing_path
 from runner.data.saved_dataset import SavedImages, is_saved
 from runner.data.split import split_samples
 from runner.data.usable import DROP_FIX, lacks_resources
@@ -93,8 +93,8 @@ class ImageFolder(Dataset):
 
     in_memory = False
 
-    def __init__(self, config: Images, opening: Opening = DEFAULT_OPENING) -> None:
-        root = existing(config.path) / opening.folder
+    def __init__(self, config: Images, opening: OpenOptions = DEFAULT_OPENING) -> None:
+        root = existing_path(config.path) / opening.folder
         if opening.labelled and not root.is_dir():
             raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")
         fitted = opening.fitted
@@ -127,7 +127,7 @@ class ImageFolder(Dataset):
         self.choices = (*choices, *rule, *cache_choices)
 
     def _read_folders(
-        self, root: Path, opening: Opening
+        self, root: Path, opening: OpenOptions
     ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
         """Read a folder per class; return labels, class names and choices."""
         other_files = []
@@ -146,7 +146,7 @@ class ImageFolder(Dataset):
         return labels, names, notes
 
     def _read_saved(
-        self, root: Path, opening: Opening
+        self, root: Path, opening: OpenOptions
     ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
         """Read a folder written by `datasets`; return labels, class names and choices."""
         saved = SavedImages(root, opening.policy)

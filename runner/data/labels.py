@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from runner.data.batch import RowNames
-from runner.data.open import Opening
+from runner.data.open import OpenOptions
 from runner.data.paths import check_link
 from runner.errors import BadSample, ConfigError, DataError
-from runner.format import listed
+from runner.format import join_names
 from runner.techniques.base import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
@@ -73,7 +73,7 @@ def remap_labels(
     unknown = [name for name in names if name not in index_of]
     if unknown:
         affected = np.isin(labels, [names.index(name) for name in unknown])
-        unknown_names = listed(repr(name[:40]) for name in unknown)
+        unknown_names = join_names(repr(name[:40]) for name in unknown)
         classes = ", ".join(name[:40] for name in trained[:10])
         raise DataError(
             f"data.path: {what}: {int(affected.sum()):,} of {len(labels):,} samples have a class "
@@ -85,7 +85,7 @@ def remap_labels(
 
 
 def labelled_files(
-    root: Path, opening: Opening, accepts: Callable[[Path], bool], what: str
+    root: Path, opening: OpenOptions, accepts: Callable[[Path], bool], what: str
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
     """Return the files in `root` that `accepts` selects, their labels, class names, and choices.
 
@@ -136,7 +136,7 @@ def relative_names(root: Path, files: Iterable[Path]) -> RowNames:
 
 
 def _list_visible(
-    root: Path, paths: Iterable[Path], opening: Opening, kind: Callable[[Path], bool]
+    root: Path, paths: Iterable[Path], opening: OpenOptions, kind: Callable[[Path], bool]
 ) -> list[Path]:
     visible = (path for path in paths if kind(path) and not path.name.startswith("."))
     return sorted(check_link(path, root, opening.policy) for path in visible)

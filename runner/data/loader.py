@@ -81,7 +81,7 @@ def make_loader(
     ):
         if getattr(config, key) and not applies:
             choices.append(Choice(f"data.{key}", False, reason))
-    move = mover(device, pin, aside)
+    move = make_batch_mover(device, pin, aside)
     placements = [*([move] if move else []), *placements]
     usable_fetch = None
     if config.bad_samples is BadSamples.drop:
@@ -225,7 +225,9 @@ def _choose_workers(
     return workers, [Choice("data.workers", workers, reason)]
 
 
-def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch] | None:
+def make_batch_mover(
+    device: torch.device, pin: bool, aside: bool
+) -> Callable[[Batch], Batch] | None:
     """Return a function that copies a batch to the device; None on the CPU.
 
     With `aside` it copies on its own stream while the device computes the previous step, which

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.format import listed
+from runner.format import join_names
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -51,7 +51,7 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
     if isinstance(value, dict):
-        return "{" + listed(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
+        return "{" + join_names(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple | list):
-        return "(" + listed(map(describe, value)) + ")"
+        return "(" + join_names(map(describe, value)) + ")"
     return f"a {type(value).__name__}"

@@ -30,7 +30,7 @@ FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
 
 
 @dataclass(frozen=True)
-class Opening:
+class OpenOptions:
     """Options for opening data that are not in the config."""
 
     policy: FilePolicy | None = None  # for array files and links; None: the default
@@ -52,12 +52,12 @@ class Opening:
         return not self.labelled or self.fitted.source != source_of(config)
 
 
-DEFAULT_OPENING = Opening()
+DEFAULT_OPENING = OpenOptions()
 """Defaults: training data, nothing fitted."""
 
 
 def open_data(
-    config: DataConfig, resolve: Callable[[str, str], Any], opening: Opening = DEFAULT_OPENING
+    config: DataConfig, resolve: Callable[[str, str], Any], opening: OpenOptions = DEFAULT_OPENING
 ) -> Dataset:
     """Open the data set that `config` names: a built-in one, or the user's by `_target_`.
 
@@ -66,10 +66,12 @@ def open_data(
     """
     if config._target_ is not None:
         from runner.data.user_dataset import UserDataset
-        from runner.security.registry import assembled, construct
+        from runner.security.registry import construct, instantiate_nested
 
         factory = resolve(config._target_, "data._target_")
-        dataset = construct(factory, assembled(config.arguments, resolve, "data"), {}, "data")
+        dataset = construct(
+            factory, instantiate_nested(config.arguments, resolve, "data"), {}, "data"
+        )
         return UserDataset(dataset, config._target_, config, opening)
     if missing := [field.name for field in fields(config) if getattr(config, field.name) == "???"]:
         key = f"data.{missing[0]}"

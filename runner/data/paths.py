@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from runner.errors import ConfigError, SecurityError
-from runner.format import listed, nearest
+from runner.format import join_names, nearest
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
 
 
-def existing(path: str, key: str = "data.path") -> Path:
+def existing_path(path: str, key: str = "data.path") -> Path:
     """Return the file or folder `path`; raise a ConfigError that suggests similar names."""
     target = Path(path).expanduser()
     if target.is_file() or target.is_dir():
@@ -32,7 +32,9 @@ def suggestion(name: str, names: Iterable[str], introduction: str) -> str:
     if near := nearest(name, sorted_names):
         return f"did you mean {near!r}?"
     return (
-        f"{introduction} {listed(sorted_names, 10)}" if sorted_names else f"{introduction} nothing"
+        f"{introduction} {join_names(sorted_names, 10)}"
+        if sorted_names
+        else f"{introduction} nothing"
     )
 
 

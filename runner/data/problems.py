@@ -15,7 +15,7 @@ from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabu
 from runner.data.paths import suggestion
 from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES, examples
 from runner.errors import ConfigError, DataError, with_fix
-from runner.format import listed, nearest
+from runner.format import join_names, nearest
 from runner.record.provenance import changed_command
 from runner.record.text import quote_for_hydra
 from runner.techniques.base import Choice
@@ -71,7 +71,7 @@ class TableProblems:
         if trained:
             self.columns_fixed = True
             if missing := [name for name in dict.fromkeys(trained) if name not in names]:
-                problem = f"lacks {listed(map(repr, missing))}, which the model was trained on"
+                problem = f"lacks {join_names(map(repr, missing))}, which the model was trained on"
                 others = [name for name in names if name not in trained]
                 fix = f"; {suggestion(missing[0], others, 'its other columns are')}"
                 self.columns, self.avoidable = f"{problem}{fix if others else ''}", False
@@ -91,7 +91,9 @@ class TableProblems:
         near = dict.fromkeys(
             suggestion(n, names, "its columns are") for _, n in absent[:MAX_EXAMPLES]
         )
-        more = f", nor {listed(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
+        more = (
+            f", nor {join_names(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
+        )
         self.columns = f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"
         self.absent = absent
         for key, name in absent:
@@ -123,7 +125,7 @@ class TableProblems:
     def raise_if_any(self, cause: DataError | None = None) -> None:
         """Raise all problems, if any, as one error; `cause` is the error that ended the reading."""
         rows = [*self._rows()]
-        types = listed(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
+        types = join_names(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
         unreadable = f"cannot read the columns {types}" if types else ""
         texts = [self.columns, unreadable, "" if cause is None else str(cause), *rows]
         texts = [text for text in texts if text]

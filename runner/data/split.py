@@ -17,7 +17,7 @@ from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
     from runner.data.config import DataConfig
-    from runner.data.open import Opening
+    from runner.data.open import OpenOptions
 
 KEY = "data.split"
 SplitIndices = tuple[np.ndarray, np.ndarray]
@@ -25,7 +25,7 @@ SplitIndices = tuple[np.ndarray, np.ndarray]
 
 
 def split_samples(
-    opening: Opening,
+    opening: OpenOptions,
     samples: int,
     config: DataConfig,
     what: str,

@@ -9,8 +9,8 @@ from typing import Any
 
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.open import Opening, open_data
-from runner.data.paths import check_link, existing
+from runner.data.open import OpenOptions, open_data
+from runner.data.paths import check_link, existing_path
 from runner.data.preprocessing import Preprocessing, source_of
 from runner.errors import ConfigError, DataError, UsageError
 from runner.techniques.base import Choice
@@ -36,7 +36,7 @@ class SplitPaths:
     choices: tuple[Choice, ...] = ()
 
 
-def find_split_paths(config: DataConfig, opening: Opening) -> SplitPaths:
+def find_split_paths(config: DataConfig, opening: OpenOptions) -> SplitPaths:
     """Return the splits that the config names or that are folders below `data.path`.
 
     Raises ConfigError if two splits share samples, or a split is given twice.
@@ -47,7 +47,7 @@ def find_split_paths(config: DataConfig, opening: Opening) -> SplitPaths:
         split: getattr(config, key.partition(".")[2], None) for split, key in keys.items()
     }
     paths = {
-        split: existing(path, PATH_KEYS[split])
+        split: existing_path(path, PATH_KEYS[split])
         for split, path in configured.items()
         if path is not None
     }
@@ -77,7 +77,7 @@ def open_split(
     config: DataConfig,
     fitted: Preprocessing,
     resolve: Callable[[str, str], Any],
-    opening: Opening,
+    opening: OpenOptions,
 ) -> tuple[Dataset, tuple[Choice, ...]]:
     """Open all samples of `split` with the fitted preprocessing; return them and the choices."""
     key = PATH_KEYS[split]
@@ -87,7 +87,7 @@ def open_split(
     }
     fitted = replace(fitted, source=source_of(config))
     try:
-        split_opening = Opening(opening.policy, fitted, evaluates=True)
+        split_opening = OpenOptions(opening.policy, fitted, evaluates=True)
         data = open_data(replace(config, **options), resolve, split_opening)
     except UsageError as error:
         text = str(error).removeprefix("data.path: ")
@@ -113,7 +113,7 @@ def _check_disjoint(sources: dict[str, Path]) -> None:
             raise ConfigError(PATH_KEYS[split], problem, "use separate samples")
 
 
-def _saved_splits(root: Path, opening: Opening, config: DataConfig) -> SplitPaths | None:
+def _saved_splits(root: Path, opening: OpenOptions, config: DataConfig) -> SplitPaths | None:
     """Return the splits of a folder written by `datasets`; other split names are not used."""
     from runner.data.saved_dataset import split_names
 
@@ -133,7 +133,7 @@ def _saved_splits(root: Path, opening: Opening, config: DataConfig) -> SplitPath
     return _build_split_paths(root, chosen, "data.path", reason, opening)
 
 
-def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> SplitPaths:
+def _token_files(root: Path, paths: dict[str, Path], opening: OpenOptions) -> SplitPaths:
     """Return a token folder's test.bin; ConfigError for data.validation_path beside val.bin."""
     if "validation" in paths:
         fix = f"leave it out, or name data.path={root / 'train.bin'}"
@@ -146,7 +146,7 @@ def _token_files(root: Path, paths: dict[str, Path], opening: Opening) -> SplitP
     return SplitPaths(paths={"test": test}, choices=(Choice(PATH_KEYS["test"], str(test), reason),))
 
 
-def _split_folders(root: Path, config: DataConfig, opening: Opening) -> SplitPaths:
+def _split_folders(root: Path, config: DataConfig, opening: OpenOptions) -> SplitPaths:
     """Return the splits in folders train, val and test; empty if the folders are classes."""
     subfolders = _visible_folders(root)
     folders_by_split = {
@@ -178,7 +178,7 @@ def _split_folders(root: Path, config: DataConfig, opening: Opening) -> SplitPat
 
 
 def _build_split_paths(
-    root: Path, chosen: dict[str, Path], key: str, reason: str, opening: Opening
+    root: Path, chosen: dict[str, Path], key: str, reason: str, opening: OpenOptions
 ) -> SplitPaths:
     """Return the splits in folders of `root`; raise SecurityError for a symlink out of it."""
     for folder in chosen.values():

@@ -14,9 +14,9 @@ from runner.data.batch import RowNames
 from runner.data.cells import (
     DATE_EXAMPLES,
     DATE_PARTS,
-    GAP,
     MAX_CELL_CHARS,
     MAX_UNPARSED,
+    MISSING_FLAG,
     CellKind,
     ColumnValues,
     ParsedColumn,
@@ -32,7 +32,7 @@ from runner.data.cells import (
 )
 from runner.data.config import BadSamples, ColumnType, Missing, SplitRule, Tabular, Text
 from runner.data.labels import class_name
-from runner.data.paths import existing
+from runner.data.paths import existing_path
 from runner.data.preprocessing import Preprocessing
 from runner.data.problems import IGNORE_KEY, MISSING_KEY, TYPES_KEY, TableProblems
 from runner.data.saved_dataset import is_saved
@@ -80,7 +80,7 @@ def read_table(
     are dropped with `data.bad_samples=drop`; rows with other missing cells with
     `data.missing=drop`. All other problems are one ConfigError or DataError.
     """
-    path = existing(config.path) / folder
+    path = existing_path(config.path) / folder
     if path.is_dir() and not is_saved(path):
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
     types = config.types if isinstance(config, Tabular) and fitted is None else {}
@@ -274,7 +274,7 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, CellKind]:
             else CellKind.numbers
         )
         # only its missing flag was fitted: it is a number or a date
-        kinds.setdefault(column.name, CellKind.any if column.part == GAP else kind)
+        kinds.setdefault(column.name, CellKind.any if column.part == MISSING_FLAG else kind)
     if any(class_name(parse_number(name)) != name for name in fitted.sizes.class_names):
         kinds[fitted.target] = CellKind.texts
     return kinds

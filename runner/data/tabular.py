@@ -18,35 +18,35 @@ import torch
 from runner.data.batch import Column, Sizes
 from runner.data.cells import (
     DATE_PARTS,
-    GAP,
     ID_ROWS,
     MAX_CELL_CHARS,
+    MISSING_FLAG,
     ColumnValues,
     TextColumn,
     extract_part,
     missing_cells,
 )
 from runner.data.config import Missing, SplitRule, Tabular
-from runner.data.dataset import Tensors, fit_scale, fit_target_scale, scale
+from runner.data.dataset import TensorsDataset, fit_scale, fit_target_scale, scale
 from runner.data.labels import check_classes, check_task, class_name, guess_task, remap_labels
-from runner.data.open import DEFAULT_OPENING, Opening
+from runner.data.open import DEFAULT_OPENING, OpenOptions
 from runner.data.problems import MISSING_KEY, TYPES_KEY
 from runner.data.split import split_samples
 from runner.data.table import Table, read_table, split_values
 from runner.data.table_files import check_memory
 from runner.errors import ConfigError, DataError
-from runner.format import listed
+from runner.format import join_names
 from runner.techniques.base import Choice
 
 FLOAT32_BYTES = 4  # bytes of a float32
 CATEGORIES_KEY = "data.categories"
-UNKNOWN = "data.unknown_categories"
+UNKNOWN_CATEGORIES_KEY = "data.unknown_categories"
 MIN_REPEATED = 0.1  # share of rows with a repeated text, below which a column is no input
 
 log = logging.getLogger(__name__)
 
 
-def tabular(config: Tabular, opening: Opening = DEFAULT_OPENING) -> Tensors:
+def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDataset:
     """Open a table: rows float32 [features], and targets (int64 labels or float32 values)."""
     check_task(config.task, ("classification", "regression"))
     fitted = opening.fitted
@@ -73,7 +73,7 @@ def tabular(config: Tabular, opening: Opening = DEFAULT_OPENING) -> Tensors:
         labels, sizes, inferred = fit_target(target, config, table, train)
         sizes = replace(sizes, in_features=encoded.shape[1])
         choices = (*choices, *inferred)
-    return Tensors(
+    return TensorsDataset(
         torch.from_numpy(encoded),
         torch.from_numpy(labels),
         sizes,
@@ -87,7 +87,7 @@ def tabular(config: Tabular, opening: Opening = DEFAULT_OPENING) -> Tensors:
 
 
 def _split_rows(
-    table: Table, target: ColumnValues | None, config: Tabular, opening: Opening
+    table: Table, target: ColumnValues | None, config: Tabular, opening: OpenOptions
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
     """Split the rows; remove the split column from the table if it is no input."""
     split_column_values, split_by, fitted = None, config.split_by, opening.fitted
@@ -190,7 +190,7 @@ def encode(
 def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
     if filled := [f"{name!r} ({count:,})" for name, count in gaps.items() if count]:
         reason = "numbers get the training rows' fill value, texts a category"
-        yield Choice(MISSING_KEY, fill, f"missing cells of {listed(filled)}: {reason}")
+        yield Choice(MISSING_KEY, fill, f"missing cells of {join_names(filled)}: {reason}")
 
 
 def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterator[Column]:
@@ -220,7 +220,7 @@ def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> 
         fill = float(np.median(numbers)) if config.missing is Missing.median else mean
         yield replace(column, mean=mean, deviation=deviation, part=part, fill=fill)
     if gaps:
-        yield replace(column, part=GAP)
+        yield replace(column, part=MISSING_FLAG)
 
 
 def _present_values(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:
@@ -245,9 +245,9 @@ def _category_positions(
         values.words[code][:MAX_CELL_CHARS] for code in np.unique(values.codes[unknown]).tolist()
     ]
     status = "not in training" if not column.others else "unknown or rare in training"
-    reason = f"column {column.name!r}: categories {status}: {listed(map(repr, words))}"
+    reason = f"column {column.name!r}: categories {status}: {join_names(map(repr, words))}"
     value = f"{column.name}: {int(unknown.sum()):,} of {len(positions):,} rows"
-    return positions, [Choice(UNKNOWN, value, reason)]
+    return positions, [Choice(UNKNOWN_CATEGORIES_KEY, value, reason)]
 
 
 def _standardise(table: Table, column: Column, values: np.ndarray, is_fitted: bool) -> np.ndarray:

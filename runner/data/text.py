@@ -14,8 +14,8 @@ from runner.data.cells import TextColumn
 from runner.data.config import Text
 from runner.data.dataset import Dataset, class_labels
 from runner.data.labels import check_classes, labelled_files, relative_names, remap_labels
-from runner.data.open import DEFAULT_OPENING, Opening
-from runner.data.paths import existing
+from runner.data.open import DEFAULT_OPENING, OpenOptions
+from runner.data.paths import existing_path
 from runner.data.saved_dataset import is_saved
 from runner.data.split import split_samples
 from runner.data.table import read_table, split_values
@@ -78,9 +78,9 @@ def cut_passages(text: bytes, sequence: int) -> list[np.ndarray]:
     return [piece for piece in pieces if 2 * len(piece) >= sequence] or pieces[:1]
 
 
-def text(config: Text, opening: Opening = DEFAULT_OPENING) -> TextDataset:
+def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     """Open labelled texts: the first `data.sequence` bytes or tokens of each, and its label."""
-    path, fitted = existing(config.path) / opening.folder, opening.fitted
+    path, fitted = existing_path(config.path) / opening.folder, opening.fitted
     folder = path.is_dir() and not is_saved(path)
     if folder and config.split_by is not None and opening.splits_samples(config):
         problem = f"needs a table column, but {path} is a folder"
@@ -137,7 +137,7 @@ LabelledTexts = tuple[
 """Texts, labels, class names, row names, choices, and the values of `data.split_by`."""
 
 
-def _from_table(config: Text, opening: Opening) -> LabelledTexts:
+def _from_table(config: Text, opening: OpenOptions) -> LabelledTexts:
     needed = {"data.text": config.text}
     if opening.labelled:
         needed["data.target"] = config.target
@@ -159,7 +159,7 @@ def _from_table(config: Text, opening: Opening) -> LabelledTexts:
     return contents, labels, target.words, table.rows, table.choices, values
 
 
-def _from_folders(root: Path, config: Text, opening: Opening) -> LabelledTexts:
+def _from_folders(root: Path, config: Text, opening: OpenOptions) -> LabelledTexts:
     files, labels, names, skipped = labelled_files(root, opening, lambda file: True, "files")
     texts, bad = list[bytes](), dict[int, str]()
     for number, file in enumerate(files):

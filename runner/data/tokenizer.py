@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from runner.data.paths import existing
+from runner.data.paths import existing_path
 from runner.data.preprocessing import Preprocessing
 from runner.errors import ConfigError
-from runner.security.hugging_face import import_transformers, load_from, vocabulary_digest
+from runner.security.hugging_face import import_transformers, load_pretrained, vocabulary_digest
 from runner.techniques.base import Choice
 
 KEY = "data.tokenizer"
@@ -23,7 +23,7 @@ class Tokenizer:
     """A tokenizer loaded from a local folder; raises ConfigError for anything else."""
 
     def __init__(self, path: str, fitted: Preprocessing | None = None) -> None:
-        folder = existing(path, KEY)
+        folder = existing_path(path, KEY)
         if not folder.is_dir():
             raise ConfigError(KEY, f"{folder} is a file", "name its folder")
         self.digest = vocabulary_digest(folder)
@@ -31,7 +31,7 @@ class Tokenizer:
             problem = f"{folder} has a different vocabulary from the trained model's"
             raise ConfigError(KEY, problem, "name the folder of its tokenizer")
         auto = import_transformers(KEY).AutoTokenizer
-        self.hf_tokenizer: Any = load_from(folder, KEY, auto.from_pretrained, use_fast=True)
+        self.hf_tokenizer: Any = load_pretrained(folder, KEY, auto.from_pretrained, use_fast=True)
         self.vocab = max(len(self.hf_tokenizer), max(self.hf_tokenizer.get_vocab().values()) + 1)
         padding = (self.hf_tokenizer.pad_token_id, self.hf_tokenizer.eos_token_id, 0)
         self.padding = int(next(number for number in padding if number is not None))

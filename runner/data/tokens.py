@@ -13,8 +13,8 @@ import torch
 from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
-from runner.data.open import DEFAULT_OPENING, Opening
-from runner.data.paths import check_link, existing
+from runner.data.open import DEFAULT_OPENING, OpenOptions
+from runner.data.paths import check_link, existing_path
 from runner.errors import BadSample, ConfigError, DataError
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
@@ -73,12 +73,12 @@ class TokenWindows(Dataset):
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def tokens(config: Tokens, opening: Opening = DEFAULT_OPENING) -> TokenWindows:
+def tokens(config: Tokens, opening: OpenOptions = DEFAULT_OPENING) -> TokenWindows:
     """Open windows of `data.sequence` ids, checked against `data.vocab` as they are read.
 
     The ids of text files are kept in memory, 4 bytes each.
     """
-    path, tokenizer = existing(config.path), None
+    path, tokenizer = existing_path(config.path), None
     is_text = path.suffix == ".txt" or (path / "train.txt").is_file()
     if config.tokenizer is not None and (is_text or config.vocab is None):
         from runner.data.tokenizer import Tokenizer
@@ -106,11 +106,11 @@ def tokens(config: Tokens, opening: Opening = DEFAULT_OPENING) -> TokenWindows:
 
 
 def _streams(
-    config: Tokens, path: Path, opening: Opening, kind: str, read: Callable[[Path], np.ndarray]
+    config: Tokens, path: Path, opening: OpenOptions, kind: str, read: Callable[[Path], np.ndarray]
 ) -> tuple[TokenStream, TokenStream]:
     """Return training and validation ids: two files of a folder, or one file and its end."""
     if path.is_dir():
-        paths = (existing(f"{path}/{name}.{kind}") for name in ("train", "val"))
+        paths = (existing_path(f"{path}/{name}.{kind}") for name in ("train", "val"))
         files = [check_link(file_path, path, opening.policy) for file_path in paths]
         train, validation = (TokenStream(read(file), str(file)) for file in files)
         return train, validation

@@ -110,7 +110,7 @@ def left_out(problems: Mapping[int, str], total: int) -> Choice:
     return Choice(BAD_SAMPLES_KEY, f"{len(problems):,} of {total:,} left out", examples(problems))
 
 
-def check_share(problems: Mapping[Any, str], total: int, config: DataConfig) -> None:
+def check_bad_share(problems: Mapping[Any, str], total: int, config: DataConfig) -> None:
     """Raise DataError if more than the share `data.most_bad` of the samples is bad."""
     if len(problems) > config.most_bad * total:
         count = f"{len(problems):,} of {total:,} samples cannot be used"
@@ -126,5 +126,5 @@ def usable_indices(
         return np.arange(total), ()
     if config.bad_samples is BadSamples.stop:
         raise DataError(examples(problems) + f"; correct them, or {DROP_FIX}")
-    check_share(problems, total, config)
+    check_bad_share(problems, total, config)
     return np.delete(np.arange(total), sorted(problems)), (left_out(problems, total),)

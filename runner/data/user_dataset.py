@@ -19,7 +19,7 @@ from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
 from runner.data.labels import check_id_range
 from runner.data.nested import named_leaves, tree_map
-from runner.data.open import DEFAULT_OPENING, Opening
+from runner.data.open import DEFAULT_OPENING, OpenOptions
 from runner.data.order import sample_seeds
 from runner.data.split import split_samples
 from runner.data.usable import lacks_resources
@@ -46,7 +46,11 @@ class UserDataset(Dataset):
     uses_global_rng = False  # whether a sample has drawn from Python's or NumPy's global generator
 
     def __init__(
-        self, dataset: Any, class_name: str, config: DataConfig, opening: Opening = DEFAULT_OPENING
+        self,
+        dataset: Any,
+        class_name: str,
+        config: DataConfig,
+        opening: OpenOptions = DEFAULT_OPENING,
     ) -> None:
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.parent_death import die_with_parent
-from runner.security.pickle_transfer import dumps_outline, loads_outline
-from runner.training.signals import ENDS
+from runner.security.pickle_transfer import dumps_persistent, loads_persistent
+from runner.training.signals import END_SIGNALS
 
 log = logging.getLogger("runner")
 
@@ -139,7 +139,7 @@ class Workers:
         self.processes[number : number + 1] = [process]
         self.sockets[number : number + 1] = [local_end]
         # a signal between fork and the worker's first line would run our handler in the worker
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         try:
             with warnings.catch_warnings():
                 # Python 3.12 warns of forking with threads; a worker uses none of theirs
@@ -271,11 +271,11 @@ def _serve(
 ) -> None:
     """Answer each request with a batch, until the parent is gone."""
     # signals may go to the whole process group; the main process decides what they mean
-    for number in ENDS:
+    for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if stack_file >= 0 and STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_file)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
     die_with_parent(parent)  # on other systems the closed socket ends it, after this batch
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; cores have workers
     while True:
@@ -339,7 +339,7 @@ def send_batch(to: socket.socket, number: int, value: Any) -> None:
         offset, stride = int(part.storage_offset()), part.stride()
         return _View(start, bytes_.numel(), part.dtype, offset, tuple(part.shape), stride)
 
-    pickled = dumps_outline(value, outline)
+    pickled = dumps_persistent(value, outline)
     memory = _anonymous_file()
     try:
         for start, bytes_ in storages.values():
@@ -374,7 +374,7 @@ def receive_batch(source: socket.socket) -> tuple[int, Any]:
             storages[view.start] = bytes_.untyped_storage()
         return tensor.set_(storages[view.start], view.offset, view.size, view.stride)
 
-    value = loads_outline(memory[start:end], fill)
+    value = loads_persistent(memory[start:end], fill)
     # torch.load's list would keep the sparse tensors of every batch alive
     getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()
     return number, value

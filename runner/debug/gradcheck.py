@@ -21,7 +21,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.data.batch import Batch, call
+from runner.data.batch import Batch, call_model
 from runner.debug.config import DebugConfig, GradcheckConfig
 from runner.debug.tool import DebugTool
 from runner.device import memory
@@ -217,7 +217,7 @@ def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, CallArguments]
             hook = module.register_forward_pre_hook(make_hook(path), prepend=True, with_kwargs=True)
             scope.callback(hook.remove)
         _seed_generators()
-        output = call(model, inputs)
+        output = call_model(model, inputs)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)

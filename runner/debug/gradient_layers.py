@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.debug.config import GradientsConfig
-from runner.format import listed
+from runner.format import join_names
 from runner.record import markdown
 
 NamedTensors = list[tuple[str, Tensor]]
@@ -223,7 +223,7 @@ def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:
 
 def summarize_faults(names: Mapping[LayerState, Collection[str]], dead: DeadUnitCounts) -> str:
     """Summarise faulty layers by state, and layers with dead units."""
-    parts = [f"{listed(names[s], 1)}: {s}" for s in LayerState if names.get(s)]
+    parts = [f"{join_names(names[s], 1)}: {s}" for s in LayerState if names.get(s)]
     if dead:
         name, (dead_units, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
         more = f" and {len(dead) - 1} more" if len(dead) > 1 else ""

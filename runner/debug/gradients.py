@@ -31,7 +31,7 @@ from runner.debug.gradient_layers import (
     summarize_faults,
 )
 from runner.debug.tool import DebugTool
-from runner.format import listed
+from runner.format import join_names
 from runner.training.hook import Step
 from runner.training.run import Run
 
@@ -211,7 +211,7 @@ class GradientsTool(DebugTool):
     def _report_untrained(self, run: Run, inspections: int) -> None:
         """Report once the parameters that never had a gradient."""
         if self.untrained:
-            text = f"no gradient in any of {inspections} checks: {listed(self.untrained)}"
+            text = f"no gradient in any of {inspections} checks: {join_names(self.untrained)}"
             run.history.add("no_gradient", text, step=run.progress.step, category="numerics")
 
     def _build_finding(self, inspections: int = 0) -> str:

@@ -100,7 +100,7 @@ class MemoryTool(DebugTool):
         weights = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
         saved = SavedTensors(run.model, weights)
         start, micro_batch = time.perf_counter(), run.micro_batch
-        with memory.peak(run.device) as peak, saved.count_saved():
+        with memory.peak_memory(run.device) as peak, saved.count_saved():
             yield
         self.seconds += max(0.0, time.perf_counter() - start - self.step_seconds)
         if run.micro_batch != micro_batch:  # out of memory and retried: two steps in one

@@ -195,7 +195,7 @@ def write_oom_report(run: Run, reason: str, breakdown: MemoryBreakdown | None = 
 
 
 def _oom_page(run: Run, reason: str, breakdown: MemoryBreakdown | None) -> str:
-    room = resources.room()
+    room = resources.tightest_memory_limit()
     limit_text = (
         f"Limit: {room.limit / MIB:,.0f} MiB ({markdown.escape(room.name)}); "
         f"{room.left / MIB:,.0f} MiB free after the step was aborted."

@@ -20,9 +20,9 @@ LARGE_BLOCK = 1 << 20  # bytes of a block that gets its own mapping when memory 
 TUNING_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
-def name() -> str:
+def malloc_name() -> str:
     """Return the malloc implementation: a preloaded one, or the C library."""
-    loaded = [Path(path).name for path in libraries()]
+    loaded = [Path(path).name for path in loaded_libraries()]
     preloaded = next((key for key in PRELOADED for path in loaded if key in path), None)
     return preloaded or platform.libc_ver()[0] or f"that of {sys.platform}"
 
@@ -33,7 +33,7 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
     By default it maps large blocks one by one and unmaps them when freed: 12,000 to 15,000 page
     faults a step on a small CNN. Keeping memory holds the process at its peak (4 % more there).
     """
-    malloc = name()
+    malloc = malloc_name()
     if malloc != "glibc":
         return f"{malloc} provides malloc and is not tuned"
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -46,22 +46,22 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
     return None
 
 
-def keep_to_one_heap(scope: ExitStack) -> None:
+def limit_malloc_arenas(scope: ExitStack) -> None:
     """Limit glibc to one arena, for a process with limited address space.
 
     When the first arena cannot grow, glibc reserves 64 MiB for another, and never returns them.
     """
-    if name() == "glibc":
+    if malloc_name() == "glibc":
         _set_malloc_options({ARENA_MAX: 1}, scope)
 
 
-def give_back_at_once(scope: ExitStack) -> None:
+def return_freed_memory(scope: ExitStack) -> None:
     """Make glibc map each large block separately and unmap it when freed, until `scope` ends.
 
     Heap fragmentation otherwise made a training process use up to twice the memory of its tensors.
     Costs a fault for each page: steps took 1.3 to 1.8 times as long.
     """
-    if name() == "glibc":
+    if malloc_name() == "glibc":
         max_maps = GLIBC_DEFAULTS[MMAP_MAX]
         options = {MMAP_MAX: max_maps, MMAP_THRESHOLD: LARGE_BLOCK, TRIM_THRESHOLD: LARGE_BLOCK}
         _set_malloc_options(options, scope)
@@ -98,7 +98,7 @@ def expandable_segments() -> tuple[int, int]:
     return sum(bool(segment.get("is_expandable")) for segment in segments), len(segments)
 
 
-def libraries() -> list[str]:
+def loaded_libraries() -> list[str]:
     """Return the paths of loaded shared libraries; [] if the system does not list them."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

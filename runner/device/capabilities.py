@@ -14,7 +14,7 @@ from pathlib import Path
 from runner.device import cgroup
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "FEAT_BF16"})  # x86, arm, Apple
-NOTED_FLAGS = BF16_FLAGS | {"avx2", "avx512f", "avx512_fp16", "amx_int8", "sve", "sve2", "i8mm"}
+REPORTED_FLAGS = BF16_FLAGS | {"avx2", "avx512f", "avx512_fp16", "amx_int8", "sve", "sve2", "i8mm"}
 """Flags that determine the speed of torch's kernels."""
 
 

@@ -102,7 +102,7 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
 
     Raises DeviceError if it does not exist, ConfigError for a setting that it does not have.
     """
-    kind, reason = pick(config.kind)
+    kind, reason = choose_device_kind(config.kind)
     torch_device, name, memory, supported = _open_device(kind, config.index, scope)
     _reject_unsupported(config, kind, supported, f"the run is on {kind}, {name}")
     notes = _set_process(config, scope)
@@ -132,7 +132,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def pick(requested: DeviceKind) -> tuple[str, str]:
+def choose_device_kind(requested: DeviceKind) -> tuple[str, str]:
     """Return the device kind and the reason; DeviceError if it is not available."""
     reasons = {"cuda": _why_no_cuda(), "mps": _why_no_mps(), "cpu": None}
     kind = requested.value

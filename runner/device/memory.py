@@ -132,7 +132,7 @@ class MemoryPeak:
 
 
 @contextmanager
-def peak(device: Device | None = None) -> Iterator[MemoryPeak]:
+def peak_memory(device: Device | None = None) -> Iterator[MemoryPeak]:
     """Measure the peak memory of the process, and of `device`, while entered; 40 µs in all.
 
     Contexts may nest, and overlap in threads; memory of other threads is included. If the kernel's
@@ -169,11 +169,11 @@ def _restart_marks(device: Device | None) -> bool:
 
 def available_bytes() -> int:
     """Return the bytes that can be allocated: machine, container and `ulimit -v`; 150 µs."""
-    limits = (int(psutil.virtual_memory().available), cgroup.memory_left(), limit_left())
+    limits = (int(psutil.virtual_memory().available), cgroup.memory_left(), rlimit_bytes_left())
     return min(limit for limit in limits if limit is not None)
 
 
-def limit_left() -> int | None:
+def rlimit_bytes_left() -> int | None:
     """Return the bytes left until RLIMIT_AS or RLIMIT_DATA; None without these limits.
 
     An allocation beyond them fails, while one beyond a container's limit ends the process.
@@ -187,7 +187,7 @@ def limit_left() -> int | None:
     return min(bytes_left, default=None)
 
 
-def room(device: Device) -> int:
+def allocatable_bytes(device: Device) -> int:
     """Return the bytes that can be allocated on the device."""
     share = device.memory_fraction or 1.0
     if device.kind == "cuda":
@@ -214,7 +214,7 @@ def used_share(device: Device) -> float:
     return max(resident, used / limit)
 
 
-def clean(device: Device) -> None:
+def free_caches(device: Device) -> None:
     """Free garbage, cached blocks of the device, and unused heap; 50 ms."""
     gc.collect()
     if device.kind == "cuda":

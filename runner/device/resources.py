@@ -25,7 +25,7 @@ GPU_KEY = "stability.watch.gpu"
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """A memory limit under which this process allocates, in bytes."""
 
     limit: int
@@ -39,19 +39,23 @@ class Room:
         return 1 - self.left / self.limit
 
 
-def room() -> Room:
+def tightest_memory_limit() -> MemoryLimit:
     """Return the tightest limit of machine, container and `ulimit`; 300 µs.
 
     Free swap counts as available, since the kernel kills no process before it is full; so does
     reclaimable file cache.
     """
     ram, swap = psutil.virtual_memory(), psutil.swap_memory()
-    limits = [Room(ram.total + swap.total, ram.available + swap.free, "this machine's memory")]
+    limits = [
+        MemoryLimit(ram.total + swap.total, ram.available + swap.free, "this machine's memory")
+    ]
     if (group := cgroup.tightest_limit()) is not None:
-        limits.append(Room(*group, "the memory of this container (control group)"))
-    limit, own = resource.getrlimit(resource.RLIMIT_AS)[0], memory.limit_left()
+        limits.append(MemoryLimit(*group, "the memory of this container (control group)"))
+    limit, own = resource.getrlimit(resource.RLIMIT_AS)[0], memory.rlimit_bytes_left()
     if own is not None and limit != resource.RLIM_INFINITY:
-        limits.append(Room(limit, own, "the address space that `ulimit -v` allows", own=True))
+        limits.append(
+            MemoryLimit(limit, own, "the address space that `ulimit -v` allows", own=True)
+        )
     return max(limits, key=lambda limit: limit.used_share)
 
 
@@ -97,7 +101,7 @@ class Reading:
         return values | self.gpu
 
 
-class Machine:
+class SystemMonitor:
     """Cached readings of the machine, at most one per `every_s` seconds.
 
     `folder` is on the disk to watch. A reading takes a quarter of a millisecond, and as much again

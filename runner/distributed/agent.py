@@ -20,7 +20,13 @@ import psutil
 
 from runner import fork_server
 from runner.distributed.outcome import MachineReport, RankEnd, RankOutcome
-from runner.training.signals import AHEAD, ENDS, Terminated, raised, unclaimed
+from runner.training.signals import (
+    ADVANCE_SIGNALS,
+    END_SIGNALS,
+    Terminated,
+    raised_signals,
+    unclaimed_signals,
+)
 
 PRELOAD = ["runner.distributed.preload"]  # imports torch once for all processes
 POLL_S = 0.2
@@ -33,8 +39,8 @@ SERVER_LOST = 255  # exit code that multiprocessing reports if the fork server w
 KILL_S = 10.0  # for a process to die after SIGKILL
 PIPE_CLOSE_S = 1.0  # from the closing of a fork server's pipes to its exit
 
-unblock_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDS)
-block_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDS)
+unblock_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, END_SIGNALS)
+block_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, END_SIGNALS)
 
 
 class Agent:
@@ -65,8 +71,8 @@ class Agent:
     def run(self, start: Callable[..., None], arguments: Mapping[int, tuple[Any, ...]]) -> None:
         """Run `start(*arguments[rank])` in a process per rank; return when all have ended."""
         context = multiprocessing.get_context("forkserver")
-        if raised:
-            raise Terminated(raised[0])
+        if raised_signals:
+            raise Terminated(raised_signals[0])
         with self._forward_signals():
             try:
                 resource_tracker.ensure_running()  # starting it unblocks signals
@@ -168,7 +174,7 @@ class Agent:
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:
         """Forward signals that end a run; a second one kills all processes."""
-        numbers = {int(signal.SIGINT), *unclaimed()}
+        numbers = {int(signal.SIGINT), *unclaimed_signals()}
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
@@ -178,8 +184,8 @@ class Agent:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         first = self.received_signal
-        is_repeat = first is not None and not {number, first} & {*AHEAD}
-        if first is None or number not in AHEAD:
+        is_repeat = first is not None and not {number, first} & {*ADVANCE_SIGNALS}
+        if first is None or number not in ADVANCE_SIGNALS:
             self.received_signal = number
         self._signal_time = self._signal_time or time.monotonic()
         self._send_signal(signal.SIGKILL if is_repeat else number)

@@ -20,7 +20,7 @@ from runner.training.run import Run
 from runner.training.timing import Stopwatch
 
 
-class Processes(Hook):
+class ProcessStats(Hook):
     """Measures waiting within steps, and describes the processes at the end."""
 
     @contextmanager

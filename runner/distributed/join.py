@@ -14,12 +14,12 @@ import torch
 from runner.config import RunConfig, config_hash
 from runner.device.capabilities import usable_cores
 from runner.device.config import DeviceKind
-from runner.distributed.place import Place, find_place
+from runner.distributed.place import RankInfo, detect_rank
 from runner.distributed.world import World
 from runner.errors import DeviceError, UsageError
 
 
-def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
+def join_world(config: RunConfig, place: RankInfo, scope: ExitStack) -> World:
     """Join the others; the world ends with `scope`. UsageError if config or torch differ."""
     world = World(place, config.distributed, _device_type(config))
     scope.push(lambda kind, error, trace: world.close(error))
@@ -33,14 +33,14 @@ def join(config: RunConfig, place: Place, scope: ExitStack) -> World:
     return world
 
 
-def find_others(
+def join_from_program(
     config: RunConfig, folder: Path | None, scope: ExitStack
 ) -> tuple[World, Path | None]:
     """Join the others from a user's program; the folder is that of rank 0.
 
     Raises UsageError if this is not one of several processes.
     """
-    place = find_place()
+    place = detect_rank()
     if place is None:
         kind = config.distributed.kind.value
         raise UsageError(
@@ -48,11 +48,11 @@ def find_others(
             "`torchrun --nproc-per-node 2 program.py` (or srun), or leave distributed out"
         )
     place.check(config.distributed.processes, config.distributed.nodes)
-    world = join(config, place, scope)
+    world = join_world(config, place, scope)
     return world, world.choose(lambda: folder)
 
 
-def for_place(config: RunConfig, place: Place) -> RunConfig:
+def config_for_rank(config: RunConfig, place: RankInfo) -> RunConfig:
     """Return the config with this process's device and share of the machine's cores.
 
     Only rank 0 shows progress.
@@ -69,7 +69,7 @@ def for_place(config: RunConfig, place: Place) -> RunConfig:
     return config
 
 
-def _thread_count(place: Place) -> int:
+def _thread_count(place: RankInfo) -> int:
     """Return the threads of this process: SLURM's allocation, or a share of the cores."""
     allocated = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if place.by == "slurm" and allocated.isdigit():

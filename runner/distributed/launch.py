@@ -22,23 +22,23 @@ from runner.build import Components
 from runner.checkpoint import folder as folders
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
-from runner.device.device import pick
+from runner.device.device import choose_device_kind
 from runner.distributed.agent import Agent
 from runner.distributed.config import DistributedConfig, DistributedKind
-from runner.distributed.outcome import RANKS, MachineReport, RunVerdict, judge_reports
-from runner.distributed.place import Place, find_place
-from runner.distributed.rank import STACKS_FOLDER, run_rank, start
+from runner.distributed.outcome import RANKS_FOLDER, MachineReport, RunVerdict, judge_reports
+from runner.distributed.place import RankInfo, detect_rank
+from runner.distributed.rank import STACKS_FOLDER, run_rank, run_rank_process
 from runner.distributed.rendezvous import join_rendezvous
 from runner.distributed.world import open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
-from runner.jobs import find, train
+from runner.jobs import load_job, train
 from runner.jobs.config import JobKind
 from runner.record import hydra_files
 from runner.record.text import resume_argument
 from runner.report import run as report
 from runner.techniques.base import Choice
 from runner.training.recovery import MICRO_BATCH
-from runner.training.summary import FILE as SUMMARY
+from runner.training.summary import SUMMARY_FILE as SUMMARY
 from runner.training.summary import CheckpointPaths, Summary
 
 log = logging.getLogger("runner")
@@ -53,15 +53,15 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
     failed, with its exit code; ProcessLost after more than `distributed.restarts` losses; and
     Interrupted.
     """
-    place = find_place()
+    place = detect_rank()
     if place is not None:
         return _run_as_rank_zero(config, folder, place)
     processes = count_processes(config)
     if processes * config.distributed.nodes == 1:
         log.info("distributed: there is one process; distributed.processes=N starts more")
-        find(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
+        load_job(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
         return _read_summary(config, folder)
-    components = train.chosen(config, folder) or Components()
+    components = train.resolve_components(config, folder) or Components()
     losses, mtime_before = list[AttemptLost](), _summary_mtime(folder)
     while True:
         try:
@@ -95,7 +95,7 @@ def _log_record_location(record_location: str, folder: Path) -> None:
         shutil.rmtree(folder / hydra_files.FOLDER, ignore_errors=True)
 
 
-def _run_as_rank_zero(config: RunConfig, folder: Path, place: Place) -> Summary | None:
+def _run_as_rank_zero(config: RunConfig, folder: Path, place: RankInfo) -> Summary | None:
     """Train as rank 0, started by torchrun or SLURM."""
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
     store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
@@ -111,7 +111,7 @@ def _run_as_rank_zero(config: RunConfig, folder: Path, place: Place) -> Summary 
         raise
 
 
-def earlier_folder(config: RunConfig, place: Place) -> Path | None:
+def folder_before_restart(config: RunConfig, place: RankInfo) -> Path | None:
     """Return the run's folder if torchrun has restarted the processes; else None."""
     if not (place.attempt and place.hosted):
         return None
@@ -151,7 +151,7 @@ def run_attempt(
     components: Components,
     processes: int,
     losses: Sequence[AttemptLost] = (),
-    begin: Callable[..., None] = start,
+    begin: Callable[..., None] = run_rank_process,
 ) -> str:
     """Start all processes and wait for their end; each attempt has its own store.
 
@@ -176,7 +176,7 @@ def run_attempt(
     return "" if rendezvous.node == 0 else f"{places[0].address}: {verdict.folder}"
 
 
-def _process_name(place: Place) -> str:
+def _process_name(place: RankInfo) -> str:
     host = f" on {socket.gethostname()}" if place.local_size < place.size else ""
     cuda = f" (cuda:{place.local_rank})" if torch.cuda.is_available() else ""
     return f"process {place.rank}{host}{cuda}"
@@ -230,7 +230,7 @@ def _remove_rank_folders(folder: Path) -> None:
     """Remove the processes' folders, after an error before the run began."""
     if (folder / SUMMARY).exists():
         return
-    shutil.rmtree(folder / RANKS, ignore_errors=True)
+    shutil.rmtree(folder / RANKS_FOLDER, ignore_errors=True)
     for part in (STACKS_FOLDER, os.path.dirname(STACKS_FOLDER)):
         with suppress(OSError):
             (folder / part).rmdir()
@@ -279,7 +279,7 @@ def _update_summary(
             distributed={**summary.distributed, **restarts},
         )
         summary.write(folder)
-        report.write(summary, folder)
+        report.write_report(summary, folder)
     except RunnerError:
         log.debug("no summary to end", exc_info=True)
 
@@ -294,7 +294,7 @@ def count_processes(config: RunConfig) -> int:
         return max(1, gpus)
     if config.device.kind is DeviceKind.cuda and requested > gpus:
         if not gpus:
-            pick(config.device.kind)
+            choose_device_kind(config.device.kind)
         problem = f"is {requested}, but there are {gpus} GPUs"
         raise ConfigError("distributed.processes", problem, f"use {gpus} or less")
     return requested

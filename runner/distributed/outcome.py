@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runner.errors import Interrupted, ProcessLost, RestartAll, RunnerError
-from runner.masking import masked
+from runner.errors import Interrupted, ProcessLost, RestartRequired, RunnerError
+from runner.masking import mask_secrets
 from runner.record.console import LOG
 from runner.record.storage import read_record, replace_text
 from runner.record.text import dataclass_from_json, describe_error
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OUTCOME_FILE = "outcome-{}.json"
-RANKS = "ranks"  # subfolder for files of ranks other than 0
+RANKS_FOLDER = "ranks"  # subfolder for files of ranks other than 0
 CAUSE_KINDS = ("error", "restart", "interrupted")  # outcomes that make other processes end
 REPORT_S = 2.0  # for others to report after one is lost
 POLL_S = 0.05
@@ -59,7 +59,7 @@ class RankOutcome:
     @classmethod
     def from_error(cls, rank: int, error: BaseException) -> RankOutcome:
         """Return the outcome of a process that this error ends."""
-        if isinstance(error, RestartAll):
+        if isinstance(error, RestartRequired):
             return cls(rank, "restart", str(error), 1, error.choices)
         if isinstance(error, Interrupted):
             return cls(rank, "interrupted", str(error), error.exit_code)
@@ -94,7 +94,7 @@ class SharedOutcomes:
 
     def publish(self, outcome: RankOutcome) -> None:
         """Publish an outcome; ignored if the store has ended with its process."""
-        outcome.message = masked(outcome.message)
+        outcome.message = mask_secrets(outcome.message)
         with suppress(RuntimeError):
             self._store.set(f"outcome/{outcome.rank}", dump_json(outcome))
 
@@ -183,7 +183,7 @@ def judge_reports(reports: Sequence[MachineReport], unreachable: str = "") -> Ru
         message = end.outcome.message if end.rank == 0 else f"{end.name}: {end.outcome.message}"
         verdict = RunVerdict("error", message, end.outcome.exit_code)
         if verdict.exit_code == 1:
-            verdict.log = f"{RANKS}/{end.rank}/{LOG}" if end.rank else LOG
+            verdict.log = f"{RANKS_FOLDER}/{end.rank}/{LOG}" if end.rank else LOG
         return verdict
     signal_number = max(report.received for report in reports)
     if (end := by_kind.get("interrupted")) and end.outcome:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.config import Compression, DistributedKind
 from runner.distributed.world import refuse_lost
-from runner.errors import RestartAll, UsageError
+from runner.errors import RestartRequired, UsageError
 from runner.techniques.base import Evidence, Technique
 from runner.techniques.cost import forward_cost
 from runner.techniques.probe import OperatorObserver
@@ -77,7 +77,7 @@ def restart_smaller(run: Run, error: Exception) -> bool:
     if not halve_micro_batch(run, error):
         return False
     reason = next(choice.reason for choice in run.choices if choice.key == MICRO_BATCH)
-    raise RestartAll(f"{reason} samples at a time", {MICRO_BATCH: run.micro_batch})
+    raise RestartRequired(f"{reason} samples at a time", {MICRO_BATCH: run.micro_batch})
 
 
 def restart_uncompiled(run: Run, error: Exception) -> bool:
@@ -86,10 +86,10 @@ def restart_uncompiled(run: Run, error: Exception) -> bool:
         return False
     from runner.techniques import compile, compiler
 
-    if not compiler.is_at_fault(error):
+    if not compiler.is_compiler_error(error):
         return False
-    reason = f"the compiler failed: {compiler.summarize_error(error)}"
-    raise RestartAll(f"{reason}; set {compile.ENABLED}=false", {compile.ENABLED: False})
+    reason = f"the compiler failed: {compiler.log_compiler_error(error)}"
+    raise RestartRequired(f"{reason}; set {compile.ENABLED}=false", {compile.ENABLED: False})
 
 
 @dataclass

@@ -15,7 +15,7 @@ FIRST_PORT, PORT_COUNT = 20_000, 20_000  # port range, by job number
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One of `size` processes; `local_rank` and `local_size` count those of its machine."""
 
     rank: int
@@ -54,7 +54,7 @@ class Place:
         }
 
 
-def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
+def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo | None:
     """Return this process's place from the environment; None if it is a single process.
 
     Raises UsageError for an incomplete environment.
@@ -72,9 +72,9 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     return None
 
 
-def _read_torchrun(env: Mapping[str, str]) -> Place:
+def _read_torchrun(env: Mapping[str, str]) -> RankInfo:
     size = int(env["WORLD_SIZE"])
-    return Place(
+    return RankInfo(
         rank=int(env["RANK"]),
         size=size,
         local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
@@ -87,10 +87,10 @@ def _read_torchrun(env: Mapping[str, str]) -> Place:
     )
 
 
-def _read_slurm(env: Mapping[str, str]) -> Place:
+def _read_slurm(env: Mapping[str, str]) -> RankInfo:
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_NTASKS"]).partition("(")[0]
-    return Place(
+    return RankInfo(
         rank=int(env["SLURM_PROCID"]),
         size=int(env["SLURM_NTASKS"]),
         local_rank=int(env["SLURM_LOCALID"]),

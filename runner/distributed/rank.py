@@ -21,27 +21,29 @@ from runner.config import RunConfig
 from runner.device.device import select
 from runner.distributed.agent import block_signals, unblock_signals
 from runner.distributed.config import DistributedConfig
-from runner.distributed.join import for_place, join
-from runner.distributed.outcome import RANKS, RankOutcome
-from runner.distributed.place import Place
+from runner.distributed.join import config_for_rank, join_world
+from runner.distributed.outcome import RANKS_FOLDER, RankOutcome
+from runner.distributed.place import RankInfo
 from runner.distributed.world import World, as_lost, is_lost
-from runner.doctor.links import measure
+from runner.doctor.links import measure_links
 from runner.errors import Interrupted, UsageError
 from runner.jobs import doctor, train
 from runner.jobs.config import JobKind
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.parent_death import die_with_parent
 from runner.record.console import close_logging, set_up_logging
 from runner.record.text import escape_control_chars
 from runner.security.secrets import redact_errors
-from runner.training.signals import interruption_before_run, signals_unwind
+from runner.training.signals import interruption_before_run, raise_on_signals
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 STACKS_FOLDER = "debug/ranks"  # stacks of all threads of processes that waited too long
 
 
-def start(config: RunConfig, folder: Path, components: Components, place: Place) -> None:
+def run_rank_process(
+    config: RunConfig, folder: Path, components: Components, place: RankInfo
+) -> None:
     """Entry point of a new process: run its part and write the outcome for the agent."""
     os.setpgid(0, 0)  # Ctrl-C of the terminal is forwarded by the agent, once
     os.environ.pop("PYTHONSAFEPATH", None)  # set for the fork server only
@@ -52,10 +54,10 @@ def start(config: RunConfig, folder: Path, components: Components, place: Place)
     outcome = _run_to_outcome(config, folder, components, place)
     if place.outcome_folder is not None:
         outcome.write(place.outcome_folder)
-    end(outcome.exit_code)
+    exit_process(outcome.exit_code)
 
 
-def follow(config: RunConfig, place: Place) -> int:
+def run_follower(config: RunConfig, place: RankInfo) -> int:
     """Train as a rank other than 0 under torchrun or SLURM; returns the exit code.
 
     Rank 0 names the folder and has record and display; this process prints at most one line.
@@ -66,7 +68,7 @@ def follow(config: RunConfig, place: Place) -> int:
     return outcome.exit_code
 
 
-def end(code: int) -> None:
+def exit_process(code: int) -> None:
     """Exit at once if `code` is not 0, since the process group's threads would raise SIGABRT.
 
     Other processes may still be waiting in a collective. With code 0 it returns.
@@ -79,12 +81,12 @@ def end(code: int) -> None:
 
 
 def _run_to_outcome(
-    config: RunConfig, folder: Path | None, components: Components | None, place: Place
+    config: RunConfig, folder: Path | None, components: Components | None, place: RankInfo
 ) -> RankOutcome:
     """Run this process's part, and return its outcome, however it ends."""
     outcome = RankOutcome(place.rank)
     try:
-        with signals_unwind(), redact_errors():
+        with raise_on_signals(), redact_errors():
             try:
                 unblock_signals()
                 run_rank(config, folder, components, place)
@@ -97,16 +99,16 @@ def _run_to_outcome(
     except BaseException as error:
         outcome = RankOutcome.from_error(place.rank, as_lost(error) if is_lost(error) else error)
         if outcome.kind == "error" and outcome.exit_code == 1:
-            for line in masked("".join(format_exception(error))).splitlines():
+            for line in mask_secrets("".join(format_exception(error))).splitlines():
                 log.error("  %s", line, extra={"live": True})  # not shown on the console
-    outcome.message = masked(outcome.message)
+    outcome.message = mask_secrets(outcome.message)
     if place.rank:
         log.info("ended: %s", outcome.message or outcome.kind)
     return outcome
 
 
 def run_rank(
-    config: RunConfig, folder: Path | None, components: Components | None, place: Place
+    config: RunConfig, folder: Path | None, components: Components | None, place: RankInfo
 ) -> Summary | None:
     """Train as one of several processes; `folder` is the run's, as named by rank 0.
 
@@ -120,7 +122,7 @@ def run_rank(
         config = replace(config, distributed=DistributedConfig())
         return train.main(config, folder, components)
     with ExitStack() as stack:
-        world = join(config, place, stack)
+        world = join_world(config, place, stack)
         run_folder, resume = world.choose(lambda: (folder, config.checkpoint.resume))
         if run_folder is None:
             raise UsageError("distributed: rank 0 sent no run folder")
@@ -137,7 +139,10 @@ def run_rank(
             return None
         try:
             if components is None:
-                components = world.choose(lambda: train.chosen(config, run_folder)) or Components()
+                components = (
+                    world.choose(lambda: train.resolve_components(config, run_folder))
+                    or Components()
+                )
             return train.main(config, run_folder, replace(components, world=world))
         except (KeyboardInterrupt, Interrupted):
             if error := world.find_error():  # because of it torchrun signals this process
@@ -145,7 +150,7 @@ def run_rank(
             raise
 
 
-def _is_only_process(place: Place) -> bool:
+def _is_only_process(place: RankInfo) -> bool:
     """Whether it is the only process, started by our agent."""
     return place.by == "runner" and place.size == 1
 
@@ -153,15 +158,15 @@ def _is_only_process(place: Place) -> bool:
 def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
     """Run job=doctor, with a measurement of the links between processes."""
     with ExitStack() as scope:
-        device = select(for_place(config, world.place).device, scope)
-        links = measure(world, device.torch)
+        device = select(config_for_rank(config, world.place).device, scope)
+        links = measure_links(world, device.torch)
         if world.first:
             doctor.main(config, folder, links)
         world.barrier()
 
 
-def _set_up_rank_logging(config: RunConfig, folder: Path, place: Place) -> None:
-    log_folder = folder if place.rank == 0 else folder / RANKS / str(place.rank)
+def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> None:
+    log_folder = folder if place.rank == 0 else folder / RANKS_FOLDER / str(place.rank)
     log_folder.mkdir(parents=True, exist_ok=True)
     set_up_logging(config.monitoring.log_level, log_folder, screen=place.rank == 0)
 

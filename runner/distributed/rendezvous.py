@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
 from runner.distributed.outcome import MachineReport, RunVerdict, dump_json, parse_json
-from runner.distributed.place import Place
+from runner.distributed.place import RankInfo
 from runner.errors import UsageError
 
 log = logging.getLogger("runner")
@@ -41,7 +41,7 @@ class Rendezvous:
     """The ranks of this machine's processes, and the connection to the other agents."""
 
     def __init__(
-        self, places: list[Place], node: int = 0, nodes: int = 1, store: TCPStore | None = None
+        self, places: list[RankInfo], node: int = 0, nodes: int = 1, store: TCPStore | None = None
     ) -> None:
         """`store` is shared by all agents, if there are several machines."""
         self.places, self.node, self.nodes, self._store = places, node, nodes, store
@@ -181,8 +181,8 @@ def _join_with_retries(
 
 def _make_places(
     first_rank: int, local_size: int, size: int, address: str, port: int, attempt: int
-) -> list[Place]:
+) -> list[RankInfo]:
     return [
-        Place(first_rank + i, size, i, local_size, address, port, True, attempt, "runner")
+        RankInfo(first_rank + i, size, i, local_size, address, port, True, attempt, "runner")
         for i in range(local_size)
     ]

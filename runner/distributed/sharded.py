@@ -22,13 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.checkpoint.shards import has_rows
 from runner.checkpoint.snapshot import DTYPES
-from runner.data.batch import Batch, rows
+from runner.data.batch import Batch, slice_rows
 from runner.distributed.parallel import count_collectives
 from runner.distributed.world import World
 from runner.errors import ConfigError, UsageError
-from runner.optim.origin import is_torchs
+from runner.optim.origin import is_torch_class
 from runner.techniques.base import Evidence, Technique
-from runner.techniques.probe import entered, repeated_blocks
+from runner.techniques.probe import enter_contexts, repeated_blocks
 from runner.training.recovery import MICRO_BATCH
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Shards:
         parts = self.world.parts(samples, size, own)
         filled = [part.stop > part.start for part in parts]
         results = [
-            compute(rows(batch, part if has_samples else slice(0, 1)))
+            compute(slice_rows(batch, part if has_samples else slice(0, 1)))
             for part, has_samples in zip(parts, filled, strict=True)
         ]
         return [each for each, has_samples in zip(results, filled, strict=True) if has_samples]
@@ -201,7 +201,7 @@ class FsdpTechnique(Technique):
             synchronise_batchnorm(draft)
         mesh = init_device_mesh(draft.device.kind, (world.size,))
         kind = draft.device.kind
-        with entered(draft.contexts):
+        with enter_contexts(draft.contexts):
             bf16 = torch.is_autocast_enabled(kind)
             bf16 = bf16 and torch.get_autocast_dtype(kind) is torch.bfloat16
         self.modules_in_bf16 = shard(model, mesh, bf16)
@@ -290,7 +290,7 @@ def _row_range(weight: DTensor) -> RowRange:
 def _check_shardable(draft: RunBuilder) -> None:
     """Raise ConfigError for models and optimizers that cannot be sharded."""
     cls = draft.optimizer_class
-    if cls.__name__ not in ELEMENTWISE or not is_torchs(cls):
+    if cls.__name__ not in ELEMENTWISE or not is_torch_class(cls):
         problem = f"{cls.__name__} may need whole weights, but fsdp shards them"
         raise ConfigError("optimizer", problem, "use AdamW, or distributed=ddp")
     if draft.forward is not draft.model:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.config import DistributedConfig, DistributedKind
-from runner.distributed.outcome import RANKS, RankOutcome, SharedOutcomes
-from runner.distributed.place import Place
+from runner.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
+from runner.distributed.place import RankInfo
 from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
 
@@ -40,7 +40,7 @@ STACKS_SHARE = 0.8  # share of the timeout after which a process writes its stac
 class World:
     """The processes that train one model, from the view of one of them."""
 
-    def __init__(self, place: Place, config: DistributedConfig, device: torch.device) -> None:
+    def __init__(self, place: RankInfo, config: DistributedConfig, device: torch.device) -> None:
         """Join the others. Raises ProcessLost if one does not come within the timeout."""
         self.place, self.rank, self.size = place, place.rank, place.size
         self.config, self.device = config, device
@@ -150,7 +150,7 @@ class World:
 
     def folder(self, folder: Path) -> Path:
         """Return the folder to which this process writes, below the run's."""
-        return folder if self.first else folder / RANKS / str(self.rank)
+        return folder if self.first else folder / RANKS_FOLDER / str(self.rank)
 
     def refuses(self, technique: str) -> str | None:
         """Return why a technique does not work with this kind of training; None if it does."""
@@ -327,7 +327,7 @@ class World:
 
 
 @cache
-def open_store(place: Place, timeout: timedelta) -> TCPStore:
+def open_store(place: RankInfo, timeout: timedelta) -> TCPStore:
     """Open the store shared by all processes; it stays open for this process's lifetime."""
     is_host = place.rank == 0 and not place.hosted
     return TCPStore(place.address, place.port, place.size, is_host, timeout, wait_for_workers=False)

@@ -68,7 +68,7 @@ class LinkReport:
         yield DoctorCheck.of("devices", have_own_gpu, text, fix, CheckStatus.fail)
 
 
-def measure(world: World, device: torch.device) -> LinkReport:
+def measure_links(world: World, device: torch.device) -> LinkReport:
     """Measure; called by all processes, each gets the same result."""
     rank_facts = {
         "host": world.host,

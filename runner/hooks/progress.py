@@ -17,7 +17,7 @@ from rich.text import Text
 
 from runner.format import metric
 from runner.record.config import MonitoringConfig
-from runner.record.console import console, takes_live_display
+from runner.record.console import console, supports_live_display
 from runner.record.text import escape_control_chars
 from runner.training.hook import Evaluation, Hook, Report
 from runner.training.run import Run
@@ -49,7 +49,7 @@ class ProgressDisplay(Hook):
         self.last_line = time.monotonic()
         self.pace_start = (self.last_line, run.progress.step)
         screen = console()
-        if takes_live_display(screen):
+        if supports_live_display(screen):
             live = Live(console=screen, auto_refresh=False, transient=True)
             with suppress(OSError, ValueError):  # the terminal has gone
                 live.start()

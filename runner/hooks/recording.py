@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.device import memory
-from runner.device.resources import Machine
+from runner.device.resources import SystemMonitor
 from runner.errors import Interrupted
 from runner.record import history, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
@@ -42,11 +42,11 @@ class Recording(Hook):
         self,
         config: MonitoringConfig,
         settings: Mapping[str, Any],
-        system_monitor: Machine | None = None,
+        system_monitor: SystemMonitor | None = None,
         write_empty: bool = False,
     ) -> None:
         self.config = config
-        self.system_monitor = system_monitor or Machine(every_s=config.system_every_s)
+        self.system_monitor = system_monitor or SystemMonitor(every_s=config.system_every_s)
         self.settings = settings
         self.write_empty = write_empty
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row

@@ -10,7 +10,7 @@ import torch
 
 from runner.device import memory, resources
 from runner.device.leaks import LeakDetector, Trend
-from runner.device.resources import GIB, Machine, Reading, Room
+from runner.device.resources import GIB, MemoryLimit, Reading, SystemMonitor
 from runner.record.history import Fault
 from runner.record.text import resume_argument
 from runner.stability.config import WatchConfig
@@ -41,13 +41,13 @@ class Resources(Hook):
     monitors = True
 
     def __init__(
-        self, clean_above: float | None, config: WatchConfig, system_monitor: Machine
+        self, clean_above: float | None, config: WatchConfig, system_monitor: SystemMonitor
     ) -> None:
         self.clean_above = clean_above
         self.config = config
         self.system_monitor = system_monitor
         self.cleaned_share: float | None = None  # after the last cleaning; None: below clean_above
-        self.memory_limit: Room | None = None
+        self.memory_limit: MemoryLimit | None = None
         self.process_bytes = 0  # when the limit was read
         self.next_reading = 0.0  # of the machine
         self.swap_before: int | None = None
@@ -72,7 +72,7 @@ class Resources(Hook):
             return None
         for kind, detector in run.leaks.items():
             if detector.add(report.last, _allocated_bytes(run, kind)):
-                memory.clean(run.device)  # so that only live memory is compared
+                memory.free_caches(run.device)  # so that only live memory is compared
                 trend = detector.cleaned(report.last, _allocated_bytes(run, kind))
                 if trend is not None:
                     self._report_leak(run, kind, trend, report.last)
@@ -91,7 +91,7 @@ class Resources(Hook):
         if share <= self.clean_above:
             self.cleaned_share = None
         elif before is None or share >= before + MIN_GROWTH:
-            memory.clean(run.device)
+            memory.free_caches(run.device)
             self.cleaned_share = memory.used_share(run.device)
             message = (
                 f"{share:.0%} of the memory was in use (device.clean_above={self.clean_above:g}); "
@@ -120,7 +120,7 @@ class Resources(Hook):
             memory_limit.own and run.history.counts.get("out_of_memory")
         ):
             return None
-        memory.clean(run.device)
+        memory.free_caches(run.device)
         memory_limit = self._read_memory_limit()
         if memory_limit.used_share <= above:
             return None
@@ -137,8 +137,11 @@ class Resources(Hook):
         way_out = " where there is more memory, or with a smaller training.batch_size"
         return stop_for(run, "memory_stop", message, way_out, step, "memory")
 
-    def _read_memory_limit(self) -> Room:
-        self.memory_limit, self.process_bytes = resources.room(), memory.process_bytes()
+    def _read_memory_limit(self) -> MemoryLimit:
+        self.memory_limit, self.process_bytes = (
+            resources.tightest_memory_limit(),
+            memory.process_bytes(),
+        )
         return self.memory_limit
 
     def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:

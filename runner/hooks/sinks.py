@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from runner.errors import ConfigError, install_command
-from runner.masking import masked_all
+from runner.masking import mask_nested
 from runner.record import provenance
 from runner.record.sinks.base import RunDescription, Sink
 from runner.record.sinks.writer import SinkWriter
-from runner.security.registry import assembled
+from runner.security.registry import instantiate_nested
 from runner.training.hook import Hook
 from runner.training.run import Run
 
@@ -41,7 +41,7 @@ class Sinks(Hook):
         tags = {"name": run.name, "config_hash": run.config_hash, "git_commit": commit}
         tags = {key: value for key, value in tags.items() if value}
         label = run.folder.absolute().name
-        description = masked_all(
+        description = mask_nested(
             RunDescription(run.name, label, run.folder.absolute(), dict(self.settings), tags)
         )
         for writer in self.writers:
@@ -63,7 +63,7 @@ def make_sinks(items: Sequence[Any], resolve_target: Callable[[str, str], Any]) 
 
 def _make_sink(item: Any, key: str, resolve_target: Callable[[str, str], Any]) -> Sink:
     if isinstance(item, Mapping):
-        sink = assembled(item, resolve_target, key)
+        sink = instantiate_nested(item, resolve_target, key)
         if not isinstance(sink, Sink):
             fix = "inherit from runner.record.sinks.base.Sink"
             raise ConfigError(key, f"{type(sink).__name__} is not a Sink", fix)

@@ -28,7 +28,7 @@ JOBS: dict[JobKind, str] = {
 """The module with the job's `main`."""
 
 
-def find(kind: JobKind) -> JobMain:
+def load_job(kind: JobKind) -> JobMain:
     """Import and return the job's `main`."""
     job: JobMain = import_module(JOBS[kind]).main
     return job

@@ -11,10 +11,10 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from runner.benchmark import regression
-from runner.benchmark.arms import Arm, arms_of, asks, reference_of
+from runner.benchmark.arms import Arm, compose_arms, reference_arm, requests_techniques
 from runner.benchmark.attribution import attribute
 from runner.benchmark.blocks import INTERRUPTED
-from runner.benchmark.engine import Cut, failures, measure
+from runner.benchmark.engine import BenchmarkInterrupted, list_failed_arms, measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.rounds import MeasureOptions, ending_signal
 from runner.config import RunConfig
@@ -24,7 +24,7 @@ from runner.record import provenance
 from runner.record.console import print_stdout
 from runner.report import comparison
 from runner.report.table import ComparisonScreen
-from runner.training.signals import signals_unwind
+from runner.training.signals import raise_on_signals
 
 log = logging.getLogger("runner")
 
@@ -44,16 +44,16 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
 
         run_claims(config, folder)
         return None
-    arms = arms_of(settings, *_hydra_arguments())
+    arms = compose_arms(settings, *_hydra_arguments())
     if any(arm.config.optimization.level == "auto" for arm in arms):
         from runner.benchmark.auto.resolve import resolve_arms
 
         arms = resolve_arms(arms, folder)
-    baseline = regression.stored(settings, [arm.name for arm in arms])
+    baseline = regression.load_baseline(settings, [arm.name for arm in arms])
     errors: list[RunnerError] = []
     try:
         result = measure(arms, settings, folder, seed=config.seed)
-    except Cut as cut:
+    except BenchmarkInterrupted as cut:
         result = cut.result
         errors.append(cut)
     if settings.attribute and not errors:
@@ -63,7 +63,7 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
             errors += _compare_with_baseline(result, baseline, config)
     finally:  # an error in the comparison must not lose the measurements
         errors += _write_and_print(result, folder)
-    if failed := failures(result):
+    if failed := list_failed_arms(result):
         errors.append(SweepFailed(f"{len(failed)} of {len(arms)} arms failed: {'; '.join(failed)}"))
     for kind in ERROR_PRIORITY:
         for error in errors:
@@ -90,7 +90,7 @@ def _measure_attribution(
     result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
 ) -> list[RunnerError]:
     """Measure the techniques of the last arm's level one by one."""
-    level, reference = arms[-1], reference_of(arms, config.benchmark)
+    level, reference = arms[-1], reference_arm(arms, config.benchmark)
     level_result = result.arm(level.name)
     if level_result.status != DONE:
         result.notes.append(
@@ -98,10 +98,13 @@ def _measure_attribution(
         )
         return []
     plain_config = without_techniques(level.config)
-    if asks(reference.config) or without_techniques(reference.config) != plain_config:
+    if (
+        requests_techniques(reference.config)
+        or without_techniques(reference.config) != plain_config
+    ):
         reference = Arm("plain", plain_config)
     try:
-        with signals_unwind():
+        with raise_on_signals():
             result.attribution = attribute(
                 replace(level, folder=""),
                 replace(reference, folder=""),
@@ -122,7 +125,7 @@ def _compare_with_baseline(
 ) -> list[RunnerError]:
     """Compare with the baseline; returns regressions as an error."""
     try:
-        baseline = regression.against(result, stored, config.benchmark)
+        baseline = regression.compare_with_baseline(result, stored, config.benchmark)
     except RunnerError as error:  # e.g. another device, known only after a run was built
         return [error]
     result.baseline = baseline.plain()
@@ -138,7 +141,7 @@ def _write_and_print(result: BenchmarkResult, folder: Path) -> list[RunnerError]
         result.write(folder)
     except StorageError as error:
         errors.append(error)
-    rows = comparison.of_benchmark(result, folder)
-    comparison.write(rows, folder)
+    rows = comparison.compare_arms(result, folder)
+    comparison.write_comparison(rows, folder)
     print_stdout(ComparisonScreen(rows), crop=False)  # commands stay on one line
     return errors

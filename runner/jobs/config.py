@@ -22,7 +22,7 @@ class JobKind(Enum):
     scan = "scan"
 
 
-EVALUATING = (JobKind.evaluate, JobKind.predict)
+EVALUATION_JOBS = (JobKind.evaluate, JobKind.predict)
 """Jobs that use a trained model without training."""
 
 

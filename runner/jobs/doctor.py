@@ -70,7 +70,7 @@ class DoctorReport:
 
 def main(config: RunConfig, folder: Path | None, links: LinkReport | None = None) -> DoctorReport:
     """Print the report; write `doctor.json` if there is a folder."""
-    report = examine(config, folder, links)
+    report = examine_machine(config, folder, links)
     print_stdout(render_doctor_report(report))
     if folder is not None:
         path = folder / "doctor.json"
@@ -79,7 +79,7 @@ def main(config: RunConfig, folder: Path | None, links: LinkReport | None = None
     return report
 
 
-def examine(
+def examine_machine(
     config: RunConfig, folder: Path | None = None, links: LinkReport | None = None
 ) -> DoctorReport:
     """Run all checks for a run with this config.
@@ -100,7 +100,7 @@ def examine(
             device=device.describe(),
             cpu={
                 "name": capabilities.cpu_name(),
-                "flags": sorted(capabilities.cpu_flags() & capabilities.NOTED_FLAGS),
+                "flags": sorted(capabilities.cpu_flags() & capabilities.REPORTED_FLAGS),
                 "kernels": torch.backends.cpu.get_cpu_capability(),
                 "quota": cgroup.cpu_quota(),
                 "load": os.getloadavg()[0],

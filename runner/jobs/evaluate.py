@@ -12,14 +12,14 @@ from torch import Tensor
 from runner.build import Components, build
 from runner.checks.config import OutputsConfig
 from runner.checks.model import ModelCheck
-from runner.checks.outputs import Changes, Watched, described, sanitise
+from runner.checks.outputs import Changes, OutputChangeCounter, describe_changes, sanitise
 from runner.config import RunConfig
 from runner.data.dataset import Dataset
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import ExportKind
 from runner.jobs.export import check_export_packages, export
-from runner.models.config import HuggingFace
+from runner.models.config import HuggingFaceConfig
 from runner.report import run as report
 from runner.techniques.config import Quantization
 from runner.training.evaluation import evaluate
@@ -50,12 +50,12 @@ def main(config: RunConfig, folder: Path) -> Summary:
         run.progress.best = run.progress.metrics.get(run.monitor)
         run.progress.best_step = run.progress.step
         summary = build_summary(run, "done", job="evaluate")
-        report.write(summary, folder)
+        report.write_report(summary, folder)
         if kind is ExportKind.none:
             return summary
         try:
             tokenizer = None
-            if isinstance(config.model, HuggingFace):
+            if isinstance(config.model, HuggingFaceConfig):
                 tokenizer = getattr(config.data, "tokenizer", None) or config.model.path
             summary.export = export(run, kind, folder / "exports", tokenizer)
         except RunnerError as error:
@@ -63,7 +63,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
             raise
         finally:
             summary.write(folder)
-            report.write(summary, folder)
+            report.write_report(summary, folder)
     return summary
 
 
@@ -96,12 +96,14 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
         return sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)[1]
 
     forward = run.forward
-    run.forward = watched_forward = Watched(forward, find_changes)
+    run.forward = watched_forward = OutputChangeCounter(forward, find_changes)
     try:
         evaluation = evaluate(run)
     finally:
         run.forward = forward
-    changed = described(watched_forward.changes.read())  # the only host synchronisation for this
+    changed = describe_changes(
+        watched_forward.changes.read()
+    )  # the only host synchronisation for this
     if changed:
         run.history.add(
             "outputs", f"outputs on the validation set: {changed}", step=run.progress.step,

@@ -17,7 +17,7 @@ from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.checkpoint.snapshot import Copier, write_tensors
-from runner.data.batch import Inputs, call, count, rows
+from runner.data.batch import Inputs, call_model, batch_size_of, slice_rows
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import parse_preprocessing
 from runner.errors import ConfigError, RunnerError, StorageError, install_command
@@ -25,7 +25,7 @@ from runner.jobs.config import ExportKind
 from runner.jobs.pipeline import RawInputModel, has_pipeline, raw_inputs
 from runner.record.storage import replace_text, write_file
 from runner.record.text import shorten
-from runner.training.evaluation import standalone
+from runner.training.evaluation import copy_standalone_model
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
@@ -74,13 +74,15 @@ def export(
             _write_quantized(run, path)
         elif kind is ExportKind.weights:
             entry["model"] = "float"
-            _write_tensors(path, standalone(run).state_dict())
+            _write_tensors(path, copy_standalone_model(run).state_dict())
             if tokenizer is not None:
-                from runner.models.hugging_face import save_beside
+                from runner.models.hugging_face import save_pretrained_files
 
-                save_beside(run.model, Path(tokenizer), folder)
+                save_pretrained_files(run.model, Path(tokenizer), folder)
         else:
-            model = (standalone(run) if run.quantized is None else run.quantized.model).cpu()
+            model = (
+                copy_standalone_model(run) if run.quantized is None else run.quantized.model
+            ).cpu()
             inputs, samples = _example_batch(run)
             entry["largest_difference"] = _write_traced(run, model, inputs, samples, kind, path)
             if kind in PIPELINE_KINDS and preprocessing is not None and has_pipeline(preprocessing):
@@ -133,19 +135,21 @@ def _example_batch(run: Run) -> tuple[Inputs, int]:
         batch, target = next(run.validation.batches(0))
     finally:
         run.validation.close()
-    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch), count(target)
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch), batch_size_of(target)
 
 
 def _write_traced(
     run: Run, model: nn.Module, inputs: Inputs, samples: int, kind: ExportKind, path: Path
 ) -> float:
     """Export and reload; return the largest difference from the model's outputs."""
-    half_batch = rows(inputs, slice(max(1, samples // 2)))  # checks that the batch size is dynamic
+    half_batch = slice_rows(
+        inputs, slice(max(1, samples // 2))
+    )  # checks that the batch size is dynamic
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             reloaded = WRITERS[kind](model, inputs, path)
             differences = [
-                _largest_difference(call(model, x), reloaded(x)) for x in (inputs, half_batch)
+                _largest_difference(call_model(model, x), reloaded(x)) for x in (inputs, half_batch)
             ]
     except (OSError, RunnerError):
         raise
@@ -181,12 +185,12 @@ def _export_torchscript(model: nn.Module, inputs: Inputs, path: Path) -> Reloade
         traced = torch.jit.trace(model, **example, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
         traced.save(str(path))
         loaded = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # our own file
-    return partial(call, loaded)
+    return partial(call_model, loaded)
 
 
 def _export_program(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
     torch.export.save(_trace_program(model, inputs), path)
-    return partial(call, torch.export.load(path).module())  # our own file
+    return partial(call_model, torch.export.load(path).module())  # our own file
 
 
 def _trace_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from runner.data.batch import Column, call
-from runner.data.cells import GAP
+from runner.data.batch import Column, call_model
+from runner.data.cells import MISSING_FLAG
 from runner.data.preprocessing import Preprocessing
 from runner.objectives.model_output import class_logits, logits
 
@@ -41,7 +41,7 @@ class RawInputModel(nn.Module):
     def forward(self, raw: Tensor, categories: Tensor | None = None) -> Tensor:
         """Return the predictions, float32 [batch, classes] or [batch, values]."""
         inputs = raw.float() / 255 if categories is None else self._inputs(raw, categories)
-        output = logits(call(self.model, inputs)).double()
+        output = logits(call_model(self.model, inputs)).double()
         if self.sizes.task == "classification":
             return class_logits(output, self.sizes.classes).softmax(1).float()
         values = output * self.sizes.target_deviation + self.sizes.target_mean
@@ -62,7 +62,7 @@ class RawInputModel(nn.Module):
                 one_hot = categories[:, category : category + 1] == known
                 parts += [one_hot, ~one_hot.any(1, keepdim=True)]
                 category += 1
-            elif column.part == GAP:
+            elif column.part == MISSING_FLAG:
                 parts.append(missing[:, indices[column.name]].unsqueeze(1))
             else:
                 parts.append(scaled[:, numeric_columns.index(column)].unsqueeze(1))
@@ -74,8 +74,8 @@ def number_columns(columns: Sequence[Column]) -> list[Column]:
 
     A missing-value indicator is one only if its number is not an input itself.
     """
-    names = {column.name for column in columns if column.part != GAP}
-    return [c for c in columns if not c.values and (c.part != GAP or c.name not in names)]
+    names = {column.name for column in columns if column.part != MISSING_FLAG}
+    return [c for c in columns if not c.values and (c.part != MISSING_FLAG or c.name not in names)]
 
 
 def has_pipeline(preprocessing: Preprocessing) -> bool:
@@ -93,7 +93,7 @@ def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ..
     )
     categories = [cells[column].argmax(1) for column in columns if column.values]
     missing_masks = {
-        column.name: cells[column][:, 0] > 0 for column in columns if column.part == GAP
+        column.name: cells[column][:, 0] > 0 for column in columns if column.part == MISSING_FLAG
     }
     numbers = [
         (cells[column][:, 0] * column.deviation + column.mean).masked_fill(

@@ -12,23 +12,23 @@ import numpy as np
 import torch
 
 from runner.config import RunConfig
-from runner.data.batch import Sizes, call
+from runner.data.batch import Sizes, call_model
 from runner.data.dataset import Dataset
 from runner.data.loader import BatchLoader
 from runner.errors import StorageError
 from runner.jobs.config import PredictFormat
 from runner.jobs.evaluate import build_trained
 from runner.objectives.model_output import class_logits, logits
-from runner.record.console import console, takes_live_display
+from runner.record.console import console, supports_live_display
 from runner.report import run as report
-from runner.training.evaluation import in_parts, inference
+from runner.training.evaluation import apply_in_parts, inference
 from runner.training.evidence import build_summary
 from runner.training.run import Run
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-Columns = dict[str, Any]  # name → numpy or Arrow array
+PredictionColumns = dict[str, Any]  # name → numpy or Arrow array
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
@@ -47,11 +47,11 @@ def main(config: RunConfig, folder: Path) -> Summary:
         summary = build_summary(run, "done", job="predict")
         summary.export = {"file": path.name, "rows": rows, "bytes": size}
         summary.write(folder)
-        report.write(summary, folder)
+        report.write_report(summary, folder)
     return summary
 
 
-def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns]:
+def predict_batches(run: Run, loader: BatchLoader | None = None) -> Iterator[PredictionColumns]:
     """Yield, for each batch, sample names, predictions and probabilities.
 
     Of the run's own data, or of `loader`.
@@ -66,7 +66,9 @@ def predictions(run: Run, loader: BatchLoader | None = None) -> Iterator[Columns
                 run.left_out.note(loader)
             if loader.empty:
                 continue
-            parts = in_parts(run, batch, lambda part: logits(call(forward, part[0])).cpu())
+            parts = apply_in_parts(
+                run, batch, lambda part: logits(call_model(forward, part[0])).cpu()
+            )
             samples = np.array(loader.indices(number))
             columns = _prediction_columns(torch.cat(parts), run.sizes)
             yield {**_sample_columns(loader.fetch.source, samples, columns), **columns}
@@ -82,12 +84,12 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
     writer: Any = None
     rows, screen = 0, console()
     batches = track(
-        predictions(run),
+        predict_batches(run),
         "predicting",
         total=run.validation.steps_per_epoch,
         console=screen,
         transient=True,
-        disable=not takes_live_display(screen),
+        disable=not supports_live_display(screen),
     )
     try:
         for columns in batches:
@@ -108,7 +110,9 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
     return rows
 
 
-def _sample_columns(source: Dataset, samples: np.ndarray, columns: Container[str]) -> Columns:
+def _sample_columns(
+    source: Dataset, samples: np.ndarray, columns: Container[str]
+) -> PredictionColumns:
     """Return the samples' names and ids; an id is renamed if it conflicts with another column."""
     rows = source.rows
     if rows.names:
@@ -120,7 +124,7 @@ def _sample_columns(source: Dataset, samples: np.ndarray, columns: Container[str
     return names
 
 
-def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> Columns:
+def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> PredictionColumns:
     if sizes.task == "regression":
         values = output.double() * sizes.target_deviation + sizes.target_mean
         # float32 outputs are precise to about 1e-7 of the targets' deviation

@@ -8,23 +8,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.workers.process import ChildProcess, ChildSide
-from runner.captures.manifest import find
+from runner.benchmark.blocks import WorkerFailure
+from runner.benchmark.workers.process import ChildContext, ChildProcess
+from runner.captures.manifest import find_capture
 from runner.captures.reader import open_capture
 from runner.config import RunConfig
 from runner.errors import ConfigError, NotVerified, StorageError
-from runner.masking import masked_all
+from runner.masking import mask_nested
 from runner.record import provenance, storage
 from runner.record.console import print_stdout
 from runner.replay import page
-from runner.replay.attempt import error_line, make_attempt
+from runner.replay.attempt import make_attempt, one_line_error
 from runner.replay.findings import Attempt, Replay
 from runner.replay.investigation import Investigation
-from runner.replay.reopen import config_of, reopened, with_weights
+from runner.replay.reopen import config_of, reopen_run, with_weights
 from runner.security.files.policy import FilePolicy
-from runner.security.paths import own_trees
-from runner.security.secrets import environment_access, permitted
+from runner.security.paths import run_tree_folders
+from runner.security.secrets import environment_access, permitted_variables
 from runner.training.summary import Summary
 
 
@@ -36,8 +36,8 @@ def main(config: RunConfig, folder: Path) -> Replay:
     if config.replay.path is None:
         raise ConfigError("replay.path", "must be set", "name a debug/captures/step_… folder")
     start = time.monotonic()
-    capture_folder = find(Path(config.replay.path))
-    capture = open_capture(capture_folder, FilePolicy.of(config.security, own_trees(folder)))
+    capture_folder = find_capture(Path(config.replay.path))
+    capture = open_capture(capture_folder, FilePolicy.of(config.security, run_tree_folders(folder)))
     trusted, limit_s = config.security.trusted, config.replay.timeout_s
     config_of(capture, trusted)  # check it before using the capture
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
@@ -62,10 +62,12 @@ def main(config: RunConfig, folder: Path) -> Replay:
         faults={replay.kind: 1},
         wall_seconds=time.monotonic() - start,
     ).write(folder)
-    print_stdout(page.screen(masked_all(replay)))
+    print_stdout(page.terminal_report(mask_nested(replay)))
     print_stdout("", f"as a page: {folder / 'replay.md'}", soft_wrap=True)
     if problem:
-        raise NotVerified(f"{problem}: {page.reproduced(replay)}; {folder / 'replay.md'}")
+        raise NotVerified(
+            f"{problem}: {page.describe_reproduction(replay)}; {folder / 'replay.md'}"
+        )
     return replay
 
 
@@ -80,13 +82,13 @@ class AttemptProcesses:
 
     def __call__(self, without: Collection[str]) -> Attempt:
         """Repeat the step without these techniques."""
-        arguments = (self.path, list(self.trusted), sorted(without), permitted())
+        arguments = (self.path, list(self.trusted), sorted(without), permitted_variables())
         process = ChildProcess(_send_attempt, arguments, self.log)
         try:
             process.start()
             attempt: Attempt = process.answer(self.limit_s)
             return attempt
-        except ArmEnded as ended:
+        except WorkerFailure as ended:
             problem = f"not done within replay.timeout_s={self.limit_s:g}"
             return Attempt(failed=problem if ended.status == "timeout" else ended.reason)
         finally:
@@ -97,14 +99,14 @@ def make_captured_attempt(path: Path, trusted: Sequence[str], without: Collectio
     """Repeat the step in this process; an error becomes part of the result."""
     try:
         capture = open_capture(path)
-        with reopened(capture, trusted=trusted, without=without) as (run, batch):
+        with reopen_run(capture, trusted=trusted, without=without) as (run, batch):
             return make_attempt(run, batch, capture)
     except Exception as error:
-        return Attempt(failed=error_line(error))
+        return Attempt(failed=one_line_error(error))
 
 
 def _send_attempt(
-    child: ChildSide,
+    child: ChildContext,
     path: Path,
     trusted: list[str],
     without: list[str],

@@ -20,16 +20,16 @@ from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, UsageError
 from runner.findings import Reason, Severity, Trust
 from runner.format import size
-from runner.record.console import console, plain_text, print_stdout, takes_live_display
+from runner.record.console import console, plain_text, print_stdout, supports_live_display
 from runner.record.storage import write_json
 from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
 from runner.security.files.formats import is_loadable
 from runner.security.files.policy import FilePolicy
-from runner.security.files.provenance import OTHER, Assessment, enough, way_in
-from runner.security.files.scan import Item, Scanner, list_items
-from runner.security.paths import own_trees
-from runner.training.signals import Interrupts
+from runner.security.files.provenance import OTHER, Assessment, may_load, pin_hint
+from runner.security.files.scan import ScanItem, Scanner, list_items
+from runner.security.paths import run_tree_folders
+from runner.training.signals import InterruptHandler
 
 SCAN_FILE = "scan.json"
 STYLES = {Trust.REFUSED: "bold red", Trust.UNTRUSTED: "yellow"}
@@ -68,14 +68,14 @@ class ScanRow:
 
     def accepted(self, level: SecurityLevel) -> bool:
         """Whether it is loaded at that level."""
-        return not self.assessment.refused and enough(self.assessment, level)
+        return not self.assessment.refused and may_load(self.assessment, level)
 
     def explain(self, level: SecurityLevel) -> str:
         """Return the reason for its trust, and what to do."""
         worst, trust = self.worst, self.assessment.trust
         is_serious = worst is not None and worst.severity is not Severity.NOTE
-        if not self.assessment.refused and not enough(self.assessment, level):
-            fix = way_in(self.assessment)
+        if not self.assessment.refused and not may_load(self.assessment, level):
+            fix = pin_hint(self.assessment)
             unknown = f"unknown file, which security={level.value} does not load; {fix}"
             return f"{worst}; {unknown}" if is_serious else unknown
         if worst is not None and (is_serious or trust is Trust.UNTRUSTED):
@@ -196,9 +196,9 @@ def main(config: RunConfig, folder: Path) -> ScanResult:
     """
     path = find_scan_path(config.scan.path)
     scan = ScanResult(str(path), config.security.level)
-    policy = FilePolicy.of(config.security, own_trees(folder))
+    policy = FilePolicy.of(config.security, run_tree_folders(folder))
     start = time.monotonic()
-    with Interrupts() as interrupts:
+    with InterruptHandler() as interrupts:
         try:
             interrupts.begin_wait()  # so that a signal interrupts immediately
             _scan_items(path, policy, scan, config)
@@ -235,13 +235,13 @@ def _scan_items(path: Path, policy: FilePolicy, scan: ScanResult, config: RunCon
     items = list(_select_items(path, scan))
     scan.total = len(items)
     screen = console()
-    quiet = not config.monitoring.progress or not takes_live_display(screen)
+    quiet = not config.monitoring.progress or not supports_live_display(screen)
     with Scanner(policy, config.scan.deep) as scanner:
         for item in track(items, "scanning", console=screen, transient=True, disable=quiet):
             scan.rows.append(ScanRow(item.kind, scanner.scan(item)))
 
 
-def _select_items(path: Path, scan: ScanResult) -> Iterator[Item]:
+def _select_items(path: Path, scan: ScanResult) -> Iterator[ScanItem]:
     """Yield the items to judge; count the others."""
     for item in list_items(path):
         is_nested_file = item.kind == "file" and item.path != path

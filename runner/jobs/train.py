@@ -8,20 +8,22 @@ from runner.build import Components, build
 from runner.config import RunConfig
 from runner.report import run as report
 from runner.training.loop import train
-from runner.training.summary import FILE, Summary
+from runner.training.summary import SUMMARY_FILE, Summary
 
 
 def main(config: RunConfig, folder: Path, components: Components | None = None) -> Summary:
     """Train in `folder`; the report is written however the run ends."""
-    with build(config, folder, components or chosen(config, folder)) as run:
+    with build(config, folder, components or resolve_components(config, folder)) as run:
         try:
             return train(run)
         finally:
-            if run.writes and (folder / FILE).exists():  # else it ended before training began
-                report.write_recorded(folder)
+            if (
+                run.writes and (folder / SUMMARY_FILE).exists()
+            ):  # else it ended before training began
+                report.write_recorded_report(folder)
 
 
-def chosen(config: RunConfig, folder: Path) -> Components | None:
+def resolve_components(config: RunConfig, folder: Path) -> Components | None:
     """Resolve `optimization=auto`; None for any other level."""
     if config.optimization.level != "auto":
         return None

@@ -17,8 +17,8 @@ from runner.data.collate import LABEL_KEYS
 from runner.data.dataset import Dataset, class_labels
 from runner.data.nested import describe, tensors, tree_map
 from runner.errors import RunnerError, UsageError
-from runner.objectives.custom import Custom
-from runner.optim.optimizer import Optimizer, unfit
+from runner.objectives.custom import CustomObjective
+from runner.optim.optimizer import Optimizer, incompatibility
 from runner.record.text import shorten
 from runner.techniques.base import Choice
 
@@ -82,9 +82,9 @@ def count_samples(inputs: Inputs, caller: str) -> int:
     return len(first)
 
 
-def loss_objective(loss_fn: Loss) -> Custom:
+def loss_objective(loss_fn: Loss) -> CustomObjective:
     """Wrap a user's loss function as an objective."""
-    return Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
+    return CustomObjective(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
 
 
 def take_rows(nest: Any, rows: Any, count: int) -> Any:
@@ -166,7 +166,7 @@ def _check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         got = describe(optimizer)
         raise UsageError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {got}")
-    if reason := unfit(type(optimizer), model):
+    if reason := incompatibility(type(optimizer), model):
         raise UsageError(f"{caller}: {reason}; use torch.optim.AdamW")
     parameter_ids = {id(p) for p in model.parameters()}
     if not any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from runner.benchmark.arms import Arm, arms_of, check_budget
+from runner.benchmark.arms import Arm, check_budget, compose_arms
 from runner.benchmark.auto.resolve import resolve_arms
 from runner.benchmark.config import LEVELS, BenchmarkConfig
 from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
-from runner.benchmark.workers.process import Unguarded, leave_if_imported
+from runner.benchmark.workers.process import UnguardedScript, exit_if_imported
 from runner.build import Components
 from runner.data.nested import describe
 from runner.errors import UsageError
@@ -75,7 +75,7 @@ def benchmark_optimizations(
     the runs, `benchmark.json` and the comparison are written there. A failed arm is a row. Raises
     UsageError, ConfigError, DataError, Interrupted.
     """
-    leave_if_imported()
+    exit_if_imported()
     check_trainable(CALLER, model, loss_fn, optimizer, overrides)
     if isinstance(arms, str):
         raise UsageError(f"{CALLER}: arms must be a list, got one string: [{arms!r}]")
@@ -84,7 +84,7 @@ def benchmark_optimizations(
         arms=list(arms), reference=reference, budget_s=budget_s, parity=parity, control=control
     )
     arm_overrides = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
-    built_arms = arms_of(settings, arm_overrides, others=len(named_techniques))
+    built_arms = compose_arms(settings, arm_overrides, others=len(named_techniques))
     dataset = make_dataset(CALLER, data, validation, built_arms[0].config, loss_fn is not None)
     built_arms = [  # no command line trains this model on these data
         replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
@@ -103,10 +103,10 @@ def benchmark_optimizations(
     built_arms = resolve_arms(built_arms, result_folder, components)
     try:
         result = measure(built_arms, settings, result_folder, components, announce=announce)
-    except Unguarded as error:
+    except UnguardedScript as error:
         raise UsageError(f"{CALLER}: {error}") from None
     if result_folder is not None:
-        comparison.write(comparison.of_benchmark(result, result_folder), result_folder)
+        comparison.write_comparison(comparison.compare_arms(result, result_folder), result_folder)
     if all(row.status != DONE for row in result.arms):
         first = result.arms[0]
         raise UsageError(f"{CALLER}: no arm could be measured: {first.status}: {first.reason}")
@@ -116,7 +116,7 @@ def benchmark_optimizations(
 def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -> None:
     """Print a benchmark's result table; `folder` is where it was recorded."""
     where = None if folder is None else Path(folder)
-    print_stdout(table.ComparisonScreen(comparison.of_benchmark(result, where)))
+    print_stdout(table.ComparisonScreen(comparison.compare_arms(result, where)))
 
 
 def _check_importable(*objects: Any) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.debug.sections import SectionTotal, SectionTotals, profile
 from runner.errors import RunnerError, UsageError
-from runner.format import listed
+from runner.format import join_names
 from runner.record.history import Fault, History
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Debugger:
         report = layers.check_gradients(model, optimizer)
         for state, names in layers.names_by_state(report.layers).items():
             path = "/".join((*self._stack(), "gradients"))
-            self._record_fault(layers.FAULTS[state], f"{path}: {state}: {listed(names)}")
+            self._record_fault(layers.FAULTS[state], f"{path}: {state}: {join_names(names)}")
         return report
 
     def summary(self) -> DebugSummary:

@@ -8,14 +8,14 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from runner.data.batch import call
+from runner.data.batch import call_model
 from runner.errors import UsageError
 from runner.library.arguments import Loss, as_batch, check_loss, check_model_arguments
 from runner.optim.optimizer import Optimizer
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.user_optimizer import adopt_optimizer, sync_state
 from runner.stability.config import StabilityConfig
-from runner.techniques.fused_optimizer import fastest
+from runner.techniques.fused_optimizer import fastest_implementation
 from runner.training.hook import Step
 
 GUARD_ATTRIBUTE = "_runner_guarded"
@@ -54,7 +54,7 @@ def train_step(
     update.clip_norm, update.guard = clip_norm, guard
     update.begin()
     try:
-        loss = loss_fn(call(model, inputs), target)
+        loss = loss_fn(call_model(model, inputs), target)
         check_loss("train_step", loss)
         step: Step = guarded.apply(loss)
     except Exception:
@@ -78,7 +78,7 @@ class GuardedOptimizer:
         if (earlier := vars(optimizer).pop(GUARD_ATTRIBUTE, None)) is not None:
             earlier.close()
         self.model, self.optimizer, self.steps, self.scope = model, optimizer, 0, ExitStack()
-        options = fastest(type(optimizer), model)[0]
+        options = fastest_implementation(type(optimizer), model)[0]
         adopt_optimizer(optimizer, options, self.scope)
         self.update = OptimizerStep(model, optimizer, config or StabilityConfig(), None, [1.0])
         sync_state(self.update, options, self.scope)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from runner.checks import outputs
 from runner.checks.model import ModelReport
 from runner.checks.model import check_model as check_weights
-from runner.data.batch import Inputs, call
+from runner.data.batch import Inputs, call_model
 from runner.data.nested import named_leaves, tensors, tree_map
 from runner.device import allocator
 from runner.errors import OutOfMemory, UsageError
@@ -95,7 +95,7 @@ def safe_inference(
             result.changed = changes.read()
     result.output = output
     if limited := result.changed.get("limited", 0):  # NaN and Inf are listed already
-        result.problems.append(f"output: {outputs.described({'limited': limited})}")
+        result.problems.append(f"output: {outputs.describe_changes({'limited': limited})}")
     result.ok = not result.non_finite and not any(result.changed.values())
     result.seconds = time.perf_counter() - start
     return result
@@ -110,7 +110,7 @@ def _run_slices(
         while start < total:
             rows = slice(start, min(start + size, total))
             try:
-                output = call(model, move_to_device(take_rows(batch, rows, total), device))
+                output = call_model(model, move_to_device(take_rows(batch, rows, total), device))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -127,7 +127,7 @@ def _halve_size(error: Exception, count: int, scope: ExitStack, result: Inferenc
     gc.collect()
     torch.cuda.empty_cache()
     if result.device == "cpu":
-        allocator.give_back_at_once(scope)
+        allocator.return_freed_memory(scope)
     if count == 1:
         raise OutOfMemory(f"{CALLER}: out of memory with one sample on {result.device}")
     size = (count + 1) // 2

@@ -72,7 +72,7 @@ class Memory:
 
     def stats(self) -> MemoryStats:
         """Return the memory in use now; 300 µs, without device synchronisation."""
-        device, room = self.device, resources.room()
+        device, room = self.device, resources.tightest_memory_limit()
         return MemoryStats(
             process=memory.process_bytes(),
             peak_process=memory.peak_process_bytes(),
@@ -90,7 +90,7 @@ class Memory:
         50 ms. On a GPU these are device bytes, otherwise process bytes.
         """
         before = self._reserved()
-        memory.clean(self.device)
+        memory.free_caches(self.device)
         return max(0, before - self._reserved())
 
     @contextmanager
@@ -103,7 +103,7 @@ class Memory:
         with self._lock:
             phase = self.phases.setdefault(name, MemoryPhase(name))
         with ExitStack() as stack:
-            peak = stack.enter_context(memory.peak(self.device))
+            peak = stack.enter_context(memory.peak_memory(self.device))
             try:
                 yield phase
             finally:
@@ -127,7 +127,7 @@ class Memory:
         for name, detector in self._detectors.items():
             read_bytes = self._allocated if name == "device" else memory.anonymous_bytes
             if detector.add(step, read_bytes()):
-                memory.clean(self.device)
+                memory.free_caches(self.device)
                 leak = detector.cleaned(step, read_bytes()) or leak
         return leak
 
@@ -172,9 +172,9 @@ def system_info() -> dict[str, Any]:
     All values are JSON-compatible. Compiles a line of C++ and inspects installed packages: about a
     second.
     """
-    from runner.jobs.doctor import examine
+    from runner.jobs.doctor import examine_machine
 
-    return examine(compose()).as_dict()
+    return examine_machine(compose()).as_dict()
 
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:

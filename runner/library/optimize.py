@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.build import Components, build
 from runner.composing import compose
-from runner.data.batch import Inputs, Sizes, call, count
+from runner.data.batch import Inputs, Sizes, call_model, batch_size_of
 from runner.data.nested import describe, tensors, tree_map
 from runner.errors import UsageError
 from runner.library.arguments import (
@@ -36,7 +36,7 @@ from runner.models.preserved_state import large_parameters, preserve_state
 from runner.optim.optimizer import Optimizer
 from runner.random_state import exclusive_random_state
 from runner.techniques.base import TechniqueStatus
-from runner.techniques.probe import entered
+from runner.techniques.probe import enter_contexts
 from runner.training.evidence import build_summary, collect_evidence, technique_statuses
 from runner.training.hook import Step
 from runner.training.recovery import halve_micro_batch
@@ -101,7 +101,7 @@ class Optimized(Closeable):
         self.called = True
         while True:
             try:
-                with entered(run.contexts):
+                with enter_contexts(run.contexts):
                     output = run.forward(*args, **kwargs)
                 return tree_map(output, _to_full_precision) if run.contexts else output
             except Exception as error:  # e.g. the compiler failed: try a simpler way
@@ -130,7 +130,7 @@ class Optimized(Closeable):
             device, large = device_of(self.model), large_parameters(self.model)
             with preserve_state(self.model, device=device, safe=large), torch.no_grad():
                 with modes.evaluation_mode(self.model):
-                    call(self, run.validation.peek()[0])
+                    call_model(self, run.validation.peek()[0])
         return self.lazy.statuses()
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class TrainingLoop(Closeable):
         run.watch.split("data")
         step, _ = make_step(run, (inputs, target))
         run.progress.step += 1
-        run.watch.stop(count(target))
+        run.watch.stop(batch_size_of(target))
         self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
         return step
 

@@ -101,7 +101,7 @@ class TrainingPipeline(Closeable):
             return train(self.run)
         finally:
             if self.folder is not None and (self.folder / "summary.json").exists():
-                report.write_recorded(self.folder)
+                report.write_recorded_report(self.folder)
 
     def evaluate(self) -> dict[str, float]:
         """Return the current model's metrics on the validation set (`val/accuracy`, …)."""

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from runner.composing import compose
-from runner.data.batch import Inputs, call
+from runner.data.batch import Inputs, call_model
 from runner.data.nested import tensors
 from runner.device.device import Device, select
-from runner.device.memory import peak as peak_memory
+from runner.device.memory import peak_memory as peak_memory
 from runner.errors import UsageError
 from runner.format import share, size
 from runner.library.arguments import (
@@ -31,9 +31,9 @@ from runner.library.arguments import (
 from runner.library.memory import table_text
 from runner.library.optimize import Optimized, mean_output, stash_gradients
 from runner.models.preserved_state import large_parameters, preserve_state
-from runner.parity.flops import NAMES, PeakFlops, call_flops, peak_flops
+from runner.parity.flops import DTYPE_NAMES, PeakFlops, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
-from runner.techniques.probe import entered, profiled, saved_bytes
+from runner.techniques.probe import enter_contexts, profile_step, saved_bytes
 
 MOST_OPERATORS = 10
 PROFILED_CALLS = 3
@@ -112,7 +112,7 @@ def profile_model(
         scope.enter_context(stash_gradients(module))
         module.train(backward)
         inputs = move_to_device(example_input, device_of_model)
-        forward = partial(call, model, inputs)
+        forward = partial(call_model, model, inputs)
         run_call = partial(_call_model, forward, module, backward)
         fix = "; give a tensor, a tuple (by position) or a dict (by name)"
         with translate_model_errors("profile_model", inputs, fix):
@@ -127,7 +127,7 @@ def profile_model(
                 run_call()
             memory["peak"] = peak_usage.on_device - peak_usage.on_device_before
         flops = call_flops(run_call, grad=backward)
-        with entered(contexts):
+        with enter_contexts(contexts):
             dtype = _product_dtype(module, device)
         peak = peak_flops(device, dtype)
     p50, p90, p95, p99 = np.percentile(seconds, [50, 90, 95, 99]).tolist()
@@ -136,7 +136,7 @@ def profile_model(
     return Profile(
         model=type(module).__name__,
         device=f"{device.kind}: {device.name}",
-        dtype=NAMES.get(dtype, str(dtype).removeprefix("torch.")),
+        dtype=DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")),
         backward=backward,
         samples=n,
         runs=runs,
@@ -193,7 +193,7 @@ def _measure_operators(run_call: Callable[[], None], device: Device) -> dict[str
             run_call()
 
     attribute = "self_device_time_total" if gpu else "self_cpu_time_total"  # µs
-    events = profiled(run_calls, device, kineto=gpu)
+    events = profile_step(run_calls, device, kineto=gpu)
     times = {event.key: getattr(event, attribute) / 1e3 / PROFILED_CALLS for event in events}
     slowest = sorted(times.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
     return {name: ms for name, ms in slowest if ms}

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.captures.manifest import CapturedWeights, CaptureManifest, captures
+from runner.captures.manifest import CapturedWeights, CaptureManifest, list_captures
 from runner.captures.reader import open_capture
 from runner.captures.run_captures import random_state
 from runner.captures.writer import write_capture
 from runner.composing import compose
-from runner.data.batch import count
+from runner.data.batch import batch_size_of
 from runner.errors import CheckpointError, GaveUp, UsageError
 from runner.library.arguments import (
     Closeable,
@@ -34,7 +34,7 @@ from runner.library.guarded_optimizer import GuardedOptimizer
 from runner.library.optimize import LazyRun
 from runner.models.preserved_state import preserve_random_state
 from runner.optim.optimizer import Optimizer
-from runner.optim.user_optimizer import preserve_rates, scaled_rates
+from runner.optim.user_optimizer import preserve_lrs, scale_lrs
 from runner.record.history import History
 from runner.record.provenance import versions
 from runner.record.text import shorten
@@ -44,7 +44,7 @@ from runner.stability.anomalies import Anomaly
 from runner.stability.config import StabilityConfig
 from runner.stability.controller import StabilityController
 from runner.training.hook import Step
-from runner.training.metrics import Reader
+from runner.training.metrics import StepMetricsReader
 from runner.training.run import Progress, Run
 
 log = logging.getLogger("runner")
@@ -100,7 +100,7 @@ class Stability(Closeable):
         folder: str | Path | None = None,
         *,
         every: int | None = None,
-        captures: int = 3,
+        list_captures: int = 3,
     ) -> None:
         if every is not None and every < 1:
             raise UsageError(f"{CALLER}: every must be ≥ 1, got {every}")
@@ -109,7 +109,7 @@ class Stability(Closeable):
         if not isinstance(config, StabilityConfig):
             config = compose(list(config)).stability
         self.config = config
-        self.every, self.max_captures = every, captures
+        self.every, self.max_captures = every, list_captures
         self.guarded: GuardedOptimizer | None = None
         self.closed, self.start_time = False, perf_counter()
         # the attributes of a Run that StabilityController reads
@@ -146,7 +146,7 @@ class Stability(Closeable):
             self.captures.remember(number, batch, 2 * self.report_every)
         try:
             try:
-                with scaled_rates(optimizer, guarded.update.backoff):
+                with scale_lrs(optimizer, guarded.update.backoff):
                     step = guarded.apply(loss)
             except BaseException:
                 guarded.update.abandon()
@@ -197,7 +197,7 @@ class Stability(Closeable):
         guarded = GuardedOptimizer(CALLER, model, optimizer, self.config)
         device = guarded.update.device
         self.report_every = self.every or (1 if device.type == "cpu" else REPORT_EVERY)
-        self.reader = Reader(device)
+        self.reader = StepMetricsReader(device)
         self.controller = StabilityController(self.config, guarded.update, model)
         self.controller.table.rolls_back = False
         if self.history.folder is not None:
@@ -216,7 +216,7 @@ class Stability(Closeable):
 
     def _execute(self, optimizer: Optimizer) -> None:
         """Execute the controller's decisions."""
-        with preserve_rates(optimizer):  # lowered rates apply only within `scaled_rates`
+        with preserve_lrs(optimizer):  # lowered rates apply only within `scaled_rates`
             try:
                 self.controller.execute(cast(Run, self))  # it has the attributes that are read
             except GaveUp as error:
@@ -253,7 +253,7 @@ class StepCaptures:
 
     def take(self, run: Any, step: int, kind: str, message: str) -> str | None:
         """Write the step's capture; None without its batch, beyond the limit, or on an error."""
-        if step not in self.recent or len(captures(self.folder)) >= self.at_most:
+        if step not in self.recent or len(list_captures(self.folder)) >= self.at_most:
             return None
         batch, random_states = self.recent[step]
         module, update, rows = self.guarded.model, self.guarded.update, run.reader.since(step)
@@ -266,7 +266,7 @@ class StepCaptures:
             weights=CapturedWeights.then if run.progress.step == step else CapturedWeights.later,
             name="a hand-written loop",
             given=["model", "data", "objective", "optimizer"],
-            micro_batch=count(batch[1]),
+            micro_batch=batch_size_of(batch[1]),
             threads=torch.get_num_threads(),
             device={"kind": update.device.type},
             versions=versions(),

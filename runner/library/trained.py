@@ -18,19 +18,19 @@ from torch import Tensor
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.composing import compose
 from runner.config import RunConfig
-from runner.data.dataset import Dataset, Tensors
+from runner.data.dataset import Dataset, TensorsDataset
 from runner.data.loader import make_loader
-from runner.data.open import Opening, open_data
+from runner.data.open import OpenOptions, open_data
 from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
-from runner.data.tabular import UNKNOWN
+from runner.data.tabular import UNKNOWN_CATEGORIES_KEY
 from runner.errors import CheckpointError, DataError, UsageError
 from runner.jobs.evaluate import build_trained
-from runner.jobs.predict import Columns, predictions
+from runner.jobs.predict import PredictionColumns, predict_batches
 from runner.library.arguments import Closeable
-from runner.overrides.recorded import with_recorded
+from runner.overrides.recorded import merge_recorded_overrides
 from runner.record.text import quote_for_hydra
 from runner.security.files.policy import FilePolicy
-from runner.security.paths import own_trees
+from runner.security.paths import run_tree_folders
 from runner.security.registry import resolve
 from runner.training.run import Run
 
@@ -48,8 +48,10 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     """
     load_overrides = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
     load_overrides += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
-    config = compose(with_recorded([*overrides, *load_overrides], sweeps=False).overrides)
-    policy = FilePolicy.of(config.security, own_trees(None))
+    config = compose(
+        merge_recorded_overrides([*overrides, *load_overrides], sweeps=False).overrides
+    )
+    policy = FilePolicy.of(config.security, run_tree_folders(None))
     stored = Checkpointer(None, 1, policy=policy, best_first=True).read_preprocessing(Path(run))
     if stored is None:
         problem = "was written before preprocessing was kept"
@@ -80,7 +82,7 @@ class Trained(Closeable):
         self._run = None
         self._scope.close()
 
-    def predict(self, data: Any) -> Columns:
+    def predict(self, data: Any) -> PredictionColumns:
         """Return predictions for each sample, as the columns of job=predict's file.
 
         `data` is a path as in `data.path`, a table (dict of columns, list of row dicts, or
@@ -91,7 +93,7 @@ class Trained(Closeable):
             if self._run is None:  # techniques inspect samples of the first data
                 run = build_trained(self.config, None, source)
                 self._run = self._scope.enter_context(run)
-            parts = list(predictions(self._run, self._loader(self._run, source)))
+            parts = list(predict_batches(self._run, self._loader(self._run, source)))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _loader(self, run: Run, source: Dataset) -> Any:
@@ -126,7 +128,7 @@ class Trained(Closeable):
                 data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
             resolve_class = partial(resolve, trusted=self.config.security.names)
             config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
-            opening = Opening(self._policy, self.preprocessing, evaluates=True, labelled=False)
+            opening = OpenOptions(self._policy, self.preprocessing, evaluates=True, labelled=False)
             try:
                 source = open_data(config, resolve_class, opening)
             except DataError as error:
@@ -135,7 +137,7 @@ class Trained(Closeable):
                 text = str(error).removeprefix("data.path: ")
                 raise DataError(f"load: {text.replace(str(data), 'the table')}") from None
             for choice in source.choices:
-                if choice.key == UNKNOWN:
+                if choice.key == UNKNOWN_CATEGORIES_KEY:
                     log.warning("%s: %s: %s", choice.key, choice.value, choice.reason)
             yield source
 
@@ -153,7 +155,7 @@ class Trained(Closeable):
             inputs = inputs.float() / 255
         indices = np.arange(len(inputs))
         labels = torch.zeros(len(inputs), dtype=torch.int64)
-        return Tensors(inputs, labels, sizes, (indices, indices))
+        return TensorsDataset(inputs, labels, sizes, (indices, indices))
 
 
 def _write_table(table: Any, folder: Path) -> Path:

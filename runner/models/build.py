@@ -73,10 +73,10 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
     if config._target_ is None:
         model = _build_built_in(config, sizes)
     else:
-        from runner.security.registry import assembled, construct
+        from runner.security.registry import construct, instantiate_nested
 
         factory = resolve(config._target_, "model._target_")
-        arguments = assembled(config.arguments, resolve, "model")
+        arguments = instantiate_nested(config.arguments, resolve, "model")
         model = construct(factory, *_add_sizes(factory, arguments, sizes), "model")
         if not isinstance(model, nn.Module):
             problem = f"{config._target_} made a {type(model).__name__}, not a torch.nn.Module"

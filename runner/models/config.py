@@ -92,7 +92,7 @@ class TextClassifierConfig(TransformerConfig):
 
 
 @dataclass
-class HuggingFace(ModelConfig):
+class HuggingFaceConfig(ModelConfig):
     """A Hugging Face transformers model in a local folder, with its tokenizer."""
 
     kind: str = "hf"
@@ -100,5 +100,5 @@ class HuggingFace(ModelConfig):
     pretrained: bool = True  # false: random weights; config.json and tokenizer are enough
 
 
-_ALL = (MlpConfig, CnnConfig, GptConfig, TextClassifierConfig, HuggingFace)
+_ALL = (MlpConfig, CnnConfig, GptConfig, TextClassifierConfig, HuggingFaceConfig)
 OPTIONS: dict[str, type[ModelConfig]] = {cls.kind: cls for cls in _ALL}

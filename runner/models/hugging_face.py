@@ -14,7 +14,12 @@ from runner.data.batch import Sizes
 from runner.errors import ConfigError
 from runner.models.stored_weights import list_names, read_weights
 from runner.security.files.policy import FilePolicy
-from runner.security.hugging_face import import_transformers, load_from, silenced, vocabulary_digest
+from runner.security.hugging_face import (
+    import_transformers,
+    load_pretrained,
+    silence_transformers,
+    vocabulary_digest,
+)
 from runner.techniques.base import Choice
 
 log = logging.getLogger("runner")
@@ -40,7 +45,7 @@ def build_pretrained(
     if sizes.vocab is None:
         problem = "needs token ids, which the data lacks"
         raise ConfigError("model", f"hf {problem}", "use data=text, data=tokens, or another model")
-    settings = load_from(folder, KEY, transformers.AutoConfig.from_pretrained)
+    settings = load_pretrained(folder, KEY, transformers.AutoConfig.from_pretrained)
     _apply_sizes(settings, sizes, str(folder))
     auto = getattr(transformers, AUTO_CLASSES[sizes.task])
     if policy is None:
@@ -52,7 +57,7 @@ def build_pretrained(
     with torch.device("meta"):
         cls: Any = type(_build_untrained(auto, settings, str(folder)))
     try:
-        with silenced(transformers):
+        with silence_transformers(transformers):
             model, info = cls.from_pretrained(
                 None,
                 config=settings,
@@ -74,7 +79,7 @@ def build_pretrained(
     return model, [choice]
 
 
-def save_beside(model: Any, tokenizer: Path, folder: Path) -> None:
+def save_pretrained_files(model: Any, tokenizer: Path, folder: Path) -> None:
     """Write config.json and the tokenizer's files beside the weights, for `from_pretrained`.
 
     `model` was made by `build_pretrained`. Raises OSError, and ConfigError if `tokenizer` is no
@@ -86,7 +91,7 @@ def save_beside(model: Any, tokenizer: Path, folder: Path) -> None:
     if not vocabulary_digest(tokenizer):
         return
     auto = import_transformers(KEY).AutoTokenizer
-    load_from(tokenizer, KEY, auto.from_pretrained, use_fast=True).save_pretrained(folder)
+    load_pretrained(tokenizer, KEY, auto.from_pretrained, use_fast=True).save_pretrained(folder)
 
 
 def _apply_sizes(settings: Any, sizes: Sizes, path: str) -> None:

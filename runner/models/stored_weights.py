@@ -18,12 +18,12 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
 from runner.findings import Severity, Trust
-from runner.format import listed
+from runner.format import join_names
 from runner.record.text import escape_control_chars
 from runner.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
-    from runner.security.files.loader import Opened
+    from runner.security.files.loader import LoadedFile
 
 log = logging.getLogger("runner")
 
@@ -87,7 +87,7 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
     if path.is_dir():
         root = path if path.name == folders.FOLDER else path / folders.FOLDER
         if folders.is_checkpoint(path):
-            return _from_checkpoint(reading.load(path, policy, check_state))
+            return _from_checkpoint(reading.load_checkpoint(path, policy, check_state))
         restored = reading.load_newest(root, policy, check_state)
         if restored is not None:
             return _from_checkpoint(restored)
@@ -160,18 +160,18 @@ def _read_index(index: Path) -> dict[str, str]:
     return by_name
 
 
-def _log_warnings(opened: Opened, path: Path) -> None:
+def _log_warnings(opened: LoadedFile, path: Path) -> None:
     for reason in opened.assessment.reasons:
         if reason.severity is Severity.WARNING:
             log.warning("%s: %s: %s", KEY, path, escape_control_chars(str(reason)))
 
 
-def _named_tensors(opened: Opened, path: Path) -> dict[str, Any]:
+def _named_tensors(opened: LoadedFile, path: Path) -> dict[str, Any]:
     state = _find_state_dict(opened.content, path, opened.facts.format)
     return {name.replace(COMPILE_PREFIX, ""): value for name, value in state.items()}
 
 
-def _from_checkpoint(restored: folders.Restored) -> StoredWeights:
+def _from_checkpoint(restored: folders.RestoredCheckpoint) -> StoredWeights:
     for warning in restored.warnings:
         log.warning("%s: %s", KEY, warning)
     averaged = restored.state["update"]["average"]
@@ -201,7 +201,7 @@ def _find_state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
 
 def list_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
     """Return the first names, and the total if there are more."""
-    return listed(map(shorten_name, names), limit)
+    return join_names(map(shorten_name, names), limit)
 
 
 def shorten_name(text: str) -> str:

@@ -56,7 +56,9 @@ class WeightMapping:
         return chosen
 
 
-def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: FilePolicy) -> Choice:
+def load_initial_weights(
+    model: nn.Module, path: Path, fresh: Sequence[str], policy: FilePolicy
+) -> Choice:
     """Load the weights at `path` into the model, except for `fresh`; return the choice.
 
     Loads parameters and buffers in the model's dtypes: all of them or, with ConfigError, none. Also

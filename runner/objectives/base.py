@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MONITOR = "training.monitor"
 NAMED_SUMS = "objective.metrics"  # key among the sums
-ERRORS = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
+LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Metrics for which lower is better."""
 
 
@@ -62,7 +62,7 @@ class Objective(ABC):
         name = metric.rpartition("/")[2]
         if self.named is not None and name in self.named.metrics:
             return self.named.rises(name)
-        return name not in ERRORS
+        return name not in LOWER_IS_BETTER
 
     def all_batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
         """Return the sums of `batch_sums` and those of `objective.metrics`."""
@@ -81,7 +81,7 @@ class Objective(ABC):
         return None
 
 
-def monitored(objective: Objective, requested: str | None) -> str:
+def resolve_monitor(objective: Objective, requested: str | None) -> str:
     """Return the metric to monitor; ConfigError if it is certain not to exist."""
     if requested is None:
         return objective.monitor

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.data.batch import Sizes
-from runner.data.config import AS_CLASSES
+from runner.data.config import CLASS_TARGET_FIX
 from runner.errors import ConfigError
 from runner.objectives.base import Objective
 from runner.objectives.config import KINDS, ObjectiveConfig
@@ -62,7 +62,7 @@ def build_objective(
         targets_are_classes = (kind, sizes.task) == ("classification", "regression")
         fix = f"use objective=auto, other data, or name a loss by {TARGET_KEY}"
         problem = f"{kind} does not fit the data, whose task is {sizes.task!r}"
-        fix = f"if the targets are classes, {AS_CLASSES}" if targets_are_classes else fix
+        fix = f"if the targets are classes, {CLASS_TARGET_FIX}" if targets_are_classes else fix
         raise ConfigError("objective.kind", problem, fix)
     loss = _loss_name(config, kind)
     if kind == "language_modelling":  # imported only if used
@@ -104,7 +104,7 @@ def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes
     For an elementwise loss of torch, integer targets of a user's data set (`own`) are quantities,
     not classes. ConfigError if the targets are classes and the loss is not for those.
     """
-    name = pairwise_loss(config)
+    name = elementwise_loss(config)
     if config._target_ is None or (sizes.task == "classification" and not name):
         return sizes, []
     if sizes.task != "classification":
@@ -130,7 +130,7 @@ def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes
     return regression_sizes, [Choice(TARGET_KEY, "float targets", reason)]
 
 
-def pairwise_loss(config: ObjectiveConfig) -> str:
+def elementwise_loss(config: ObjectiveConfig) -> str:
     """Return the name of an elementwise loss of torch.nn, or "" for any other loss."""
     module, _, name = (config._target_ or "").rpartition(".")
     is_torch = f"{module}.".startswith("torch.nn.")
@@ -140,10 +140,10 @@ def pairwise_loss(config: ObjectiveConfig) -> str:
 def _build_custom(
     config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve
 ) -> Objective:
-    from runner.security.registry import assembled, construct
+    from runner.security.registry import construct, instantiate_nested
 
     loss = resolve(target, TARGET_KEY)
-    arguments = assembled(config.arguments, resolve, "objective")
+    arguments = instantiate_nested(config.arguments, resolve, "objective")
     if isinstance(loss, type):
         loss, arguments = construct(loss, arguments, sizes.for_constructor(), "objective"), {}
     if isinstance(loss, Objective):
@@ -152,10 +152,10 @@ def _build_custom(
         fix = "define __call__(output, target)"
         raise ConfigError(TARGET_KEY, f"{target} is not callable", fix)
     _check_call(loss, target, arguments)
-    from runner.objectives.custom import Custom
+    from runner.objectives.custom import CustomObjective
 
     loss = partial(loss, **arguments) if arguments else loss
-    return Custom(loss, target, elementwise=bool(pairwise_loss(config)))
+    return CustomObjective(loss, target, elementwise=bool(elementwise_loss(config)))
 
 
 def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ class OutputLayer(nn.Module):
         return F.linear(hidden, weight)
 
 
-def defer(layer: nn.Module, chunk: int) -> None:
+def defer_logits(layer: nn.Module, chunk: int) -> None:
     """Make a linear or output layer return DeferredLogits in training mode, until `undo`.
 
     The forward is a bound method, so that a copied model uses its own layer's weight.
@@ -41,7 +41,7 @@ def defer(layer: nn.Module, chunk: int) -> None:
     layer.forward = bound
 
 
-def undo(layer: nn.Module) -> None:
+def restore_forward(layer: nn.Module) -> None:
     """Restore the forward of the layer's class."""
     layer.__dict__.pop("forward", None)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from runner.data.batch import Sizes
-from runner.data.config import UNCOUNTED
+from runner.data.config import LABELS_UNKNOWN
 from runner.errors import ConfigError
 from runner.objectives.config import ObjectiveConfig
 from runner.techniques.base import Choice
@@ -29,7 +29,7 @@ def choose_class_weights(
             raise ConfigError(key, f"has {len(weights)} weights for {classes} classes", fix)
         return torch.tensor(weights, dtype=torch.float32), []
     if counts is None:
-        raise ConfigError(key, UNCOUNTED, "list a weight for each class")
+        raise ConfigError(key, LABELS_UNKNOWN, "list a weight for each class")
     names = sizes.class_names or tuple(map(str, range(classes)))
     total, rarest, commonest = counts.sum(), int(counts.argmin()), int(counts.argmax())
     share = counts[rarest] / max(total, 1)

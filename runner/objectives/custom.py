@@ -20,7 +20,7 @@ MISMATCH = re.compile(
 """Words in torch's errors for outputs and targets that do not fit its losses."""
 
 
-class Custom(Objective):
+class CustomObjective(Objective):
     """A callable (output, target) -> mean loss over the batch; `loss` is the only metric.
 
     It gets the model's output unchanged; with `elementwise`, a loss of torch.nn gets the output in

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.data.config import AS_CLASSES
+from runner.data.config import CLASS_TARGET_FIX
 from runner.errors import ConfigError, DataError, UsageError
 from runner.objectives import model_output
 from runner.objectives.base import Objective
@@ -110,5 +110,5 @@ def _mismatch_error(shape: torch.Size, target: Tensor) -> UsageError:
         return ConfigError("model", problem, fix)
     return DataError(
         f"data: the targets are floats, so regression, but the model {problem}; "
-        f"if they are classes, {AS_CLASSES}; if not, {fix}"
+        f"if they are classes, {CLASS_TARGET_FIX}; if not, {fix}"
     )

@@ -22,7 +22,7 @@ OPTIONS_WITH_OWN_KEY = ("lr", "weight_decay")
 log = logging.getLogger("runner")
 
 
-def optimizer_class(
+def resolve_optimizer_class(
     config: OptimizerConfig, model: nn.Module, resolve: Callable[[str, str], Any]
 ) -> type[Optimizer]:
     """Return the class that `config` names, torch's or the user's. Raises ConfigError."""
@@ -38,12 +38,12 @@ def optimizer_class(
                 f"{config._target_} is not an optimizer",
                 "name a subclass of torch.optim.Optimizer",
             )
-    if problem := unfit(cls, model):
+    if problem := incompatibility(cls, model):
         raise ConfigError(key, problem, "use AdamW")
     return cls
 
 
-def unfit(cls: type[Optimizer], model: nn.Module) -> str:
+def incompatibility(cls: type[Optimizer], model: nn.Module) -> str:
     """Return why a training step cannot use this class, or ""."""
     if issubclass(cls, torch.optim.LBFGS):
         return "LBFGS runs the model several times a step"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.optim.origin import is_torchs
+from runner.optim.origin import is_torch_class
 
 Optimizer = torch.optim.Optimizer
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
@@ -31,14 +31,14 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
     numbers = [number for group in saved_groups for number in group["params"]]
     if numbers != list(range(len(numbers))) or not saved["state"].keys() <= set(numbers):
         raise ValueError("an optimizer's state must be keyed by parameter numbers")
-    if is_torchs(type(optimizer)):
+    if is_torch_class(type(optimizer)):
         _check_saved_options(optimizer, saved_groups)
     state: dict[int, Any] = {}
     for number, (group, weight) in zip(numbers, _iterate_weights(optimizer), strict=True):
         entries = saved["state"].get(number, {})
         if not isinstance(entries, Mapping):
             raise ValueError(f"the state of a weight is a {type(entries).__name__}")
-        if is_torchs(type(optimizer)):
+        if is_torch_class(type(optimizer)):
             entries = _select_entries(optimizer, group, weight, entries)
         check_tensors(optimizer, weight, entries)
         if entries:
@@ -55,7 +55,7 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
 
 def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, Any]) -> None:
     """Raise ValueError for tensors of a shape or dtype that this weight's state cannot have."""
-    is_user_class = not is_torchs(type(optimizer))
+    is_user_class = not is_torch_class(type(optimizer))
     if torch_base(optimizer) is torch.optim.Adafactor:  # state by rows and columns; no fused kernel
         return
     for name, value in entries.items():
@@ -117,7 +117,7 @@ def fill_momentum(optimizer: Optimizer) -> None:
     the same update, since a first buffer equals the gradient, except with dampening: then steps are
     not skipped in the kernel.
     """
-    if type(optimizer) is not torch.optim.SGD or not is_torchs(torch.optim.SGD):
+    if type(optimizer) is not torch.optim.SGD or not is_torch_class(torch.optim.SGD):
         return
     for group, weight in _iterate_weights(optimizer):
         if group.get("fused") and group["momentum"] and not group["dampening"]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint.sound import finite
+from runner.checkpoint.sound import all_finite
 from runner.optim.buffers import LARGEST, BufferSnapshot
 from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.gradients import (
@@ -145,7 +145,7 @@ class OptimizerStep:
 
     def finite(self, tensors: Iterable[Tensor]) -> bool:
         """Whether the tensors are finite, in the shards of all processes. Host sync."""
-        is_finite = finite(tensors)
+        is_finite = all_finite(tensors)
         return is_finite if self.shards is None else self.shards.agree(is_finite)
 
     def norm_and_skip(self, loss: Tensor, norms: list[Tensor]) -> tuple[Tensor, Tensor]:

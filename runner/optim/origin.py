@@ -20,7 +20,7 @@ TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 OUR_HOOK_MODULES = {"runner.optim.user_optimizer"}
 
 
-def is_torchs(cls: type[Optimizer]) -> bool:
+def is_torch_class(cls: type[Optimizer]) -> bool:
     """Whether `cls` is a class of torch.optim itself, with an unpatched step()."""
     methods = (cls.step, getattr(cls, "_init_group", cls.step))
     return cls is getattr(torch.optim, cls.__name__, None) and all(map(_is_torch_code, methods))

@@ -7,7 +7,7 @@ import math
 from runner.optim.config import ScheduleConfig, ScheduleKind
 
 
-def factors(config: ScheduleConfig, updates: int) -> list[float]:
+def lr_factors(config: ScheduleConfig, updates: int) -> list[float]:
     """Return the factor on the peak learning rate for each of `updates` updates.
 
     Warm-up rises linearly and ends at 1. `onecycle` follows the defaults of Smith and Topin

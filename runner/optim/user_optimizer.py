@@ -92,19 +92,19 @@ def _supports_fused(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def scaled_rates(optimizer: Optimizer, share: float) -> Iterator[None]:
+def scale_lrs(optimizer: Optimizer, share: float) -> Iterator[None]:
     """Multiply the owner's learning rates by `share` while entered."""
     if share == 1.0:
         yield
         return
-    with preserve_rates(optimizer):
+    with preserve_lrs(optimizer):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * share
         yield
 
 
 @contextmanager
-def preserve_rates(optimizer: Optimizer) -> Iterator[None]:
+def preserve_lrs(optimizer: Optimizer) -> Iterator[None]:
     """Restore the owner's learning rates on exit."""
     rates = [group["lr"] for group in optimizer.param_groups]
     values = [rate.clone() if isinstance(rate, Tensor) else None for rate in rates]

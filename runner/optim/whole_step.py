@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.data.batch import Batch, call, count
+from runner.data.batch import Batch, call_model, batch_size_of
 from runner.errors import DataError
 from runner.objectives.base import Objective
 from runner.optim.fused_kernel import KernelGroup
@@ -77,7 +77,11 @@ class StepGraph:
         """
         update = self.update
         update.recheck_step()
-        if count(batch[1]) != self.samples or update.kernel is None or not update.has_single_lr:
+        if (
+            batch_size_of(batch[1]) != self.samples
+            or update.kernel is None
+            or not update.has_single_lr
+        ):
             return False
         return self.index_limit is None or not compiler.out_of_range(batch[1], self.index_limit)
 
@@ -193,7 +197,7 @@ def _build_step(
             raise RuntimeError("parameters differ in their number of updates")
         target, veto = targets.replace_wrong(target, veto)
         before = [buffer.detach().clone() for buffer in update.buffers.current()]
-        loss = objective(call(forward, inputs), target)
+        loss = objective(call_model(forward, inputs), target)
         if [buffer.shape for buffer in update.buffers.current()] != [old.shape for old in before]:
             raise RuntimeError("its forward adds, removes or resizes a buffer")
         scaled = loss if update.scale is None else loss * update.scale.value

@@ -20,7 +20,7 @@ from runner.errors import ConfigError, StorageError, install_command
 from runner.format import nearest
 from runner.models.config import OPTIONS as MODEL_OPTIONS
 from runner.overrides import aliases
-from runner.overrides.groups import MIN_SIMILARITY, options
+from runner.overrides.groups import MIN_SIMILARITY, group_options
 from runner.overrides.spelling import (
     CliOverride,
     Compose,
@@ -42,7 +42,7 @@ JOBS_WITH_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"
 
 
-def explain(
+def explain_error(
     error: Exception,
     overrides: Sequence[str],
     compose: Compose,
@@ -54,7 +54,7 @@ def explain(
     `compose` composes overrides, `composes` tests if they compose; `folders` have more groups.
     """
     parsed = [parse_override(text) for text in overrides]
-    groups = options(*folders)
+    groups = group_options(*folders)
     if any(o.key == "hydra.searchpath" for o in parsed) and not folders:  # groups of a package
         return translate(error)
     chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])

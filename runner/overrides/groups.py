@@ -10,13 +10,13 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
     (p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (p / "config.yaml").is_file()),
     _PACKAGE.parent / "conf",
 )
-ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
+GROUP_ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
 """Alternative names of groups."""
 MIN_SIMILARITY = 0.75  # similarity above which two spellings count as one word
-FOREIGN = ("data", "model", "objective")
+USER_CLASS_GROUPS = ("data", "model", "objective")
 """Groups in which `_target_` may name a user-defined class."""
 ARGUMENT = re.compile(
-    rf"^(\+{{1,2}}(?:{'|'.join(FOREIGN)})\.)arguments\.(?!(?:_target_|arguments|kind)\b)"
+    rf"^(\+{{1,2}}(?:{'|'.join(USER_CLASS_GROUPS)})\.)arguments\.(?!(?:_target_|arguments|kind)\b)"
 )
 
 
@@ -25,7 +25,7 @@ def without_arguments(override: str) -> str:
     return ARGUMENT.sub(r"\1", override)
 
 
-def options(*more: Path) -> dict[str, dict[str, str]]:
+def group_options(*more: Path) -> dict[str, dict[str, str]]:
     """Return the options of every group, in ours and in `more`, with their first comments."""
     groups: dict[str, dict[str, str]] = {}
     for path in (path for folder in (CONF, *more) for path in sorted(folder.glob("*/*.yaml"))):

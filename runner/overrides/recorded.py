@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runner.errors import CheckpointError, ConfigError, StorageError
 from runner.format import nearest
-from runner.overrides.groups import ALIASES, FOREIGN, default_options, options
+from runner.overrides.groups import GROUP_ALIASES, USER_CLASS_GROUPS, default_options, group_options
 from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.record import hydra_files
 
@@ -28,7 +28,7 @@ class ResumedRun:
     run: Path | None = None  # the named run, also if it continues elsewhere
 
 
-def with_recorded(overrides: Sequence[str], sweeps: bool) -> ResumedRun:
+def merge_recorded_overrides(overrides: Sequence[str], sweeps: bool) -> ResumedRun:
     """Prepend the recorded overrides of the run that `checkpoint.resume` names, if it names one.
 
     The run continues in its own folder, unless it is evaluated, swept over, or hydra.run.dir is
@@ -105,14 +105,14 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
 
     `security` and `hydra` keys are not taken from a folder, which may come from anywhere.
     """
-    typed_values = {ALIASES.get(o.key, o.key): o.value for o in typed}
+    typed_values = {GROUP_ALIASES.get(o.key, o.key): o.value for o in typed}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY}
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     recorded_values = {o.key: o.value for o in map(parse_override, recorded)}
     if "experiment" not in recorded_values:  # a recipe names its own options
-        defaults = {g: o for g, o in default_options().items() if g in FOREIGN}
+        defaults = {g: o for g, o in default_options().items() if g in USER_CLASS_GROUPS}
         recorded_values = defaults | recorded_values
-    groups = typed_values.keys() & options().keys()
+    groups = typed_values.keys() & group_options().keys()
     replaced_groups = [
         f"{g}."
         for g in groups

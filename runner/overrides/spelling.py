@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from runner.data.config import DataConfig
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
-from runner.overrides.groups import ALIASES, FOREIGN, options
+from runner.overrides.groups import GROUP_ALIASES, USER_CLASS_GROUPS, group_options
 from runner.record.text import quote_for_shell
 
 OVERRIDE_PATTERN = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
@@ -82,9 +82,9 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
 
     `compose` is used to find a group's `_target_` if no override sets it.
     """
-    groups = options()
+    groups = group_options()
     normal = [_normalize(parse_override(text), groups) for text in overrides]
-    for group in FOREIGN:
+    for group in USER_CLASS_GROUPS:
         normal = _rename_arguments(group, normal, compose)
     keys = {override.key for override in normal}
     search = [o.key for o in normal if o.key == "experiment" and o.value == "search"]
@@ -94,7 +94,7 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
 
 
 def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliOverride:
-    key, value = ALIASES.get(override.key, override.key), override.value.strip()
+    key, value = GROUP_ALIASES.get(override.key, override.key), override.value.strip()
     if key in LIST_KEYS and value.isidentifier():  # a single name needs no brackets
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
@@ -138,7 +138,9 @@ def _is_argument(override: CliOverride, group: str) -> bool:
 def with_argument_keys(keys: set[str]) -> set[str]:
     """Return the keys, and those under which `+model.width` is recorded for a user's class."""
     pairs = [key.partition(".") for key in keys]
-    return keys | {f"{group}.arguments.{name}" for group, _, name in pairs if group in FOREIGN}
+    return keys | {
+        f"{group}.arguments.{name}" for group, _, name in pairs if group in USER_CLASS_GROUPS
+    }
 
 
 def sweep_overrides(overrides: Sequence[str]) -> list[Override]:

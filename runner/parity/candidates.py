@@ -23,7 +23,7 @@ def without_techniques(config: RunConfig) -> RunConfig:
     return config
 
 
-def only(config: RunConfig, names: Collection[str]) -> RunConfig:
+def keep_techniques(config: RunConfig, names: Collection[str]) -> RunConfig:
     """Return the config with only these techniques enabled."""
     config = deepcopy(config)
     for name, technique in config.optimization.techniques():
@@ -34,7 +34,7 @@ def only(config: RunConfig, names: Collection[str]) -> RunConfig:
     return config
 
 
-def quiet(config: RunConfig) -> RunConfig:
+def without_side_effects(config: RunConfig) -> RunConfig:
     """Return the config with progress, checkpoints and debug tools off."""
     config = deepcopy(config)
     config.monitoring.progress = config.checkpoint.enabled = False

@@ -64,7 +64,7 @@ DATA_SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     ("T4", {"fp16": 65 * T, "fp32": 8.1 * T}, "NVIDIA T4"),
     ("MI300X", {"16 bits": 1307 * T, "fp32": 163.4 * T}, "AMD Instinct MI300X"),
 )
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> PeakFlops | None:
@@ -73,7 +73,7 @@ def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak
     On a CPU it is measured once per dtype and number of threads, in about a second; the result is
     unreliable on a busy machine.
     """
-    name = NAMES.get(dtype)
+    name = DTYPE_NAMES.get(dtype)
     if name is None:
         return None
     if device.kind == "cpu":
@@ -100,4 +100,4 @@ def _measure_peak(dtype: torch.dtype, threads: int) -> PeakFlops:
         seconds = min(repeat(partial(torch.mm, a, a), number=1, repeat=REPEATS + 1))
         rate = max(rate, 2 * size**3 / seconds)
     source = f"measured here: products of up to {size}×{size}, {threads} threads"
-    return PeakFlops(rate, NAMES[dtype], source)
+    return PeakFlops(rate, DTYPE_NAMES[dtype], source)

@@ -22,8 +22,8 @@ from runner.errors import RunnerError
 from runner.parity.candidates import (
     copy_components,
     open_run,
-    quiet,
     with_micro_batch,
+    without_side_effects,
     without_techniques,
 )
 from runner.parity.distance import (
@@ -70,7 +70,11 @@ class PlainRuns:
     """The baseline's steps and their errors by precision; measured once for many candidates."""
 
     def __init__(self, baseline: RunConfig, steps: int | None, given: Components | None) -> None:
-        self.baseline, self.requested_steps, self.given = quiet(baseline), steps, given
+        self.baseline, self.requested_steps, self.given = (
+            without_side_effects(baseline),
+            steps,
+            given,
+        )
         self.clip_norm: float | None = None  # replaces a limit that no gradient reaches
         self._records: dict[tuple[bool, int | None], PlainRecord] = {}
         self._randomness: dict[bool, bool] = {}

@@ -15,12 +15,12 @@ from torch import nn
 
 from runner.build import Components
 from runner.config import RunConfig
-from runner.data.batch import largest_part
+from runner.data.batch import largest_slice
 from runner.parity.candidates import (
     eager_random_numbers,
-    only,
-    quiet,
+    keep_techniques,
     with_micro_batch,
+    without_side_effects,
     without_techniques,
 )
 from runner.parity.distance import (
@@ -105,7 +105,7 @@ class ParityReference:
         if result.verdict is not Agreement.explained or full_precision in ([], result.techniques):
             return result
         # faults smaller than 16-bit rounding only show without it
-        precise = self._judge(only(config, full_precision))
+        precise = self._judge(keep_techniques(config, full_precision))
         if precise.verdict is not Agreement.fail:
             note = f"passes in {precise.precision}, too"
             return replace(result, notes=[*result.notes, note], not_judged=precise.not_judged)
@@ -158,7 +158,7 @@ class ParityReference:
     ) -> Parity:
         """Judge all random numbers together, by statistics of their effect on one step."""
         base_gradients = self.plain.record(dropout_off, micro_batch).truth.steps[0].gradients
-        with self.plain.open_run(quiet(config), choices=self.choices) as run:
+        with self.plain.open_run(without_side_effects(config), choices=self.choices) as run:
             candidate_draws = repeat_draws(run, self.plain.window, base_gradients)
         with self.plain.open_run(with_micro_batch(self.baseline, micro_batch)) as run:
             baseline_draws = repeat_draws(run, self.plain.window, base_gradients)
@@ -179,7 +179,7 @@ class ParityReference:
         _ = self.plain.trajectory  # measured first
         with (
             eager_random_numbers(),
-            self.plain.open_run(quiet(config), dropout_off, self.choices) as run,
+            self.plain.open_run(without_side_effects(config), dropout_off, self.choices) as run,
         ):
             batch_norm = nn.modules.batchnorm._BatchNorm
             return _CandidateRun(
@@ -195,7 +195,7 @@ class ParityReference:
         """Whether the candidate's micro-batch size differs from the baseline's."""
         training = self.baseline.training
         limit = training.micro_batch or training.batch_size
-        return candidate.micro_batch != largest_part(training.batch_size, limit)
+        return candidate.micro_batch != largest_slice(training.batch_size, limit)
 
     # -- comparing -----------------------------------------------------------------------------
 
@@ -356,13 +356,18 @@ def _find_culprits(reference: ParityReference, config: RunConfig, result: Parity
     names = result.techniques
     if len(names) == 1:
         return replace(result, culprits=names)
-    verdicts = {name: reference.judge_once(only(config, [name])).verdict for name in names}
+    verdicts = {
+        name: reference.judge_once(keep_techniques(config, [name])).verdict for name in names
+    }
     culprits = [name for name, verdict in verdicts.items() if verdict is Agreement.fail]
     if not culprits:
         culprits = list(names)
         for name in names:
             rest = [n for n in culprits if n != name]
-            if rest and reference.judge_once(only(config, rest)).verdict is Agreement.fail:
+            if (
+                rest
+                and reference.judge_once(keep_techniques(config, rest)).verdict is Agreement.fail
+            ):
                 culprits = rest
     alone = {name: verdict.value for name, verdict in verdicts.items()}
     return replace(result, culprits=culprits, alone=alone)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.data.batch import Batch, call, count, rows
+from runner.data.batch import Batch, call_model, batch_size_of, slice_rows
 from runner.models import modes
 from runner.parity.flops import call_flops
 from runner.parity.numerics import perturb_weights, to_fp64
@@ -349,11 +349,11 @@ def affordable_steps(run: Run) -> int:
 def step_flops(run: Run) -> float:
     """Return FLOPs of forward and backward of a batch; backward counts twice the forward."""
     inputs, target = run.train.at(run.progress.step)
-    sample = rows(inputs, slice(0, 1))
+    sample = slice_rows(inputs, slice(0, 1))
     forward_flops = 0
     # fails for a model with a fixed batch size
     with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         with modes.evaluation_mode(run.model):  # keeps statistics, allows a single sample
-            forward_flops = call_flops(lambda: call(run.forward, sample), grad=False)
+            forward_flops = call_flops(lambda: call_model(run.forward, sample), grad=False)
     weights = sum(parameter.numel() for parameter in run.model.parameters())
-    return 3.0 * count(target) * max(forward_flops, 2 * weights)
+    return 3.0 * batch_size_of(target) * max(forward_flops, 2 * weights)

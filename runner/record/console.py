@@ -18,9 +18,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.record.history import normalize_message
-from runner.record.storage import for_owners
+from runner.record.storage import safe_opener
 from runner.record.text import CONTROL, escape_control_chars, escape_lines
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
@@ -92,7 +92,7 @@ def console() -> EscapingConsole:
     return _console_for(stream)  # a new one if stderr was replaced
 
 
-def takes_live_display(screen: EscapingConsole) -> bool:
+def supports_live_display(screen: EscapingConsole) -> bool:
     """Whether it is a terminal that can redraw lines; a notebook's `!` command is not."""
     return screen.is_terminal and not screen.is_dumb_terminal and NOTEBOOK_ENV not in os.environ
 
@@ -188,11 +188,11 @@ def _message(record: logging.LogRecord) -> str:
         message = f"{record.msg!r} (its arguments do not fit: {error})"
     if record.name == "py.warnings":
         message = message.strip().partition("\n")[0]  # the second line only quotes the source
-    return escape_control_chars(masked(message))
+    return escape_control_chars(mask_secrets(message))
 
 
 def _prefix_lines(text: str) -> str:
-    return "\n".join(f"  | {escape_control_chars(line)}" for line in masked(text).split("\n"))
+    return "\n".join(f"  | {escape_control_chars(line)}" for line in mask_secrets(text).split("\n"))
 
 
 class _RepeatedWarningFilter(logging.Filter):
@@ -239,7 +239,7 @@ class _FileLog(logging.StreamHandler[TextIO]):
         if path.is_symlink():
             raise OSError(f"{path} is a link")
         super().__init__(
-            open(path, "a", encoding="utf-8", errors="backslashreplace", opener=for_owners)
+            open(path, "a", encoding="utf-8", errors="backslashreplace", opener=safe_opener)
         )
         self.addFilter(_RepeatedWarningFilter())
         self.setFormatter(logging.Formatter(FILE_FORMAT, "%Y-%m-%dT%H:%M:%S"))

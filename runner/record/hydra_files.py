@@ -17,7 +17,7 @@ from runner.record.storage import read_record
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 FOLDER = ".hydra"
 RESUMED = ".hydra-resumed"  # Hydra's folder of a resumed run until training continues
-NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+YAML_VALUE_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Exceptions that PyYAML raises for a value that does not fit its tag."""
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
 MAX_DEPTH = 50  # nesting depth; ours is six
@@ -31,7 +31,7 @@ HPARAM_COLUMNS = [
     *("stability.clip_norm", "training.micro_batch"),
 ]
 """Config keys that always have an HParams column; the full config is in the Text tab."""
-NOT_OF_THE_RUN = ("checkpoint", "hydra", "job", "monitoring", "name", "security", "sweep")
+NON_HPARAM_GROUPS = ("checkpoint", "hydra", "job", "monitoring", "name", "security", "sweep")
 
 
 def read_overrides(folder: Path) -> list[str]:
@@ -60,7 +60,7 @@ def read_yaml(path: Path) -> Any:
         data = read_record(path, MAX_YAML_BYTES)
         check_events(data)
         return yaml.load(data, YAML_LOADER)  # noqa: S506  # a SafeLoader
-    except (OSError, yaml.YAMLError, *NO_VALUE) as error:
+    except (OSError, yaml.YAMLError, *YAML_VALUE_ERRORS) as error:
         raise StorageError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
 
@@ -121,7 +121,7 @@ def hparam_columns(
     `settings` is the flat config. A key that is not in it is a config group, such as
     `optimization`, with the value in `overrides`. Keys without a scalar value have no column.
     """
-    override_keys = [key for key in overrides if key.partition(".")[0] not in NOT_OF_THE_RUN]
+    override_keys = [key for key in overrides if key.partition(".")[0] not in NON_HPARAM_GROUPS]
     values = {
         key: settings.get(key, overrides.get(key)) for key in (*HPARAM_COLUMNS, *override_keys)
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.errors import CheckpointError, StorageError
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.record.text import json_safe
 
 log = logging.getLogger("runner")
@@ -27,7 +27,7 @@ NO_FSYNC_ERRORS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
 NO_LINK = os.O_NOFOLLOW
 NO_WAIT = os.O_NONBLOCK  # for pipes; no effect on files
 MAX_RECORD_BYTES = 2**28  # bytes of a record that is read at once; ours have thousands
-OLD = ".old-"  # prefix of a folder's name while it is replaced
+OLD_PREFIX = ".old-"  # prefix of a folder's name while it is replaced
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RetryingAppender:
 
 def write_file(path: Path, write_contents: Callable[[HashedFile], None]) -> FileDigest:
     """Write a new file durably; `write_contents` fills it. Raises OSError."""
-    with open(path, "xb", buffering=1 << 20, opener=for_owners) as file:
+    with open(path, "xb", buffering=1 << 20, opener=safe_opener) as file:
         hashed = HashedFile(file)
         try:
             write_contents(hashed)
@@ -160,7 +160,7 @@ def write_file(path: Path, write_contents: Callable[[HashedFile], None]) -> File
     return hashed.digest
 
 
-def for_owners(path: str, flags: int) -> int:
+def safe_opener(path: str, flags: int) -> int:
     """Open a file never world-writable, and never through a symlink; for `open(opener=…)`."""
     if os.path.islink(path):
         os.unlink(path)
@@ -190,10 +190,10 @@ def replace_text(path: Path, text: str) -> None:
     their names. A leftover temporary file is removed. On OSError the old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    data = masked(text).encode("utf-8", "backslashreplace")
+    data = mask_secrets(text).encode("utf-8", "backslashreplace")
     try:
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb", opener=for_owners) as file:
+        with open(temporary, "xb", opener=safe_opener) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # else a power failure can leave an empty file
@@ -269,12 +269,12 @@ def make_folder(folder: Path) -> None:
         sync_folder(created.parent)
 
 
-def write_folder(temporary: Path, final: Path) -> None:
+def replace_folder(temporary: Path, final: Path) -> None:
     """Rename a finished folder to its final name, replacing an existing one.
 
     After a crash the old folder may be left as `.old-<name>`, which `recover` restores.
     """
-    old = final.parent / (OLD + final.name)
+    old = final.parent / (OLD_PREFIX + final.name)
     replaces = final.exists()
     if replaces:
         shutil.rmtree(old, ignore_errors=True)
@@ -290,10 +290,10 @@ def write_folder(temporary: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def recover(folder: Path) -> None:
+def recover_folders(folder: Path) -> None:
     """Complete or undo a `write_folder` that a crash interrupted."""
-    for old in folder.glob(OLD + "*"):
-        final = folder / old.name.removeprefix(OLD)
+    for old in folder.glob(OLD_PREFIX + "*"):
+        final = folder / old.name.removeprefix(OLD_PREFIX)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:

@@ -24,7 +24,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.record.hydra_files import Scalar
 from runner.record.storage import RetryingAppender
 
@@ -184,7 +184,7 @@ def stored_tag(tag: str) -> str:
 
 def _clean(text: str) -> str:
     """Return text that protobuf accepts, without lone surrogates and secrets."""
-    return masked(text).encode("utf-8", "replace").decode()
+    return mask_secrets(text).encode("utf-8", "replace").decode()
 
 
 def _checksum(data: bytes) -> bytes:

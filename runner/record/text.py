@@ -18,7 +18,7 @@ from types import FrameType, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from runner.errors import RunnerError
-from runner.masking import masked
+from runner.masking import mask_secrets
 
 T = TypeVar("T")
 _types = cache(get_type_hints)  # cached, since a comparison reads hundreds of records
@@ -117,13 +117,13 @@ def json_safe(value: Any, nonfinite: Callable[[float], Any] = lambda number: Non
     NaN and Inf become `nonfinite(number)`: null by default, their names with `str`.
     """
     if isinstance(value, dict):
-        return {masked(str(key)): json_safe(item, nonfinite) for key, item in value.items()}
+        return {mask_secrets(str(key)): json_safe(item, nonfinite) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(item, nonfinite) for item in value]
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
-        return masked(value)
+        return mask_secrets(value)
     return nonfinite(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -29,7 +29,7 @@ def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
     try:
         step, _ = make_step(run, batch)
     except Exception as error:
-        attempt.error = error_line(error)
+        attempt.error = one_line_error(error)
     else:
         attempt.loss, attempt.grad_norm = float(step.loss), float(step.grad_norm)
         skipped = bool(step.skipped)  # buffers were then restored too
@@ -59,7 +59,7 @@ def has_same_numbers(attempt: Attempt, capture: Capture) -> bool:
     return all(_is_close(now, then) for now, then in pairs)
 
 
-def error_line(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """Return the error's type and the first line of its message."""
     first = next(iter(str(error).strip().splitlines()), "")
     return shorten(f"{type(error).__name__}: {first}".rstrip(": "), 300)

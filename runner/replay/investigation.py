@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.captures.manifest import captures
+from runner.captures.manifest import list_captures
 from runner.captures.reader import Capture
 from runner.config import RunConfig
 from runner.data.batch import Batch
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.replay.attempt import has_same_numbers, is_spike
 from runner.replay.findings import (
     Attempt,
@@ -25,7 +25,7 @@ from runner.replay.findings import (
     StepPhase,
     largest_weight,
 )
-from runner.replay.reopen import config_of, reopened
+from runner.replay.reopen import config_of, reopen_run
 from runner.replay.spike import explain_spike
 from runner.replay.trace import find_bad_weights, trace_compiled, trace_step
 from runner.training.run import Run
@@ -126,7 +126,10 @@ class Investigation:
 
     def _has_bad_weights(self) -> bool:
         """Whether weights were non-finite before the step, so that an earlier step is at fault."""
-        with reopened(self.capture, trusted=self.trusted, without=COMPILING_TECHNIQUES) as (run, _):
+        with reopen_run(self.capture, trusted=self.trusted, without=COMPILING_TECHNIQUES) as (
+            run,
+            _,
+        ):
             return find_bad_weights(run.model) is not None
 
     def _trace(self, blame: Blame | None) -> tuple[Cause, str, list[str]]:
@@ -135,7 +138,7 @@ class Investigation:
         for without in self._sets_to_disable(blame):
             # uncompiled first, since operations in compiled code cannot be traced
             off = {*without, *(name for name in self.techniques if name in COMPILING_TECHNIQUES)}
-            with reopened(self.capture, trusted=self.trusted, without=off) as (run, batch):
+            with reopen_run(self.capture, trusted=self.trusted, without=off) as (run, batch):
                 log.info("replay: checking every operation of the step")
                 if is_spike(self.capture):
                     cause = explain_spike(run, batch, self._healthy_batch(run))
@@ -176,7 +179,9 @@ class Investigation:
             run.train.close()
 
     def _write_script(self, replay: Replay, without: Sequence[str]) -> None:
-        finding = "" if replay.found.phase is StepPhase.nowhere else masked(replay.found.cause)
+        finding = (
+            "" if replay.found.phase is StepPhase.nowhere else mask_secrets(replay.found.cause)
+        )
         try:
             capture = Path(replay.capture)
             path = write_script(self.folder, capture, finding, self.trusted, without)
@@ -212,7 +217,9 @@ def advice(replay: Replay) -> list[str]:
         reason = f"could not be repeated: {failed}" if failed else "was good this time"
         return [f"The step {reason}. Machine, versions or random numbers differ."]
     capture = Path(replay.capture)
-    siblings = [p for p in captures(capture.parent.parent.parent) if p.parent == capture.parent]
+    siblings = [
+        p for p in list_captures(capture.parent.parent.parent) if p.parent == capture.parent
+    ]
     if cause.phase is StepPhase.weights and siblings and siblings[0].name < capture.name:
         number = int(siblings[0].name.removeprefix("step_"))
         steps.append(f"Step {number} of this run was captured earlier: replay.path={siblings[0]}")

@@ -37,7 +37,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
     lines = [
         ("step", f"{replay.step} of {replay.run} ({replay.kind.replace('_', ' ')})"),
         ("recorded", replay.message if replay.kind == "exception" else numbers),
-        ("reproduced", reproduced(replay)),
+        ("reproduced", describe_reproduction(replay)),
         ("where", cause.cause or "not found"),
         ("module", f"{cause.module or 'the model itself'} ({cause.kind})" if cause.kind else ""),
         ("weights", cause.grown),
@@ -54,7 +54,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
     return [line for line in lines if line[1]]
 
 
-def screen(replay: Replay) -> RenderableType:
+def terminal_report(replay: Replay) -> RenderableType:
     """Return the report for a terminal, without tables; names are escaped."""
     cause = "bold red" if replay.reproduced else ""
     about = facts_table(((*row, cause if row[0] == "where" else "") for row in facts(replay)), 11)
@@ -92,7 +92,7 @@ def markdown(replay: Replay) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def reproduced(replay: Replay) -> str:
+def describe_reproduction(replay: Replay) -> str:
     """State whether the step is bad again, and its numbers."""
     attempt = replay.attempt
     if attempt.failed:

@@ -19,15 +19,15 @@ from runner.captures.reader import Capture, open_capture
 from runner.captures.run_captures import random_state
 from runner.captures.writer import write_capture
 from runner.checkpoint.snapshot import Copier
-from runner.composing import from_plain
+from runner.composing import config_from_plain
 from runner.config import RunConfig
 from runner.data.batch import Batch
-from runner.data.loader import mover
+from runner.data.loader import make_batch_mover
 from runner.errors import CheckpointError, UsageError
-from runner.parity.candidates import only, quiet
+from runner.parity.candidates import keep_techniques, without_side_effects
 from runner.training.evaluation import evaluate
 from runner.training.hook import Hook, Step, Verdict
-from runner.training.resume import load_weights, set_random
+from runner.training.resume import load_weights, restore_random_state
 from runner.training.run import Progress, Run
 from runner.training.step import make_step
 
@@ -51,11 +51,11 @@ class _SkipSteps(Hook):
 
 def config_of(capture: Capture, trusted: Sequence[str] = ()) -> RunConfig:
     """Return the config of the captured run; `trusted` is never taken from the capture."""
-    return from_plain(capture.manifest.config, trusted)
+    return config_from_plain(capture.manifest.config, trusted)
 
 
 @contextmanager
-def reopened(
+def reopen_run(
     capture: Capture,
     *,
     without: Collection[str] = (),
@@ -81,7 +81,7 @@ def reopened(
     if without:
         names = {name for name, technique in config.optimization.techniques() if technique.enabled}
         names |= {target.rpartition(".")[2] for target in config.optimization.extra}
-        config = only(config, names - set(without))
+        config = keep_techniques(config, names - set(without))
     with _build_run(capture, config, components) as run:
         _load_state(run, capture)
         yield run, _move_batch(run, capture.batch)
@@ -106,7 +106,7 @@ def _build_run(
     capture: Capture, config: RunConfig, components: Components | None
 ) -> AbstractContextManager[Run]:
     """Build the run with its recorded choices, without output or initial weights."""
-    config = quiet(config)
+    config = without_side_effects(config)
     config.checkpoint.resume = "none"
     config.model.weights, config.model.weights_except = None, []  # the capture has its own
     choices = {"data.split": "random", **capture.manifest.choices}  # default of older captures
@@ -131,7 +131,7 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
         run.guardian.load(state["stability"], checkpoint.step)  # a lowered learning rate
         if run.inputs is not None and state.get("inputs") is not None:
             run.inputs.load(state["inputs"])  # which samples are excluded
-        set_random(state["random"])
+        restore_random_state(state["random"])
         if run.trials is not None:
             run.trials.enter(run, checkpoint.step + 1)
         _run_steps(run, capture)
@@ -171,7 +171,7 @@ def _load_state(run: Run, capture: Capture) -> None:
         if name in capture.buffers:
             buffer.copy_(capture.buffers[name])
     run.progress = Progress(**{**deepcopy(dict(capture.progress)), "step": capture.step - 1})
-    set_random(capture.random)
+    restore_random_state(capture.random)
     if run.trials is not None:
         run.trials.enter(run, capture.step)
 
@@ -181,7 +181,7 @@ def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Te
 
 
 def _move_batch(run: Run, batch: Batch) -> Batch:
-    move = mover(run.device.torch, pin=False, aside=False)
+    move = make_batch_mover(run.device.torch, pin=False, aside=False)
     for move_to in [*([move] if move else []), *run.placements]:
         batch = move_to(batch)
     return batch

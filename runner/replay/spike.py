@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.data.batch import Batch, call, count, rows
+from runner.data.batch import Batch, call_model, batch_size_of, slice_rows
 from runner.data.nested import tensors
 from runner.data.order import mix
 from runner.models import modes
@@ -89,7 +89,7 @@ def _blame_batch(batch: Batch, healthy: Batch, cause: Cause) -> bool:
             number = _two_digits(growth)
             cause.cause = f"the batch itself: {name} is {number} times as large as in another"
             cause.inputs = [tensor_stats(name, tensor)]
-            if tensor.ndim and len(tensor) == count(batch[1]) <= MAX_SAMPLES:
+            if tensor.ndim and len(tensor) == batch_size_of(batch[1]) <= MAX_SAMPLES:
                 cause.samples = _outliers(dict(enumerate(map(rms, tensor)))) or cause.samples
             return True
     return False
@@ -125,7 +125,7 @@ def _blame_model(
 
 def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
     """Return the loss per sample, from one forward; {} if it cannot be computed."""
-    samples, losses = count(batch[1]), dict[int, float]()
+    samples, losses = batch_size_of(batch[1]), dict[int, float]()
     if samples > MAX_SAMPLES:
         return {}
     run.device.reseed(mix(run.seed, run.progress.step + 1))
@@ -134,10 +134,10 @@ def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
         with torch.no_grad(), ExitStack() as stack, suppress(Exception):  # needs all samples
             for context in run.contexts:
                 stack.enter_context(context())
-            output = call(run.forward, batch[0])
+            output = call_model(run.forward, batch[0])
             for i in range(samples):
                 row = slice(i, i + 1)
-                losses[i] = float(run.objective(rows(output, row), rows(batch[1], row)))
+                losses[i] = float(run.objective(slice_rows(output, row), slice_rows(batch[1], row)))
     finally:
         run.update.abandon()
     complete = len(losses) == samples

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runner.data.batch import Batch, count
+from runner.data.batch import Batch, batch_size_of
 from runner.data.nested import named_leaves
 from runner.debug.source_line import location_in_trace, raising_line, read_source_line
-from runner.replay.attempt import error_line
+from runner.replay.attempt import one_line_error
 from runner.replay.findings import (
     Cause,
     StepPhase,
@@ -121,7 +121,7 @@ def _state_cause(phase: StepPhase, model: nn.Module, problem: str) -> Cause:
 def _exception_cause(error: Exception, tracer: Tracer) -> Cause:
     """Describe where an exception was raised."""
     frame = tracer.backward_frame if tracer.raised is None else tracer.raised[1]
-    text = error_line(error)
+    text = one_line_error(error)
     cause = Cause(StepPhase.exception, f"outside the model: {text}")
     if frame is not None:
         text += " in the backward" if tracer.raised is None else ""
@@ -179,7 +179,7 @@ def _event_cause(batch: Batch, event: NonFiniteEvent) -> Cause:
         phase = StepPhase.loss if frame is None else StepPhase.forward
         text = f"{owner} makes {made} of {event.source}"
     cause = Cause(phase, text, operation=event.operation, outputs=event.outputs)
-    if numbers.shape and numbers.shape[0] == count(batch[1]) > len(event.samples):
+    if numbers.shape and numbers.shape[0] == batch_size_of(batch[1]) > len(event.samples):
         cause.samples = event.samples
     if event.location is not None:
         cause.line = read_source_line(event.location)

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from runner.record.console import print_stdout, set_up_logging
-    from runner.report.comparison import relocate_folders, write
+    from runner.report.comparison import relocate_folders, write_comparison
     from runner.report.discover import compare_folders
     from runner.report.table import ComparisonScreen
 
@@ -83,7 +83,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     comparison = relocate_folders(compare_folders(folders), out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder")
-    written = write(comparison, out)
+    written = write_comparison(comparison, out)
     print_stdout(ComparisonScreen(comparison), crop=False)
     return 0 if written else 5
 

@@ -17,7 +17,7 @@ from runner.format import finite
 from runner.record.storage import read_record, replace_text
 from runner.record.text import json_safe
 from runner.report.naming import compares_speed
-from runner.security.paths import keep_within
+from runner.security.paths import check_links
 
 if TYPE_CHECKING:
     from runner.report.replicates import MeanEstimate
@@ -231,7 +231,7 @@ class Comparison:
         return names.pop() if len(names) == 1 else ""
 
 
-def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
+def compare_arms(result: BenchmarkResult, folder: Path | None) -> Comparison:
     """Return the comparison of a benchmark's arms; `folder` is the benchmark's, if any."""
     rows = [
         ComparisonRow(
@@ -310,7 +310,7 @@ def _replicates_entry(row: ComparisonRow, finished: set[str]) -> dict[str, Any] 
     }
 
 
-def write(comparison: Comparison, folder: Path) -> list[Path]:
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write comparison.json, .md and .html and the TensorBoard run `comparison`.
 
     Returns the paths that were written; an OSError is logged as a warning. Raises SecurityError if
@@ -319,7 +319,7 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
     from runner.report import page
 
     comparison = relocate_folders(comparison, folder)
-    keep_within(folder, TENSORBOARD_RUN)
+    check_links(folder, TENSORBOARD_RUN)
     writers: dict[str, Callable[[Path], None]] = {
         JSON_FILE: lambda path: replace_text(path, as_json(comparison)),
         MARKDOWN_FILE: lambda path: replace_text(path, page.render_markdown(comparison)),

@@ -9,7 +9,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from runner.format import finite
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.record.recorder import LONGEST_ROW, METRICS
 from runner.record.storage import open_regular
 from runner.report.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw_plot, join, tag
@@ -74,7 +74,7 @@ def draw_run_curves(folder: Path, monitor: str) -> str:
     curves = {name: x for name, x in read_curves(folder, names).items() if len(x) > 1}
     groups = [[name for name in curves if name in LOSSES], [x for x in curves if x not in LOSSES]]
     plots = [
-        [Series(masked(x), downsample_curve(curves[x]), int(x != LOSSES[0])) for x in group]
+        [Series(mask_secrets(x), downsample_curve(curves[x]), int(x != LOSSES[0])) for x in group]
         for group in groups
         if group
     ]

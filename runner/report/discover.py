@@ -15,7 +15,7 @@ from typing import Any
 from runner.benchmark.result import FILE as BENCHMARK_FILE
 from runner.benchmark.result import BenchmarkResult
 from runner.checkpoint.lock import is_locked
-from runner.data.config import LOADING
+from runner.data.config import LOADING_KEYS
 from runner.errors import StorageError, UsageError
 from runner.record.hydra_files import (
     OVERRIDES,
@@ -26,15 +26,15 @@ from runner.record.hydra_files import (
 from runner.report.comparison import (
     Comparison,
     ComparisonRow,
+    compare_arms,
     number_at,
-    of_benchmark,
     read_json,
     text_at,
 )
 from runner.report.naming import name_rows
 from runner.report.replicates import configuration_key, replicate_key
 from runner.report.search import read_search
-from runner.training.summary import FILE as SUMMARY_FILE
+from runner.training.summary import SUMMARY_FILE as SUMMARY_FILE
 from runner.training.summary import Summary
 
 SWEEP_FILE = "sweep.json"
@@ -66,7 +66,7 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
             raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
     first, *others = folders
     if (first / BENCHMARK_FILE).exists() and not others:
-        return of_benchmark(BenchmarkResult.read(first), first)
+        return compare_arms(BenchmarkResult.read(first), first)
     notes: list[str] = []
     if _is_sweep(first) and not others:
         root, kind, rows = first.absolute(), "sweep", list(_sweep_rows(first.absolute(), notes))
@@ -264,7 +264,8 @@ def _workload_key(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> st
     parts = {
         key: str(value)
         for key, value in sorted(settings.items())
-        if key.partition(".")[0] in ("data", "model") and key.removeprefix("data.") not in LOADING
+        if key.partition(".")[0] in ("data", "model")
+        and key.removeprefix("data.") not in LOADING_KEYS
     }
     return f"{device} {parts}"
 

@@ -283,7 +283,7 @@ def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
     about += f"Curves of arms with equal training overlap.{_describe_series(series)}"
     off_axis = [name for name, curve in curves.items() if any(loss > top for _, loss in curve)]
     if off_axis:
-        about += f" The axis fits the other curves; off the axis: {format.listed(off_axis)}."
+        about += f" The axis fits the other curves; off the axis: {format.join_names(off_axis)}."
     drawing = draw_series(visible, "step", "loss", curve_scales(visible, top))
     yield Figure("Training loss", about, [("", "", drawing)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from runner.data.config import LOADING
+from runner.data.config import LOADING_KEYS
 from runner.overrides.groups import without_arguments
 from runner.record.hydra_files import overrides_by_key
 
@@ -52,7 +52,7 @@ def compares_speed(rows: Iterable[Sequence[str]]) -> bool:
     varied = varied_keys([overrides_by_key(row) for row in rows])
     return not varied or any(
         key.partition(".")[0] in ("optimization", "device")
-        or (key.startswith("data.") and key.removeprefix("data.") in LOADING)
+        or (key.startswith("data.") and key.removeprefix("data.") in LOADING_KEYS)
         for key in varied
     )
 

@@ -116,7 +116,7 @@ def render_report(summary: Summary, folder: Path | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(summary: Summary, folder: Path) -> None:
+def write_report(summary: Summary, folder: Path) -> None:
     """Write `report.md` and its curves; an OSError is logged, not raised."""
     try:
         if drawing := draw_run_curves(folder, summary.monitor):
@@ -126,10 +126,10 @@ def write(summary: Summary, folder: Path) -> None:
         log.warning("no report.md: %s", error)
 
 
-def write_recorded(folder: Path) -> None:
+def write_recorded_report(folder: Path) -> None:
     """Write the report of a recorded summary; one that cannot be read is logged."""
     try:
-        write(Summary.read(folder), folder)
+        write_report(Summary.read(folder), folder)
     except StorageError as error:
         log.warning("no report.md: %s", error)
 

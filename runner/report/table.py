@@ -97,7 +97,7 @@ def _failure_lines(comparison: Comparison) -> Iterator[Text]:
         shared.setdefault((row.status, row.reason), []).append(row.name)
     for (status, reason), names in shared.items():
         reason = shorten(escape_control_chars(reason), MAX_REASON_LENGTH) or "no reason given"
-        subject, how = escape_control_chars(format.listed(names)), escape_control_chars(status)
+        subject, how = escape_control_chars(format.join_names(names)), escape_control_chars(status)
         yield Text.assemble((f"{subject} ", "bold"), (how, "red"), f": {reason}")
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.errors import UsageError
-from runner.masking import masked
-from runner.record.hydra_files import NOT_OF_THE_RUN, recorded_overrides
+from runner.masking import mask_secrets
+from runner.record.hydra_files import NON_HPARAM_GROUPS, recorded_overrides
 from runner.record.text import escape_control_chars
 from runner.report.comparison import TENSORBOARD_RUN
 from runner.report.naming import name_rows
@@ -106,7 +106,7 @@ def _label_runs(members: Sequence[Path]) -> dict[Path, str]:
     """Label the runs of an experiment by their differing overrides; "" for a single run."""
     runs = [run for run in members if run.name != TENSORBOARD_RUN]
     overrides = [
-        [text for text in recorded_overrides(run) if _config_group(text) not in NOT_OF_THE_RUN]
+        [text for text in recorded_overrides(run) if _config_group(text) not in NON_HPARAM_GROUPS]
         for run in runs
     ]
     is_single = len(members) == 1
@@ -122,5 +122,5 @@ def _config_group(override: str) -> str:
 
 
 def _file_name(name: str) -> str:
-    printable = escape_control_chars(masked(name)).replace("/", "_").strip(". ")
+    printable = escape_control_chars(mask_secrets(name)).replace("/", "_").strip(". ")
     return printable[:MAX_NAME_LENGTH] or "run"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from runner.benchmark.result import BenchmarkResult
-from runner.format import MOST_NAMES, interval, listed, metric, seconds, share, times
+from runner.format import MAX_NAMES, interval, join_names, metric, seconds, share, times
 from runner.report.comparison import BEST_KEY, Comparison, ComparisonRow
 from runner.report.naming import compares_speed
 from runner.report.search import SearchRecord, short_key
@@ -91,7 +91,7 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
         elif row.problems:
             yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
     if failed:
-        names = listed([f"{row.name} ({row.status})" for row in failed])
+        names = join_names([f"{row.name} ({row.status})" for row in failed])
         kind = "jobs" if benchmark is None else "arms"
         count = f"{len(failed)} of {len(comparison.rows)}"
         yield Sentence(f"{count} {kind} did not finish: {names}.", "warning")
@@ -120,7 +120,7 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
         return [f"Nothing could be compared with {reference}."]
     same_work = [row for row in measured if not row.other_work]
     others = [_describe_other_work(row, reference) for row in measured if row.other_work][
-        :MOST_NAMES
+        :MAX_NAMES
     ]
     faster = [row for row in same_work if _claim(row) == "faster"]
     other_sentences = [*_describe_slower_arms(benchmark, same_work, reference), *others]
@@ -141,7 +141,7 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
         numbers = f"with the same numbers {_exactness(chosen)}"
     text = f"{chosen.name} is {_speed_phrase(chosen, reference)}, {numbers}{caveat}"
     if ties:
-        text += f"; {listed(ties)} {_is_or_are(ties)} not measurably faster than {chosen.name}"
+        text += f"; {join_names(ties)} {_is_or_are(ties)} not measurably faster than {chosen.name}"
     return [f"{text}.", *other_sentences]
 
 
@@ -172,7 +172,7 @@ def _describe_other_work(row: ComparisonRow, reference: str) -> str:
     numbers = "its numbers not compared"
     if row.parity:
         numbers = f"its numbers match its own plain run {_exactness(row)}"
-    other = f"another {listed(row.other_work)}"
+    other = f"another {join_names(row.other_work)}"
     return f"{row.name} does different work from {reference} ({other}): {speed}, {numbers}."
 
 
@@ -186,12 +186,12 @@ def _is_faster(row: ComparisonRow, other: ComparisonRow) -> bool:
 def _describe_slower_arms(
     benchmark: BenchmarkResult, rows: list[ComparisonRow], reference: str
 ) -> Iterator[str]:
-    for row in [row for row in rows if _claim(row) == "slower"][:MOST_NAMES]:
+    for row in [row for row in rows if _claim(row) == "slower"][:MAX_NAMES]:
         yield f"{row.name} is slower, {_speed_phrase(row, reference)}."
     if same := [row.name for row in rows if _claim(row) == "same"]:
-        yield f"{listed(same)} {'makes' if len(same) == 1 else 'make'} no difference."
+        yield f"{join_names(same)} {'makes' if len(same) == 1 else 'make'} no difference."
     if unknown := [row.name for row in rows if not _claim(row)]:
-        subject = f"Whether {listed(unknown)} {_is_or_are(unknown)} faster or slower"
+        subject = f"Whether {join_names(unknown)} {_is_or_are(unknown)} faster or slower"
         yield f"{subject} is not known ({describe_unclaimed(benchmark)})."
 
 
@@ -234,14 +234,14 @@ def _describe_fastest_pairs(
         return []
     faster = [row for row in paired if _paired_verdict(row) == "faster"]
     replicates = list(dict.fromkeys(row.averaged_over for row in faster or paired))
-    over = f"over {listed(replicates)}, in pairs"
+    over = f"over {join_names(replicates)}, in pairs"
     if not faster:
         text = f"No configuration processed samples measurably faster than {reference} {over}."
         return [text] if speed_varies else []
     first = max(faster, key=lambda row: row.speedup or 0.0)
     others = [row.name for row in faster if row is not first]
     text = f"{first.name} processed samples {_speed_phrase(first, reference)} {over}"
-    return [text + (f"; faster, too: {listed(others)}." if others else ".")]
+    return [text + (f"; faster, too: {join_names(others)}." if others else ".")]
 
 
 def _describe_best(comparison: Comparison) -> list[str]:
@@ -253,16 +253,16 @@ def _describe_best(comparison: Comparison) -> list[str]:
     data = list(dict.fromkeys(row.judged_on for row in rows if row.judged_on))
     metrics = list(dict.fromkeys(row.monitor for row in rows))
     if len(data) > 1:
-        return [f"Judged on different data ({listed(data)}), so {NOT_COMPARED}"]
+        return [f"Judged on different data ({join_names(data)}), so {NOT_COMPARED}"]
     if len(metrics) > 1:
-        return [f"Judged by different metrics ({listed(metrics)}), so {NOT_COMPARED}"]
+        return [f"Judged by different metrics ({join_names(metrics)}), so {NOT_COMPARED}"]
     if len(rows) < 2:
         return []
     if comparison.has_replicates:
         return _describe_best_replicates(metrics[0], comparison.by_configuration)
     values = sorted({row.best or 0.0 for row in rows})
     extremes = [
-        f"{metric(extreme)} ({listed([row.name for row in rows if row.best == extreme])})"
+        f"{metric(extreme)} ({join_names([row.name for row in rows if row.best == extreme])})"
         for extreme in (values[0], values[-1])
     ]
     text = (
@@ -289,7 +289,7 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
         texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
     over = " and ".join(dict.fromkeys(x.averaged_over for x in grouped.rows if x.name in estimates))
     single = [row.name for row in grouped.rows if row.finished and row.name not in estimates]
-    single_note = [f"With one run, and so not compared: {listed(single)}."] if single else []
+    single_note = [f"With one run, and so not compared: {join_names(single)}."] if single else []
     if len(texts) == 1:
         return [f"Best {monitor} over {over}: {texts[0]}.", *single_note]
     low, high = ordered[0][1], ordered[-1][1]
@@ -308,9 +308,9 @@ def _describe_fastest(rows: list[ComparisonRow], reference: str, speed_varies: b
     fastest_names = [
         row.name for row in rows if (row.speedup or 0.0) >= fastest * (1 - EQUAL_SPEED_TOLERANCE)
     ]
-    text = f"{listed(fastest_names)} processed samples {times(fastest)} as fast as {reference}"
+    text = f"{join_names(fastest_names)} processed samples {times(fastest)} as fast as {reference}"
     if reference in fastest_names:
-        text = f"{listed(fastest_names)} processed samples fastest"
+        text = f"{join_names(fastest_names)} processed samples fastest"
     if len(fastest_names) == len(rows):
         if not speed_varies:
             return []

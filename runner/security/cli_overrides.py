@@ -62,7 +62,7 @@ class CliOverrides:
         return key in self.values
 
 
-def read_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
+def parse_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
     """Parse the typed overrides; `conf` is the folder of our own configs.
 
     Raises SecurityError for overrides that are never allowed. An override that cannot be parsed is
@@ -137,7 +137,9 @@ def _check_hydra_key(override: Override) -> None:
                 raise SecurityError(f"{leaf_key}: {leaf} is refused: interpolation is not allowed")
 
 
-def check_folders(flags: dict[str, str | None], cli: CliOverrides, conf: Path) -> dict[str, str]:
+def resolve_config_folders(
+    flags: dict[str, str | None], cli: CliOverrides, conf: Path
+) -> dict[str, str]:
     """Return the folders of Hydra's flags as absolute paths; under strict only ours pass."""
     folders = {flag: text for flag, text in flags.items() if text is not None}
     for flag, text in folders.items():
@@ -186,7 +188,7 @@ def _count_values(override: Override) -> int:
     return ceil(count - 1e-9)
 
 
-def security_of_overrides(overrides: Sequence[str]) -> SecurityConfig:
+def parse_security_overrides(overrides: Sequence[str]) -> SecurityConfig:
     """Return the security settings in these overrides."""
     parsed = (parse_override(text) for text in overrides if "security" in text)
     return _read_security([override for override in parsed if override is not None])

@@ -29,7 +29,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from yaml.composer import ComposerError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
-from runner.record.hydra_files import NO_VALUE, check_events
+from runner.record.hydra_files import YAML_VALUE_ERRORS, check_events
 from runner.security import secrets
 from runner.security.cli_overrides import (
     CLI_HYDRA_KEYS,
@@ -42,7 +42,7 @@ from runner.security.cli_overrides import (
     parse_override,
 )
 from runner.security.config import NAME, SecurityConfig, SecurityLevel
-from runner.security.paths import check_below, check_place
+from runner.security.paths import check_output_path, check_subfolder
 
 MAX_CONFIG_CHARS = 1 << 16
 MAX_INTERPOLATIONS = 5_000  # interpolations resolved per config
@@ -53,7 +53,7 @@ RESUME_KEYS = ("checkpoint.resume", "sweep.resume", "replay.path")
 
 
 @dataclass
-class ConfigFiles:
+class ConfigFileChecker:
     """Checks of Hydra's config files; those in `builtin_folders` are not checked."""
 
     builtin_folders: Sequence[Path]
@@ -79,14 +79,14 @@ class ConfigFiles:
 
         def load_configuration(loader: Any, *args: Any, **kwargs: Any) -> DictConfig:
             self.foreign_files.clear()
-            restart_reference_count()
+            reset_interpolation_counters()
             try:
                 config: DictConfig = original_compose(loader, *args, **kwargs)
             except (RunnerError, HydraException, OmegaConfBaseException, YAMLError):
                 raise
             except Exception as error:  # Hydra assumes that its own config node is intact
                 raise self._composition_error(error) from error
-            check_level(config, self.cli.security)
+            check_security_group(config, self.cli.security)
             check_sweep_parameters(config)
             check_resume_paths(config, self.cli)
             return config
@@ -107,15 +107,17 @@ class ConfigFiles:
     def check_folders(self, config: DictConfig, sweeps: bool) -> None:
         """Raise SecurityError if a Hydra folder lies outside the output roots and was not typed."""
         keys = ["hydra.sweep.dir", "hydra.sweep.subdir"] if sweeps else ["hydra.run.dir"]
-        output_folder, *subfolders = (secrets.place(config, key) for key in keys)
+        output_folder, *subfolders = (secrets.read_path(config, key) for key in keys)
         if self.cli.strict or not self.cli.has(keys[0]):
-            check_place(keys[0], output_folder, self.continued, self.cli.strict)
+            check_output_path(keys[0], output_folder, self.continued, self.cli.strict)
         for subfolder in subfolders:
-            check_below(keys[1], str(subfolder), output_folder)
+            check_subfolder(keys[1], str(subfolder), output_folder)
         if OmegaConf.select(config, "hydra.output_subdir") is not None:
-            subfolder = secrets.place(config, "hydra.output_subdir")
-            check_below("hydra.output_subdir", str(subfolder), output_folder.joinpath(*subfolders))
-        name = str(secrets.place(config, "hydra.job.name"))
+            subfolder = secrets.read_path(config, "hydra.output_subdir")
+            check_subfolder(
+                "hydra.output_subdir", str(subfolder), output_folder.joinpath(*subfolders)
+            )
+        name = str(secrets.read_path(config, "hydra.job.name"))
         if not NAME.fullmatch(name.replace("-", "_")):
             raise SecurityError(
                 f"hydra.job.name: {name!r} is refused: it becomes part of a file name"
@@ -184,7 +186,7 @@ def check_foreign_file(path: str, group: str, package: str, config: Any) -> None
             )
 
 
-def check_level(config: DictConfig, cli_security: SecurityConfig) -> None:
+def check_security_group(config: DictConfig, cli_security: SecurityConfig) -> None:
     """Raise SecurityError if the `security` group allows more than was typed."""
     if "security" not in config:
         return
@@ -235,7 +237,7 @@ def check_resume_paths(config: DictConfig, cli: CliOverrides) -> None:
         except OmegaConfBaseException:  # reported when the config is made
             continue
         if value not in (None, "", "None", "none", "auto") and not cli.has(key):
-            check_place(key, value)
+            check_output_path(key, value)
 
 
 def _read_text(path: str) -> str:
@@ -269,7 +271,7 @@ def _parse_yaml(path: str, text: str) -> Any:
         raise ConfigError(path, reason, "fix that file") from error
     except OmegaConfBaseException:  # some are a ValueError too
         raise
-    except NO_VALUE as error:  # e.g. `0x_`, which YAML resolves as a number
+    except YAML_VALUE_ERRORS as error:  # e.g. `0x_`, which YAML resolves as a number
         raise ConfigError(path, f"has a value that cannot be read: {error}", "fix it") from error
     except OSError as error:  # a number or a boolean
         raise ConfigError(path, "is not a mapping", "write settings as key: value") from error
@@ -281,12 +283,12 @@ class _InterpolationCounters:
     count = chars = 0
 
 
-def restart_reference_count() -> None:
+def reset_interpolation_counters() -> None:
     """Reset the interpolation counters before a config is resolved."""
     _InterpolationCounters.count = _InterpolationCounters.chars = 0
 
 
-def bound_references() -> None:
+def limit_interpolations() -> None:
     """Limit how many interpolations OmegaConf resolves: ten lines can make 10**10 values."""
     original: Any = Container._resolve_interpolation_from_parse_tree
     if getattr(original, "bounded", False):

@@ -31,7 +31,7 @@ def import_transformers(key: str) -> Any:
 
 
 @contextmanager
-def silenced(transformers: Any) -> Iterator[None]:
+def silence_transformers(transformers: Any) -> Iterator[None]:
     """Suppress its progress bars and loading report."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -45,7 +45,7 @@ def silenced(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_from(folder: Path, key: str, loader: Callable[..., T], **options: Any) -> T:
+def load_pretrained(folder: Path, key: str, loader: Callable[..., T], **options: Any) -> T:
     """Call a `from_pretrained` of transformers on the folder, without remote code.
 
     Raises ConfigError with the first line of the error.

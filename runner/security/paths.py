@@ -36,7 +36,7 @@ def output_roots() -> list[Path]:
 
 
 @contextmanager
-def resumed_at(folder: Path | None, chosen: bool = True) -> Iterator[None]:
+def distrust_resumed_folder(folder: Path | None, chosen: bool = True) -> Iterator[None]:
     """While entered, `folder` is that of a resumed run, which is not trusted.
 
     `chosen=False`: nor is the folder of a resumed sweep's job. The output roots are resolved now,
@@ -49,7 +49,7 @@ def resumed_at(folder: Path | None, chosen: bool = True) -> Iterator[None]:
         _run_origin.reset(token)
 
 
-def own_trees(folder: Path | None) -> list[Path]:
+def run_tree_folders(folder: Path | None) -> list[Path]:
     """Return the folders of this run tree, in which files count as written by us.
 
     These are the output roots and, for a run in a typed folder, the nearest `outputs` above it, or
@@ -64,7 +64,7 @@ def own_trees(folder: Path | None) -> list[Path]:
     return [*origin.output_roots, next(outputs, path)]
 
 
-def check_place(
+def check_output_path(
     key: str, value: object, allowed: Sequence[Path] = (), strict: bool = False
 ) -> None:
     """Raise SecurityError if the resolved path lies outside the output roots and `allowed`."""
@@ -83,7 +83,7 @@ def check_place(
     )
 
 
-def check_below(key: str, inner: str, folder: Path) -> None:
+def check_subfolder(key: str, inner: str, folder: Path) -> None:
     """Raise SecurityError unless the resolved path `inner` lies strictly below `folder`."""
     root, path = (os.path.realpath(place) for place in (folder, folder / inner))
     if root not in (str(parent) for parent in Path(path).parents):
@@ -93,7 +93,7 @@ def check_below(key: str, inner: str, folder: Path) -> None:
 
 
 @contextmanager
-def own_files() -> Iterator[None]:
+def restrict_umask() -> Iterator[None]:
     """While entered, new files are not world-writable, whatever the umask."""
     previous = os.umask(OTHERS_WRITE)
     os.umask(previous | OTHERS_WRITE)
@@ -103,7 +103,7 @@ def own_files() -> Iterator[None]:
         os.umask(previous)
 
 
-def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
+def restrict_run_folder(folder: Path, level: SecurityLevel) -> list[str]:
     """Under strict, restrict a run's folder and its content to the owner (0700).
 
     Otherwise return warnings for folders in which others can replace the run's files; under strict
@@ -120,7 +120,7 @@ def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
     if level is SecurityLevel.strict:
         if warnings:
             raise SecurityError(f"hydra.run.dir: {warnings[0]}")
-        keep_within(folder)
+        check_links(folder)
         folder.chmod(0o700)
         for path in _walk_paths(folder):
             if not path.is_symlink():
@@ -129,7 +129,7 @@ def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
     return warnings
 
 
-def keep_within(folder: Path, *names: str) -> None:
+def check_links(folder: Path, *names: str) -> None:
     """Raise SecurityError for a link in the folder, at any depth, that leads out of it.
 
     Also for special files, since reading one may block. With `names` only links count: those on the

@@ -14,7 +14,7 @@ from runner.errors import UsageError
 from runner.record.text import shorten
 
 
-def packed(parts: Mapping[str, Any]) -> bytes:
+def pickle_parts(parts: Mapping[str, Any]) -> bytes:
     """Pickle all parts together, keeping shared objects. UsageError names a part that fails."""
     data = _dumps(dict(parts))
     if isinstance(data, bytes):
@@ -36,7 +36,7 @@ def _dumps(value: Any) -> bytes | Exception:
         return error
 
 
-def opened(data: bytes) -> dict[str, Any]:
+def unpickle_parts(data: bytes) -> dict[str, Any]:
     """Unpickle the parts of `packed`. UsageError if a class cannot be imported."""
     try:
         parts: dict[str, Any] = pickle.loads(data)  # noqa: S301  # our own parent's
@@ -48,7 +48,7 @@ def opened(data: bytes) -> dict[str, Any]:
     return parts
 
 
-def dumps_outline(value: Any, persistent_id: Callable[[Any], Any]) -> bytes:
+def dumps_persistent(value: Any, persistent_id: Callable[[Any], Any]) -> bytes:
     """Pickle for `loads_outline`; a non-None result of `persistent_id` replaces an object."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
@@ -57,7 +57,7 @@ def dumps_outline(value: Any, persistent_id: Callable[[Any], Any]) -> bytes:
     return buffer.getvalue()
 
 
-def loads_outline(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
+def loads_persistent(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
     """Unpickle a value of `dumps_outline`; `persistent_load` restores the replaced objects."""
     unpickler = pickle.Unpickler(io.BytesIO(data))  # noqa: S301  # our own
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]

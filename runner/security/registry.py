@@ -73,7 +73,7 @@ def nearest_name(target: str) -> str:
     return min(same_ending, key=len, default=nearest(target, torch_names(), 0.85) or "")
 
 
-def permit(target: str, key: str, trusted: Sequence[str]) -> str:
+def find_allowed_package(target: str, key: str, trusted: Sequence[str]) -> str:
     """Return the package to import `target` from. Raises SecurityError; imports nothing."""
     for package in trusted:
         if package != ANY_PACKAGE:
@@ -96,7 +96,7 @@ def resolve(target: str, key: str, trusted: Sequence[str]) -> Any:
     `key` is its config key, for messages. Raises SecurityError if the name is not allowed and
     ConfigError if it does not exist.
     """
-    package = permit(target, key, trusted)
+    package = find_allowed_package(target, key, trusted)
     if package != "torch":
         append_current_folder()  # user code may be there
     value = _import_target(target, package, key)
@@ -153,13 +153,13 @@ def construct(
         raise
 
 
-def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
+def instantiate_nested(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
     """Return the arguments with each nested `{_target_: …}` constructed, if allowed.
 
     `_args_` are positional arguments; `_partial_: true` makes a `functools.partial`.
     """
     if isinstance(arguments, Mapping):
-        mapping = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
+        mapping = {k: instantiate_nested(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
         if "_target_" not in mapping:
             return mapping
         factory = resolve(mapping["_target_"], f"{key}._target_")
@@ -169,7 +169,7 @@ def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> A
             return partial(factory, *positional, **values)
         return construct(factory, values, {}, key, positional)
     if isinstance(arguments, list | tuple):
-        return [assembled(v, resolve, f"{key}.{i}") for i, v in enumerate(arguments)]
+        return [instantiate_nested(v, resolve, f"{key}.{i}") for i, v in enumerate(arguments)]
     return arguments
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import CheckpointError
-from runner.masking import masked_all
+from runner.masking import mask_nested
 from runner.record.storage import read_file
 
 
-def sealed(body: dict[str, Any]) -> bytes:
+def to_checksummed_json(body: dict[str, Any]) -> bytes:
     """Return plain values as JSON bytes, masked, with their digest."""
-    body = masked_all(body)
+    body = mask_nested(body)
     return _to_json({**body, "digest": hashlib.sha256(_to_json(body)).hexdigest()})
 
 
-def read_sealed(path: Path, expected_format: int) -> dict[str, Any]:
+def read_checksummed_json(path: Path, expected_format: int) -> dict[str, Any]:
     """Read and verify a record of format `expected_format`.
 
     Raises CheckpointError with the reason.

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from runner.errors import ConfigError, RunnerError, SecurityError
-from runner.masking import adopt, known, learn, masked, stands_for
+from runner.masking import add_secret, add_secrets, known_secrets, mask_secrets, reference_to
 from runner.record.storage import read_record, replace_text
 
 KEY = "security.environment"
@@ -55,13 +55,13 @@ def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iter
         if not NAME.fullmatch(name):
             raise ConfigError(KEY, f"{name!r} is not a variable name", "letters, digits, _")
         if (value := os.environ.get(name)) is not None:
-            learn(name, value)  # the user's code may read it as well
+            add_secret(name, value)  # the user's code may read it as well
     allowed = None if names is None else frozenset(names)
     previous, _access = _access, EnvironmentAccess(allowed, shows)
     try:
         yield
     except OmegaConfBaseException as error:
-        raise refusal_in(error) or error from None
+        raise find_refusal(error) or error from None
     finally:
         _access = previous
 
@@ -76,14 +76,14 @@ def current_environment_access(names: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def permitted() -> list[str] | None:
+def permitted_variables() -> list[str] | None:
     """Return the variable names that may be read now; None: any."""
     if _access is None:
         return []
     return None if _access.names is None else sorted(_access.names)
 
 
-def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
+def find_refusal(error: BaseException) -> SecurityError | ConfigError | None:
     """Return the SecurityError or ConfigError in the error's cause chain, if any."""
     seen: set[int] = set()
     inner: BaseException | None = error
@@ -98,7 +98,7 @@ def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
 # -- reading -----------------------------------------------------------------------------------
 
 
-def install() -> None:
+def install_resolvers() -> None:
     """Replace OmegaConf's resolvers; without an access in force they behave as before."""
     for name, resolver in (("oc.env", _env), ("oc.decode", _decode), ("oc.create", _create)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -112,7 +112,7 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
         raise SecurityError(f"{key}: {name!r} is refused: it is not a variable name")
     if _access.names is not None and name not in _access.names:
         raise SecurityError(
-            f"{key}: {stands_for(name)} is refused: {KEY} does not list {name}; to let the config "
+            f"{key}: {reference_to(name)} is refused: {KEY} does not list {name}; to let the config "
             f"read it, add {KEY}=[{name}] to the command line"
         )
     _access.reads += 1
@@ -121,10 +121,10 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
         if default:
             return None if default[0] is None else str(default[0])
         raise ConfigError(key, f"the environment variable {name} is not set", f"set {name}")
-    learn(name, value)
+    add_secret(name, value)
     _values[value] = name
     if _access.shows and _node_._metadata.ref_type in (Any, str):
-        return stands_for(name)
+        return reference_to(name)
     return value
 
 
@@ -144,7 +144,7 @@ def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
         for value, name in _values.items():
             if value and value in str(source):
                 raise SecurityError(
-                    f"{node._get_full_key(None)}: {resolver} of {stands_for(name)} is refused: "
+                    f"{node._get_full_key(None)}: {resolver} of {reference_to(name)} is refused: "
                     "resolvers cannot process a variable; use one variable for each value"
                 )
 
@@ -152,7 +152,7 @@ def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
 # -- folders -----------------------------------------------------------------------------------
 
 
-def place(config: DictConfig, key: str) -> Path:
+def read_path(config: DictConfig, key: str) -> Path:
     """Return the path that a key holds.
 
     Raises SecurityError if it contains a variable's value, ConfigError if it cannot be resolved.
@@ -163,7 +163,7 @@ def place(config: DictConfig, key: str) -> Path:
         for part in key.split("."):
             value = value[part]
     except OmegaConfBaseException as error:
-        if refusal := refusal_in(error):
+        if refusal := find_refusal(error):
             raise refusal from None
         raise ConfigError(str(error.full_key or key), str(error).partition("\n")[0]) from error
     if _access is not None and _access.reads > reads_before:
@@ -177,7 +177,7 @@ def place(config: DictConfig, key: str) -> Path:
 # -- writing -----------------------------------------------------------------------------------
 
 
-def note(config: DictConfig) -> None:
+def record_secret_keys(config: DictConfig) -> None:
     """Record which keys of a composed config contain an environment value."""
     if _access is not None and _values:
         _record_keys(config, "", _access)
@@ -203,14 +203,14 @@ def _to_text(value: Any) -> str:
 def _mask_text(text: str) -> str:
     """Replace every environment value in the text, even short ones, by its reference."""
     parts = "|".join(re.escape(v) for v in sorted(_values, key=len, reverse=True) if v)
-    masked_text = re.sub(parts, lambda match: stands_for(_values[match[0]]), text)
+    masked_text = re.sub(parts, lambda match: reference_to(_values[match[0]]), text)
     if masked_text == text:  # a number or boolean, formatted differently than it was read
         names = sorted(n for v, n in _values.items() if v.strip().casefold() == text.casefold())
-        masked_text = stands_for(names[0]) if names else masked(text)
+        masked_text = reference_to(names[0]) if names else mask_secrets(text)
     return masked_text
 
 
-def unresolved(tree: Any, key: str = "") -> Any:
+def mask_config(tree: Any, key: str = "") -> Any:
     """Return a config with environment values replaced by `${oc.env:NAME}`.
 
     Everything that is written of a config passes through this.
@@ -219,36 +219,36 @@ def unresolved(tree: Any, key: str = "") -> Any:
         return tree
     if isinstance(tree, Mapping):
         prefix = f"{key}." if key else ""
-        return {name: unresolved(item, f"{prefix}{name}") for name, item in tree.items()}
+        return {name: mask_config(item, f"{prefix}{name}") for name, item in tree.items()}
     if isinstance(tree, list):
-        return [unresolved(item, f"{key}.{i}") for i, item in enumerate(tree)]
+        return [mask_config(item, f"{key}.{i}") for i, item in enumerate(tree)]
     value, masked_text = _masked_by_key.get(key, ("", ""))
     if key in _masked_by_key and tree is not None and _to_text(tree) == value:
         return masked_text
-    return masked(tree) if isinstance(tree, str) else tree
+    return mask_secrets(tree) if isinstance(tree, str) else tree
 
 
-def mask_saved(folder: Path) -> None:
+def mask_hydra_files(folder: Path) -> None:
     """Mask the YAML files saved by Hydra, which resolves some values itself."""
-    for path in folder.glob("*.yaml") if known() else ():
+    for path in folder.glob("*.yaml") if known_secrets() else ():
         text = read_record(path).decode("utf-8", "replace")
-        if masked(text) != text:
+        if mask_secrets(text) != text:
             replace_text(path, text)
 
 
-def shared_state() -> dict[str, Any]:
+def masking_state() -> dict[str, Any]:
     """Return the state that lets a child process mask the same values; picklable."""
-    return {"known": known(), "shown": dict(_masked_by_key), "values": dict(_values)}
+    return {"known": known_secrets(), "shown": dict(_masked_by_key), "values": dict(_values)}
 
 
-def adopt_state(state: Mapping[str, Any]) -> None:
+def adopt_masking_state(state: Mapping[str, Any]) -> None:
     """Adopt the parent's `shared_state`."""
-    adopt(state["known"])
+    add_secrets(state["known"])
     _masked_by_key.update(state["shown"])
     _values.update(state["values"])
 
 
-def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
+def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
     """Raise SecurityError if a recorded config contains interpolations or code as a name.
 
     Argument names must be identifiers; a mapping that is itself an argument may have any keys,
@@ -262,8 +262,8 @@ def check_plain(value: Any, key: str = "", may_read: Collection[str] | None = ()
             if is_call and not str(name).isidentifier():
                 raise SecurityError(f"{key}: {name!r} is refused: a name must be an identifier")
             child_key = f"{key}.{name}" if key else str(name)
-            check_plain(name, key, ())
-            check_plain(item, child_key, may_read)
+            check_literal(name, key, ())
+            check_literal(item, child_key, may_read)
     elif isinstance(value, str) and "${" in REFERENCE.sub("", value):  # could be anything
         raise SecurityError(f"{key}: {value!r} is refused: interpolation is not allowed here")
     elif isinstance(value, str) and may_read is not None:
@@ -281,17 +281,17 @@ def redact_errors() -> Iterator[None]:
     try:
         yield
     except RunnerError as error:
-        error.args = (named(str(error)),)
+        error.args = (mask_words(str(error)),)
         raise
 
 
-def named(text: str) -> str:
+def mask_words(text: str) -> str:
     """Replace each word of the text that is an environment value by `${oc.env:NAME}`."""
     values = sorted((v for v in _values if v.strip()), key=len, reverse=True)
     words = [rf"(?<![A-Za-z0-9_]){re.escape(value)}(?![A-Za-z0-9_])" for value in values]
     pattern = "|".join([REFERENCE.pattern, *words])
     return re.sub(
         pattern,
-        lambda match: stands_for(_values[match[0]]) if match[0] in _values else match[0],
-        masked(text),
+        lambda match: reference_to(_values[match[0]]) if match[0] in _values else match[0],
+        mask_secrets(text),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from runner.checkpoint.sound import finite, is_statistic, masks
+from runner.checkpoint.sound import all_finite, infinite_buffers, is_statistic
 from runner.errors import GaveUp
 from runner.stability.anomalies import Anomalies, Anomaly
 from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
@@ -64,7 +64,7 @@ class StabilityController:
         self.due = NO_STEP  # the next step after which `apply_limits` must be called
         # buffers that are non-finite by design, such as masks, do not make a checkpoint bad
         self.initially_nonfinite = {
-            n for n, buffer in model.named_buffers() if not finite([buffer])
+            n for n, buffer in model.named_buffers() if not all_finite([buffer])
         }
 
     # -- called by the loop --------------------------------------------------------------------
@@ -195,7 +195,7 @@ class StabilityController:
         Takes one host sync per buffer.
         """
         others = [row for row in self.model.named_buffers() if not is_statistic(row[0])]
-        return self.initially_nonfinite | masks(others)
+        return self.initially_nonfinite | infinite_buffers(others)
 
     # -- the fault of a step -------------------------------------------------------------------
 

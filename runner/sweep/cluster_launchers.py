@@ -27,7 +27,7 @@ from runner.errors import Interrupted, StorageError, SweepFailed
 from runner.record.console import close_logging, set_up_logging
 from runner.sweep.job_process import GRACE_S
 from runner.sweep.schedule import write_failed_summary
-from runner.training.signals import Interrupts, signals_unwind
+from runner.training.signals import InterruptHandler, raise_on_signals
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -146,7 +146,7 @@ def in_slurm_job(config: DictConfig) -> Iterator[None]:
     number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
     previous_handler = signal.signal(number, signal.SIG_DFL)
     try:
-        with signals_unwind():
+        with raise_on_signals():
             yield
     except SystemExit as end:
         if end.code == 128 + number and callable(previous_handler):
@@ -171,7 +171,9 @@ def launch_on_ray(
         remote = OmegaConf.create({**RAY_REMOTE, **_to_dict(launcher.ray_cfg.remote)})
         task, state = partial(_run_on_ray, launcher.task_function), Singleton.get_state()
         context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
-        with Interrupts("ending the jobs") as interrupts:  # after init: Ray has its own handlers
+        with InterruptHandler(
+            "ending the jobs"
+        ) as interrupts:  # after init: Ray has its own handlers
             for number, overrides in enumerate(job_overrides, initial_job_idx):
                 config = context.config_loader.load_sweep_config(launcher.config, list(overrides))
                 with open_dict(config):
@@ -200,7 +202,7 @@ def _run_on_ray(task: Any, config: DictConfig) -> Any:
     return task(config)
 
 
-def _wait_for_jobs(ray: Any, jobs: list[Any], interrupts: Interrupts) -> None:
+def _wait_for_jobs(ray: Any, jobs: list[Any], interrupts: InterruptHandler) -> None:
     """Wait for all jobs; after a signal they get `GRACE_S` to write a checkpoint."""
     deadline = float("inf")
     while jobs and time.monotonic() < deadline:

@@ -29,7 +29,7 @@ PRELOAD = [
 """Modules that every job needs; this module is last."""
 DYNAMO = "torch._dynamo"
 """Also imported by the compiler and by torch's non-fused optimizers; takes a second."""
-CAN_FORK = fork_server.is_fit()
+CAN_FORK = fork_server.can_fork()
 """Whether the fork server could fork safely after its imports; a child cannot tell."""
 
 

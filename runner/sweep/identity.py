@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runner.config import OF_NO_CONSEQUENCE, RunConfig, digest
+from runner.config import UNHASHED_KEYS, RunConfig, digest
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
 from runner.record import provenance
@@ -40,7 +40,7 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
     The code is that of our package and those in `security.trusted`, by file contents.
     """
     tree = asdict(config)
-    settings = {k: v for k, v in tree.items() if k not in OF_NO_CONSEQUENCE}
+    settings = {k: v for k, v in tree.items() if k not in UNHASHED_KEYS}
     kind = config.job.kind.name
     paths = [tree["data"].get(key) for key in ("path", "validation_path", "test_path")]
     return digest(

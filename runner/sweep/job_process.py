@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from runner.device import cgroup
 from runner.errors import StorageError
-from runner.record.storage import for_owners
+from runner.record.storage import safe_opener
 from runner.sweep.job_context import parent_death_pipe
 from runner.sweep.state import SUCCESS_STATUSES
-from runner.training.signals import ENDS
-from runner.training.summary import FILE as SUMMARY_FILE
+from runner.training.signals import END_SIGNALS
+from runner.training.summary import SUMMARY_FILE as SUMMARY_FILE
 from runner.training.summary import Summary
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ GRACE_S = 20.0  # for a checkpoint, before a job is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
 )
-INTERRUPTED_CODES = {code for number in ENDS for code in (128 + number, -number)}  # exit codes
+INTERRUPTED_CODES = {
+    code for number in END_SIGNALS for code in (128 + number, -number)
+}  # exit codes
 TIME_PREFIX = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
@@ -75,7 +77,7 @@ class JobProcess:
         earlier_summary, log_start = _file_identity(folder / SUMMARY_FILE), 0
         variables, read_end, write_end = parent_death_pipe(overrides, folder_trusted)
         try:
-            with open(folder / CONSOLE_LOG, "ab", opener=for_owners) as log_file:
+            with open(folder / CONSOLE_LOG, "ab", opener=safe_opener) as log_file:
                 log_start = log_file.tell()
                 start = start_process or _spawn
                 handle = start(command, {**environment, **variables}, read_end, log_file.fileno())

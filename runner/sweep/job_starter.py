@@ -25,7 +25,7 @@ from runner.record.console import close_logging, set_up_logging
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
-from runner.security.paths import check_below, keep_private
+from runner.security.paths import check_subfolder, restrict_run_folder
 from runner.sweep import fork
 from runner.sweep.config import LauncherConfig, StartMethod
 from runner.sweep.identity import job_hash
@@ -105,7 +105,7 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
     session = current_session()
     session.folder.mkdir(parents=True, exist_ok=True)
     level = SecurityLevel[getattr(config.security.level, "name", "standard")]
-    keep_private(session.folder, level)
+    restrict_run_folder(session.folder, level)
     set_up_logging("info", None)
     # unresolved: the job resolves secrets and its own number
     hydra_overrides: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
@@ -129,14 +129,14 @@ def plan_job(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
     """Return the plan of a job, or with the error because of which it would fail."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
-    subdir = str(secrets.place(config, "hydra.sweep.subdir"))
-    check_below("hydra.sweep.subdir", subdir, current_session().folder)
+    subdir = str(secrets.read_path(config, "hydra.sweep.subdir"))
+    check_subfolder("hydra.sweep.subdir", subdir, current_session().folder)
     job = Job(number, overrides, subdir)
     try:
         checked = typed(config.copy())
         job.hash = job_hash(checked, OmegaConf.to_container(config.hydra.job.env_set, resolve=True))
     except (RunnerError, OmegaConfBaseException) as error:
-        return JobPlan(job, error=secrets.named(str(error)))
+        return JobPlan(job, error=secrets.mask_words(str(error)))
     trains = checked.job.kind is JobKind.train
     return JobPlan(job, trains, writes_summary=trains or checked.job.kind is JobKind.evaluate)
 
@@ -146,7 +146,7 @@ def job_environment(jobs: int) -> dict[str, str]:
 
     They share the cores: oversubscription made steps four times as long.
     """
-    variables = {**os.environ, "PYTHONPATH": fork_server.module_path()}
+    variables = {**os.environ, "PYTHONPATH": fork_server.child_pythonpath()}
     if jobs > 1:
         variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
     return variables

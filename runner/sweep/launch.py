@@ -116,7 +116,7 @@ class JobStream:
         except (RunnerError, HydraException, OmegaConfBaseException) as error:
             if not self.composed or isinstance(error, SecurityError):
                 raise
-            reason = secrets.named(" ".join(str(error).split()))
+            reason = secrets.mask_words(" ".join(str(error).split()))
             plan = JobPlan(Job(number, overrides, str(number)), error=reason)
         self.planner.match(plan)
         if not plan.done:

@@ -17,7 +17,7 @@ from runner.sweep.config import LauncherConfig
 from runner.sweep.job_process import GRACE_S, JobProcess
 from runner.sweep.plan import JobPlan, archive_job, can_continue
 from runner.sweep.state import RUNNING, SKIPPED, SUCCESS_STATUSES, Job, Sweep, utc_now
-from runner.training.signals import Interrupts
+from runner.training.signals import InterruptHandler
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -67,7 +67,7 @@ class Schedule:
         """Run until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the
         first signal asks the jobs to save a checkpoint and end, the second kills them.
         """
-        with Interrupts() as interrupts:
+        with InterruptHandler() as interrupts:
             try:
                 while True:
                     if interrupts.received is not None and not self.stop_reason:

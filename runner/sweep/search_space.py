@@ -18,7 +18,7 @@ from optuna.distributions import (
 
 from runner.config import RunConfig
 from runner.errors import ConfigError
-from runner.objectives.base import ERRORS
+from runner.objectives.base import LOWER_IS_BETTER
 from runner.overrides.spelling import CliOverride, parse_override
 from runner.sweep.config import Direction, Sampler, SearchConfig
 
@@ -160,7 +160,7 @@ def resolve_metric(config: RunConfig) -> tuple[str, bool]:
     if name in config.objective.metrics or (requested and config.objective._target_):
         problem = f"cannot be inferred for {metric}"
         raise ConfigError("search.direction", problem, "use maximize or minimize")
-    return metric, name not in ERRORS
+    return metric, name not in LOWER_IS_BETTER
 
 
 def _default_metric(config: RunConfig) -> str:

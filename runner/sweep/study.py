@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError
-from runner.record.storage import for_owners
+from runner.record.storage import safe_opener
 from runner.sweep.config import Pruner, Sampler, SearchConfig
 from runner.sweep.search_space import SearchPlan, parameter_text
 from runner.training.signals import PRUNED
@@ -182,7 +182,7 @@ class StudyFile:
     def _locked(self) -> Iterator[None]:
         """While entered, no other process can ask."""
         name = f"{self.path}.ask"  # .lock is the journal's own
-        with open(name, "ab", opener=for_owners) as file:
+        with open(name, "ab", opener=safe_opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from runner.data.batch import count, largest_part
+from runner.data.batch import batch_size_of, largest_slice
 from runner.device import memory
 from runner.models.preserved_state import NotRestorable
 from runner.techniques.base import Evidence, RunBuilder
@@ -24,7 +24,7 @@ def apply(config: Accumulation, builder: RunBuilder) -> str | None:
     reason = ""
     if builder.micro_batch_asked is None:
         size = int(builder.choose(KEY, lambda: _choose_micro_batch(config, builder)))
-        builder.micro_batch = largest_part(builder.batch_size, min(size, builder.batch_size))
+        builder.micro_batch = largest_slice(builder.batch_size, min(size, builder.batch_size))
         reason = next(choice.reason for choice in builder.choices if choice.key == KEY)
     if builder.micro_batch < builder.batch_size:
         return None
@@ -34,9 +34,13 @@ def apply(config: Accumulation, builder: RunBuilder) -> str | None:
 
 def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int, str]:
     """Return the micro-batch for the fewest even parts that fit in memory, and the reason."""
-    batch, free, cpu = builder.batch_size, memory.room(builder.device), builder.device.kind == "cpu"
+    batch, free, cpu = (
+        builder.batch_size,
+        memory.allocatable_bytes(builder.device),
+        builder.device.kind == "cpu",
+    )
     if config.micro_batch is not None:
-        return largest_part(batch, min(config.micro_batch, batch)), "the accumulation technique"
+        return largest_slice(batch, min(config.micro_batch, batch)), "the accumulation technique"
     try:
         fixed, per_sample = _step_bytes(builder)
     except NotRestorable:
@@ -75,7 +79,7 @@ def _step_bytes(builder: RunBuilder) -> tuple[int, int]:
 
 def engaged(config: Accumulation, run: Run) -> Evidence:
     """Return the number of backward passes per update."""
-    parts = -(-count(run.train.peek()[1]) // run.micro_batch)
+    parts = -(-batch_size_of(run.train.peek()[1]) // run.micro_batch)
     reason = "" if parts > 1 else f"a batch is no larger than {run.micro_batch} samples"
     facts = {"micro_batch": run.micro_batch, "backward_per_update": parts}
     return Evidence(parts > 1, reason, facts)

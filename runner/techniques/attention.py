@@ -59,7 +59,7 @@ def apply(config: Attention, builder: RunBuilder) -> str | None:
     with probe.preserve_builder_state(builder):
         builder.model.train()
         try:
-            calls = calls_of(forward, builder.model)
+            calls = record_calls(forward, builder.model)
         except Exception as error:  # such as a model with a fixed batch size
             return f"the model does not take {samples} samples ({type(error).__name__})"
         if not calls:
@@ -147,7 +147,7 @@ def engaged(config: Attention, run: Run) -> Evidence:
 def _count_step_calls(run: Run) -> int:
     """Return the attention calls in an uncompiled step over a micro-batch, with recomputed ones."""
     with torch.compiler.set_stance("force_eager"):
-        return len(calls_of(partial(probe.dry_run_step, run, run.micro_batch), run.model))
+        return len(record_calls(partial(probe.dry_run_step, run, run.micro_batch), run.model))
 
 
 # -- the kernels -----------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class _CallRecorder(TorchFunctionMode):
         return plain_attention(*args, **kwargs)
 
 
-def calls_of(run: Callable[[], object], model: nn.Module) -> list[AttentionCall]:
+def record_calls(run: Callable[[], object], model: nn.Module) -> list[AttentionCall]:
     """Return the attention calls that `run` makes, in order, with those of `plain_attention`."""
     recorder = _CallRecorder()
     with ExitStack() as stack, recorder:

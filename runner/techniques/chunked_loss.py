@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.data.batch import count
-from runner.objectives.chunked_cross_entropy import OutputLayer, defer, undo
+from runner.data.batch import batch_size_of
+from runner.objectives.chunked_cross_entropy import OutputLayer, defer_logits, restore_forward
 from runner.objectives.model_output import DeferredLogits, find_logits
 from runner.techniques import probe
 from runner.techniques.base import Evidence, RunBuilder
@@ -38,14 +38,14 @@ def apply(config: ChunkedLoss, builder: RunBuilder) -> str | None:
         layer, shape = _find_output_layer(builder, inputs)
         if layer is None:
             return "its logits are not the output of a linear layer"
-        tokens = shape.numel() // shape[-1] * builder.micro_batch // count(target)
+        tokens = shape.numel() // shape[-1] * builder.micro_batch // batch_size_of(target)
         size = tokens * shape[-1] * 4 / 2**20
         chunk = config.chunk or CHUNK_OF_DEVICE.get(builder.device.kind, DEFAULT_CHUNK)
         if size < config.min_mb:
             return f"the logits take {size:,.1f} MB (min_mb={config.min_mb}), little to save"
         if tokens <= chunk:
             return f"{tokens} tokens fit in one chunk (chunk={chunk})"
-        defer(layer, chunk)
+        defer_logits(layer, chunk)
         layer.training = True  # only this layer, so that the forward is otherwise unchanged
         try:
             output = find_logits(probe.forward(builder, inputs))
@@ -54,8 +54,8 @@ def apply(config: ChunkedLoss, builder: RunBuilder) -> str | None:
             output, problem = None, f"{type(error).__name__}: {error}"
     if not isinstance(output, DeferredLogits):
         return f"the model needs its full logits after the last layer: {problem}"
-    defer(layer, chunk)
-    builder.scope.callback(undo, layer)
+    defer_logits(layer, chunk)
+    builder.scope.callback(restore_forward, layer)
     return None
 
 

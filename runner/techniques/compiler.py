@@ -85,11 +85,11 @@ class Compilation:
 
     def recover(self, run: Run, error: Exception) -> bool:
         """Try the next mode if the compiler failed; return whether the step may be repeated."""
-        if not self.mode or not is_at_fault(error):
+        if not self.mode or not is_compiler_error(error):
             return False
         failed = self.mode
         self.start()
-        why = summarize_error(error)
+        why = log_compiler_error(error)
         run.fallen["compile"] = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
         log.warning("optimization.compile: %s", run.fallen["compile"])
         return True
@@ -150,7 +150,7 @@ def reset_counters() -> None:
 # -- failures and messages -------------------------------------------------------------------------
 
 
-def is_at_fault(error: Exception) -> bool:
+def is_compiler_error(error: Exception) -> bool:
     """Whether the compiler failed, not the code that it compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
@@ -162,7 +162,7 @@ def is_at_fault(error: Exception) -> bool:
     )
 
 
-def was_running(error: Exception) -> bool:
+def is_from_compiled_code(error: Exception) -> bool:
     """Whether the error was raised while compiled code ran."""
     return _traceback_contains(error, f"_inductor{os.sep}output_code.py")
 
@@ -173,7 +173,7 @@ def _traceback_contains(error: Exception, *parts: str) -> bool:
     return any(all(part in path for part in parts) for path in paths)
 
 
-def summarize_error(error: Exception) -> str:
+def log_compiler_error(error: Exception) -> str:
     """Return a short text of a compiler error with the user's line; log all of it to run.log."""
     log.info("the compiler's message", exc_info=error, extra={"live": True})  # not on the screen
     return f"{type(error).__name__}: {summarize_message(str(error))}"

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from runner.data.batch import call, count
+from runner.data.batch import call_model, batch_size_of
 from runner.models import modes
 from runner.models.preserved_state import NotRestorable
 from runner.techniques import probe
 from runner.techniques.base import ForwardCost, RunBuilder
 from runner.training.recovery import is_out_of_memory, release_references
 
-COLD_S = 30.0  # cold compile time of a small transformer
+COLD_COMPILE_S = 30.0  # cold compile time of a small transformer
 MAX_COMPILE_SHARE = 0.1  # share of a run that futile compiling may cost
 TIMED_FORWARDS = 6  # the same on each machine; the first ones are never the fastest
 ASSUMED_STEP_S = 0.01  # per step, of a model that cannot be timed
@@ -54,11 +54,11 @@ def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
         if builder.compilation is not None:  # else the counting would be compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         with (counter := ProductCounter()):
-            call(builder.model, inputs)
+            call_model(builder.model, inputs)
         flop, products = counter.flop, counter.products
         if counter.uncounted or scripted:
             flop, products = _count_dispatched(builder, inputs)
-    return ForwardCost(flop / 1e6 * builder.micro_batch / count(target), products)
+    return ForwardCost(flop / 1e6 * builder.micro_batch / batch_size_of(target), products)
 
 
 def _count_dispatched(builder: RunBuilder, inputs: Any) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def _count_dispatched(builder: RunBuilder, inputs: Any) -> tuple[int, int]:
         probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
         FlopCounterMode(display=False) as counter,
     ):
-        call(builder.model, inputs)
+        call_model(builder.model, inputs)
     return counter.get_total_flops(), sum(operator in flop_registry for operator in products)
 
 
@@ -89,14 +89,16 @@ def compile_break_even(builder: RunBuilder) -> tuple[int, str]:
     except NotRestorable as error:
         seconds = ASSUMED_STEP_S
         measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
-    share = f"{COLD_S:.0f} s of compiling may take {MAX_COMPILE_SHARE:.0%} of the run"
-    return _round_to_two_digits(COLD_S / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
+    share = f"{COLD_COMPILE_S:.0f} s of compiling may take {MAX_COMPILE_SHARE:.0%} of the run"
+    return _round_to_two_digits(
+        COLD_COMPILE_S / MAX_COMPILE_SHARE / seconds
+    ), f"{measured}; {share}"
 
 
 def _compile_rule(builder: RunBuilder) -> tuple[int, str]:
     cost = forward_cost(builder)
     if cost.unknown:
-        steps = COLD_S / MAX_COMPILE_SHARE / ASSUMED_STEP_S
+        steps = COLD_COMPILE_S / MAX_COMPILE_SHARE / ASSUMED_STEP_S
     else:
         flop = 3e6 * cost.mflop * builder.batch_size / builder.micro_batch
         steps = MIN_RUN_FLOP.get(builder.device.kind, MIN_RUN_FLOP_ACCELERATOR) / max(flop, 1.0)

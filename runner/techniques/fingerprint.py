@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.techniques.base import Evidence, RunBuilder, Technique
-from runner.techniques.probe import OperatorObserver, entered, saved_bytes, trial_step
+from runner.techniques.probe import OperatorObserver, enter_contexts, saved_bytes, trial_step
 from runner.training.run import Run
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def fingerprint(builder: RunBuilder) -> dict[str, Any]:
     settings = {name: getattr(builder, name) for name in names}
     settings = {k: copy(v) if isinstance(v, dict | list) else v for k, v in settings.items()}
     model, kind = builder.model, builder.device.kind
-    with entered(builder.contexts):
+    with enter_contexts(builder.contexts):
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return {
         **settings,

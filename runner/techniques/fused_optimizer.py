@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.optim.origin import is_torchs, uses_torch_step
+from runner.optim.origin import is_torch_class, uses_torch_step
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import FusedOptimizer
 from runner.training.run import Run
@@ -20,7 +20,7 @@ Options = dict[str, bool]
 
 def apply(config: FusedOptimizer, builder: RunBuilder) -> str | None:
     """Select the fastest implementation that the optimizer's class has."""
-    options, reason = fastest(builder.optimizer_class, builder.model)
+    options, reason = fastest_implementation(builder.optimizer_class, builder.model)
     builder.optimizer_options.update(options)
     return reason
 
@@ -53,9 +53,11 @@ def _implementation(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     return next((name for name in ("fused", "foreach") if group.get(name)), "loop")
 
 
-def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[Options, str | None]:
+def fastest_implementation(
+    optimizer: type[torch.optim.Optimizer], model: nn.Module
+) -> tuple[Options, str | None]:
     """Return the options of the fastest implementation, or why there is only the loop."""
-    if not is_torchs(optimizer):
+    if not is_torch_class(optimizer):
         return {}, f"the step() of {optimizer.__name__} is not torch's own: it is called unchanged"
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     if any(isinstance(m, embeddings) and m.sparse for m in model.modules()):

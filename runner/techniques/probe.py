@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.data.batch import Batch, Inputs, call, rows
+from runner.data.batch import Batch, Inputs, call_model, slice_rows
 from runner.device.device import Device
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.techniques.base import RunBuilder
@@ -53,7 +53,7 @@ def forward_hooks(
 
 
 @contextmanager
-def entered(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
+def enter_contexts(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
     """Enter the contexts of forward and loss."""
     with ExitStack() as stack:
         for context in contexts:
@@ -89,8 +89,8 @@ def preserve_builder_state(builder: RunBuilder) -> AbstractContextManager[None]:
 
 def forward(builder: RunBuilder, inputs: Inputs) -> Any:
     """Return the model's output, under the run's contexts."""
-    with entered(builder.contexts):
-        return call(builder.forward, inputs)
+    with enter_contexts(builder.contexts):
+        return call_model(builder.forward, inputs)
 
 
 def trial_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -106,8 +106,8 @@ def trial_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tens
         torch.compiler.set_stance("force_eager"),
     ):
         builder.model.train()
-        with entered(builder.contexts):
-            loss = builder.objective(call(builder.forward, inputs), target)
+        with enter_contexts(builder.contexts):
+            loss = builder.objective(call_model(builder.forward, inputs), target)
         return loss.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
 
 
@@ -159,10 +159,10 @@ def dry_run_step(run: Run, samples: int | None = None) -> None:
         if samples is None and run.whole is not None and run.whole.takes(batch):
             run.whole.dry_run(batch)
             return
-        batch = rows(batch, slice(min(run.micro_batch, samples or run.micro_batch)))
+        batch = slice_rows(batch, slice(min(run.micro_batch, samples or run.micro_batch)))
         run.update.begin()
-        with entered(run.contexts):
-            loss = run.objective(call(run.forward, batch[0]), batch[1])
+        with enter_contexts(run.contexts):
+            loss = run.objective(call_model(run.forward, batch[0]), batch[1])
         torch.autograd.backward(loss)
     finally:
         run.update.abandon()
@@ -170,7 +170,7 @@ def dry_run_step(run: Run, samples: int | None = None) -> None:
             parameter.grad = gradient
 
 
-def profiled(step: Callable[[], object], device: Device, kineto: bool) -> Any:
+def profile_step(step: Callable[[], object], device: Device, kineto: bool) -> Any:
     """Return the profiler's events of a step, by name; without `kineto` it starts faster."""
     profiler: Any
     if kineto:  # takes a second to start
@@ -192,7 +192,7 @@ def count_operators(run: Run) -> Mapping[str, int]:
     if run.operators is None:
         # the legacy profiler fails on the ranges that FSDP marks around compiled blocks
         kineto = run.device.kind == "cuda" or run.shards is not None
-        events = profiled(lambda: dry_run_step(run), run.device, kineto)
+        events = profile_step(lambda: dry_run_step(run), run.device, kineto)
         run.operators = {event.key: event.count for event in events}
         if run.whole is not None:
             from runner.techniques import compiler

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.data.batch import call
+from runner.data.batch import call_model
 from runner.device.device import Device
 from runner.models import modes
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Quantization, QuantizationMode
-from runner.techniques.probe import entered
-from runner.training.evaluation import evaluate, standalone
+from runner.techniques.probe import enter_contexts
+from runner.training.evaluation import copy_standalone_model, evaluate
 from runner.training.run import Quantized, Run
 
 ROUNDS = 5  # of timed forwards, int8 and float in turn, the same number on each machine
@@ -48,7 +48,7 @@ def apply(config: Quantization, builder: RunBuilder) -> str | None:
 
 def engaged(config: Quantization, run: Run) -> Evidence:
     """Quantize a copy of the model; compare its metric, bytes and latency with the float model."""
-    float_model = standalone(run)
+    float_model = copy_standalone_model(run)
     layers = quantizable_layers(config, float_model, run.device.kind)
     float_bytes, quantized = model_bytes(float_model), len(layers)
     model = replace_layers(float_model, layers, config.mode is QuantizationMode.dynamic)
@@ -99,14 +99,14 @@ def _latency_ratio(run: Run, model: nn.Module) -> float:
         modes.evaluation_mode(run.model),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
-        entered(run.contexts),
+        enter_contexts(run.contexts),
     ):
         inputs = run.validation.peek()[0]
         for _ in range(ROUNDS + 1):
             for forward, seconds in zip(forwards, times, strict=True):
                 run.device.synchronize()
                 start = perf_counter()
-                call(forward, inputs)
+                call_model(forward, inputs)
                 run.device.synchronize()
                 seconds.append(perf_counter() - start)
     return median(times[0][1:]) / median(times[1][1:])  # the first round warms up

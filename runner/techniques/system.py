@@ -96,7 +96,7 @@ def engaged(config: System, run: Run) -> Evidence:
     facts["waiting"] = {
         key: os.environ[key] for key in WAIT_VARIABLES if key in os.environ
     } or "spin"
-    facts["allocator"] = allocator.name()
+    facts["allocator"] = allocator.malloc_name()
     facts |= run.technique_facts.get("system", {})
     problems = []
     if run.device.kind == "cpu":
@@ -123,7 +123,11 @@ def flush_denormals(scope: ExitStack) -> str | None:
     an update full of them took 21 times as long. `torch.set_flush_denormal` sets the calling thread
     only (torch 2.13), so OpenMP's threads, in which operators run, are set separately.
     """
-    paths = [path for path in allocator.libraries() if Path(path).name.startswith(OPENMP_LIBRARIES)]
+    paths = [
+        path
+        for path in allocator.loaded_libraries()
+        if Path(path).name.startswith(OPENMP_LIBRARIES)
+    ]
     libraries = [ctypes.CDLL(path) for path in paths]
     parallel_regions = [
         library.GOMP_parallel for library in libraries if hasattr(library, "GOMP_parallel")

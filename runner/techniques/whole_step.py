@@ -16,7 +16,7 @@ from runner.techniques import compile as compile_technique
 from runner.techniques import compiler, probe
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import WholeStep
-from runner.techniques.fused_optimizer import fastest
+from runner.techniques.fused_optimizer import fastest_implementation
 from runner.training.run import Run
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
         return "gradients go to other processes in the middle of the step"
     if builder.recompute is not None:
         return "recompute needs separate forward and backward graphs"
-    fused, reason = fastest(builder.optimizer_class, builder.model)
+    fused, reason = fastest_implementation(builder.optimizer_class, builder.model)
     reason = reason or compile_technique.too_short(builder)
     if reason is not None:
         return reason

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from runner.data.batch import Batch, call, count, rows, split
+from runner.data.batch import Batch, call_model, batch_size_of, slice_rows, split_batch
 from runner.errors import UsageError
 from runner.models import modes
 from runner.random_state import exclusive_random_state
@@ -45,9 +45,9 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
             if run.left_out is not None:
                 run.left_out.note(loader)
             if run.shards is None:
-                part_sums = in_parts(run, batch, compute)
+                part_sums = apply_in_parts(run, batch, compute)
             else:
-                own = 0 if loader.empty else count(batch[1])
+                own = 0 if loader.empty else batch_size_of(batch[1])
                 part_sums = run.shards.in_parts(batch, samples, run.micro_batch, own, compute)
             if not loader.empty and (run.world is None or _has_own_samples(run.world, samples)):
                 totals = reduce(_add_sums, part_sums, totals)
@@ -60,7 +60,7 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
 
 
 def _batch_sums(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:
-    return run.objective.all_batch_sums(call(forward, part[0]), part[1])
+    return run.objective.all_batch_sums(call_model(forward, part[0]), part[1])
 
 
 def _add_sums(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
@@ -91,20 +91,20 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
         yield (local_forward or run.forward) if model is None else model
 
 
-def in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> list[T]:
+def apply_in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> list[T]:
     """Apply `compute` to parts of a batch that fit in memory; return the results."""
-    samples = count(batch[1])
+    samples = batch_size_of(batch[1])
     while True:
         size = run.evaluation_batch or samples
-        parts = split(samples, size)
+        parts = split_batch(samples, size)
         try:
-            return [compute(rows(batch, part) if size < samples else batch) for part in parts]
+            return [compute(slice_rows(batch, part) if size < samples else batch) for part in parts]
         except Exception as error:
             if not halve_evaluation_batch(run, error, samples):
                 raise
 
 
-def standalone(run: Run) -> nn.Module:
+def copy_standalone_model(run: Run) -> nn.Module:
     """Return a copy of the model with the evaluated (averaged) weights, free of techniques.
 
     It is not compiled, and forwards that a technique replaced are restored: a copied closure would

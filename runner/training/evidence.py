@@ -8,7 +8,7 @@ from collections import Counter
 
 from runner.device import memory
 from runner.errors import StorageError
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.record import provenance
 from runner.techniques.base import Evidence, TechniqueStatus
 from runner.training.run import Run
@@ -32,7 +32,7 @@ def build_summary(
         faults.update(run.world.faults)
     summary = Summary(
         status=status,
-        reason=masked(reason),
+        reason=mask_secrets(reason),
         steps=progress.step,
         epochs=run.epoch,
         metrics={**progress.metrics, **run.test_metrics},

@@ -14,7 +14,7 @@ import psutil
 
 from runner.errors import Interrupted, StorageError
 from runner.training.run import Run
-from runner.training.signals import Interrupts, is_command
+from runner.training.signals import InterruptHandler, is_command
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
@@ -32,7 +32,11 @@ class GracePeriod:
     """
 
     def __init__(
-        self, run: Run, interrupts: Interrupts, signal_number: int, resume_hint: Callable[[], str]
+        self,
+        run: Run,
+        interrupts: InterruptHandler,
+        signal_number: int,
+        resume_hint: Callable[[], str],
     ) -> None:
         """`resume_hint` returns text on how to resume the run."""
         self.run, self.interrupts = run, interrupts

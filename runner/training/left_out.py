@@ -11,7 +11,7 @@ import torch
 
 from runner.data.config import DataConfig
 from runner.data.loader import BatchLoader
-from runner.data.usable import UsableFetch, check_share, left_out
+from runner.data.usable import UsableFetch, check_bad_share, left_out
 from runner.record.storage import write_or_log
 from runner.techniques.base import Choice
 from runner.training.hook import Step
@@ -20,7 +20,7 @@ from runner.training.run import Run
 BAD_SAMPLES_FILE = "debug/bad_samples.json"
 
 
-class LeftOut:
+class BadSampleTracker:
     """Records bad samples; part of a run with `data.bad_samples=drop`."""
 
     def __init__(self, run: Run, config: DataConfig) -> None:
@@ -47,7 +47,9 @@ class LeftOut:
         if new_problems:
             fetches = dict(self._usable_fetches())
             problems = {(n, i): text for n, x in fetches.items() for i, text in x.bad.items()}
-            check_share(problems, sum(len(x.order.indices) for x in fetches.values()), self.config)
+            check_bad_share(
+                problems, sum(len(x.order.indices) for x in fetches.values()), self.config
+            )
         return empty
 
     def make_skipped_step(self) -> Step:

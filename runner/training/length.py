@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.config import RunConfig
 from runner.count_limits import check_count
-from runner.data.batch import largest_part
+from runner.data.batch import largest_slice
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError
 from runner.techniques.base import Choice
@@ -79,7 +79,7 @@ def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Cho
     return replace(debug, every=every, anomaly=anomaly), [Choice("debug.every", every, reason)]
 
 
-def micro_batch(requested: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
+def resolve_micro_batch(requested: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
     """Return the samples per backward: at most `requested`, and at most the resumed run's value."""
     limit = min(requested or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
-    return largest_part(batch_size, limit)
+    return largest_slice(batch_size, limit)

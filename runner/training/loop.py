@@ -15,7 +15,7 @@ from runner.errors import (
     Interrupted,
     OutOfMemory,
     ProcessLost,
-    RestartAll,
+    RestartRequired,
     RunnerError,
     StorageError,
 )
@@ -34,7 +34,7 @@ from runner.training.hook import Evaluation, Verdict
 from runner.training.recovery import is_out_of_memory, translate_oom
 from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
 from runner.training.run import Run, check_run
-from runner.training.signals import Interrupts
+from runner.training.signals import InterruptHandler
 from runner.training.step import call_hooks, enter_session, make_step, overrides_event, record_step
 from runner.training.summary import Summary
 
@@ -108,7 +108,7 @@ def _train(run: Run) -> None:
     run.model.train()
     distributed = run.world is not None
     make_grace_period = partial(_make_grace_period, run)
-    with Interrupts(_signal_notice(run), distributed, make_grace_period) as interrupts:
+    with InterruptHandler(_signal_notice(run), distributed, make_grace_period) as interrupts:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
@@ -181,7 +181,7 @@ def _train(run: Run) -> None:
             _evaluate_test_set(run, interrupts)
 
 
-def _evaluate_test_set(run: Run, interrupts: Interrupts) -> None:
+def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
     """Evaluate the test set after the last save; if interrupted, a resumed run repeats it."""
     from runner.training.test_set import evaluate_test_set  # imported only if needed
 
@@ -195,7 +195,7 @@ def _evaluate_test_set(run: Run, interrupts: Interrupts) -> None:
 
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
-    process_lost = isinstance(error, ProcessLost | RestartAll)
+    process_lost = isinstance(error, ProcessLost | RestartRequired)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if process_lost or has_other_cause or is_out_of_memory(error):
         return
@@ -250,14 +250,14 @@ def _resume_hint(run: Run) -> str:
     return f"{position}; {checkpoint_text}; to resume: {resume_argument(run.folder)}"
 
 
-def _make_grace_period(run: Run, interrupts: Interrupts, number: int) -> GracePeriod:
+def _make_grace_period(run: Run, interrupts: InterruptHandler, number: int) -> GracePeriod:
     """Return the grace period of the step in which a signal arrived."""
     from runner.training.grace import GracePeriod  # imported only if needed
 
     return GracePeriod(run, interrupts, number, partial(_resume_hint, run))
 
 
-def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:
+def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler) -> None:
     """Validate and save a checkpoint where due, also if it was due when a resumed run stopped."""
     progress = run.progress
     step, is_last = progress.step, progress.step >= run.total_steps

@@ -27,7 +27,7 @@ class _Window:
     samples: int
 
 
-class Reader:
+class StepMetricsReader:
     """Collects the numbers of steps on the device and returns them as reports.
 
     On an accelerator a window is copied to pinned memory and read when the next one is closed,

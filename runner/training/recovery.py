@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from runner.data.batch import largest_part, split
+from runner.data.batch import largest_slice, split_batch
 from runner.device import memory
 from runner.errors import ConfigError, OutOfMemory, RunnerError
 from runner.techniques.base import Choice
@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error)
     if ONEDNN_MESSAGE.search(text):  # its message is the same for lack of memory
-        return memory.limit_left() is not None
+        return memory.rlimit_bytes_left() is not None
     return OOM_MESSAGE.search(text) is not None
 
 
@@ -65,7 +65,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
     samples = run.largest_local_batch(run.train.samples(run.progress.step))
-    size = largest_part(samples, run.micro_batch)
+    size = largest_slice(samples, run.micro_batch)
     step_label = f"step {run.progress.step + 1}"
     batchnorm_failed = "Expected more than 1 value per channel" in str(error)
     if batchnorm_failed and run.train.usable is not None and run.train.usable.last.bad:
@@ -84,7 +84,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
         ) from None
     if size == 1:
         raise _single_sample_error(run, error, step_label) from None
-    run.micro_batch = largest_part(run.largest_local_batch(run.train.samples(0)), (size + 1) // 2)
+    run.micro_batch = largest_slice(run.largest_local_batch(run.train.samples(0)), (size + 1) // 2)
     reason = f"{step_label} ran out of memory{_missing_memory(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
@@ -98,7 +98,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
 def _refuse_single_sample(step_label: str, samples: int, micro_batch: int) -> None:
     """Raise ConfigError if a batch or its smallest micro-batch is one sample."""
-    part = split(samples, micro_batch)[-1]
+    part = split_batch(samples, micro_batch)[-1]
     if part.stop - part.start > 1:
         return
     key, unit, fix = MICRO_BATCH, "micro-batch", "use a larger one"
@@ -128,7 +128,7 @@ def _single_sample_error(run: Run, error: Exception, where: str) -> OutOfMemory:
     _record_oom(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
     trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     state = 0 if run.update.optimizer.state else 2 * trained  # Adam's, made in the first update
-    fits = trained + state < memory.room(run.device)
+    fits = trained + state < memory.allocatable_bytes(run.device)
     fix = FEWER_ACTIVATIONS_FIX if fits else SMALLER_MODEL_FIX
     return OutOfMemory(f"{where}: out of memory{missing} with one sample; {fix}")
 
@@ -163,8 +163,8 @@ def _release_step_memory(run: Run, error: Exception) -> None:
     if run.device.kind == "cpu" and "out_of_memory" not in run.history.counts:
         from runner.device import allocator
 
-        allocator.give_back_at_once(run.scope)
-    memory.clean(run.device)
+        allocator.return_freed_memory(run.scope)
+    memory.free_caches(run.device)
 
 
 def release_references(error: BaseException | None) -> None:

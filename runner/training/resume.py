@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.checkpoint.folder import Restored
-from runner.checkpoint.sound import broken
-from runner.data.config import LOADING
+from runner.checkpoint.folder import RestoredCheckpoint
+from runner.checkpoint.sound import find_non_finite
+from runner.data.config import LOADING_KEYS
 from runner.errors import CheckpointError
 from runner.record.text import shorten
 from runner.techniques.base import TRIALS, Choice
@@ -161,7 +161,9 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         run.checkpointer.lead_to = _steps_to_replay(run, first_bad_step(run))
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
-        set_random(state["random"])  # last, since restoring the rest may draw random numbers
+        restore_random_state(
+            state["random"]
+        )  # last, since restoring the rest may draw random numbers
     return True
 
 
@@ -183,7 +185,7 @@ def _short_error(error: Exception) -> str:
     return f"{type(error).__name__}: {shorten(str(error), 300)}"
 
 
-def set_random(state: Mapping[str, Any]) -> None:
+def restore_random_state(state: Mapping[str, Any]) -> None:
     """Restore the states of the global random generators."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
@@ -220,7 +222,7 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     return True
 
 
-def _find_good_checkpoint(run: Run) -> Restored | None:
+def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
     """Return the newest finite checkpoint from before the bad steps; log non-finite ones.
 
     Scheduled checkpoints are preferred to one written at an interruption, so that an interrupted
@@ -229,7 +231,7 @@ def _find_good_checkpoint(run: Run) -> Restored | None:
     decision = run.guardian.decision
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
     folder: Path | None = None  # the newest
-    fallback: tuple[tuple[bool, bool], Restored] | None = None
+    fallback: tuple[tuple[bool, bool], RestoredCheckpoint] | None = None
     from runner.checkpoint.content import check_state
 
     while True:
@@ -240,7 +242,7 @@ def _find_good_checkpoint(run: Run) -> Restored | None:
             log.warning("%s", error)
             restored, step = None, None if folder is None else int(folder.name.rpartition("_")[2])
         if restored is not None:
-            nonfinite = broken(
+            nonfinite = find_non_finite(
                 restored.model, restored.state["update"], run.guardian.nonfinite_by_design
             )
             if nonfinite is not None:
@@ -259,7 +261,7 @@ def _find_good_checkpoint(run: Run) -> Restored | None:
             return None if fallback is None else fallback[1]
 
 
-def check_own_data(restored: Restored | None, settings: Mapping[str, Any]) -> None:
+def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint without preprocessing is used with other data.
 
     On its own data the split is the same, so fitting gives the same preprocessing.
@@ -267,7 +269,7 @@ def check_own_data(restored: Restored | None, settings: Mapping[str, Any]) -> No
     if restored is None:
         return
     before, now = restored.state["settings"], _comparable_settings(settings)
-    loading_keys = {f"data.{key}" for key in (*LOADING, "drop_last", "shuffle")}
+    loading_keys = {f"data.{key}" for key in (*LOADING_KEYS, "drop_last", "shuffle")}
     keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading_keys
     differing_keys = [key for key in keys if before[key] != now[key]]
     if differing_keys or settings["job.kind"] == "predict":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from runner.captures.run_captures import Captures
+    from runner.captures.run_captures import CaptureRecorder
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.batch_validator import BatchValidator
     from runner.data.batch import ColumnUse
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from runner.stability.controller import StabilityController
     from runner.techniques.base import Evidence, Technique, TechniqueStatus
     from runner.training.hook import Evaluation, Hook, Verdict
-    from runner.training.left_out import LeftOut
-    from runner.training.metrics import Reader
+    from runner.training.left_out import BadSampleTracker
+    from runner.training.metrics import StepMetricsReader
     from runner.training.timing import Stopwatch
     from runner.training.trials import Trials
 
@@ -89,13 +89,15 @@ class Run(RunParts):
     techniques: list[tuple[str, Technique]]  # those applied, in order
     engagements: list[TechniqueStatus]  # those not applied, with the reason
     watch: Stopwatch
-    reader: Reader
+    reader: StepMetricsReader
     guardian: StabilityController
     whole: StepGraph | None = None  # makes steps in one graph
     trials: Trials | None = None  # of techniques whose gain is measured
     inputs: BatchValidator | None = None  # checks each batch before its step
-    captures: Captures | None = None  # writes bad steps for job=replay
-    left_out: LeftOut | None = None  # counts bad samples, which data.bad_samples=drop leaves out
+    captures: CaptureRecorder | None = None  # writes bad steps for job=replay
+    left_out: BadSampleTracker | None = (
+        None  # counts bad samples, which data.bad_samples=drop leaves out
+    )
 
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name

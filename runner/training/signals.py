@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Windows has the first two
-ENDS = [getattr(signal, name) for name in SIGNAL_NAMES if hasattr(signal, name)]
+END_SIGNALS = [getattr(signal, name) for name in SIGNAL_NAMES if hasattr(signal, name)]
 """Signals that ask a process to end, including a lost terminal and the end of a job's time."""
 DATA_WAIT_S = 5.0  # after the first signal, during which a distributed run still waits for data
-AHEAD = ENDS[3:]
+ADVANCE_SIGNALS = END_SIGNALS[3:]
 """Signals by which SLURM announces the end of the process; another signal may follow."""
 
 
@@ -79,32 +79,32 @@ def is_command() -> bool:
     return bool(_command_contexts)
 
 
-def unclaimed() -> list[int]:
+def unclaimed_signals() -> list[int]:
     """Return the signals of ENDS, except Ctrl-C, that are neither ignored nor handled elsewhere."""
     ours = (signal.SIG_DFL, _terminate)
-    return [number for number in ENDS[1:] if signal.getsignal(number) in ours]
+    return [number for number in END_SIGNALS[1:] if signal.getsignal(number) in ours]
 
 
 @contextmanager
-def signals_unwind() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """Make unclaimed signals raise Terminated while entered, outside of `Interrupts`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _terminate) for number in unclaimed()}
+    before = {number: signal.signal(number, _terminate) for number in unclaimed_signals()}
     _command_contexts.append(True)
     try:
-        with signals_first():
+        with prefer_signal_error():
             yield
     finally:
         _command_contexts.pop()
-        raised.clear()
+        raised_signals.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def signals_first() -> Iterator[None]:
+def prefer_signal_error() -> Iterator[None]:
     """Raise the signal's exception in place of an error that a library raised while unwinding."""
     try:
         yield
@@ -118,16 +118,16 @@ def signals_first() -> Iterator[None]:
 
 
 _command_contexts: list[bool] = []  # not empty within `signals_unwind`
-raised: list[int] = []
+raised_signals: list[int] = []
 """Signals for which Terminated was raised: some libraries swallow it during import."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raised.append(number)
+    raised_signals.append(number)
     raise Terminated(number)
 
 
-class Interrupts:
+class InterruptHandler:
     """Context that handles Ctrl-C, SIGTERM and the `unclaimed` signals.
 
     The first signal is recorded, and the loop ends at the next step boundary. Between `begin_wait`
@@ -140,7 +140,7 @@ class Interrupts:
         self,
         notice: str = "",
         distributed: bool = False,
-        make_grace_period: Callable[[Interrupts, int], GracePeriod] | None = None,
+        make_grace_period: Callable[[InterruptHandler, int], GracePeriod] | None = None,
     ) -> None:
         """With `distributed`, all processes of a run end at the same step.
 
@@ -156,10 +156,10 @@ class Interrupts:
         self.previous: dict[int, object] = {}
         self.notice = _SignalWatcher(notice, self) if notice else None
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> InterruptHandler:
         if threading.current_thread() is threading.main_thread():
-            self.received = raised[0] if raised else None
-            for number in {signal.SIGINT, signal.SIGTERM, *unclaimed()}:
+            self.received = raised_signals[0] if raised_signals else None
+            for number in {signal.SIGINT, signal.SIGTERM, *unclaimed_signals()}:
                 self.previous[number] = signal.signal(number, self._on_signal)
             if self.notice is not None:
                 self.notice.start(set(self.previous))
@@ -181,7 +181,7 @@ class Interrupts:
             raise KeyboardInterrupt
         if self.received is None:
             self.received_at = time.monotonic()
-        if self.received is None or number not in AHEAD:
+        if self.received is None or number not in ADVANCE_SIGNALS:
             self.received = number
         deadline = self.received_at + DATA_WAIT_S
         if self.waiting and (not self.distributed or time.monotonic() > deadline):
@@ -199,7 +199,7 @@ class Interrupts:
 
     def asks_to_interrupt(self, number: int, first: int | None) -> bool:
         """Whether a signal after the first one asks to interrupt the step."""
-        return not (first is None or self.distributed or {number, first} & {*AHEAD})
+        return not (first is None or self.distributed or {number, first} & {*ADVANCE_SIGNALS})
 
     def end_grace(self) -> None:
         """End the time limit: the step has ended, and a checkpoint after it is not limited."""
@@ -222,7 +222,7 @@ class _SignalWatcher:
     long kernel, while the file descriptor of `set_wakeup_fd` is written at once.
     """
 
-    def __init__(self, text: str, interrupts: Interrupts) -> None:
+    def __init__(self, text: str, interrupts: InterruptHandler) -> None:
         self.text, self.interrupts = text, interrupts
         self.previous_fd = self.read_fd = self.write_fd = -1
         self.thread: threading.Thread | None = None

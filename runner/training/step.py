@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from runner.data.batch import Batch, call, count, rows, split
+from runner.data.batch import Batch, call_model, batch_size_of, slice_rows, split_batch
 from runner.data.order import mix
 from runner.errors import UsageError
 from runner.record.text import summarize_error
@@ -130,10 +130,12 @@ def _graph_step(run: Run, graph: StepGraph, batch: Batch) -> Step | None:
     except Exception as error:
         from runner.techniques import compiler
 
-        if not compiler.is_at_fault(error) and (graph.steps or compiler.was_running(error)):
+        if not compiler.is_compiler_error(error) and (
+            graph.steps or compiler.is_from_compiled_code(error)
+        ):
             raise  # some weights may have changed already
         run.whole = None
-        run.fallen["whole_step"] = reason = compiler.summarize_error(error)
+        run.fallen["whole_step"] = reason = compiler.log_compiler_error(error)
         log.warning("optimization.whole_step: fell back: %s", reason)
         if run.compilation is not None and not (run.trials and run.trials.is_rejected("compile")):
             run.compilation.turn(run, True)
@@ -159,7 +161,7 @@ def forward_backward(run: Run, batch: Batch) -> Step:
     number = run.progress.step + 1
     run.device.reseed(step_seed(run, number))  # dropout depends on this alone, so resume is exact
     run.update.begin()
-    if run.world is None and run.micro_batch >= count(batch[1]):
+    if run.world is None and run.micro_batch >= batch_size_of(batch[1]):
         loss = _forward(run, batch)
         run.watch.split("forward")
         (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
@@ -185,10 +187,10 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     Each part is weighted by its share of samples or tokens, so parts of different sizes and masked
     targets give the same mean as the whole batch.
     """
-    own_samples, world = count(batch[1]), run.world
+    own_samples, world = batch_size_of(batch[1]), run.world
     batch_weight: Tensor | float = run.objective.weight(batch[1])
     if world is None:
-        parts = split(own_samples, run.micro_batch)
+        parts = split_batch(own_samples, run.micro_batch)
     else:
         samples = run.train.samples(run.progress.step)
         own_samples = 0 if run.train.empty else own_samples
@@ -201,7 +203,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     total = torch.zeros((), device=run.device.torch)
     for number, part_slice in enumerate(parts, 1):
         empty = part_slice.start == part_slice.stop
-        part: Batch = rows(batch, slice(0, 1) if empty else part_slice)
+        part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
         weight = run.update.never if empty else run.objective.weight(part[1])
         if world is not None:
             world.stand_in = empty
@@ -233,15 +235,15 @@ def _gradient_sync(run: Run, last: bool) -> AbstractContextManager[None]:
 
 
 def _forward(run: Run, batch: Batch) -> Tensor:
-    irregular = run.compilation is not None and not _is_regular_size(run, count(batch[1]))
+    irregular = run.compilation is not None and not _is_regular_size(run, batch_size_of(batch[1]))
     if not run.contexts and not irregular:
-        return run.objective(call(run.forward, batch[0]), batch[1])
+        return run.objective(call_model(run.forward, batch[0]), batch[1])
     with ExitStack() as stack:
         if irregular:  # the last batch of an epoch: compiling for its size would take longer
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in run.contexts:
             stack.enter_context(context())
-        return run.objective(call(run.forward, batch[0]), batch[1])
+        return run.objective(call_model(run.forward, batch[0]), batch[1])
 
 
 def _is_regular_size(run: Run, samples: int) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 
 from runner.data.batch import ColumnUse
 from runner.errors import StorageError
-from runner.record.storage import for_owners, read_record, write_json
+from runner.record.storage import read_record, safe_opener, write_json
 from runner.record.text import dataclass_from_json
 from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 
-FILE = "summary.json"
+SUMMARY_FILE = "summary.json"
 STATUS_HEAD_BYTES = 64  # bytes at the start of the file that contain the status
 
 
@@ -98,12 +98,15 @@ class Summary:
 
         Raises StorageError if it cannot be written.
         """
-        write_json(folder / FILE, asdict(self))
+        write_json(folder / SUMMARY_FILE, asdict(self))
 
     def write_status(self, folder: Path) -> None:
         """Overwrite the status `running` in place, which works on a full disk."""
         running = b'"status": "running",\n  "reason": "",'
-        with suppress(OSError), open(folder / FILE, "r+b", buffering=0, opener=for_owners) as file:
+        with (
+            suppress(OSError),
+            open(folder / SUMMARY_FILE, "r+b", buffering=0, opener=safe_opener) as file,
+        ):
             position = file.read(STATUS_HEAD_BYTES).find(running)
             if position >= 0:
                 file.seek(position)
@@ -117,6 +120,6 @@ class Summary:
         Raises StorageError if it is missing or not readable.
         """
         try:
-            return dataclass_from_json(cls, json.loads(read_record(folder / FILE)))
+            return dataclass_from_json(cls, json.loads(read_record(folder / SUMMARY_FILE)))
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise StorageError(f"{folder / FILE}: no readable summary ({error})") from error
+            raise StorageError(f"{folder / SUMMARY_FILE}: no readable summary ({error})") from error

@@ -19,7 +19,7 @@ from torch import Tensor
 from runner.config import RunConfig
 from runner.distributed.config import Compression, DistributedConfig, DistributedKind
 from runner.distributed.launch import count_processes
-from runner.distributed.place import find_place
+from runner.distributed.place import detect_rank
 from runner.errors import ConfigError, RunnerError
 from runner.verify.end_state import (
     EndState,
@@ -125,7 +125,7 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
 
 def _count_processes(config: RunConfig) -> int:
     size = 1 if config.distributed.kind is DistributedKind.none else count_processes(config)
-    if place := find_place():
+    if place := detect_rank():
         problem = f"starts its own processes, but {place.by} has started {place.size}"
         raise ConfigError("verify.what", problem, f"type it without {place.by}")
     if size < 2:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.checkpoint.folder import FOLDER, is_checkpoint, steps
-from runner.checkpoint.reading import load
+from runner.checkpoint.reading import load_checkpoint
 from runner.record.storage import read_record
 from runner.verify.processes import FACTS_FILE
 
@@ -69,7 +69,7 @@ def read_end_state(folder: Path, checkpoint_steps: Iterable[int] | None = None) 
     parameters = set(facts.get("parameters", ()))
     for step, path in saved_steps(folder).items():
         if checkpoint_steps is None or step in checkpoint_steps:
-            restored = load(path)
+            restored = load_checkpoint(path)
             values |= dict(_checkpoint_values(step, restored.model, restored.state, parameters))
     ordered = sorted(values, key=_sort_key)
     return EndState({key: values[key] for key in ordered}, facts)

@@ -19,8 +19,8 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
 from runner.distributed.launch import AttemptLost, count_processes, run_attempt
-from runner.distributed.place import Place
-from runner.distributed.rank import start
+from runner.distributed.place import RankInfo
+from runner.distributed.rank import run_rank_process
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobConfig
 from runner.parity.dropout import zero_dropout
@@ -173,8 +173,8 @@ def train_in_processes(
             raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")
 
 
-def _start_logged(config: RunConfig, folder: Path, given: Components, place: Place) -> None:
+def _start_logged(config: RunConfig, folder: Path, given: Components, place: RankInfo) -> None:
     """Process entry: redirect output to a log file, then train."""
     with suppress(OSError):
         redirect_output(folder / LOG_FILE)
-    start(config, folder, given, place)
+    run_rank_process(config, folder, given, place)

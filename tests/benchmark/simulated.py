@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Turn, WorkerResults, WorkerSetup
+from runner.benchmark.blocks import Turn, WorkerFailure, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.rounds import MeasureOptions
 
@@ -104,11 +104,11 @@ class Simulation:
         world = self.world
         world.started.append(name)
         if name in world.refuses:
-            raise ArmEnded(*world.refuses[name])
+            raise WorkerFailure(*world.refuses[name])
         setup, settles = world.setups.get(name, 1.0), world.settles.get(name, 0.0)
         if within_s is not None and setup + settles > within_s:
             world.now += within_s
-            raise ArmEnded("timeout", f"it was not done within {within_s:g} s")
+            raise WorkerFailure("timeout", f"it was not done within {within_s:g} s")
         world.now += setup + settles  # which is not measuring
         world.alive.add(name)
         self.own[name] = self.noise.lognormvariate(0.0, world.processes) if world.processes else 1.0
@@ -127,7 +127,7 @@ class Simulation:
             os.kill(os.getpid(), world.signal)
         if name in world.dies and self.turns[name] >= world.dies_after:
             world.alive.discard(name)
-            raise ArmEnded(*world.dies[name])
+            raise WorkerFailure(*world.dies[name])
         self.turns[name] += 1
         drift = 1 + 0.3 * (world.now % 100 > 50)  # of the machine, half of the time
         ms = world.plain_ms * drift / world.speedup(self.engaged(name))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.benchmark.blocks import ArmEnded, Measurements, StoppingRule, Turn, run_blocks
+from runner.benchmark.blocks import Measurements, StoppingRule, Turn, WorkerFailure, run_blocks
 from runner.benchmark.statistics import bonferroni_alpha, classify_ratio, noise_floor
 
 Floats = NDArray[np.float64]
@@ -89,7 +89,7 @@ class Machine:
         own = self.draw_processes.normal(0, self.noise.processes, len(names))
         self.own |= dict(zip(names, np.exp(own), strict=True))
 
-    def relaunch(self, names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
+    def relaunch(self, names: Sequence[str], within_s: float) -> dict[str, WorkerFailure]:
         """New processes, which differ from the last ones."""
         self.now += min(START_S * len(names), within_s)
         if START_S * len(names) > within_s:

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from runner.benchmark.arms import Arm, arms_of, reference_of
+from runner.benchmark.arms import Arm, compose_arms, reference_arm
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.engine import describe_differences, other_work
 from runner.composing import compose
@@ -14,7 +14,7 @@ from runner.errors import ConfigError
 
 
 def arms(*typed: str, over: tuple[str, ...] = (), **settings: object) -> list[Arm]:
-    return arms_of(BenchmarkConfig(arms=list(typed), **settings), list(over))  # type: ignore[arg-type]
+    return compose_arms(BenchmarkConfig(arms=list(typed), **settings), list(over))  # type: ignore[arg-type]
 
 
 def test_a_level_is_that_level_on_top_of_what_was_typed() -> None:
@@ -82,8 +82,8 @@ def test_an_arm_that_cannot_be_measured_is_refused(typed: list[str], says: str) 
 
 def test_the_reference_is_the_first_arm_or_the_one_that_is_named() -> None:
     measured = arms("none", "basic")
-    assert reference_of(measured, BenchmarkConfig()).name == "none"
-    assert reference_of(measured, BenchmarkConfig(reference="basic")).name == "basic"
+    assert reference_arm(measured, BenchmarkConfig()).name == "none"
+    assert reference_arm(measured, BenchmarkConfig(reference="basic")).name == "basic"
     with pytest.raises(ConfigError, match="did you mean basic"):
         arms("none", "basic", reference="basc")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.benchmark.blocks import ArmEnded, Measurements, StoppingRule, Turn, run_blocks
+from runner.benchmark.blocks import Measurements, StoppingRule, Turn, WorkerFailure, run_blocks
 from tests.benchmark.simulated_machine import (
     BASE,
     EFFECTS,
@@ -33,13 +33,13 @@ def run(
 
 
 def ending(
-    machine: Machine, ends: Mapping[str, int], error: type[BaseException] = ArmEnded
+    machine: Machine, ends: Mapping[str, int], error: type[BaseException] = WorkerFailure
 ) -> Callable[[str, float], Turn]:
     """Turns of a machine on which an arm can make so many, and no more."""
 
     def turn(name: str, seconds: float) -> Turn:
         if machine.order.count(name) >= ends.get(name, 10**9):
-            raise error("oom", "no memory") if error is ArmEnded else error
+            raise error("oom", "no memory") if error is WorkerFailure else error
         return machine.turn(name, seconds)
 
     return turn
@@ -90,13 +90,13 @@ def launched(
     """Five processes of each arm, if starting all of them takes so long; and when they started."""
     machine, starts = Machine(Noise(0.01), EFFECTS, 0), list[float]()
 
-    def relaunch(names: Sequence[str], within_s: float) -> dict[str, ArmEnded]:
+    def relaunch(names: Sequence[str], within_s: float) -> dict[str, WorkerFailure]:
         starts.append(machine.now)
         machine.now += min(restart_s, within_s)
         if restart_s > within_s:
             raise TimeoutError
         machine.start(names)
-        return {n: ArmEnded("oom", "x") for n, at in (ends or {}).items() if at == len(starts)}
+        return {n: WorkerFailure("oom", "x") for n, at in (ends or {}).items() if at == len(starts)}
 
     rule = StoppingRule(0.001, budget_s, 5, restart_s=min(restart_s, 10.0))
     how = (0.25, 0, machine.clock, None, relaunch)

@@ -11,7 +11,7 @@ import pytest
 from runner import compose
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.engine import Cut, failures, measure
+from runner.benchmark.engine import BenchmarkInterrupted, list_failed_arms, measure
 from runner.benchmark.result import NEGLIGIBLE, BenchmarkResult
 from runner.benchmark.statistics import ONE_PROCESS_NOISE
 from tests.benchmark.simulated import World
@@ -75,7 +75,7 @@ def test_an_arm_that_ends_early_is_a_row_and_the_others_continue(tmp_path: Path)
     assert (amp.status, amp.reason, amp.speedup, amp.claim) == ("oom", "took 9 GiB", None, "")
     assert (basic.status, basic.reason, basic.claim) == ("killed", "by SIGKILL", "")
     assert basic.blocks == 12 and basic.step_ms is not None
-    assert failures(result) == ["basic (killed: by SIGKILL)", "amp (oom: took 9 GiB)"]
+    assert list_failed_arms(result) == ["basic (killed: by SIGKILL)", "amp (oom: took 9 GiB)"]
     assert BenchmarkResult.read(tmp_path) == result
 
 
@@ -164,7 +164,7 @@ def test_ctrl_c_keeps_the_measurements(
     """Arms that have a further process have ended the first one's run as they should."""
     world = World(SPEEDUPS, interrupt_at=50, signal=number)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Cut) as caught:
+    with pytest.raises(BenchmarkInterrupted) as caught:
         measured(world, folder=tmp_path, narrow=0.0001, processes=processes)
     assert caught.value.exit_code == code
     result = BenchmarkResult.read(tmp_path)

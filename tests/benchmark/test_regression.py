@@ -12,7 +12,7 @@ import pytest
 
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine_facts
-from runner.benchmark.regression import BaselineComparison, against, stored
+from runner.benchmark.regression import BaselineComparison, compare_with_baseline, load_baseline
 from runner.benchmark.result import ArmResult, BenchmarkResult, Load
 from runner.errors import ConfigError
 
@@ -42,7 +42,9 @@ def result(seed: int, none: float = 1.0, ultra: float = 0.5) -> BenchmarkResult:
 def compared(
     now: BenchmarkResult, then: BenchmarkResult | None = None, **settings: Any
 ) -> BaselineComparison:
-    return against(now, then or result(100), BenchmarkConfig(baseline="old", **settings))
+    return compare_with_baseline(
+        now, then or result(100), BenchmarkConfig(baseline="old", **settings)
+    )
 
 
 def slower(comparison: BaselineComparison) -> list[str]:
@@ -50,7 +52,7 @@ def slower(comparison: BaselineComparison) -> list[str]:
 
 
 def baseline(folder: Path | None, *names: str) -> BenchmarkResult | None:
-    return stored(BenchmarkConfig(baseline=folder and str(folder)), names or ["none"])
+    return load_baseline(BenchmarkConfig(baseline=folder and str(folder)), names or ["none"])
 
 
 def test_the_same_again_is_no_regression() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.blocks import WorkerFailure
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers import pool as pools
 from runner.benchmark.workers.pool import WorkerPool
@@ -31,17 +31,17 @@ def test_a_killed_arm_is_reported_as_killed_and_the_others_continue(tmp_path: Pa
         for name in ("one", "two"):
             pool.start(name)
         pids = {name: worker.pid for name, worker in pool.workers.items()}
-        with pytest.raises(ArmEnded, match="killed by SIGKILL; see .*worker.log") as ended:
+        with pytest.raises(WorkerFailure, match="killed by SIGKILL; see .*worker.log") as ended:
             pool.turn("two", 30.0)  # in the midst of a turn
         assert ended.value.status == "killed"
         assert is_gone(pids["two"])
         assert json.loads((tmp_path / "two/summary.json").read_text())["status"] == "killed"
         assert pool.turn("one", 0.05).steps >= 3
         os.kill(pids["one"], signal.SIGKILL)  # while it waits
-        with pytest.raises(ArmEnded) as ended:
+        with pytest.raises(WorkerFailure) as ended:
             pool.turn("one", 0.05)
         assert ended.value.status == "killed"
-        with pytest.raises(ArmEnded, match="was not started, or has ended"):
+        with pytest.raises(WorkerFailure, match="was not started, or has ended"):
             pool.turn("one", 0.05)
     assert is_gone(pids["one"])
 
@@ -54,17 +54,17 @@ def test_the_error_of_an_arm_is_its_reason(tmp_path: Path) -> None:
         own("huge", "Huge"),
     ]
     with WorkerPool(arms, QUICK, tmp_path) as pool:
-        with pytest.raises(ArmEnded, match=r"ValueError: my own mistake \(arm_parts") as ended:
+        with pytest.raises(WorkerFailure, match=r"ValueError: my own mistake \(arm_parts") as ended:
             pool.start("raises")
         assert ended.value.status == "failed"
         assert "Traceback" in (tmp_path / "raises/worker.log").read_text()
-        with pytest.raises(ArmEnded) as ended:
+        with pytest.raises(WorkerFailure) as ended:
             pool.start("nan")
             while True:
                 pool.turn("nan", 0.1)
         assert ended.value.status == "failed"
         assert "the loss was nan" in ended.value.reason
-        with pytest.raises(ArmEnded, match="out of memory") as ended:
+        with pytest.raises(WorkerFailure, match="out of memory") as ended:
             pool.start("huge")
         assert ended.value.status == "oom"
         assert not pool.workers
@@ -84,13 +84,13 @@ def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with WorkerPool(arms, QUICK, tmp_path) as pool:
         pool.start("late")
         pid = pool.workers["late"].pid
-        with pytest.raises(ArmEnded, match="not done within 1 s") as ended:
+        with pytest.raises(WorkerFailure, match="not done within 1 s") as ended:
             pool.turn("late", 30.0)
         assert ended.value.status == "timeout"
         assert is_gone(pid)
         assert json.loads((tmp_path / "late/summary.json").read_text())["status"] == "timeout"
     soon = BenchmarkConfig(timeout_s=0.01)
-    with WorkerPool(arms, soon, None) as pool, pytest.raises(ArmEnded) as ended:
+    with WorkerPool(arms, soon, None) as pool, pytest.raises(WorkerFailure) as ended:
         pool.start("never")
     assert ended.value.status == "timeout"
 

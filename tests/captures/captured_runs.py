@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from runner import Summary, train
-from runner.captures.manifest import captures
+from runner.captures.manifest import list_captures
 from runner.captures.reader import Capture, open_capture
 from runner.checkpoint.manifest import sealed
 from runner.training.hook import Hook, Report, Step, Verdict
@@ -62,7 +62,7 @@ def taken(folder: Path, *overrides: str) -> tuple[Capture, Capture, Taker]:
     """Of step 13, after which weights moved on, and of step 17, after which they did not."""
     hook = Taker([13, 17], SKIPPED)
     trained(folder, hook, *overrides)
-    moved, stayed = map(open_capture, captures(folder))
+    moved, stayed = map(open_capture, list_captures(folder))
     return moved, stayed, hook
 
 

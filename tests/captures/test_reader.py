@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.captures.manifest import captures
+from runner.captures.manifest import list_captures
 from runner.captures.reader import open_capture
 from runner.errors import CheckpointError, SecurityError
 from runner.security.files.file_bytes import hash_file
@@ -19,7 +19,7 @@ from tests.security.planted import Mark
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(captures(made)[1], tmp_path / captures(made)[1].name)
+    return shutil.copytree(list_captures(made)[1], tmp_path / list_captures(made)[1].name)
 
 
 FILES = ("state.pt", "manifest.json", "checkpoint/state.pt")

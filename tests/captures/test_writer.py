@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner import train
-from runner.captures.manifest import CapturedWeights, captures
+from runner.captures.manifest import CapturedWeights, list_captures
 from runner.captures.reader import open_capture
 from tests import runs
 from tests.captures.captured_runs import OURS, Taker, trained
@@ -52,11 +52,11 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert sum("captured; to" in line for line in lines) == 1
     assert summary.skipped_steps > 2
     kept = [fault["capture"] for fault in faults(tmp_path) if fault["kind"] == "non_finite"]
-    assert str(captures(tmp_path)[0].relative_to(tmp_path)) == kept[0]
-    assert len(captures(tmp_path)) == 2
+    assert str(list_captures(tmp_path)[0].relative_to(tmp_path)) == kept[0]
+    assert len(list_captures(tmp_path)) == 2
     again = trained(tmp_path, None, *bounded, "training.steps=48", "checkpoint.resume=auto")
     assert again.skipped_steps > summary.skipped_steps
-    assert len(captures(tmp_path)) == 2
+    assert len(list_captures(tmp_path)) == 2
 
     capture = open_capture(tmp_path / kept[0])  # what was bad, and where it is from
     first = next(fault for fault in faults(tmp_path) if fault["kind"] == "non_finite")
@@ -73,14 +73,14 @@ def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
     tmp_path: Path,
 ) -> None:
     trained(tmp_path, Taker([6]), "checkpoint.enabled=false", SHORT)
-    (capture,) = map(open_capture, captures(tmp_path))
+    (capture,) = map(open_capture, list_captures(tmp_path))
     assert capture.manifest.weights is CapturedWeights.later
     assert capture.manifest.checkpoint is None and capture.model is not None
 
 
 def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(tmp_path: Path) -> None:
     trained(tmp_path, Taker([6]), "checkpoint.keep=1", "training.steps=40")
-    (capture,) = map(open_capture, captures(tmp_path))
+    (capture,) = map(open_capture, list_captures(tmp_path))
     assert capture.manifest.checkpoint == 0
     assert not (tmp_path / "checkpoints" / "step_00000000").exists()
     assert capture.checkpoint().step == 0
@@ -107,13 +107,13 @@ def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
     lines = [r for r in caplog.records if "debug.capture.mb" in r.getMessage()]
     assert sum(r.getMessage().startswith("step 3 ") for r in lines) == 1
     assert sum(r.levelname == "WARNING" for r in lines) == 1
-    assert not captures(tmp_path)
+    assert not list_captures(tmp_path)
 
 
 def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="my own mistake"):
         trained(tmp_path, None, "+model.fails=5")
-    (capture,) = map(open_capture, captures(tmp_path))
+    (capture,) = map(open_capture, list_captures(tmp_path))
     assert (capture.step, capture.manifest.kind, capture.loss) == (5, "exception", None)
     assert capture.manifest.weights is CapturedWeights.then
     (fault,) = faults(tmp_path)
@@ -122,10 +122,10 @@ def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(tmp_path: 
 
 def test_a_capture_made_before_a_crash_is_not_made_again(tmp_path: Path) -> None:
     trained(tmp_path, Taker([13]))
-    before = (captures(tmp_path)[0] / "manifest.json").stat().st_mtime_ns
+    before = (list_captures(tmp_path)[0] / "manifest.json").stat().st_mtime_ns
     for step in (16, 24):  # as if they had never been: step 13 comes again
         shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}")
     hook = Taker([13])
     trained(tmp_path, hook, "checkpoint.resume=auto")
     assert hook.taken == {13: "debug/captures/step_00000013"}
-    assert (captures(tmp_path)[0] / "manifest.json").stat().st_mtime_ns == before
+    assert (list_captures(tmp_path)[0] / "manifest.json").stat().st_mtime_ns == before

@@ -11,7 +11,7 @@ import torch
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.manifest import NAME
 from runner.errors import CheckpointError, SecurityError
-from runner.security.sealed import sealed
+from runner.security.sealed import to_checksummed_json
 
 FILES = ("model.safetensors", "state.pt", "manifest.json")
 
@@ -114,7 +114,7 @@ def forge(folder, **changes):
     """Rewrite a manifest with its digest, as an attacker would."""
     body = json.loads((folder / NAME).read_text()) | changes
     del body["digest"]
-    (folder / NAME).write_bytes(sealed(body))
+    (folder / NAME).write_bytes(to_checksummed_json(body))
 
 
 def forge_file(folder, name, data):

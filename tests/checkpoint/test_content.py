@@ -15,7 +15,7 @@ import torch
 from runner import build, compose, train
 from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import STATE
-from runner.checkpoint.reading import load
+from runner.checkpoint.reading import load_checkpoint
 from runner.errors import CheckpointError
 from tests.checkpoint.test_checkpoint_damage import forge_file
 
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def state(trained: Path) -> dict[str, Any]:
-    return load(trained / "checkpoints" / "step_00000006").state
+    return load_checkpoint(trained / "checkpoints" / "step_00000006").state
 
 
 def put(**values: Any) -> Change:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.checkpoint.folder import Restored
+from runner.checkpoint.folder import RestoredCheckpoint
 from runner.checkpoint.manifest import NAME
 from runner.distributed.commit import CheckpointCommit
 from runner.errors import SecurityError
@@ -62,7 +62,7 @@ def save(processes: list[Process], *steps: int) -> None:
         process.checkpointer.close()
 
 
-def restored(folder: Path) -> Restored:
+def restored(folder: Path) -> RestoredCheckpoint:
     found = Checkpointer(None, keep=1).restore(folder)
     assert found is not None
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner import build, compose, train
 from runner.build import Components
-from runner.data.dataset import Tensors
+from runner.data.dataset import TensorsDataset
 from runner.errors import DataError, Interrupted
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run
@@ -206,7 +206,7 @@ def test_the_strictest_policy_of_several_findings_acts(caplog: pytest.LogCapture
 
 def held(data: Spoiled, *overrides: str) -> Run:
     """A run on the same data as tensors in memory."""
-    whole = Tensors(data.x, data.y, data.sizes, (data.train, data.validation))
+    whole = TensorsDataset(data.x, data.y, data.sizes, (data.train, data.validation))
     own = [*QUIET, "checks.table.enabled=false", *overrides]
     return build(compose(own), None, Components(data=whole))
 

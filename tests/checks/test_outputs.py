@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, safe_inference, sanitise
-from runner.checks.outputs import Changes, described
+from runner.checks.outputs import Changes, describe_changes
 from runner.errors import UsageError
 from runner.jobs.evaluate import _evaluate
 from runner.training.evaluation import evaluate
@@ -79,7 +79,7 @@ def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
     assert type(sanitise(OrderedDict(a=x))[0]) is OrderedDict
     assert sanitise("text")[1].read() == {"nan": 0, "inf": 0, "limited": 0}
     assert (Changes() + changes).read() == changes.read()
-    assert described(changes.read()) == "2 NaN" and described(Changes().read()) == ""
+    assert describe_changes(changes.read()) == "2 NaN" and describe_changes(Changes().read()) == ""
 
 
 def test_what_is_no_dense_tensor_is_refused() -> None:

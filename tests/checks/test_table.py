@@ -16,7 +16,7 @@ from runner.checks.config import CheckPolicy, TableConfig
 from runner.checks.table import TableFindings
 from runner.data.batch import Sizes
 from runner.data.config import Cancer, SplitRule, Tabular
-from runner.data.dataset import Dataset, Tensors
+from runner.data.dataset import Dataset, TensorsDataset
 from runner.data.embedded import cancer
 from runner.data.order import split
 from runner.data.tabular import tabular
@@ -26,7 +26,7 @@ from runner.table_report import check_data_table
 from runner.training.summary import Summary
 
 
-def looked_at(source: Tensors, **policies: Any) -> tuple[Dataset, TableFindings]:
+def looked_at(source: TensorsDataset, **policies: Any) -> tuple[Dataset, TableFindings]:
     found, (report,) = check_data_table(source, TableConfig(**policies))
     assert report.findings is not None
     return found, report.findings
@@ -34,7 +34,7 @@ def looked_at(source: Tensors, **policies: Any) -> tuple[Dataset, TableFindings]
 
 def table(
     columns: dict[str, Sequence[Any]], target: Sequence[Any], folder: Path, **changes: Any
-) -> Tensors:
+) -> TensorsDataset:
     rows = zip(*columns.values(), target, strict=True)
     text = [",".join([*columns, "label"]), *(",".join(map(str, row)) for row in rows)]
     path = folder / "flows.csv"
@@ -198,10 +198,10 @@ def test_nothing_left_to_validate_with_is_an_error() -> None:
     x = torch.arange(300.0).sin().reshape(100, 3).repeat(2, 1)
     sizes = Sizes("classification", 3, classes=2)
     halves = np.arange(100), np.arange(100, 200)
-    source = Tensors(x, torch.arange(200) % 3 % 2, sizes, halves)
+    source = TensorsDataset(x, torch.arange(200) % 3 % 2, sizes, halves)
     with pytest.raises(DataError, match="leaves no validation rows"):
         looked_at(source, shared=CheckPolicy.drop)
-    source = Tensors(torch.ones(200, 3), torch.arange(200) % 2, sizes, split(200, 0.2, 0))
+    source = TensorsDataset(torch.ones(200, 3), torch.arange(200) % 2, sizes, split(200, 0.2, 0))
     with pytest.raises(DataError, match="no input columns would be left"):
         looked_at(source, constant=CheckPolicy.drop)
 
@@ -235,7 +235,7 @@ def test_a_large_table_is_judged_by_a_sample_that_is_always_the_same() -> None:
     train, validation = split(n, 0.2, 0)
     assert 100 in train
     sizes = Sizes("classification", 40, classes=2)
-    source = Tensors(torch.from_numpy(x), torch.from_numpy(y), sizes, (train, validation))
+    source = TensorsDataset(torch.from_numpy(x), torch.from_numpy(y), sizes, (train, validation))
     found = [looked_at(source)[1] for _ in range(2)]
     assert found[0].facts["rows_judged"] == 37_500
     assert codes(found[0]) == [("table.leak", "column 'x[7]'")]

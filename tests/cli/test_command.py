@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.overrides.groups import CONF, options
+from runner.overrides.groups import CONF, group_options
 from runner.training.summary import Summary
 from tests import runs
 
@@ -76,7 +76,7 @@ def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
 def test_help_names_every_option_and_imports_neither_torch_nor_hydra(folder: Path) -> None:
     done = run(folder, "--help", flags=("-X", "importtime"))
     assert done.returncode == 0
-    for group, found in options().items():
+    for group, found in group_options().items():
         assert group in done.stdout
         for option, what in found.items():
             assert option in done.stdout and what in done.stdout

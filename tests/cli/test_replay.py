@@ -11,8 +11,8 @@ from runner.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, r
 from runner.checkpoint.manifest import MODEL, STATE, sealed
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.composing import compose, from_plain
-from runner.config import plain
+from runner.composing import compose, config_from_plain
+from runner.config import config_to_plain
 from runner.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 from tests import runs
 
@@ -30,7 +30,7 @@ def make_capture(name: str = "mine", where: str = CAPTURE, config: Any = None) -
     files: Any = {name: {"size": 1, "sha256": ""} for name in (STATE, MODEL)}
     manifest = CaptureManifest(
         step=int(where[-8:]), kind="non_finite", message="", weights=CapturedWeights.then,
-        name=name, config=config or plain(runs.config()), given=[], micro_batch=1, threads=1,
+        name=name, config=config or config_to_plain(runs.config()), given=[], micro_batch=1, threads=1,
         device={}, versions={}, loss="", grad_norm="", files=files,
     )  # fmt: skip
     Path(where).mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_replay_is_of_one_named_capture(typed: list[str], message: str) -> Non
 
 
 def test_a_capture_brings_no_trust() -> None:
-    config = plain(runs.config("model._target_=theirs.Net", "security.trusted=[theirs]"))
+    config = config_to_plain(runs.config("model._target_=theirs.Net", "security.trusted=[theirs]"))
     config["security"] = {"trusted": ["theirs"]}
     make_capture(config=config)
     with pytest.raises(SecurityError, match=r"theirs\.Net is refused"):
@@ -132,7 +132,7 @@ def test_a_capture_brings_no_trust() -> None:
 def test_a_forged_config_is_refused(
     forged: dict[str, Any], error: type[RunnerError], message: str
 ) -> None:
-    make_capture(config={**plain(runs.config()), **forged})
+    make_capture(config={**config_to_plain(runs.config()), **forged})
     with pytest.raises(error, match=message):
         ask()
 
@@ -149,9 +149,11 @@ def test_a_forged_config_is_refused(
 )  # fmt: skip
 def test_the_captured_config_comes_back_whole(overrides: list[str]) -> None:
     config = compose(overrides)
-    capture = make_capture(config=plain(config))
+    capture = make_capture(config=config_to_plain(config))
     trusted = config.security.trusted
-    assert plain(from_plain(read_manifest(capture).config, trusted)) == plain(config)
+    assert config_to_plain(
+        config_from_plain(read_manifest(capture).config, trusted)
+    ) == config_to_plain(config)
 
 
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", "a,hydra.run.dir=x", "../../up"])

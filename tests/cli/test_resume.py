@@ -15,7 +15,7 @@ from runner.cli.preflight import Request, check
 from runner.composing import compose
 from runner.config import config_hash
 from runner.errors import CheckpointError, ConfigError, SecurityError
-from runner.overrides.recorded import with_recorded
+from runner.overrides.recorded import merge_recorded_overrides
 from runner.record.storage import FileDigest, write_file
 from runner.training.summary import Summary
 from tests.runs import QUICK, trained
@@ -225,5 +225,5 @@ def test_a_runs_folder_brings_neither_its_own_trust_nor_callbacks_for_hydra(tmp_
     recorded = "- model._target_=theirs.Net\n- security.trusted=[theirs]\n"
     recorded += "- +hydra.callbacks.own._target_=theirs.Callback\n"
     (run / ".hydra" / "overrides.yaml").write_text(recorded)
-    found = with_recorded([f"checkpoint.resume={run}"], sweeps=False).overrides
+    found = merge_recorded_overrides([f"checkpoint.resume={run}"], sweeps=False).overrides
     assert found == ["model._target_=theirs.Net", f"checkpoint.resume={run}"]

@@ -17,14 +17,14 @@ from PIL import Image
 
 from runner import fork_server, train
 from runner.data.arrays import arrays
-from runner.data.batch import rows
+from runner.data.batch import slice_rows
 from runner.data.config import Arrays, BadSamples, DataConfig, Text
 from runner.data.loader import BatchLoader
 from runner.data.order import sample_seeds
 from runner.data.text import text
 from runner.data.user_dataset import UserDataset
 from runner.errors import DataError
-from runner.jobs.predict import predictions
+from runner.jobs.predict import predict_batches
 from runner.training.evaluation import evaluate
 from tests.faults import processes
 from tests.faults.modes import typed
@@ -73,7 +73,7 @@ def test_what_is_left_of_a_batch_are_its_other_samples_in_their_order(
         assert seen[-1] == [indices[place] for place in kept]
         assert loader.usable is not None
         found |= loader.usable.last.bad
-        assert same(batch, rows(plain.at(step), kept))
+        assert same(batch, slice_rows(plain.at(step), kept))
         assert same(loader.at(step), batch)
     assert found.keys() == BAD and "torn 4" in found[4]
 
@@ -115,7 +115,7 @@ def test_a_validation_is_that_of_the_samples_that_are_left() -> None:
             run.model.eval()
             loss = float(run.objective(run.forward(x), y))
         assert metrics["val/loss"] == pytest.approx(loss, rel=1e-5)
-        named = np.concatenate([columns["sample"] for columns in predictions(run)])
+        named = np.concatenate([columns["sample"] for columns in predict_batches(run)])
         assert named.tolist() == held_out
 
 

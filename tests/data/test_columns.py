@@ -15,8 +15,8 @@ from pyarrow import parquet
 from rich.console import Console
 
 from runner.data.config import BadSamples, ColumnType, Missing, Tabular
-from runner.data.dataset import Tensors
-from runner.data.open import Opening
+from runner.data.dataset import TensorsDataset
+from runner.data.open import OpenOptions
 from runner.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.data.tabular import tabular
 from runner.errors import ConfigError, DataError
@@ -39,22 +39,22 @@ def write(path: Path, columns: Columns) -> Path:
     return path
 
 
-def opened(path: Path, **changes: Any) -> Tensors:
+def opened(path: Path, **changes: Any) -> TensorsDataset:
     return tabular(Tabular(path=str(path), target="y", **changes))
 
 
-def applied(source: Tensors, path: Path, **changes: Any) -> Tensors:
+def applied(source: TensorsDataset, path: Path, **changes: Any) -> TensorsDataset:
     """Other data as those that `source` was fitted on."""
     config = Tabular(path=str(path), target="y", **changes)
     saved = Preprocessing.of(Tabular(path="train", target="y"), source).dump()
-    return tabular(config, Opening(fitted=parse_preprocessing(saved, path), evaluates=True))
+    return tabular(config, OpenOptions(fitted=parse_preprocessing(saved, path), evaluates=True))
 
 
-def chosen(source: Tensors, key: str) -> str:
+def chosen(source: TensorsDataset, key: str) -> str:
     return "; ".join(f"{c.value}: {c.reason}" for c in source.choices if c.key == key)
 
 
-def titles(source: Tensors) -> list[str]:
+def titles(source: TensorsDataset) -> list[str]:
     return [column.title for column in source.columns]
 
 
@@ -221,7 +221,7 @@ def test_preprocessing_without_newer_fields_is_read(tmp_path: Path) -> None:
     old = parse_preprocessing(json.dumps(content).encode(), tmp_path)
     assert old.columns[0].fill is None and old.columns[0].mean == source.columns[0].mean
     path = write(tmp_path / "b.csv", {"age": [None, 4]})
-    new = tabular(Tabular(path=str(path), target="y"), Opening(fitted=old, evaluates=True))
+    new = tabular(Tabular(path=str(path), target="y"), OpenOptions(fitted=old, evaluates=True))
     assert new.inputs[0].tolist() == [0]
 
 

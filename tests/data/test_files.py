@@ -24,7 +24,7 @@ from runner.data.config import (
     Text,
     Tokens,
 )
-from runner.data.dataset import Tensors
+from runner.data.dataset import TensorsDataset
 from runner.data.images import ImageFolder
 from runner.data.open import OPENERS, open_data
 from runner.data.text import text
@@ -225,7 +225,7 @@ def test_token_files_that_are_none_are_refused(tmp_path: Path) -> None:
 X = np.random.default_rng(0).standard_normal((12, 5))
 
 
-def saved(folder: Path, **content: Any) -> Tensors:
+def saved(folder: Path, **content: Any) -> TensorsDataset:
     options = {k: content.pop(k) for k in ("task", "inputs") if k in content}
     np.savez(folder / "data.npz", **content)
     return arrays(Arrays(path=str(folder / "data.npz"), **options))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from runner.data.config import DataConfig, Images, Text, Tokens
 from runner.data.dataset import Dataset
-from runner.data.open import Opening, open_data
+from runner.data.open import OpenOptions, open_data
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs symbolic links
 
 
 def opened(config: DataConfig, level: SecurityLevel = SecurityLevel.standard) -> Dataset:
-    return open_data(config, lambda name, key: name, Opening(FilePolicy(level)))
+    return open_data(config, lambda name, key: name, OpenOptions(FilePolicy(level)))
 
 
 def write(root: Path) -> Path:

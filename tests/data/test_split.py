@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from runner.build import Components
-from runner.captures.manifest import captures
+from runner.captures.manifest import list_captures
 from runner.captures.reader import open_capture
 from runner.checkpoint.folder import read_manifest
 from runner.checkpoint.manifest import PREPROCESSING, sealed
-from runner.data.dataset import Tensors
+from runner.data.dataset import TensorsDataset
 from runner.data.order import split
 from runner.data.split import split_classes, split_groups, split_times
 from runner.errors import ConfigError, DataError
 from runner.jobs import evaluate
 from runner.record import storage
-from runner.replay.reopen import reopened
+from runner.replay.reopen import reopen_run
 from tests import runs
 
 TABLE = ("data=tabular", "data.target=y", "model=mlp", "model.width=8", "optimization=none")
@@ -199,7 +199,7 @@ def test_a_run_of_before_is_resumed_with_the_rows_that_it_held_out(
     with runs.opened(*arguments(path, 8), "checkpoint.resume=auto", folder=folder) as run:
         source = run.validation.fetch.source
         assert np.array_equal(source.validation, split(N, 0.2, 0)[1])
-        assert isinstance(source, Tensors)
+        assert isinstance(source, TensorsDataset)
         chosen = [c for c in run.choices if c.key == "data.split"]
         assert chosen[0].value == "random" and "resumed" in chosen[0].reason
 
@@ -223,11 +223,11 @@ def test_a_capture_of_before_is_reopened_with_the_rows_that_it_held_out(tmp_path
         run.recorder.open(0)
         assert run.captures is not None
         run.captures.take(run, 1, "non_finite", "stated")
-    (capture,) = captures(folder)
+    (capture,) = list_captures(folder)
     body = json.loads((capture / "manifest.json").read_text())
     assert body.pop("digest") and body["choices"].pop("data.split") == "random"
     (capture / "manifest.json").write_bytes(sealed(body))
-    with reopened(open_capture(capture)) as (again, _):
+    with reopen_run(open_capture(capture)) as (again, _):
         source = again.validation.fetch.source
         assert np.array_equal(source.validation, split(N, 0.2, 0)[1])
 

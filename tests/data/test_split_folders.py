@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from runner.data.config import Text
-from runner.data.open import Opening
+from runner.data.open import OpenOptions
 from runner.data.text import text
 from runner.errors import ConfigError, DataError, SecurityError
 from runner.jobs import evaluate, predict
@@ -142,7 +142,7 @@ def test_hidden_and_empty_folders_are_no_classes_and_named(tmp_path: Path) -> No
     assert any(note in line for line in chosen), chosen
     root = texts(tmp_path / "texts", 3)
     (root / "neither").mkdir()
-    data = text(Text(path=str(root)), Opening())
+    data = text(Text(path=str(root)), OpenOptions())
     assert data.sizes.class_names == ("good", "poor")
     assert "neither (has no files)" in data.choices[0].reason
     assert np.bincount(data.labels()).tolist() == [3, 3]

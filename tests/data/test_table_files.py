@@ -17,8 +17,8 @@ from pyarrow import parquet
 
 from runner.data.config import BadSamples, Tabular
 from runner.data.config import Text as TextConfig
-from runner.data.dataset import Tensors
-from runner.data.open import Opening
+from runner.data.dataset import TensorsDataset
+from runner.data.open import OpenOptions
 from runner.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.data.tabular import tabular
 from runner.data.text import text
@@ -37,15 +37,15 @@ def write(folder: Path, content: str | bytes, name: str = "t.csv") -> str:
     return str(path)
 
 
-def opened(path: str | Path, **changes: Any) -> Tensors:
+def opened(path: str | Path, **changes: Any) -> TensorsDataset:
     return tabular(Tabular(path=str(path), target="y", **changes))
 
 
-def chosen(source: Tensors) -> dict[str, Any]:
+def chosen(source: TensorsDataset) -> dict[str, Any]:
     return {c.key: c.value for c in source.choices if c.key not in ("data.task", "data.split")}
 
 
-def assert_equal(a: Tensors, b: Tensors) -> None:
+def assert_equal(a: TensorsDataset, b: TensorsDataset) -> None:
     assert torch.equal(a.inputs, b.inputs) and torch.equal(a.target, b.target)
     assert (a.sizes, a.columns) == (b.sizes, b.columns)
 
@@ -104,7 +104,7 @@ def test_an_index_without_a_name_is_left_out_and_other_such_columns_refused(
     assert_equal(source, opened(write(tmp_path, PLAIN)))
     assert chosen(source) == {"data.ignore": "1 column left out"}
     fitted = Preprocessing.of(Tabular(path=path, target="y"), source)
-    later = Opening(fitted=fitted, evaluates=True, labelled=False)
+    later = OpenOptions(fitted=fitted, evaluates=True, labelled=False)
     for name in (path, write(tmp_path, PLAIN)):  # later data may have it as well
         assert len(tabular(Tabular(path=name, target="y"), later).target) == 40
     for cell in ("x", "-1", "7", "1.5", ""):
@@ -175,13 +175,13 @@ def test_a_sign_or_an_encoding_that_is_none_is_refused(key: str, value: str) -> 
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def column(tmp_path: Path, cells: list[str], sep: str = ";", **keys: Any) -> Tensors:
+def column(tmp_path: Path, cells: list[str], sep: str = ";", **keys: Any) -> TensorsDataset:
     """A table of the `cells` in turns, and a column of its own for the target."""
     lines = [f'"{cells[i % len(cells)]}"{sep}{"ab"[i % 2]}' for i in range(30)]
     return opened(write(tmp_path, "\n".join([f"x{sep}y", *lines])), **keys)
 
 
-def values(source: Tensors) -> list[float]:
+def values(source: TensorsDataset) -> list[float]:
     """The numbers of the column, before they were standardised."""
     (one,) = source.columns
     assert not one.values, "is texts"
@@ -260,7 +260,7 @@ def test_numbers_of_new_files_are_read_as_trained(
     fitted = Preprocessing.of(config, source)
     rows = [f"{cells[i % 2]}{separator}{'ab'[i % 2]}" for i in range(30)]
     new = replace(config, path=write(tmp_path, "\n".join([f"x{separator}y", *rows]), "new.csv"))
-    opening = Opening(fitted=parse_preprocessing(fitted.dump(), tmp_path), evaluates=True)
+    opening = OpenOptions(fitted=parse_preprocessing(fitted.dump(), tmp_path), evaluates=True)
     if isinstance(numbers, str):
         with pytest.raises(DataError, match=numbers):
             tabular(new, opening)
@@ -443,7 +443,7 @@ def test_a_column_that_is_missing_is_named_once_and_no_other_needed_one_suggeste
     fitted = Preprocessing.of(Tabular(path=path, target="y"), opened(path))
     assert len([column for column in fitted.columns if column.name == "score"]) == 2
     later = write(tmp_path, "\n".join(["scores,since", *(row[:-2] for row in rows)]), "later.csv")
-    how = Opening(fitted=fitted, evaluates=True, labelled=False)
+    how = OpenOptions(fitted=fitted, evaluates=True, labelled=False)
     with pytest.raises(DataError, match=r"lacks 'score', which .*; did you mean 'scores'\?$"):
         tabular(Tabular(path=later, target="y"), how)
     write(tmp_path, "\n".join(["score", *(row.partition(",")[0] for row in rows)]), "later.csv")

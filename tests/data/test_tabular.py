@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from runner import build, compose, train
 from runner.data.config import BadSamples, Missing, Tabular
-from runner.data.dataset import Tensors
+from runner.data.dataset import TensorsDataset
 from runner.data.tabular import tabular
 from runner.device import memory
 from runner.errors import ConfigError, DataError
@@ -29,11 +29,11 @@ def write(folder: Path, *rows: str, header: str = HEADER) -> str:
     return str(path)
 
 
-def opened(path: str | Path, target: str = "bought", **changes: Any) -> Tensors:
+def opened(path: str | Path, target: str = "bought", **changes: Any) -> TensorsDataset:
     return tabular(Tabular(path=str(path), target=target, **changes))
 
 
-def dropped(path: str | Path, **changes: Any) -> Tensors:
+def dropped(path: str | Path, **changes: Any) -> TensorsDataset:
     return opened(path, **{"bad_samples": BadSamples.drop, **changes})
 
 

@@ -15,7 +15,7 @@ from runner import train
 from runner.build import Components
 from runner.data.batch import Batch
 from runner.errors import GaveUp
-from runner.objectives.custom import Custom
+from runner.objectives.custom import CustomObjective
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
@@ -216,7 +216,10 @@ class Poisoned(nn.Module):
 
 
 def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
-    overrides, given = [*ANOMALY, "training.steps=2"], Components(objective=Custom(Poisoned(), "o"))
+    overrides, given = (
+        [*ANOMALY, "training.steps=2"],
+        Components(objective=CustomObjective(Poisoned(), "o")),
+    )
     with runs.opened(*overrides, folder=tmp_path, given=given) as run:
         batches, at = run.train.batches, run.train.at
 

@@ -17,7 +17,7 @@ from runner.build import Components
 from runner.debug.config import GradcheckConfig
 from runner.debug.gradcheck import GradientCheck, check_model_gradients
 from runner.errors import NotVerified
-from runner.objectives.custom import Custom
+from runner.objectives.custom import CustomObjective
 from tests import runs
 
 RUN = (
@@ -277,7 +277,7 @@ def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
 
 
 def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path: Path) -> None:
-    given = Components(model=Own(), objective=Custom(halved, "halved"))
+    given = Components(model=Own(), objective=CustomObjective(halved, "halved"))
     with runs.opened(*RUN, "debug.on_anomaly=raise", folder=tmp_path, given=given) as run:
         with pytest.raises(NotVerified, match=r"objective \(halved\).*debug.gradcheck.skip"):
             train(run)

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from runner.debug.tool import DebugTool
 
 from runner import train
 from runner.build_hooks import load_debug_tools
 from runner.debug.config import AnomalyConfig, DebugConfig, tool_field
+from runner.debug.tool import DebugTool
 from runner.errors import GaveUp
 from runner.training.hook import Report, Step
 from runner.training.run import Run

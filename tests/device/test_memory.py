@@ -53,10 +53,10 @@ def added(stretch: memory.MemoryPeak) -> float:
 
 @marked
 def test_each_stretch_has_its_own_peak_and_the_outer_one_the_most() -> None:
-    with memory.peak() as outer:
-        with memory.peak() as first:
+    with memory.peak_memory() as outer:
+        with memory.peak_memory() as first:
             hold(120)
-        with memory.peak() as second:
+        with memory.peak_memory() as second:
             hold(60)
     assert 115 < added(first) < 140 and 55 < added(second) < 80 and 115 < added(outer) < 140
 
@@ -65,7 +65,7 @@ def test_each_stretch_has_its_own_peak_and_the_outer_one_the_most() -> None:
 def test_the_peak_of_the_process_survives_restarts_until_it_is_reset() -> None:
     hold(120)
     most = memory.peak_process_bytes()
-    with memory.peak():
+    with memory.peak_memory():
         hold(10)
     assert memory.process_mark() < most - 60 * MIB
     assert memory.peak_process_bytes() >= most - MIB
@@ -79,12 +79,12 @@ def test_a_stretch_in_another_thread_takes_nothing_from_ours() -> None:
     theirs: list[memory.MemoryPeak] = []
 
     def other() -> None:
-        with memory.peak() as stretch:
+        with memory.peak_memory() as stretch:
             theirs.append(stretch)
             began.set()
             over.wait(10)
 
-    with memory.peak() as ours:
+    with memory.peak_memory() as ours:
         hold(70)
         thread = threading.Thread(target=other)
         thread.start()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from runner import Hook, RunConfig, build, train
 from runner.build import Components
-from runner.distributed.place import Place
+from runner.distributed.place import RankInfo
 from runner.distributed.world import World
 from runner.errors import RunnerError
 from runner.training.hook import Step
@@ -114,7 +114,7 @@ def _average(run: Run, own: Tensor) -> Tensor:
 @contextmanager
 def alone(config: RunConfig, folder: Path | None = None, **given: Any) -> Iterator[Run]:
     """A distributed run of this process alone."""
-    place = Place(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
+    place = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
     world = World(place, config.distributed, torch.device("cpu"))
     try:
         with build(config, folder, Components(world=world, **given)) as run:
@@ -160,7 +160,7 @@ def run_together(processes: int, cases: Mapping[str, Case]) -> list[dict[str, Ou
 def _rank(rank: int, size: int, port: int, cases: dict[str, Case], sender: Any) -> None:
     multiprocessing.set_start_method(None, force=True)  # data workers are forks, as in a run
     torch.set_num_threads(1)
-    place = Place(rank, size, rank, size, "127.0.0.1", port, hosted=False, by="test")
+    place = RankInfo(rank, size, rank, size, "127.0.0.1", port, hosted=False, by="test")
     first = next(iter(cases.values()))[0].distributed
     world = World(place, replace(first, timeout_s=300), torch.device("cpu"))
     outcomes = {}

@@ -14,7 +14,7 @@ from torch import nn
 
 from runner import Summary, train
 from runner.distributed.config import Backend, DistributedConfig, DistributedKind
-from runner.distributed.place import Place
+from runner.distributed.place import RankInfo
 from runner.distributed.world import World
 from runner.errors import ConfigError
 from runner.parity.flops import PeakFlops
@@ -159,6 +159,6 @@ def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
 
 def test_nccl_without_gpus_is_refused_before_any_process_is_waited_for() -> None:
     asked = DistributedConfig(DistributedKind.ddp, backend=Backend.nccl)
-    place = Place(1, 2, 1, 2, "127.0.0.1", 1, hosted=False)
+    place = RankInfo(1, 2, 1, 2, "127.0.0.1", 1, hosted=False)
     with pytest.raises(ConfigError, match="distributed.backend"):
         World(place, asked, torch.device("cpu"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runner import RunConfig
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.checkpoint.folder import Restored
+from runner.checkpoint.folder import RestoredCheckpoint
 from runner.errors import ConfigError
 from runner.jobs import evaluate
 from tests import runs
@@ -48,13 +48,13 @@ def make(processes: int, cases: Mapping[str, Case]) -> list[dict[str, Outcome]]:
     return found
 
 
-def saved(folder: Path) -> Restored:
+def saved(folder: Path) -> RestoredCheckpoint:
     restored = Checkpointer(None, keep=1).restore(folder)
     assert restored is not None and not restored.warnings
     return restored
 
 
-def tensors(restored: Restored) -> dict[str, Tensor]:
+def tensors(restored: RestoredCheckpoint) -> dict[str, Tensor]:
     """Weights, averages and the optimizer's state of a checkpoint."""
     update = restored.state["update"]
     found = {**restored.model, **{f"ema {i}": a for i, a in enumerate(update["average"])}}
@@ -63,7 +63,7 @@ def tensors(restored: Restored) -> dict[str, Tensor]:
     return found
 
 
-def assert_equal(ours: Restored, theirs: Restored, to: float) -> None:
+def assert_equal(ours: RestoredCheckpoint, theirs: RestoredCheckpoint, to: float) -> None:
     a, b = tensors(ours), tensors(theirs)
     assert ours.step == theirs.step and a.keys() == b.keys()
     for name in a:
@@ -140,7 +140,7 @@ def test_two_processes_go_on_as_four_and_those_as_one(
         assert_equal(saved(tmp_path / f"{kind} one"), saved(whole), NEAR)
 
 
-def assert_one_process_evaluates(run: Path, folder: Path, restored: Restored) -> None:
+def assert_one_process_evaluates(run: Path, folder: Path, restored: RestoredCheckpoint) -> None:
     """And writes the whole model, with the averaged weights, into one file."""
     jobs = ("job=evaluate", f"checkpoint.resume={run}/checkpoints/last", "evaluate.export=weights")
     evaluate.main(runs.config("optimization=none", *MLP, *jobs), folder)

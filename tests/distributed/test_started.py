@@ -16,9 +16,9 @@ from runner import build, compose
 from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
-from runner.distributed.join import for_place
+from runner.distributed.join import config_for_rank
 from runner.distributed.launch import count_processes
-from runner.distributed.place import Place, find_place
+from runner.distributed.place import RankInfo, detect_rank
 from runner.errors import ConfigError, DeviceError, UsageError
 from tests import runs
 
@@ -166,18 +166,18 @@ def test_a_mistake_is_printed_once_for_all_processes_of_a_machine(key, rank, tmp
 
 def test_a_place_is_read_from_srun_and_not_from_the_script_of_a_job():
     script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
-    assert find_place(script) is None
+    assert detect_rank(script) is None
     task = {
         **script, "SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "a", "MASTER_ADDR": "a",
         "SLURM_STEP_NUM_NODES": "2",
     }  # fmt: skip
-    place = find_place(task)
+    place = detect_rank(task)
     assert place is not None and place.by == "slurm"
     assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 4, 1, 2)
     assert place.nodes == 2 and not place.hosted
     with pytest.raises(UsageError, match="incomplete.*SLURM_LOCALID"):
-        find_place({key: value for key, value in task.items() if key != "SLURM_LOCALID"})
+        detect_rank({key: value for key, value in task.items() if key != "SLURM_LOCALID"})
 
 
 @pytest.mark.slow
@@ -208,10 +208,10 @@ def test_processes_and_jobs_share_the_cores(by, variables, threads, monkeypatch)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    place = Place(0, 2, 0, 2, "127.0.0.1", 1, True, by=by)
-    config = for_place(compose(["device=cpu"]), place)
+    place = RankInfo(0, 2, 0, 2, "127.0.0.1", 1, True, by=by)
+    config = config_for_rank(compose(["device=cpu"]), place)
     assert config.device.threads == threads
-    assert for_place(compose(["device=cpu", "device.threads=5"]), place).device.threads == 5
+    assert config_for_rank(compose(["device=cpu", "device.threads=5"]), place).device.threads == 5
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from runner.distributed.outcome import (
     judge_reports,
     parse_json,
 )
-from runner.distributed.place import Place
+from runner.distributed.place import RankInfo
 from runner.distributed.rendezvous import Rendezvous
 from runner.errors import DataError, Interrupted, ProcessLost
 
@@ -72,8 +72,8 @@ def test_the_cause_is_told_from_what_followed(
     assert parse_json(RunVerdict, dump_json(verdict)) == verdict
 
 
-def places(node: int, port: int) -> list[Place]:
-    return [Place(node, 2, 0, 1, "127.0.0.1", port, True, by="runner")]
+def places(node: int, port: int) -> list[RankInfo]:
+    return [RankInfo(node, 2, 0, 1, "127.0.0.1", port, True, by="runner")]
 
 
 def two_machines() -> tuple[TCPStore, list[Rendezvous]]:

@@ -80,7 +80,7 @@ def _plant(name: str) -> None:
         OptimizerStep.load = load_rest  # type: ignore[method-assign]
 
     if name == "rng":
-        resume.set_random = ignore
+        resume.restore_random_state = ignore
     elif name == "guard":
         StabilityController.load = ignore  # type: ignore[method-assign]
     elif name == "metrics":

@@ -17,7 +17,7 @@ from runner.config import RunConfig
 from runner.doctor import environment
 from runner.doctor.environment import GIB, MIB, CheckStatus, DoctorCheck
 from runner.errors import StorageError
-from runner.jobs.doctor import DoctorReport, examine, main, render_doctor_report
+from runner.jobs.doctor import DoctorReport, examine_machine, main, render_doctor_report
 from runner.record.console import EscapingConsole
 from runner.techniques import compiler
 from runner.techniques.config import Optimization
@@ -30,7 +30,7 @@ def config(*overrides: str) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def report() -> DoctorReport:
-    return examine(config("optimization.amp.enabled=true"))
+    return examine_machine(config("optimization.amp.enabled=true"))
 
 
 def test_every_technique_has_a_row_and_this_environment_is_as_required(report):
@@ -60,7 +60,7 @@ def test_the_folder_gets_the_report_as_json_and_the_path_is_printed(tmp_path, ca
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_an_absent_device_is_a_failed_check_and_the_rest_is_still_reported():
-    report = examine(config("device=cuda"))
+    report = examine_machine(config("device=cuda"))
     failed = [check for check in report.checks if check.status is CheckStatus.fail]
     assert [check.name for check in failed] == ["device"]
     assert "built without CUDA" in failed[0].finding

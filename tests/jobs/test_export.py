@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from runner import compose
-from runner.data.batch import call, rows
+from runner.data.batch import call_model, slice_rows
 from runner.errors import ConfigError
 from runner.jobs import evaluate as job
 from runner.techniques.quantization import INT8_LEVELS, product_levels
@@ -94,8 +94,8 @@ def test_the_file_holds_the_evaluated_model_for_batches_of_any_size(
         inputs = next(run.validation.batches(0))[0]
         assert isinstance(inputs, dict) is (which == "text")
         run.model.eval()
-        for some in (rows(inputs, slice(5)), rows(inputs, slice(7))):
-            torch.testing.assert_close(call(loaded, some), run.model(**some) if which == "text"
+        for some in (slice_rows(inputs, slice(5)), slice_rows(inputs, slice(7))):
+            torch.testing.assert_close(call_model(loaded, some), run.model(**some) if which == "text"
                                        else run.model(some))  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_predictions_of_a_batch_that_does_not_fit_the_memory_are_made_in_parts(
             return forward(x)
 
         run.forward = starved  # type: ignore[assignment]
-        columns = [*predict.predictions(run)]
+        columns = [*predict.predict_batches(run)]
         assert run.evaluation_batch == 4 and run.history.counts["out_of_memory"] == 3
     shares = np.concatenate([part["probability yes"] for part in columns])
     expected = table_probabilities(trained / "run", rows)[:, 1]

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from runner import Evidence, Technique, benchmark_optimizations, show_comparison
 from runner.benchmark.result import BenchmarkResult
 from runner.errors import UsageError
-from runner.report.comparison import of_benchmark
+from runner.report.comparison import compare_arms
 from runner.techniques.base import RunBuilder
 from runner.training.run import Run
 
@@ -86,7 +86,7 @@ def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
 
     show_comparison(result, tmp_path)
     assert "Waste" in capsys.readouterr().out
-    assert [row.name for row in of_benchmark(result, tmp_path).rows] == ["none", "Waste"]
+    assert [row.name for row in compare_arms(result, tmp_path).rows] == ["none", "Waste"]
 
 
 class Unsendable(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.data.batch import Sizes, call
+from runner.data.batch import Sizes, call_model
 from runner.errors import ConfigError
 from runner.models.build import build_model
 from runner.models.config import CnnConfig, GptConfig, MlpConfig, ModelConfig, TextClassifierConfig
@@ -71,7 +71,7 @@ def foreign(factory: Any, **arguments: Any) -> nn.Module:
 def test_sizes_come_from_the_data(
     config: ModelConfig, sizes: Sizes, data: str, shape: tuple[int, ...]
 ) -> None:
-    assert call(build_model(config, sizes, never), INPUTS[data]).shape == shape
+    assert call_model(build_model(config, sizes, never), INPUTS[data]).shape == shape
 
 
 @pytest.mark.parametrize(

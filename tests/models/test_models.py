@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.data.batch import call
+from runner.data.batch import call_model
 from runner.errors import DataError
 from runner.models.cnn import CNN
 from runner.models.mlp import MLP
@@ -85,7 +85,7 @@ def test_a_gradient_reaches_every_parameter(case: str, precision: str) -> None:
     make, inputs, shape = CASES[case]
     model = make()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        output = call(model, inputs())
+        output = call_model(model, inputs())
     assert output.shape == shape and output.isfinite().all()
     logits = output.float().flatten(0, -2)
     F.cross_entropy(logits, torch.arange(len(logits)) % shape[-1]).backward()

@@ -24,8 +24,8 @@ from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.findings import Trust
 from runner.jobs.evaluate import main as evaluate
 from runner.models.stored_weights import KEY, Shard, StoredWeights
-from runner.models.weights import map_weights, start_from
-from runner.replay.reopen import reopened
+from runner.models.weights import load_initial_weights, map_weights
+from runner.replay.reopen import reopen_run
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import FilePolicy
 from runner.training.run import Run
@@ -102,7 +102,7 @@ def test_weights_and_buffers_are_those_of_the_file_however_they_lie_in_it(
     name, shape = SHAPES[kind]
     wanted, model = trained(Net()), Net()
     digest = saved(tmp_path / name, shape(wanted))
-    choice = start_from(model, tmp_path / name, [], pinned(digest))
+    choice = load_initial_weights(model, tmp_path / name, [], pinned(digest))
     assert equal(model.state_dict(), wanted)
     assert choice.key == KEY and choice.value == f"{tmp_path / name}, sha256 {digest}"
     assert choice.reason.startswith("pinned; 9 tensors")
@@ -168,11 +168,11 @@ def test_tied_weights_are_loaded_by_either_name_and_are_tied_still() -> None:
 def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
     digest = saved(tmp_path / "x.pt", {"epoch": 3})
     with pytest.raises(ConfigError, match=r"with epoch holds no named tensors.*state_dict\(\)"):
-        start_from(Net(), tmp_path / "x.pt", [], pinned(digest))
+        load_initial_weights(Net(), tmp_path / "x.pt", [], pinned(digest))
     with pytest.raises(ConfigError, match="has no checkpoint and none of model.safetensors.*x.pt"):
-        start_from(Net(), tmp_path, [], FilePolicy())
+        load_initial_weights(Net(), tmp_path, [], FilePolicy())
     with pytest.raises(SecurityError, match="security=strict"):
-        start_from(Net(), tmp_path / "x.pt", [], FilePolicy(SecurityLevel.strict))
+        load_initial_weights(Net(), tmp_path / "x.pt", [], FilePolicy(SecurityLevel.strict))
 
 
 # -- in a run ----------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
         train(run)
     Path("w.pt").unlink()
     capture = open_capture(next(Path("outputs/runs/bad/debug/captures").glob("step_*")))
-    with reopened(capture, trusted=["my_package"]) as (run, _):
+    with reopen_run(capture, trusted=["my_package"]) as (run, _):
         assert run.progress.step == capture.step - 1
 
 
@@ -311,11 +311,11 @@ def test_a_snapshot_is_read_through_its_links_and_held_against_its_digests(tmp_p
     digest = saved(tmp_path / "w.safetensors", wanted)
     snapshot = cached(tmp_path, {"model.safetensors": (tmp_path / "w.safetensors").read_bytes()})
     (snapshot / "SHA256SUMS").write_text(f"{digest}  model.safetensors\n")
-    start_from(model, snapshot, [], pinned(digest))
+    load_initial_weights(model, snapshot, [], pinned(digest))
     assert equal(model.state_dict(), wanted)
     (snapshot / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
     with pytest.raises(SecurityError, match="SHA256SUMS lists 0000000000000000"):
-        start_from(Net(), snapshot, [], pinned(digest))
+        load_initial_weights(Net(), snapshot, [], pinned(digest))
 
 
 def sharded(folder: Path, kind: str = "safetensors") -> tuple[Path, dict[str, Tensor], list[str]]:
@@ -351,14 +351,14 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
 
     monkeypatch.setattr(Shard, "read", counted)
     model = Net()
-    choice = start_from(model, snapshot, [], FilePolicy(pinned=tuple(digests)))
+    choice = load_initial_weights(model, snapshot, [], FilePolicy(pinned=tuple(digests)))
     assert equal(model.state_dict(), wanted)
     assert "pinned; 9 tensors; in 3 shards" in choice.reason
     assert most == 3  # of the nine
     other = Net(classes=2)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ConfigError, match=r"head.weight has shape \[3, 5\], expected \[2, 5\]"):
-        start_from(other, snapshot, [], FilePolicy(pinned=tuple(digests)))
+        load_initial_weights(other, snapshot, [], FilePolicy(pinned=tuple(digests)))
     assert equal(other.state_dict(), before)
 
 
@@ -375,7 +375,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> Non
     ):
         path.write_text(index)
         with pytest.raises(ConfigError, match=rf"^model\.weights: .*{says}"):
-            start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
+            load_initial_weights(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
 
 
 def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> 
     names = sorted(path.name for path in snapshot.glob("*.safetensors"))
     lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
     (snapshot / "SHA256SUMS").write_text("".join(lines))
-    start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
+    load_initial_weights(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
     (snapshot / "SHA256SUMS").write_text("".join(lines[:2]) + f"{'0' * 64}  {names[2]}\n")
     with pytest.raises(SecurityError, match="SHA256SUMS lists 0000000000000000"):
-        start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
+        load_initial_weights(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))

@@ -15,7 +15,7 @@ from runner.objectives.base import Objective
 from runner.objectives.build import build_objective
 from runner.objectives.classification import ClassificationObjective
 from runner.objectives.config import ObjectiveConfig
-from runner.objectives.custom import Custom
+from runner.objectives.custom import CustomObjective
 from runner.objectives.language_modelling import LanguageModellingObjective
 from runner.objectives.regression import RegressionObjective
 from tests.objectives.sums import totals
@@ -116,7 +116,7 @@ def test_functions_classes_and_modules_are_losses_and_get_their_arguments() -> N
     assert torch.equal(foreign(power)(x, y), power(x, y))
     assert torch.equal(foreign(power, exponent=3.0)(x, y), power(x, y, 3.0))
     objective = foreign(Power, LABELS, exponent=3.0)
-    assert isinstance(objective, Custom)
+    assert isinstance(objective, CustomObjective)
     assert objective.loss.classes == 3  # type: ignore[attr-defined]
     assert torch.equal(objective(x, y), power(x, y, 3.0))
     assert torch.equal(foreign(nn.L1Loss)(x, y), F.l1_loss(x, y))

@@ -14,11 +14,11 @@ from torch import Tensor
 from runner import train
 from runner.data.batch import Sizes
 from runner.errors import ConfigError
-from runner.objectives.base import monitored
+from runner.objectives.base import resolve_monitor
 from runner.objectives.build import build_objective
 from runner.objectives.classification import ClassificationObjective
 from runner.objectives.config import ObjectiveConfig
-from runner.objectives.custom import Custom
+from runner.objectives.custom import CustomObjective
 from runner.objectives.named_metrics import build_named_metrics
 from runner.training.evaluation import evaluate
 from tests.objectives.sums import CUTS
@@ -136,12 +136,12 @@ def test_outputs_that_do_not_fit_the_data_are_one_line() -> None:
 
 def test_an_objective_that_knows_its_metrics_refuses_to_monitor_another() -> None:
     own = build_objective(ObjectiveConfig(), VALUE, max)
-    for objective in (Custom(torch.nn.MSELoss(), "loss"), own):
+    for objective in (CustomObjective(torch.nn.MSELoss(), "loss"), own):
         objective.named, _ = build_named_metrics(["R2Score", "MeanAbsoluteError"], VALUE, None)
-        assert monitored(objective, "val/R2Score") == "val/R2Score"
+        assert resolve_monitor(objective, "val/R2Score") == "val/R2Score"
         assert objective.rises("val/R2Score") and not objective.rises("val/MeanAbsoluteError")
         with pytest.raises(ConfigError, match="did you mean training.monitor=val/R2Score"):
-            monitored(objective, "val/R2Scor")
+            resolve_monitor(objective, "val/R2Scor")
 
 
 def test_without_the_extra_it_is_one_line_that_names_the_key_and_the_command(

@@ -17,7 +17,7 @@ from runner.errors import ConfigError
 from runner.jobs import predict
 from runner.objectives.build import build_objective
 from runner.objectives.config import ObjectiveConfig
-from runner.objectives.custom import Custom
+from runner.objectives.custom import CustomObjective
 from tests.runs import OURS, opened, trained
 
 TWO = Sizes("classification", 4, classes=2, class_names=("no", "yes"))
@@ -55,13 +55,13 @@ class Double(nn.Module):
         return out
 
 
-def made(target: str) -> Custom:
+def made(target: str) -> CustomObjective:
     def resolve(name: str, key: str) -> Any:
         owner: Any = F if "functional" in name else nn
         return getattr(owner, name.rpartition(".")[2])
 
     objective = build_objective(ObjectiveConfig(_target_=target), TWO, resolve)
-    assert isinstance(objective, Custom)
+    assert isinstance(objective, CustomObjective)
     return objective
 
 

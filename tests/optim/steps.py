@@ -12,7 +12,7 @@ from runner.data.batch import Batch
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.optimizer_step import OptimizerStep
-from runner.optim.schedule import factors
+from runner.optim.schedule import lr_factors
 from runner.stability.config import StabilityConfig
 
 
@@ -47,7 +47,7 @@ def make(
     """An update by torch's optimizer of that name, with a cosine schedule unless `steady`."""
     config = OptimizerConfig(name=name, lr=0.02, options=options or {})
     optimizer = build_optimizer(config, find_optimizer(name), net, how or {})
-    rates = [1.0] * 20 if steady else factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 20)
+    rates = [1.0] * 20 if steady else lr_factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 20)
     stability = more.pop("stability", StabilityConfig())
     return OptimizerStep(net, optimizer, stability, 0.02, rates, **more)
 

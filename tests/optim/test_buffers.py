@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner import build, compose
 from runner.build import Components
-from runner.checkpoint.sound import masks
+from runner.checkpoint.sound import infinite_buffers
 from runner.errors import ConfigError
 from runner.optim.buffers import BufferSnapshot
 from runner.optim.config import OptimizerConfig
@@ -107,7 +107,7 @@ def test_a_buffer_that_is_infinite_by_design_skips_no_step() -> None:
         assert not step(net, updates(net, True))
     net = Net(torch.zeros(4), lambda net, x: net.kept.fill_(-math.inf))  # type: ignore[operator,union-attr]
     assert not step(net, updates(net, True))
-    assert masks(net.named_buffers()) == {"kept"}
+    assert infinite_buffers(net.named_buffers()) == {"kept"}
 
 
 def test_statistics_of_a_layer_of_ones_own_are_watched() -> None:

@@ -18,7 +18,7 @@ from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.fine_tuning import freeze
 from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.optimizer_step import OptimizerStep
-from runner.optim.schedule import factors
+from runner.optim.schedule import lr_factors
 from runner.stability.config import StabilityConfig
 from tests import runs
 from tests.distributed import processes
@@ -41,7 +41,7 @@ def test_each_group_is_updated_at_its_own_rate_and_decay_as_torch_has_it(
     net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
     twin = copy.deepcopy(net)
     config = OptimizerConfig(name=name, lr=0.02, weight_decay=0.1, groups=GROUPS)
-    rates = factors(ScheduleConfig(kind), 20)
+    rates = lr_factors(ScheduleConfig(kind), 20)
     optimizer = build_optimizer(config, find_optimizer(name), net, how)
     update = OptimizerStep(net, optimizer, StabilityConfig(clip_norm=None), 0.02, rates)
     known = dict(twin.named_parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.optim.config import ScheduleConfig, ScheduleKind
-from runner.optim.schedule import factors
+from runner.optim.schedule import lr_factors
 
 
 def torch_rates(make: object, updates: int, peak: float = 1.0) -> list[float]:
@@ -21,7 +21,7 @@ def torch_rates(make: object, updates: int, peak: float = 1.0) -> list[float]:
 
 
 def test_cosine_equals_torchs_annealing() -> None:
-    ours = factors(ScheduleConfig(ScheduleKind.cosine, floor=0.1), 40)
+    ours = lr_factors(ScheduleConfig(ScheduleKind.cosine, floor=0.1), 40)
     theirs = torch_rates(
         lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 40, eta_min=0.1), 40
     )
@@ -29,7 +29,7 @@ def test_cosine_equals_torchs_annealing() -> None:
 
 
 def test_onecycle_equals_torchs() -> None:
-    ours = factors(ScheduleConfig(ScheduleKind.onecycle), 100)
+    ours = lr_factors(ScheduleConfig(ScheduleKind.onecycle), 100)
     theirs = torch_rates(
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1.0, total_steps=101), 100
     )
@@ -42,15 +42,15 @@ def test_onecycle_equals_torchs() -> None:
 
 def test_step_drops_by_gamma_every_so_many_updates() -> None:
     config = ScheduleConfig(ScheduleKind.step, every=3, gamma=0.5)
-    assert factors(config, 8) == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
+    assert lr_factors(config, 8) == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_warmup_rises_linearly_and_ends_at_the_peak() -> None:
     config = ScheduleConfig(ScheduleKind.linear, warmup=4)
-    rates = factors(config, 14)
+    rates = lr_factors(config, 14)
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5:] == pytest.approx([1 - i / 10 for i in range(1, 10)])
 
 
 def test_a_warmup_below_one_is_a_share_of_the_run() -> None:
-    assert factors(ScheduleConfig(warmup=0.25), 8) == factors(ScheduleConfig(warmup=2), 8)
+    assert lr_factors(ScheduleConfig(warmup=0.25), 8) == lr_factors(ScheduleConfig(warmup=2), 8)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
-from runner.optim.optimizer import build_optimizer, optimizer_class
+from runner.optim.optimizer import build_optimizer, resolve_optimizer_class
 from runner.security.registry import resolve
 from runner.stability.config import StabilityConfig
 
@@ -124,7 +124,7 @@ def test_an_optimizer_that_cannot_be_used_is_answered_with_a_way_out(
     config: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        optimizer_class(OptimizerConfig(**config), model(), partial(resolve, trusted=()))
+        resolve_optimizer_class(OptimizerConfig(**config), model(), partial(resolve, trusted=()))
 
 
 def test_options_are_handed_on_to_the_class_that_it_is_made_from(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from runner.data.batch import count
+from runner.data.batch import batch_size_of
 from runner.optim.optimizer_step import OptimizerStep
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.run import Run
@@ -88,7 +88,7 @@ class MeanOfMeans(Mutant):
     def apply(self, draft: RunBuilder) -> None:
         size = draft.micro_batch
         draft.objective.weight = (  # type: ignore[method-assign]
-            lambda target: float(-(-count(target) // size))
+            lambda target: float(-(-batch_size_of(target) // size))
         )
 
 
@@ -258,7 +258,7 @@ class SumOnTheLast(Mutant):
         right, size = type(draft.objective).__call__, draft.batch_size
 
         def loss(self: Any, output: Any, target: Any) -> Tensor:
-            return right(self, output, target) * (count(target) / size)  # type: ignore[no-any-return]
+            return right(self, output, target) * (batch_size_of(target) / size)  # type: ignore[no-any-return]
 
         patch = mock.patch.object(type(draft.objective), "__call__", loss)
         draft.scope.enter_context(patch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.optim.config import ScheduleConfig, ScheduleKind
-from runner.optim.schedule import factors
+from runner.optim.schedule import lr_factors
 from runner.parity.distance import (
     KINK_ERROR,
     Distances,
@@ -82,4 +82,6 @@ def test_what_is_not_finite_is_beyond_unless_the_reference_is_so_too(bad: float)
 def test_the_steps_are_after_the_warm_up_and_where_the_rate_changes_most(
     kind: str, warmup: float, first: int
 ) -> None:
-    assert first_update(factors(ScheduleConfig(ScheduleKind(kind), warmup), 1000), STEPS) == first
+    assert (
+        first_update(lr_factors(ScheduleConfig(ScheduleKind(kind), warmup), 1000), STEPS) == first
+    )

@@ -18,7 +18,7 @@ from runner.record.console import (
     close_logging,
     console,
     set_up_logging,
-    takes_live_display,
+    supports_live_display,
 )
 
 log = logging.getLogger("runner")
@@ -130,7 +130,7 @@ def test_every_other_handler_writes_what_ours_write(
 ) -> None:
     monkeypatch.setattr(masking, "_variable_by_text", {})
     monkeypatch.setattr(masking, "_pattern", None)
-    masking.learn("TOKEN", "canary-4b1d")
+    masking.add_secret("TOKEN", "canary-4b1d")
     stream = io.StringIO()
     theirs = [logging.StreamHandler(stream), logging.FileHandler(tmp_path / "other.log")]
     monkeypatch.setattr(log, "handlers", [])
@@ -177,6 +177,6 @@ def test_a_cell_of_a_notebook_gets_lines_and_no_display_that_moves_the_cursor(
 ) -> None:
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     screen = EscapingConsole(force_terminal=True, _environ={"TERM": "xterm-color"})
-    assert takes_live_display(screen)
+    assert supports_live_display(screen)
     monkeypatch.setenv("JPY_PARENT_PID", "7")
-    assert not takes_live_display(screen)
+    assert not supports_live_display(screen)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from runner import build, compose, train
-from runner.captures.manifest import captures
+from runner.captures.manifest import list_captures
 from runner.captures.reader import Capture, open_capture
 from runner.data.batch import Batch
 from runner.jobs import replay as job
-from runner.replay.reopen import reopened
+from runner.replay.reopen import reopen_run
 from runner.training.run import Run
 
 HERE = Path(__file__).parent
@@ -35,14 +35,14 @@ Captured = Callable[..., Path]
 def capture_first(folder: Path, *overrides: str) -> Path:
     with build(compose([*OVERRIDES, *overrides]), folder) as run, suppress(ValueError):
         train(run)
-    return captures(folder)[0]
+    return list_captures(folder)[0]
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Run, Batch, Capture]]:
     """A capture right before its bad step."""
     capture = open_capture(path)
-    with reopened(capture, trusted=TRUSTED) as (run, batch):
+    with reopen_run(capture, trusted=TRUSTED) as (run, batch):
         yield run, batch, capture
 
 

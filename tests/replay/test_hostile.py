@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from runner import compose
-from runner.captures.manifest import captures, read_manifest
-from runner.composing import from_plain
+from runner.captures.manifest import list_captures, read_manifest
+from runner.composing import config_from_plain
 from runner.errors import CheckpointError, NotVerified, RunnerError, SecurityError
 from runner.jobs.replay import main
 from runner.replay.investigation import write_script
@@ -33,7 +33,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.recorder.open(0)
         assert run.captures is not None
         run.captures.take(run, 1, "non_finite", "they said")
-    return captures(folder)[0]
+    return list_captures(folder)[0]
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_the_command_refuses_it_too_and_leaves_nothing(capture: Path) -> None:
 def test_a_mapping_that_is_an_argument_may_have_any_keys(capture: Path) -> None:
     config = read_manifest(capture).config
     config["model"]["arguments"]["names"] = {"a b": 1}
-    assert from_plain(config).model.arguments["names"] == {"a b": 1}
+    assert config_from_plain(config).model.arguments["names"] == {"a b": 1}
 
 
 def test_text_of_a_capture_is_a_string_in_the_script(capture: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runner import train
-from runner.captures.manifest import captures, read_manifest
+from runner.captures.manifest import list_captures, read_manifest
 from runner.training.summary import Summary
 from tests import runs
 from tests.replay.replays import OVERRIDES, replay
@@ -79,7 +79,7 @@ def test_a_seeded_fault_is_survived_and_named_right(fault: Seeded, tmp_path: Pat
     assert any(fault.words in row["message"] for row in ours), ours
     assert summary.faults[fault.kind] >= 1
 
-    kept = [path for path in captures(folder) if read_manifest(path).kind == fault.kind]
+    kept = [path for path in list_captures(folder) if read_manifest(path).kind == fault.kind]
     result = replay(kept[0], tmp_path / "replay")
     assert result.reproduced
     assert (result.found.phase.value, result.found.module) == (fault.phase, fault.module)

@@ -19,7 +19,7 @@ from runner.benchmark.result import Load
 from runner.report import comparison as report
 from runner.report.__main__ import main
 from runner.report.columns import COLUMNS
-from runner.report.comparison import Comparison, ComparisonRow, of_benchmark
+from runner.report.comparison import Comparison, ComparisonRow, compare_arms
 from runner.report.curves import downsample_curve, read_curves
 from runner.report.naming import name_rows
 from runner.report.table import ComparisonScreen
@@ -33,7 +33,7 @@ HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
 
 
 def compared(*arms: Any, **more: Any) -> Comparison:
-    return of_benchmark(result(reference(), *arms, **more), None)
+    return compare_arms(result(reference(), *arms, **more), None)
 
 
 NAMES = {
@@ -55,7 +55,7 @@ def test_rows_are_named_by_what_differs_between_them(typed: str) -> None:
 
 
 def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
-    assert texts(of_benchmark(levels(), None))[0] == (
+    assert texts(compare_arms(levels(), None))[0] == (
         "advanced is 1.83× as fast as none (95 %: 1.79 to 1.87), with the same numbers up to "
         "bf16 rounding; ultra is not measurably faster than advanced."
     )
@@ -104,7 +104,7 @@ def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
 
 def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     bad = arm("ultra", 1.5, data_wait=math.nan, step_ms_p95=math.inf)
-    report.write(compared(bad, failed("x", "oom", HOSTILE)), tmp_path)
+    report.write_comparison(compared(bad, failed("x", "oom", HOSTILE)), tmp_path)
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -122,7 +122,7 @@ def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
     wild = arm(HOSTILE, 1.5, command="echo ```")
     found = compared(wild, failed("x", "failed", HOSTILE), attribution=attribution())
     for _ in range(2):  # TensorBoard has the same text, however often it is written
-        report.write(found, tmp_path)
+        report.write_comparison(found, tmp_path)
     (events,) = (tmp_path / "comparison").iterdir()
     assert b"Speed-up by technique" in events.read_bytes()
     text = (tmp_path / "comparison.md").read_text()
@@ -139,7 +139,7 @@ def test_a_disk_that_takes_nothing_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert report.write(of_benchmark(levels(), None), tmp_path / "file") == []
+    assert report.write_comparison(compare_arms(levels(), None), tmp_path / "file") == []
     warned = {record.getMessage().split(":")[0].rpartition("/")[2] for record in caplog.records}
     assert {"comparison.json", "comparison.html"} <= warned
     assert (tmp_path / "file").read_text() == ""
@@ -149,7 +149,7 @@ def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> N
     few = arm("few", 1.5, "", speedup_interval=(0.0, math.inf), losses=[math.nan, 2.0, 1.0])
     none = arm("odd", math.nan, "", speedup_interval=None, losses=[])
     found = compared(few, none)
-    report.write(found, tmp_path)
+    report.write_comparison(found, tmp_path)
     assert texts(found)[0] == "No arm is measurably faster than none."
     for name in ("comparison.html", "comparison.md", "comparison.json"):
         text = (tmp_path / name).read_text()
@@ -187,7 +187,7 @@ def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_pa
         (80, ("1.83×", "1.79–1.87", "0.699", "91,500", "500 MiB", "bf16", "faster")),
         (120, ("11.8 s", "21,400")),
     ):
-        text = shown(of_benchmark(levels(), None), width)
+        text = shown(compare_arms(levels(), None), width)
         assert max(map(len, text.splitlines())) <= width
         rows = {line.split(" ")[0]: line for line in text.splitlines()}
         assert [part for part in parts if part not in rows["advanced"]] == []

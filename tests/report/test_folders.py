@@ -87,7 +87,7 @@ def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> 
         assert row.status == "failed"
         assert "summary.json" in row.reason and str(tmp_path) not in row.reason
     assert all(row.status in ("failed", "skipped") and row.reason for row in rows[len(damage) :])
-    assert len(report.write(compare_folders([folder]), folder)) >= 4
+    assert len(report.write_comparison(compare_folders([folder]), folder)) >= 4
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -99,7 +99,7 @@ def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_pa
         place.chmod(0)
     try:
         found = compare_folders([tmp_path / "sweeps"])
-        assert folder / "comparison" in report.write(compare_folders([folder]), folder)
+        assert folder / "comparison" in report.write_comparison(compare_folders([folder]), folder)
     finally:
         for place in closed:
             place.chmod(0o700)

@@ -12,13 +12,13 @@ import pytest
 
 from runner.benchmark.result import BenchmarkResult
 from runner.report import figures, page
-from runner.report.comparison import of_benchmark
+from runner.report.comparison import compare_arms
 from tests.report.browser import look
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
 
 
 def html_of(found: BenchmarkResult, folder: Path | None = None) -> str:
-    return page.render_html(of_benchmark(found, folder))
+    return page.render_html(compare_arms(found, folder))
 
 
 DRAWN = """
@@ -66,7 +66,7 @@ def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path: Path, widt
 
 def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
     wild = arm("wild", 1.1, losses=[2.3, 9.0, 5e28, 5e28, 2.0, 1.9])
-    found = of_benchmark(result(reference(), arm("basic", 1.2), wild), tmp_path)
+    found = compare_arms(result(reference(), arm("basic", 1.2), wild), tmp_path)
     assert figures.loss_axis_limit(found, figures.read_losses(found)) == 2.3
     assert "off the axis: wild" in page.render_html(found)
 

@@ -140,13 +140,13 @@ def test_the_document_has_the_classes_the_reasons_and_the_origin(
     summary = replace(SUMMARY, metrics=SUMMARY.metrics | classes)
     short = shown(summary, None)
     assert "0.2500 (cat) to 0.7500 (a/b)" in short and "dog" not in short
-    report.write(summary, tmp_path)
+    report.write_report(summary, tmp_path)
     assert not (tmp_path / "curves.svg").exists()  # there is no record
     text = (tmp_path / "report.md").read_text()
     words = ["0.9722", "best 0.9750", "skipped", "f00 on main", "2.13.0", "val/accuracy/dog"]
     words += ["workers would only copy it", "```sh\npython -m runner data=digits\n```"]
     assert [word for word in words if word not in text] == []
-    report.write(SUMMARY, tmp_path / "nowhere")
+    report.write_report(SUMMARY, tmp_path / "nowhere")
     assert "no report.md" in caplog.text
 
 
@@ -157,7 +157,7 @@ def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(
     rows += [{"step": 100, "split": "val", "loss": 1.0, "accuracy": 0.5}]
     rows += [{"step": 300, "split": "val", "loss": 0.5, "accuracy": 1}]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, rows), "{torn", ""]))
-    report.write(SUMMARY, tmp_path)
+    report.write_report(SUMMARY, tmp_path)
     assert "](curves.svg)" in (tmp_path / "report.md").read_text()
     drawn = ElementTree.parse(tmp_path / "curves.svg").getroot()  # noqa: S314  # it is ours
     space = "{http://www.w3.org/2000/svg}"

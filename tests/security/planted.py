@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from runner.checkpoint.manifest import Manifest
 from runner.record.storage import FileDigest
 from runner.security.files.file_bytes import hash_file
-from runner.security.sealed import sealed
+from runner.security.sealed import to_checksummed_json
 
 
 class Mark:
@@ -33,5 +33,5 @@ def checkpoint(folder: Path, step: int = 7) -> Path:
     paths = (folder / name for name in ("model.safetensors", "state.pt"))
     files = {path.name: FileDigest(path.stat().st_size, hash_file(path)[0]) for path in paths}
     body = Manifest(step, False, files, "c0ffee" * 8, "0.1", "2.13.0", 1, "AVX2")
-    (folder / "manifest.json").write_bytes(sealed(asdict(body)))
+    (folder / "manifest.json").write_bytes(to_checksummed_json(asdict(body)))
     return folder

@@ -20,7 +20,7 @@ from runner.cli.preflight import Request, check
 from runner.composing import compose_raw
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security.config import SecurityConfig
-from runner.security.config_files import check_level
+from runner.security.config_files import check_security_group
 from runner.sweep.cluster_launchers import adapt_launcher
 from tests.security.files.judging import TRAP, hostile_configs, set_traps
 
@@ -203,7 +203,7 @@ def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
 def test_a_job_whose_security_is_not_what_was_typed_is_refused(group: dict[str, object]) -> None:
     config = OmegaConf.create({"security": {"level": "standard", **group}})
     with pytest.raises(SecurityError, match="security"):
-        check_level(config, SecurityConfig())
+        check_security_group(config, SecurityConfig())
 
 
 def test_with_security_off_any_name_passes_and_places_and_sizes_are_checked() -> None:

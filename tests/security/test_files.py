@@ -24,12 +24,18 @@ from runner.findings import Severity, Trust
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
-from runner.security.files.loader import Opened, open_file, read_arrays
+from runner.security.files.loader import LoadedFile, open_file, read_arrays
 from runner.security.files.policy import FileLimits, FilePolicy
-from runner.security.files.provenance import Assessment, FileFacts, check_allowed, is_own, set_trust
+from runner.security.files.provenance import (
+    Assessment,
+    FileFacts,
+    check_allowed,
+    is_in_run_tree,
+    set_trust,
+)
 from runner.security.files.sandbox import Sandbox
-from runner.security.paths import own_trees
-from runner.security.sealed import sealed
+from runner.security.paths import run_tree_folders
+from runner.security.sealed import to_checksummed_json
 from tests.security.files.archives import Member, archive, saved
 from tests.security.planted import Mark, checkpoint
 
@@ -185,7 +191,7 @@ def test_a_name_that_promises_another_format_is_refused(name: str, tmp_path: Pat
         open_file(path, pinned(path))
 
 
-def codes(opened: Opened) -> list[tuple[str, str]]:
+def codes(opened: LoadedFile) -> list[tuple[str, str]]:
     return [(r.code, r.where) for r in opened.assessment.reasons]
 
 
@@ -311,11 +317,13 @@ def test_strict_knows_its_own_checkpoints(tmp_path: Path) -> None:
     checkpointer.save(1, {"w": state["strided"]}, state, False)
     checkpointer.close()
     folder = tmp_path / "ours/checkpoints/step_00000001"
-    restored = checkpoints.load(folder, FilePolicy(STRICT, run_tree=(tmp_path / "ours",)))
+    restored = checkpoints.load_checkpoint(
+        folder, FilePolicy(STRICT, run_tree=(tmp_path / "ours",))
+    )
     assert torch.equal(restored.state["strided"], state["strided"])  # type: ignore[arg-type]
     assert (restored.state["empty"], restored.state["text"]) == (b"", state["text"])
     with pytest.raises(SecurityError, match="only files of this run tree and pinned ones"):
-        checkpoints.load(folder, FilePolicy(STRICT, run_tree=(tmp_path / "others",)))
+        checkpoints.load_checkpoint(folder, FilePolicy(STRICT, run_tree=(tmp_path / "others",)))
 
 
 # -- provenance --------------------------------------------------------------------------------
@@ -335,7 +343,7 @@ def test_a_checkpoint_within_the_run_tree_is_checked_and_elsewhere_untrusted(
     tmp_path: Path,
 ) -> None:
     folder = checkpoint(tmp_path / "outputs/runs/digits/one/checkpoints/step_00000007")
-    ours = judged(folder, run_tree=tuple(own_trees(tmp_path / "outputs/scans/x")))
+    ours = judged(folder, run_tree=tuple(run_tree_folders(tmp_path / "outputs/scans/x")))
     assert ours.trust is Trust.CHECKED and not ours.reasons
     assert judged(folder / "state.pt", run_tree=(tmp_path / "outputs",)).trust is Trust.CHECKED
     read = json.loads(json.dumps(ours.as_dict()))
@@ -368,8 +376,8 @@ def test_a_damaged_or_hand_made_manifest_vouches_for_nothing(tmp_path: Path) -> 
         text[:-20],
         b"[" * 100_000,
         b'{"name": "a web page"}',
-        sealed({**body, "files": []}),
-        sealed({**body, "files": {"a": {"sha256": 1}}}),
+        to_checksummed_json({**body, "files": []}),
+        to_checksummed_json({**body, "files": {"a": {"sha256": 1}}}),
     ):
         file.write_bytes(manifest)
         assert judged(folder, run_tree=(tmp_path,)).trust is Trust.UNTRUSTED
@@ -390,8 +398,8 @@ def test_a_link_in_the_run_tree_to_elsewhere_is_not_its_own(tmp_path: Path) -> N
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/step_00000007").symlink_to(folder)
     policy = FilePolicy(run_tree=(tmp_path / "outputs",))
-    assert not is_own(tmp_path / "outputs/step_00000007", policy)
-    assert not is_own(tmp_path / "outputs/../theirs", policy)
+    assert not is_in_run_tree(tmp_path / "outputs/step_00000007", policy)
+    assert not is_in_run_tree(tmp_path / "outputs/../theirs", policy)
 
 
 def test_a_folder_is_pinned_by_the_digest_of_each_file_that_is_loaded(tmp_path: Path) -> None:

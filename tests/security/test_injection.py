@@ -120,7 +120,7 @@ def comparison() -> comparing.Comparison:
         planted_results.reference(),
         planted_results.arm("ultra", 2.0, techniques=[planted_results.technique("amp")]),
     ]
-    found = comparing.of_benchmark(planted_results.result(*arms), None)
+    found = comparing.compare_arms(planted_results.result(*arms), None)
     return poisoned(found)
 
 
@@ -165,7 +165,7 @@ def faulty(tmp_path: Path) -> Path:
 
 SCREENS = {
     "summary": lambda folder: run_report.RunSummaryTable(summary(), folder),
-    "replay": lambda folder: replay_page.screen(replay()),
+    "replay": lambda folder: replay_page.terminal_report(replay()),
     "comparison": lambda folder: table.ComparisonScreen(comparison()),
     "failures": lambda folder: table.ComparisonScreen(failed_comparison()),
     "scan": lambda folder: scan.render_terminal(scanned(), 30),

@@ -20,8 +20,8 @@ from runner.cli.preflight import check
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.record.console import close_logging, set_up_logging
 from runner.security.config import SecurityLevel
-from runner.security.paths import keep_private
-from runner.security.sealed import read_sealed, sealed
+from runner.security.paths import restrict_run_folder
+from runner.security.sealed import read_checksummed_json, to_checksummed_json
 
 QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "optimization=none"]
 
@@ -71,11 +71,11 @@ def test_an_output_root_that_everybody_may_change_is_a_warning_and_refused_under
     assert "is writable by every user" in (folder / "run.log").read_text()
     assert "chmod o-w" in (folder / "run.log").read_text()
     with pytest.raises(SecurityError, match="is writable by every user"):
-        keep_private(folder, SecurityLevel.strict)
+        restrict_run_folder(folder, SecurityLevel.strict)
     root.chmod(0o1777)  # as /tmp is
-    assert keep_private(folder, SecurityLevel.standard) == []
+    assert restrict_run_folder(folder, SecurityLevel.standard) == []
     root.chmod(0o755)
-    assert keep_private(folder, SecurityLevel.standard) == []
+    assert restrict_run_folder(folder, SecurityLevel.standard) == []
 
 
 # names lead nowhere else
@@ -151,7 +151,7 @@ def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
     assert outside.read_text() == "precious"
     folder.chmod(0o755)
     with pytest.raises(SecurityError, match="a link out of"):
-        keep_private(folder, SecurityLevel.strict)
+        restrict_run_folder(folder, SecurityLevel.strict)
 
 
 def test_names_in_a_manifest_are_never_paths(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_names_in_a_manifest_are_never_paths(tmp_path: Path) -> None:
     with build(compose(QUICK), tmp_path / "run") as run:
         train(run)
     place = next((tmp_path / "run" / "checkpoints").glob("step_*")) / "manifest.json"
-    body = read_sealed(place, 1)
+    body = read_checksummed_json(place, 1)
     entry = next(iter(body["files"].values()))
     for name in ("../../../secret.txt", "/etc/hostname", "state.pt\0x"):
         body["files"] = {"model.safetensors": entry, name: entry}
-        place.write_bytes(sealed(body))
+        place.write_bytes(to_checksummed_json(body))
         with pytest.raises((RunnerError, ConfigError), match="lists"):
             read_manifest(place.parent)

@@ -15,8 +15,8 @@ from runner.config import nested_targets
 from runner.errors import ConfigError, SecurityError
 from runner.security.registry import (
     SOURCES,
-    assembled,
     construct,
+    instantiate_nested,
     is_in_package,
     resolve,
     torch_names,
@@ -203,12 +203,14 @@ def test_a_class_among_the_arguments_is_made_first_and_only_if_it_is_trusted(pac
     assert list(nested_targets(arguments, "model")) == [
         ("model.net._target_", f"{package}.nets.Net")
     ]
-    made = assembled(arguments, lambda target, key: resolve(target, key, [package]), "model")
+    made = instantiate_nested(
+        arguments, lambda target, key: resolve(target, key, [package]), "model"
+    )
     assert made["net"].got == (3, 2, 1)
     assert made["sizes"] == [1, 2]
     bad = {"inner": [{"_target_": "os.system", "command": "true"}]}
     with pytest.raises(SecurityError, match=r"model\.inner\.0\._target_: os\.system is refused"):
-        assembled(bad, lambda target, key: resolve(target, key, [package]), "model")
+        instantiate_nested(bad, lambda target, key: resolve(target, key, [package]), "model")
     with pytest.raises(SecurityError, match=r"model\.config\._target_: os\.system is refused"):
         compose(["model._target_=torch.nn.Linear", "+model.config._target_=os.system"])
 
@@ -229,7 +231,7 @@ def test_every_public_name_of_the_installed_torch_is_in_the_registry() -> None:
 
 
 def test_positional_arguments_and_partials_are_made(package: str) -> None:
-    made = assembled(
+    made = instantiate_nested(
         {"a": {"_target_": "torch.nn.Linear", "_args_": [3, 2], "bias": False},
          "f": {"_target_": "torch.nn.functional.leaky_relu", "_partial_": True,
                "negative_slope": 0.5}},

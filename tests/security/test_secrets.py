@@ -21,8 +21,8 @@ from runner import masking
 from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
-from runner.composing import compose, from_plain, typed
-from runner.config import config_hash, flat, plain
+from runner.composing import compose, config_from_plain, typed
+from runner.config import config_hash, config_to_plain, flatten_config
 from runner.errors import ConfigError, SecurityError
 from runner.overrides.groups import CONF
 from runner.record import markdown
@@ -151,15 +151,15 @@ def test_a_config_is_written_with_the_name_in_place_of_the_value(
         "+optimizer.options.z=[1,p-${oc.env:SHORT}-q]", "+optimizer.options.w=seventeen",
         "+optimizer.options.k=${oc.env:KIND}",
     ])  # fmt: skip
-    written = flat(config)
+    written = flatten_config(config)
     assert written["optimizer.options.x"] == "${oc.env:MY_TOKEN}"
     assert written["optimizer.options.y"] == "${oc.env:SHORT}"
     assert written["optimizer.options.z"] == [1, "p-${oc.env:SHORT}-q"]
     assert written["optimizer.options.k"] == "${oc.env:KIND}"
     assert written["seed"] == "${oc.env:SEED}"
     assert written["optimizer.options.w"] == "seventeen"
-    assert plain(config)["model"]["kind"] == "mlp"
-    assert json.dumps(CANARY)[1:-1] not in json.dumps(plain(config))
+    assert config_to_plain(config)["model"]["kind"] == "mlp"
+    assert json.dumps(CANARY)[1:-1] not in json.dumps(config_to_plain(config))
     assert config.optimizer.options["x"] == CANARY  # in memory
 
 
@@ -172,17 +172,17 @@ def test_a_token_that_was_renewed_makes_no_other_experiment(
 
 
 def test_a_capture_is_opened_again_with_the_value_where_leave_is_given() -> None:
-    kept = plain(compose([TOKEN, LEAVE]))
+    kept = config_to_plain(compose([TOKEN, LEAVE]))
     with pytest.raises(SecurityError, match=r"security\.environment=\[MY_TOKEN\]"):
-        from_plain(kept)
+        config_from_plain(kept)
     with secrets.environment_access(["MY_TOKEN"]):
-        assert from_plain(kept).optimizer.options["x"] == CANARY
+        assert config_from_plain(kept).optimizer.options["x"] == CANARY
     kept["optimizer"]["options"]["x"] = "${oc.env:MY_TOKEN}${seed}"
     with (
         secrets.environment_access(["MY_TOKEN"]),
         pytest.raises(SecurityError, match="interpolation is not allowed"),
     ):
-        from_plain(kept)
+        config_from_plain(kept)
 
 
 @pytest.mark.parametrize(
@@ -191,21 +191,21 @@ def test_a_capture_is_opened_again_with_the_value_where_leave_is_given() -> None
      "12345678901234567", "with  two  spaces"],
 )  # fmt: skip
 def test_no_kind_of_file_spells_a_value_so_that_it_is_missed(value: str) -> None:
-    masking.learn("X", value)
+    masking.add_secret("X", value)
     spelled = [value, json.dumps(value), repr(value), html.escape(value), markdown.escape(value),
                escape_control_chars(value), json.dumps(value, ensure_ascii=False),
                shlex.quote(value), " ".join(value.split())]  # fmt: skip
     for text in spelled:
-        masked = masking.masked(f"<{text}>")
+        masked = masking.mask_secrets(f"<{text}>")
         assert "${oc.env:X}" in masked, text
         assert not any(part in masked for part in value.split() if len(part) > 4), text
 
 
 def test_short_words_and_numbers_do_not_put_honest_text_out() -> None:
     for name, value in {"A": "1", "B": "cuda", "C": "20240101", "D": ""}.items():
-        masking.learn(name, value)
+        masking.add_secret(name, value)
     text = '{"seed": 20240101, "device": "cuda", "steps": 1}'
-    assert masking.masked(text) == text
+    assert masking.mask_secrets(text) == text
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ def test_a_mistake_that_the_build_finds_leaves_no_folder(
 
 def assert_silent(folder: Path, *done: subprocess.CompletedProcess[str]) -> None:
     """Neither canary is in a file, a file's name or the output, in any spelling."""
-    masking.learn("MY_TOKEN", CANARY)
-    wanted = {text.encode() for text in (*masking.known(), "canary-4b1d", OTHER)}
+    masking.add_secret("MY_TOKEN", CANARY)
+    wanted = {text.encode() for text in (*masking.known_secrets(), "canary-4b1d", OTHER)}
     printed = "".join(one.stdout + one.stderr for one in done).encode()
     assert not [text for text in wanted if text in printed]
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".py"]

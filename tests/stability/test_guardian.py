@@ -15,7 +15,7 @@ from runner import evaluate, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import GaveUp, Interrupted
 from runner.training.hook import Hook, Step, Verdict
-from runner.training.metrics import Reader
+from runner.training.metrics import StepMetricsReader
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests.runs import rows
@@ -338,7 +338,7 @@ ROUGH.append(f"stability.recovery=[{ROWS},{{action:skip}}]")
 TROUBLE = dict.fromkeys((37, 38, 63, 77), louder) | dict.fromkeys((52, 61, 62), times(math.nan))
 
 
-class Late(Reader):
+class Late(StepMetricsReader):
     """Stretches arrive when the next one is closed, as they do from an accelerator."""
 
     class Arrived:

@@ -15,7 +15,7 @@ from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import SecurityError, StorageError
-from runner.security.paths import output_roots, own_trees, resumed_at
+from runner.security.paths import distrust_resumed_folder, output_roots, run_tree_folders
 from runner.sweep.job_process import CONSOLE_LOG, JobProcess
 from runner.sweep.plan import archive_job
 from tests.runs import command
@@ -164,7 +164,7 @@ def test_a_sweep_that_is_gone_on_with_does_not_vouch_for_itself(tmp_path: Path) 
     assert session is not None and session.resumed and session.folder == handed
     chosen = check(read_arguments([*TYPED, f"hydra.sweep.dir={handed}"])).session
     assert chosen is not None and not chosen.resumed
-    with resumed_at(None, chosen=not session.resumed):
-        assert own_trees(handed / "0") == output_roots()
-    with resumed_at(None, chosen=not chosen.resumed):
-        assert handed.parent in own_trees(handed / "0")
+    with distrust_resumed_folder(None, chosen=not session.resumed):
+        assert run_tree_folders(handed / "0") == output_roots()
+    with distrust_resumed_folder(None, chosen=not chosen.resumed):
+        assert handed.parent in run_tree_folders(handed / "0")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runner import train
-from runner.data.batch import largest_part, rows, split
+from runner.data.batch import largest_slice, slice_rows, split_batch
 from runner.data.order import mix
 from runner.device import memory
 from runner.errors import ConfigError
@@ -85,18 +85,18 @@ def test_a_resumed_run_keeps_what_was_chosen(free: dict[str, int], tmp_path: Pat
 @pytest.mark.parametrize("most", [1, 3, 7])
 def test_a_split_is_even_complete_and_of_the_fewest_parts(most: int) -> None:
     for samples in range(1, 40):
-        parts = [range(samples)[part] for part in split(samples, most)]
+        parts = [range(samples)[part] for part in split_batch(samples, most)]
         sizes = [len(part) for part in parts]
         assert [i for part in parts for i in part] == list(range(samples))
         assert len(parts) == -(-samples // most)
-        assert max(sizes) == sizes[0] == largest_part(samples, most) <= most
+        assert max(sizes) == sizes[0] == largest_slice(samples, most) <= most
         assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.usefixtures("my_package")
 def test_a_batch_of_five_is_three_and_two_for_batchnorm_with_their_exact_gradient() -> None:
     with runs.opened(*NORMED, "training.micro_batch=4", "training.steps=2") as run:
-        five = rows(run.train.at(0), slice(5))
+        five = slice_rows(run.train.at(0), slice(5))
         sizes: list[int] = []
         counting = run.model.register_forward_hook(lambda _, x, out: sizes.append(len(out)))
         run.model.train()
@@ -108,7 +108,7 @@ def test_a_batch_of_five_is_three_and_two_for_batchnorm_with_their_exact_gradien
         run.device.reseed(mix(run.seed, 1))
         losses = []
         for part, share in ((slice(0, 3), 3 / 5), (slice(3, 5), 2 / 5)):
-            x, y = rows(five, part)
+            x, y = slice_rows(five, part)
             losses.append(nn.functional.cross_entropy(run.model(x), y) * share)
         torch.stack(losses).sum().backward()
         assert torch.allclose(step.loss, torch.stack(losses).sum())

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from runner import evaluate, train
 from runner.errors import DataError
-from runner.objectives.chunked_cross_entropy import defer
+from runner.objectives.chunked_cross_entropy import defer_logits
 from runner.objectives.language_modelling import LanguageModellingObjective
 from runner.objectives.model_output import DeferredLogits
 from runner.training.step import forward_backward
@@ -109,7 +109,7 @@ class Warmed(Embedded):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_it_compiles_into_one_graph_with_its_gradients() -> None:
     model = Embedded()
-    defer(model.head, 16)
+    defer_logits(model.head, 16)
     ids, target = torch.randint(0, VOCAB, (2, 25)), torch.randint(0, VOCAB, (2, 25))
     objective, parameters = LanguageModellingObjective(VOCAB), list(model.parameters())
 

@@ -62,7 +62,7 @@ def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_lo
         torch.compile(item, backend="eager")(torch.ones(3))
         with pytest.raises(Exception, match="branching") as failed:
             torch.compile(branch, backend="eager", fullgraph=True)(torch.ones(3))
-        gist = compiler.summarize_error(failed.value)
+        gist = compiler.log_compiler_error(failed.value)
     close_logging()
     shown = capfd.readouterr().err.splitlines()
     assert len(shown) == 1 and f"Graph break from `Tensor.item()` {lines[0]}" in shown[0]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from runner.data.batch import call
+from runner.data.batch import call_model
 from runner.techniques.cost import ProductCounter
 from tests import runs
 
@@ -37,7 +37,7 @@ def test_our_models_cost_what_torchs_counter_says(model: str) -> None:
     with runs.opened("optimization=none", *asked) as run:
         run.model.eval()
         inputs = run.train.peek()[0]
-        torchs, ours = counted(lambda: call(run.model, inputs))
+        torchs, ours = counted(lambda: call_model(run.model, inputs))
     assert ours.flop == torchs > 0
     assert ours.products > 2
     assert not ours.uncounted

@@ -24,7 +24,7 @@ from runner.techniques.quantization import (
     quantizable_layers,
     replace_layers,
 )
-from runner.training.evaluation import evaluate, standalone
+from runner.training.evaluation import copy_standalone_model, evaluate
 from runner.training.run import Run
 from tests import runs
 
@@ -177,7 +177,7 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
         layers.forward = replaced  # type: ignore[method-assign]
         run.model.compile(backend="eager")
         before = {name: value.clone() for name, value in run.model.state_dict().items()}
-        copy = standalone(run)
+        copy = copy_standalone_model(run)
         assert copy._compiled_call_impl is None
         assert not any(p.requires_grad or p.grad is not None for p in copy.parameters())
         exact = run.model(inputs)

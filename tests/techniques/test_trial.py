@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from runner import train
 from runner.build import Components
 from runner.device import process
-from runner.objectives.custom import Custom
+from runner.objectives.custom import CustomObjective
 from runner.techniques import cost, pipeline
 from runner.training.evidence import collect_evidence
 from runner.training.run import Run
@@ -150,7 +150,7 @@ def test_building_a_run_and_looking_at_it_change_nothing_that_a_model_holds(leve
         return nn.functional.cross_entropy(output, target)
 
     before, noise = model.state(), torch.get_rng_state()
-    given = Components(model, objective=Custom(loss, "loss", "loss_fn"))
+    given = Components(model, objective=CustomObjective(loss, "loss", "loss_fn"))
     with runs.opened(*QUICK, *LEVELS[level], given=given) as run:
         assert model.state() == before and losses == [0]
         assert torch.equal(torch.get_rng_state(), noise)

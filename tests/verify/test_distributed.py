@@ -11,7 +11,7 @@ import pytest
 from runner import RunConfig
 from runner.distributed.config import DistributedConfig
 from runner.errors import ConfigError, NotVerified
-from runner.jobs import find
+from runner.jobs import load_job
 from runner.jobs.config import JobKind
 from runner.verify.distributed import (
     FP64,
@@ -94,7 +94,7 @@ def test_the_job_names_batchnorm_per_process(
     cnn = ("data=digits", "model=cnn", "model.width=8", "model.stages=1")
     few = ("verify.steps=2", "data.validation_samples=50", "distributed.sync_batchnorm=false")
     with pytest.raises(NotVerified, match=r"train/.* at step 1 .*distributed\.sync_batchnorm=fal"):
-        find(JobKind.verify)(runs.config(*JOB, *cnn, *few), tmp_path)
+        load_job(JobKind.verify)(runs.config(*JOB, *cnn, *few), tmp_path)
     result = json.loads((tmp_path / "verify.json").read_text())
     assert (result["what"], result["verdict"], result["processes"]) == ("distributed", "FAIL", 2)
     assert result["distance"] > 100 * result["limit"]
@@ -141,9 +141,9 @@ def test_one_process_and_a_launcher_are_refused(
 ) -> None:
     alone = [text for text in JOB if not text.startswith("distributed")]
     with pytest.raises(ConfigError, match=r"verify\.what: distributed needs several processes"):
-        find(JobKind.verify)(runs.config(*alone), tmp_path)
+        load_job(JobKind.verify)(runs.config(*alone), tmp_path)
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="type it without torchrun"):
-        find(JobKind.verify)(runs.config(*JOB), tmp_path)
+        load_job(JobKind.verify)(runs.config(*JOB), tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.errors import ConfigError, NotVerified, StorageError
-from runner.jobs import find
+from runner.jobs import load_job
 from runner.jobs.config import JobKind
 from tests import runs
 
@@ -18,7 +18,7 @@ QUICK = ["job=verify", "device.threads=1", "model.width=16"]
 
 def verify(folder: Path, *overrides: str) -> dict[str, Any]:
     """What is in verify.json."""
-    find(JobKind.verify)(runs.config(*QUICK, *overrides), folder)
+    load_job(JobKind.verify)(runs.config(*QUICK, *overrides), folder)
     return dict(json.loads((folder / "verify.json").read_text()))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from runner.config import config_hash
 from runner.errors import CheckpointError, ConfigError
-from runner.jobs import find
+from runner.jobs import load_job
 from runner.jobs.config import JobKind
 from runner.record import data_digest
 from runner.record.data_digest import digest_files
@@ -38,7 +38,7 @@ def typed(place: Path) -> list[str]:
 
 
 def test_a_run_comes_out_again(recorded: Path, tmp_path: Path) -> None:
-    find(JobKind.verify)(runs.config(*typed(recorded)), tmp_path)
+    load_job(JobKind.verify)(runs.config(*typed(recorded)), tmp_path)
     result = json.loads((tmp_path / "verify.json").read_text())
     assert (result["what"], result["verdict"], result["steps"]) == ("run", "exact", 4)
     assert result["compared"]["metric"] > 20 and result["compared"]["weights"] == 1

@@ -31,7 +31,7 @@ from runner.benchmark.auto.search import (
     pinned_techniques,
     sort_techniques,
 )
-from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.blocks import WorkerFailure
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine_facts
 from runner.benchmark.parity_checker import ParityChecker
@@ -39,19 +39,19 @@ from runner.benchmark.rounds import MeasureOptions
 from runner.build import Components
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig, config_hash
-from runner.data.batch import call
+from runner.data.batch import call_model
 from runner.data.loader import BatchLoader
 from runner.errors import RunnerError
-from runner.parity.candidates import copy_components, open_run, quiet
+from runner.parity.candidates import copy_components, open_run, without_side_effects
 from runner.parity.trajectory import make_finite_step
 from runner.record import provenance
 from runner.record.storage import replace_text
 from runner.record.text import dataclass_from_json, escape_control_chars, json_safe
-from runner.techniques.attention import calls_of
+from runner.techniques.attention import record_calls
 from runner.techniques.base import Choice
 from runner.techniques.config import Optimization
 from runner.training.run import Run
-from runner.training.signals import Interrupts
+from runner.training.signals import InterruptHandler
 
 log = logging.getLogger("runner")
 
@@ -122,7 +122,7 @@ def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
 
 def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
     """Return the run's config with these techniques, starting at step 0 and writing nothing."""
-    arm = quiet(config)
+    arm = without_side_effects(config)
     arm.optimization = enable_techniques(config.optimization, names)
     arm.checkpoint.resume = "none"
     return arm
@@ -152,13 +152,13 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
 
 def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
     """Select from the cache, by rule or by a search; most failures become an empty selection."""
-    with Interrupts() as interrupts:
+    with InterruptHandler() as interrupts:
         try:
             interrupts.begin_wait()  # the processes are ended by the `with` that started them
             return _select(config, given)
         except KeyboardInterrupt:
             raise interrupts.error(" while optimization=auto was measuring") from None
-        except ArmEnded as error:
+        except WorkerFailure as error:
             return SearchResult(reason=f"nothing could be measured: none {error.status}: {error}")
         except RunnerError:
             raise  # it would end the run as well
@@ -253,7 +253,9 @@ def _time_steps(run: Run) -> float:
 def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
     """Return the techniques that cannot have an effect or are excluded, each with the reason."""
     with torch.no_grad():
-        attention_calls = calls_of(partial(call, run.forward, run.train.at(0)[0]), run.model)
+        attention_calls = record_calls(
+            partial(call_model, run.forward, run.train.at(0)[0]), run.model
+        )
     has_convolution = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
     no_attention = "the model does not call scaled_dot_product_attention"

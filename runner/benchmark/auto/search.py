@@ -22,7 +22,7 @@ from runner.benchmark.result import NEGLIGIBLE
 from runner.benchmark.rounds import MeasureOptions, Round, run_round
 from runner.benchmark.statistics import min_blocks
 from runner.techniques.config import Optimization
-from runner.techniques.cost import COLD_S
+from runner.techniques.cost import COLD_COMPILE_S
 
 AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "precision": ((), ("tf32",), ("amp",), ("tf32", "amp")),
@@ -190,7 +190,7 @@ class Search:
     def __post_init__(self) -> None:
         self.start_time = self.options.clock()
         self.noise_floor = NEGLIGIBLE
-        self.start_s, self.compiling_s = 0.0, COLD_S  # to start `none`; extra, to compile
+        self.start_s, self.compiling_s = 0.0, COLD_COMPILE_S  # to start `none`; extra, to compile
 
     def run(self) -> SearchResult:
         """Run rounds and finals; select the first finalist that passes parity, else `none`.

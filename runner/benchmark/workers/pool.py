@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from runner import fork_server
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Turn, WorkerResults, WorkerSetup
+from runner.benchmark.blocks import Turn, WorkerFailure, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import LoadMonitor
 from runner.benchmark.workers import worker
@@ -22,7 +22,7 @@ from runner.benchmark.workers.process import EXIT_TIMEOUT_S, ChildProcess, block
 from runner.benchmark.workers.worker import FINISH, WORKER_LOG, WorkerSpec
 from runner.device.config import omp_env
 from runner.errors import StorageError
-from runner.security.pickle_transfer import packed
+from runner.security.pickle_transfer import pickle_parts
 from runner.training.summary import Summary
 
 PRELOADED_MODULES = [
@@ -63,7 +63,7 @@ class WorkerPool:
         self.arms = {arm.name: arm for arm in arms}
         self.settings, self.folder = settings, folder
         parts = {} if given is None else {f.name: getattr(given, f.name) for f in fields(given)}
-        self.payload = packed({**parts, "metrics": dict(metrics or {})})
+        self.payload = pickle_parts({**parts, "metrics": dict(metrics or {})})
         self.workers: dict[str, ChildProcess] = {}
         self.idle_workers: dict[str, WorkerSetup] = {}  # those that wait for a request
         self.use_mean_step = False  # compare mean steps, because an arm has data workers
@@ -98,7 +98,7 @@ class WorkerPool:
         environment = {**os.environ, **omp_env(os.environ)}
         resource_tracker.ensure_running()  # starting it unblocks signals
         with block_interrupt():
-            path = fork_server.module_path()
+            path = fork_server.child_pythonpath()
             fork_server.start(PRELOADED_MODULES, {**environment, "PYTHONPATH": path})
 
     def _end_all(self) -> None:
@@ -177,7 +177,7 @@ class WorkerPool:
     def _reserve(self, name: str) -> Iterator[tuple[ChildProcess, WorkerSetup]]:
         """Yield the arm's process, which is not idle meanwhile or after an error."""
         if name not in self.idle_workers:
-            raise ArmEnded("failed", f"{name} was not started, or has ended")
+            raise WorkerFailure("failed", f"{name} was not started, or has ended")
         setup = self.idle_workers.pop(name)
         with self._end_on_failure(name):
             yield self.workers[name], setup
@@ -188,7 +188,7 @@ class WorkerPool:
         """On ArmEnded, end the process and record the status in its summary; then re-raise."""
         try:
             yield
-        except ArmEnded as failure:
+        except WorkerFailure as failure:
             self.end(name)
             _record_failure(self._arm_folder(name), failure)
             raise
@@ -198,7 +198,7 @@ class WorkerPool:
         return self.folder / folder if self.folder is not None and folder else None
 
 
-def _record_failure(folder: Path | None, failure: ArmEnded) -> None:
+def _record_failure(folder: Path | None, failure: WorkerFailure) -> None:
     """Record in the summary how the process ended, which a killed run cannot do itself."""
     if folder is None:
         return

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.blocks import WorkerFailure
 from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
@@ -26,7 +26,7 @@ EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
 UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script
 
 
-class Unguarded(UsageError):
+class UnguardedScript(UsageError):
     """The script lacks a `__main__` guard, so each worker would run it again."""
 
 
@@ -39,7 +39,7 @@ class RequestFailure:
 
 
 @dataclass(frozen=True)
-class ChildSide:
+class ChildContext:
     """What the child receives from its parent."""
 
     pipe: Connection
@@ -75,14 +75,14 @@ class ChildProcess:
         if sys.flags.safe_path:
             environment["PYTHONSAFEPATH"] = "1"
         method = multiprocessing.get_start_method()
-        child = ChildSide(child_pipe, death_pipe, log, method, environment)
+        child = ChildContext(child_pipe, death_pipe, log, method, environment)
         # not a daemon: daemons may have no children, but runs start data workers and compilers
         child_arguments = main, child, arguments
         self.process = context.Process(target=_run_child, args=child_arguments, daemon=False)
 
     def start(self) -> None:
         """Start the process."""
-        leave_if_imported()
+        exit_if_imported()
         try:
             with worker_environment(), block_interrupt():
                 self.process.start()
@@ -111,14 +111,14 @@ class ChildProcess:
         Raises ArmEnded; the caller still has to call `end`.
         """
         if not wait([self.pipe, self.process.sentinel], max(0.0, timeout_s)):
-            raise ArmEnded("timeout", f"it was not done within {timeout_s:.4g} s")
+            raise WorkerFailure("timeout", f"it was not done within {timeout_s:.4g} s")
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
             raise self._describe_exit() from None
         self.has_answered = True
         if isinstance(answer, RequestFailure):
-            raise ArmEnded(answer.status, f"{answer.reason}{self._log_hint()}")
+            raise WorkerFailure(answer.status, f"{answer.reason}{self._log_hint()}")
         return answer
 
     def request_exit(self) -> None:
@@ -147,27 +147,27 @@ class ChildProcess:
         self.pipe.close()
         self.parent_death_pipe.close()
 
-    def _describe_exit(self) -> ArmEnded:
+    def _describe_exit(self) -> WorkerFailure:
         """Return how a process ended that sent no answer. Raises Unguarded."""
         self.process.join(EXIT_TIMEOUT_S)
         code, hint = self.process.exitcode, self._log_hint()
         if code == UNGUARDED_EXIT_CODE and not self.has_answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
-            raise Unguarded(
+            raise UnguardedScript(
                 f'{script.name} must do this under `if __name__ == "__main__":`, because '
                 "the measured processes import it"
             )
         if code is None or code >= 0:
-            return ArmEnded("failed", f"it ended with exit code {code}{hint}")
+            return WorkerFailure("failed", f"it ended with exit code {code}{hint}")
         if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
-            return ArmEnded("oom", f"killed by the system: out of memory{hint}")
-        return ArmEnded("killed", f"killed by {signal.Signals(-code).name}{hint}")
+            return WorkerFailure("oom", f"killed by the system: out of memory{hint}")
+        return WorkerFailure("killed", f"killed by {signal.Signals(-code).name}{hint}")
 
     def _log_hint(self) -> str:
         return f"; see {self.log}" if self.log is not None and self.log.exists() else ""
 
 
-def leave_if_imported() -> None:
+def exit_if_imported() -> None:
     """Exit if this is a worker in which an unguarded script starts workers again."""
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         os._exit(UNGUARDED_EXIT_CODE)  # the fork server would map an exception to another code
@@ -202,7 +202,7 @@ def block_interrupt() -> Iterator[None]:
 # -- in the child ----------------------------------------------------------------------------------
 
 
-def _run_child(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]) -> None:
+def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[Any, ...]) -> None:
     """Start a session with its own log that ends with the parent, then call `main`."""
     os.setsid()
     # Restore the parent's start method: forked workers have unnamed locks, which a process that

@@ -20,14 +20,14 @@ from runner.build import Components, build
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
 from runner.distributed.config import DistributedConfig
-from runner.distributed.join import join
-from runner.distributed.outcome import RANKS
-from runner.distributed.place import Place
+from runner.distributed.join import join_world
+from runner.distributed.outcome import RANKS_FOLDER
+from runner.distributed.place import RankInfo
 from runner.distributed.world import World
 from runner.errors import ConfigError, ProcessLost
 from runner.record.console import set_up_logging
-from runner.security.pickle_transfer import opened
-from runner.security.secrets import adopt_state
+from runner.security.pickle_transfer import unpickle_parts
+from runner.security.secrets import adopt_masking_state
 from runner.training.loop import train
 
 LOCALHOST = "127.0.0.1"
@@ -48,7 +48,7 @@ def join_ranks(
     distributed = replace(config.distributed, timeout_s=COLLECTIVE_TIMEOUT_S)
     config, host = replace(config, distributed=distributed), LOCALHOST
     store = TCPStore(host, 0, size, True, wait_for_workers=False)
-    places = [Place(i, size, i, size, host, store.port, True, by="runner") for i in range(size)]
+    places = [RankInfo(i, size, i, size, host, store.port, True, by="runner") for i in range(size)]
     spec, safe_path = replace(spec, config=config), SAFE_PATH in os.environ
     context = multiprocessing.get_context("spawn")
     other_ranks = [
@@ -61,7 +61,7 @@ def join_ranks(
                 process.start()
         os.environ.update(places[0].environ())
         with ExitStack() as scope:
-            yield config, join(config, places[0], scope)
+            yield config, join_world(config, places[0], scope)
     finally:
         for process in other_ranks:
             if process.pid is not None:
@@ -77,20 +77,20 @@ def _count_processes(config: RunConfig) -> int:
     return config.distributed.processes or max(1, gpus)
 
 
-def _train_rank(spec: WorkerSpec, payload: bytes, place: Place, safe_path: bool) -> None:
+def _train_rank(spec: WorkerSpec, payload: bytes, place: RankInfo, safe_path: bool) -> None:
     """Train as one of the other ranks; its output is in the worker's log."""
     if not safe_path:
         os.environ.pop(SAFE_PATH, None)  # needed only during the start
-    adopt_state(spec.secrets)
+    adopt_masking_state(spec.secrets)
     os.environ.update(place.environ())
-    folder = None if spec.folder is None else spec.folder / RANKS / str(place.rank)
+    folder = None if spec.folder is None else spec.folder / RANKS_FOLDER / str(place.rank)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     set_up_logging(spec.config.monitoring.log_level, folder, screen=False)
-    parts = opened(payload)
+    parts = unpickle_parts(payload)
     del parts["metrics"]
     with suppress(ProcessLost), ExitStack() as scope:  # rank 0 reports the error
-        parts["world"] = join(spec.config, place, scope)
+        parts["world"] = join_world(spec.config, place, scope)
         run = scope.enter_context(build(spec.config, spec.folder, Components(**parts)))
         remove_limits(run)
         train(run)

@@ -19,13 +19,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.workers.process import ChildSide, RequestFailure
+from runner.benchmark.workers.process import ChildContext, RequestFailure
 from runner.config import RunConfig
 from runner.distributed.config import DistributedKind
 from runner.errors import Interrupted, RunnerError, StorageError
 from runner.jobs.config import JobConfig
 from runner.optim.config import ScheduleConfig
-from runner.security.secrets import adopt_state, shared_state
+from runner.security.secrets import adopt_masking_state, masking_state
 
 if TYPE_CHECKING:
     from runner.training.run import Run
@@ -47,7 +47,7 @@ class WorkerSpec:
     # time.perf_counter() of the parent (same clock); None: forked, so the clock starts in `main`
     start_time: float | None
     # values that must not appear in output
-    secrets: Mapping[str, Any] = field(default_factory=shared_state)
+    secrets: Mapping[str, Any] = field(default_factory=masking_state)
 
 
 class ExitRequested(Interrupted):
@@ -57,7 +57,7 @@ class ExitRequested(Interrupted):
         super().__init__(signal.SIGTERM, " of the benchmark, which has ended")
 
 
-def main(child: ChildSide, spec: WorkerSpec) -> None:
+def main(child: ChildContext, spec: WorkerSpec) -> None:
     """Train as specified, and answer the requests that come through the pipe.
 
     The caller's pickled parts come first, since an argument would keep them in memory.
@@ -66,7 +66,7 @@ def main(child: ChildSide, spec: WorkerSpec) -> None:
         spec = replace(spec, start_time=perf_counter())
     if spec.command:
         sys.argv[:] = ["runner", *shlex.split(spec.command)[3:]]  # for the record
-    adopt_state(spec.secrets)
+    adopt_masking_state(spec.secrets)
     try:
         _train(spec, child.pipe)
     except ExitRequested:
@@ -82,13 +82,13 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
     from runner.benchmark.workers.turn_hook import TurnHook, collect_results
     from runner.build import Components, build
     from runner.record.console import set_up_logging
-    from runner.security.pickle_transfer import opened
+    from runner.security.pickle_transfer import unpickle_parts
     from runner.training.loop import train
 
     config = measurement_config(spec.config)
     set_up_logging(config.monitoring.log_level, spec.folder)
     payload = pipe.recv_bytes()
-    parts = opened(payload)
+    parts = unpickle_parts(payload)
     metrics = parts.pop("metrics")
     with ExitStack() as scope:
         if config.distributed.kind is not DistributedKind.none:
@@ -146,16 +146,16 @@ def _report_failure(error: BaseException, folder: Path | None) -> RequestFailure
     from runner.benchmark.workers.turn_hook import is_memory_error
     from runner.record import provenance
     from runner.record.text import describe_error, escape_control_chars, shorten
-    from runner.security.secrets import named
-    from runner.training.summary import FILE, Summary
+    from runner.security.secrets import mask_words
+    from runner.training.summary import SUMMARY_FILE, Summary
 
     if isinstance(error, RunnerError):
-        message = named(str(error).partition("\n")[0])
+        message = mask_words(str(error).partition("\n")[0])
     else:
         text, file, line = describe_error(error)
         message = f"{shorten(text, 500)} ({Path(file).name}:{line})"
     logging.getLogger("runner").error("%s", message, exc_info=error)
-    if folder is not None and not (folder / FILE).exists():  # it failed while it was built
+    if folder is not None and not (folder / SUMMARY_FILE).exists():  # it failed while it was built
         with suppress(StorageError, OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
     status = "oom" if is_memory_error(error) else "failed"

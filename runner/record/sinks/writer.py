@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
 
-from runner.masking import masked
+from runner.masking import mask_secrets
 from runner.record.recorder import LONGEST_ROW, METRICS
 from runner.record.sinks.base import MetricsRow, RunDescription, Sink, row_from_json
 from runner.record.storage import open_regular, read_record
@@ -79,7 +79,7 @@ class SinkWriter:
     def _fail(self, reason: str) -> None:
         if not self.failure:
             self.failure = reason
-            name, text = self.sink.name, masked(reason)
+            name, text = self.sink.name, mask_secrets(reason)
             log.warning("monitoring.sinks: %s %s; the run continues without it", name, text)
 
     def _run(self, run: RunDescription, size: int) -> None:

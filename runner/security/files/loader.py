@@ -28,7 +28,7 @@ from runner.security.files.provenance import (
     Assessment,
     FileFacts,
     check_allowed,
-    is_own,
+    is_in_run_tree,
     set_trust,
     trust_by_digest,
 )
@@ -39,7 +39,7 @@ STRICT_POLICY = FilePolicy(SecurityLevel.strict)  # no pickle, even if the confi
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedFile:
     """A file's content, with its verdict."""
 
     content: Any  # safetensors: dict of tensors; torch: plain data; npy: array; npz: dict of arrays
@@ -58,7 +58,7 @@ def open_file(
     sha256: str | None = None,
     sandboxed: bool = True,
     sandbox: Sandbox | None = None,
-) -> Opened:
+) -> LoadedFile:
     """Check and load one file on the CPU; a foreign file has to pass the sandbox first.
 
     If `sha256` is given, by a manifest of this run tree or an earlier check, the file must match
@@ -90,7 +90,7 @@ def open_file(
             raise _refusal_error(path, describe_refusal(assessment, policy))
         if sandboxed or policy.level is SecurityLevel.strict:
             check_allowed(assessment, policy)
-        return Opened(examination.content, assessment, examination.metadata)
+        return LoadedFile(examination.content, assessment, examination.metadata)
 
 
 def _refusal_error(path: Path, why: str) -> SecurityError:
@@ -140,12 +140,12 @@ def describe_refusal(assessment: Assessment, policy: FilePolicy) -> str:
     return str(first)
 
 
-def admit_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
+def check_foreign_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
     """Examine a foreign folder before loading from it; None for a folder of this run tree.
 
     Files loaded from it later must have the digests of the result. Raises SecurityError.
     """
-    if policy.level is SecurityLevel.off or is_own(folder, policy):
+    if policy.level is SecurityLevel.off or is_in_run_tree(folder, policy):
         return None
     with Scanner(policy) as scanner:
         assessment = scanner.scan(list_folder(folder))
@@ -194,7 +194,7 @@ def read_arrays(path: Path, policy: FilePolicy) -> Any:
     return loaded.content
 
 
-def _require_format(loaded: Opened, path: Path, *kinds: str) -> None:
+def _require_format(loaded: LoadedFile, path: Path, *kinds: str) -> None:
     kind = loaded.facts.format
     if kind not in kinds:
         raise SecurityError(f"{path}: refused: it is {kind} and should be {kinds[0]}")

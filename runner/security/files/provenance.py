@@ -21,7 +21,7 @@ from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.formats import is_model_name
 from runner.security.files.policy import FilePolicy
-from runner.security.sealed import read_sealed
+from runner.security.sealed import read_checksummed_json
 
 log = logging.getLogger("runner")
 
@@ -85,7 +85,7 @@ class Assessment:
         return values
 
 
-def enough(assessment: Assessment, level: SecurityLevel) -> bool:
+def may_load(assessment: Assessment, level: SecurityLevel) -> bool:
     """Whether it may be loaded at that level; strict requires CHECKED or PINNED."""
     if level is SecurityLevel.off:
         return True
@@ -95,8 +95,8 @@ def enough(assessment: Assessment, level: SecurityLevel) -> bool:
 
 def check_allowed(assessment: Assessment, policy: FilePolicy) -> None:
     """Raise SecurityError if the policy does not allow it; warn once about an unknown file."""
-    path, hint = escape_control_chars(assessment.path), way_in(assessment)
-    if not enough(assessment, policy.level):
+    path, hint = escape_control_chars(assessment.path), pin_hint(assessment)
+    if not may_load(assessment, policy.level):
         why = "security=strict loads only files of this run tree and pinned ones; " + hint
         if assessment.refused:
             first = next(iter(assessment.refusals), "no file of it may be loaded")
@@ -107,7 +107,7 @@ def check_allowed(assessment: Assessment, policy: FilePolicy) -> None:
         log.warning("%s: %s; %s", path, text, hint)
 
 
-def way_in(assessment: Assessment) -> str:
+def pin_hint(assessment: Assessment) -> str:
     """Return the hint how to allow the file."""
     digests = assessment.digests
     if len(digests) > SHOWN_DIGESTS:
@@ -118,7 +118,7 @@ def way_in(assessment: Assessment) -> str:
 # -- the origin of a file ----------------------------------------------------------------------
 
 
-def is_own(path: Path, policy: FilePolicy) -> bool:
+def is_in_run_tree(path: Path, policy: FilePolicy) -> bool:
     """Whether its resolved path lies in a folder of this run tree."""
     try:
         resolved = path.resolve()
@@ -129,7 +129,7 @@ def is_own(path: Path, policy: FilePolicy) -> bool:
 
 def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
     """Return CHECKED or PINNED if the digest is known; hashes only if it could be."""
-    if is_own(path.parent, policy):
+    if is_in_run_tree(path.parent, policy):
         try:
             if _listed_digests(path.parent, MANIFEST).get(path.name) == data.sha256:
                 return Trust.CHECKED
@@ -154,7 +154,7 @@ def _listed_digests(folder: Path, source: str) -> dict[str, str]:
 
 def _read_manifest(path: Path) -> dict[str, str]:
     try:
-        files = read_sealed(path, MANIFEST_FORMAT)["files"]
+        files = read_checksummed_json(path, MANIFEST_FORMAT)["files"]
         return {name: str(entry["sha256"]) for name, entry in files.items()}
     except (LookupError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
@@ -182,7 +182,7 @@ def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
     or SHA256SUMS beside it is refused.
     """
     folder = path if path.is_dir() else path.parent
-    checked = is_own(folder, policy)
+    checked = is_in_run_tree(folder, policy)
     for parent in sorted({(folder / name).parent for name in assessment.files}):
         names = [name for name in assessment.files if (folder / name).parent == parent]
         _check_digests(assessment, parent, names, SUMS_FILE)

@@ -29,7 +29,7 @@ SPECIAL_FILE = "a pipe, socket or device"
 
 
 @dataclass
-class Item:
+class ScanItem:
     """A unit of judgement: a file, or a folder that is loaded as a whole."""
 
     path: Path
@@ -61,7 +61,7 @@ class Scanner:
     def __exit__(self, *exc: object) -> None:
         self.sandbox.close()
 
-    def scan(self, item: Item, report: Callable[[int], None] | None = None) -> Assessment:
+    def scan(self, item: ScanItem, report: Callable[[int], None] | None = None) -> Assessment:
         """Return the verdict; `report` is called with the size of each finished file."""
         start = time.perf_counter()
         assessment = Assessment(str(item.path))
@@ -111,7 +111,7 @@ class Scanner:
         return examination.format, examination.reasons
 
 
-def list_items(path: Path) -> Iterator[Item]:
+def list_items(path: Path) -> Iterator[ScanItem]:
     """Yield the items at `path` in order of names: checkpoints, and each other file.
 
     Links that lead out of the folder are reported, not followed, except for those of a Hugging Face
@@ -125,21 +125,21 @@ def list_items(path: Path) -> Iterator[Item]:
             yield list_folder(folder)
             continue
         for name in names:
-            item = Item(folder / name)
+            item = ScanItem(folder / name)
             _add_file(item, name, folder / name, _link_roots(path))
             if item.files or item.odd:
                 yield item
 
 
-def list_folder(path: Path) -> Item:
+def list_folder(path: Path) -> ScanItem:
     """Return a file, or a folder judged as a whole."""
     if not os.path.isdir(path):
         if os.path.exists(path) and not os.path.isfile(path):
-            return Item(
+            return ScanItem(
                 path, odd=[_unopened_reason("file.special", path.name, SPECIAL_FILE, refuse=True)]
             )
-        return Item(path, files={path.name: path})
-    item = Item(path, "checkpoint" if _is_checkpoint(path) else "folder")
+        return ScanItem(path, files={path.name: path})
+    item = ScanItem(path, "checkpoint" if _is_checkpoint(path) else "folder")
     for folder, names in _walk(path):
         for name in names:
             member = folder / name
@@ -182,7 +182,7 @@ def _walk(
         yield folder, sorted([*files, *links])
 
 
-def _add_file(item: Item, name: str, path: Path, roots: list[Path]) -> None:
+def _add_file(item: ScanItem, name: str, path: Path, roots: list[Path]) -> None:
     """Add a file to `item`, or the reason why it cannot be opened."""
     is_model = is_model_name(path.name)
     try:

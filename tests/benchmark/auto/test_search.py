@@ -19,7 +19,7 @@ from runner.benchmark.auto.search import (
     SearchResult,
     make_candidates,
 )
-from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.blocks import WorkerFailure
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import ParityVerdict
 from runner.composing import compose
@@ -161,7 +161,7 @@ def test_a_candidate_that_ends_costs_itself_alone() -> None:
     assert "amp" in result.techniques
     assert any(row.why == "oom: no memory" for row in result.tried)
     assert all(row.state == "ended" for row in result.tried if row.why == "oom: no memory")
-    with pytest.raises(ArmEnded, match="a bug"):
+    with pytest.raises(WorkerFailure, match="a bug"):
         searched(world(refuses={NONE: ("failed", "a bug")}))
 
 
