@@ -434,7 +434,7 @@ class _Build:
         config, resolve = self.config, self.resolve_target
         hooks = build_hooks(config, self.debug, self.settings, self.record_folder, resolve)
         if self.world is not None:
-            from runner.distributed.facts import ProcessStats
+            from runner.distributed.process_stats import ProcessStats
 
             hooks.insert(0, ProcessStats())
         return [*self.run_data.hooks, *hooks, *self.components.hooks]
@@ -460,7 +460,7 @@ class _Build:
         """Set up batch checks, reports of lost workers, and the closing of loaders and files."""
         run.inputs = attach_batch_validator(self.config, run, self.train)
         if self.config.data.bad_samples is BadSamples.drop:
-            from runner.training.left_out import BadSampleTracker
+            from runner.training.bad_samples import BadSampleTracker
 
             run.left_out = BadSampleTracker(run, self.config.data)
         self.scope.callback(run.recorder.close)

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from runner import build, compose, train  # noqa: E402
 from runner.build import Components  # noqa: E402
 from runner.distributed.config import DistributedConfig, DistributedKind  # noqa: E402
-from runner.distributed.place import RankInfo  # noqa: E402
+from runner.distributed.rank_info import RankInfo  # noqa: E402
 from runner.distributed.world import World  # noqa: E402
 
 PROCESSES = 2

@@ -308,7 +308,7 @@ def main() -> None:
         parser.add_argument(key, type=float, default=value, help=f"{what} ({value:g})")
     options = parser.parse_intermixed_args()
     warnings.filterwarnings("ignore")
-    models.LARGE = math.inf  # nothing is allocated that would have to fit
+    models.LARGE_MODEL = math.inf  # nothing is allocated that would have to fit
     try:
         config = compose(options.overrides)
     except RunnerError as error:

@@ -36,7 +36,7 @@ bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.order record.storage models.preserved_state
 device record
-distributed.place distributed.outcome distributed.world distributed.commit
+distributed.rank_info distributed.outcome distributed.world distributed.commit
 security
 checkpoint
 data.batch data.nested objectives.base
@@ -48,7 +48,7 @@ models.modes training.metrics training.recovery training.resume training.summary
 stability
 checks.outputs
 captures parity.flops
-distributed.facts
+distributed.process_stats
 training.evaluation training.evidence training.grace training.step training.test_set \
 training.trials \
 benchmark.result
@@ -58,7 +58,7 @@ distributed.parallel distributed.sharded
 overrides
 config
 composing
-training.length training.left_out table_report build_hooks distributed.join
+training.length training.bad_samples table_report build_hooks distributed.join
 build_data
 build
 doctor parity

@@ -315,7 +315,7 @@ def test_a_value_that_a_program_sets_is_checked_by_build(
 def test_the_caller_s_own_technique_objects_need_no_trust() -> None:
     config = compose(["data=cancer"])
     config.optimization.extra = ["mine.Own"]
-    validate_config(config, made=["mine.Own"])
+    validate_config(config, user_techniques=["mine.Own"])
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {

@@ -19,7 +19,7 @@ from runner.checkpoint.manifest import MODEL, NAME, STATE
 from runner.errors import CheckpointError, UsageError
 from runner.record.storage import FileDigest, HashedFile
 from runner.record.text import dataclass_from_json
-from runner.security.sealed import read_checksummed_json, to_checksummed_json
+from runner.security.checksummed_json import read_checksummed_json, to_checksummed_json
 
 FOLDER = "debug/captures"
 CHECKPOINT = "checkpoint"  # folder with the hard links

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.captures.manifest import CHECKPOINT, CapturedWeights, CaptureManifest, read_manifest
 from runner.checkpoint import reading as checkpoints
-from runner.checkpoint.content import check_state
+from runner.checkpoint.state_schema import check_state
 from runner.checkpoint.folder import RestoredCheckpoint
 from runner.checkpoint.manifest import MODEL, STATE
 from runner.data.batch import Batch

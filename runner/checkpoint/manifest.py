@@ -11,7 +11,7 @@ from typing import Any
 from runner.errors import CheckpointError
 from runner.record.storage import FileDigest, HashedFile
 from runner.record.text import dataclass_from_json
-from runner.security.sealed import read_checksummed_json, to_checksummed_json
+from runner.security.checksummed_json import read_checksummed_json, to_checksummed_json
 
 NAME = "manifest.json"
 MODEL = "model.safetensors"

@@ -16,7 +16,7 @@ from runner.security.config_files import check_security_group
 
 if TYPE_CHECKING:
     from runner.cli.preflight import Request
-    from runner.distributed.place import RankInfo
+    from runner.distributed.rank_info import RankInfo
 
 
 def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = False) -> bool:
@@ -46,7 +46,7 @@ def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = F
 
 def _find_rank(config: DictConfig | None) -> RankInfo | None:
     """Return this process's place among several, or None if it is the only one."""
-    from runner.distributed.place import detect_rank
+    from runner.distributed.rank_info import detect_rank
 
     place = detect_rank()
     if place is None:

@@ -14,7 +14,7 @@ import torch
 from runner.config import RunConfig, config_hash
 from runner.device.capabilities import usable_cores
 from runner.device.config import DeviceKind
-from runner.distributed.place import RankInfo, detect_rank
+from runner.distributed.rank_info import RankInfo, detect_rank
 from runner.distributed.world import World
 from runner.errors import DeviceError, UsageError
 

@@ -23,7 +23,7 @@ from runner.distributed.agent import block_signals, unblock_signals
 from runner.distributed.config import DistributedConfig
 from runner.distributed.join import config_for_rank, join_world
 from runner.distributed.outcome import RANKS_FOLDER, RankOutcome
-from runner.distributed.place import RankInfo
+from runner.distributed.rank_info import RankInfo
 from runner.distributed.world import World, as_lost, is_lost
 from runner.doctor.links import measure_links
 from runner.errors import Interrupted, UsageError

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
 from runner.distributed.outcome import MachineReport, RunVerdict, dump_json, parse_json
-from runner.distributed.place import RankInfo
+from runner.distributed.rank_info import RankInfo
 from runner.errors import UsageError
 
 log = logging.getLogger("runner")

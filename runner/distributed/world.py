@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
-from runner.distributed.place import RankInfo
+from runner.distributed.rank_info import RankInfo
 from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
 

@@ -19,7 +19,7 @@ from runner.record import provenance, storage
 from runner.record.console import print_stdout
 from runner.replay import page
 from runner.replay.attempt import make_attempt, one_line_error
-from runner.replay.findings import Attempt, Replay
+from runner.replay.results import Attempt, Replay
 from runner.replay.investigation import Investigation
 from runner.replay.reopen import config_of, reopen_run, with_weights
 from runner.security.files.policy import FilePolicy

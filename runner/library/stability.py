@@ -38,7 +38,7 @@ from runner.optim.user_optimizer import preserve_lrs, scale_lrs
 from runner.record.history import History
 from runner.record.provenance import versions
 from runner.record.text import shorten
-from runner.replay.findings import Cause
+from runner.replay.results import Cause
 from runner.replay.trace import trace_step
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import StabilityConfig
@@ -100,7 +100,7 @@ class Stability(Closeable):
         folder: str | Path | None = None,
         *,
         every: int | None = None,
-        list_captures: int = 3,
+        captures: int = 3,
     ) -> None:
         if every is not None and every < 1:
             raise UsageError(f"{CALLER}: every must be ≥ 1, got {every}")
@@ -109,7 +109,7 @@ class Stability(Closeable):
         if not isinstance(config, StabilityConfig):
             config = compose(list(config)).stability
         self.config = config
-        self.every, self.max_captures = every, list_captures
+        self.every, self.max_captures = every, captures
         self.guarded: GuardedOptimizer | None = None
         self.closed, self.start_time = False, perf_counter()
         # the attributes of a Run that StabilityController reads

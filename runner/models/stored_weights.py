@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runner.checkpoint import folder as folders
 from runner.checkpoint import reading
-from runner.checkpoint.content import check_state
+from runner.checkpoint.state_schema import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
 from runner.findings import Severity, Trust

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint.sound import is_statistic
+from runner.checkpoint.finite_checks import is_statistic
 
 LARGEST = torch.finfo(torch.float32).max
 Slot = tuple[dict[str, Tensor | None], str]

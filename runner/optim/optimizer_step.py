@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint.sound import all_finite
+from runner.checkpoint.finite_checks import all_finite
 from runner.optim.buffers import LARGEST, BufferSnapshot
 from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.gradients import (

@@ -9,7 +9,7 @@ from typing import Any
 from runner.captures.reader import Capture
 from runner.data.batch import Batch
 from runner.record.text import shorten
-from runner.replay.findings import Attempt, non_finite_state
+from runner.replay.results import Attempt, non_finite_state
 from runner.training.run import Run
 from runner.training.step import make_step
 

@@ -16,7 +16,7 @@ from runner.config import RunConfig
 from runner.data.batch import Batch
 from runner.masking import mask_secrets
 from runner.replay.attempt import has_same_numbers, is_spike
-from runner.replay.findings import (
+from runner.replay.results import (
     Attempt,
     Blame,
     Cause,

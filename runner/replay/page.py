@@ -13,7 +13,7 @@ from runner.format import metric
 from runner.record.console import facts_table, plain_text
 from runner.record.markdown import code, escape, table
 from runner.record.text import json_safe
-from runner.replay.findings import Ratio, Replay, StepPhase, TensorStats
+from runner.replay.results import Ratio, Replay, StepPhase, TensorStats
 
 MAX_ROWS = 8  # rows of a table
 HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")

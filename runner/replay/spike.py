@@ -19,7 +19,7 @@ from runner.data.batch import Batch, call_model, batch_size_of, slice_rows
 from runner.data.nested import tensors
 from runner.data.order import mix
 from runner.models import modes
-from runner.replay.findings import Cause, Ratio, StepPhase, rms, tensor_stats
+from runner.replay.results import Cause, Ratio, StepPhase, rms, tensor_stats
 from runner.replay.trace import batch_tensors, discard_step, hook_gradients, module_label
 from runner.training.run import Run
 from runner.training.step import forward_backward

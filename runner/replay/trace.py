@@ -16,7 +16,7 @@ from runner.data.batch import Batch, batch_size_of
 from runner.data.nested import named_leaves
 from runner.debug.source_line import location_in_trace, raising_line, read_source_line
 from runner.replay.attempt import one_line_error
-from runner.replay.findings import (
+from runner.replay.results import (
     Cause,
     StepPhase,
     finiteness,

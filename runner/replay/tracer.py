@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from runner.data.nested import named_leaves
 from runner.debug.source_line import SourceLocation, current_location
 from runner.models import modes
-from runner.replay.findings import (
+from runner.replay.results import (
     FINITE,
     INF,
     NAN,

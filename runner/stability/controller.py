@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from runner.checkpoint.sound import all_finite, infinite_buffers, is_statistic
+from runner.checkpoint.finite_checks import all_finite, infinite_buffers, is_statistic
 from runner.errors import GaveUp
 from runner.stability.anomalies import Anomalies, Anomaly
 from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from runner.checkpoint.folder import RestoredCheckpoint
-from runner.checkpoint.sound import find_non_finite
+from runner.checkpoint.finite_checks import find_non_finite
 from runner.data.config import LOADING_KEYS
 from runner.errors import CheckpointError
 from runner.record.text import shorten
@@ -119,7 +119,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     `trains`, differences from that run's config and data are logged. Raises CheckpointError, before
     the run's folder is changed, if the state was not written by `save` or does not fit.
     """
-    from runner.checkpoint.content import check_state
+    from runner.checkpoint.state_schema import check_state
 
     restored = run.checkpointer.restore(where, check_state)
     if restored is None:
@@ -175,7 +175,7 @@ def _translate_mismatch(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except MISMATCH_ERRORS as error:
-        from runner.checkpoint.content import state_error
+        from runner.checkpoint.state_schema import state_error
 
         raise state_error(str(path), _short_error(error)) from error
 
@@ -232,7 +232,7 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
     folder: Path | None = None  # the newest
     fallback: tuple[tuple[bool, bool], RestoredCheckpoint] | None = None
-    from runner.checkpoint.content import check_state
+    from runner.checkpoint.state_schema import check_state
 
     while True:
         try:

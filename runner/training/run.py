@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from runner.stability.controller import StabilityController
     from runner.techniques.base import Evidence, Technique, TechniqueStatus
     from runner.training.hook import Evaluation, Hook, Verdict
-    from runner.training.left_out import BadSampleTracker
+    from runner.training.bad_samples import BadSampleTracker
     from runner.training.metrics import StepMetricsReader
     from runner.training.timing import Stopwatch
     from runner.training.trials import Trials

@@ -37,7 +37,7 @@ def _best_weights(run: Run) -> Iterator[int]:
     step, best = run.progress.step, run.checkpointer.best
     restored = None
     if best is not None and run.folder is not None and run.progress.best_step != step:
-        from runner.checkpoint.content import check_state
+        from runner.checkpoint.state_schema import check_state
 
         try:
             restored = run.checkpointer.restore(run.folder / best, check_state)

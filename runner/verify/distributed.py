@@ -19,7 +19,7 @@ from torch import Tensor
 from runner.config import RunConfig
 from runner.distributed.config import Compression, DistributedConfig, DistributedKind
 from runner.distributed.launch import count_processes
-from runner.distributed.place import detect_rank
+from runner.distributed.rank_info import detect_rank
 from runner.errors import ConfigError, RunnerError
 from runner.verify.end_state import (
     EndState,

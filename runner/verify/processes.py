@@ -19,7 +19,7 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
 from runner.distributed.launch import AttemptLost, count_processes, run_attempt
-from runner.distributed.place import RankInfo
+from runner.distributed.rank_info import RankInfo
 from runner.distributed.rank import run_rank_process
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobConfig

@@ -11,7 +11,7 @@ import torch
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.manifest import NAME
 from runner.errors import CheckpointError, SecurityError
-from runner.security.sealed import to_checksummed_json
+from runner.security.checksummed_json import to_checksummed_json
 
 FILES = ("model.safetensors", "state.pt", "manifest.json")
 

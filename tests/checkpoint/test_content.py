@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.checkpoint.content import check_state
+from runner.checkpoint.state_schema import check_state
 from runner.checkpoint.manifest import STATE
 from runner.checkpoint.reading import load_checkpoint
 from runner.errors import CheckpointError

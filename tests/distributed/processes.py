@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from runner import Hook, RunConfig, build, train
 from runner.build import Components
-from runner.distributed.place import RankInfo
+from runner.distributed.rank_info import RankInfo
 from runner.distributed.world import World
 from runner.errors import RunnerError
 from runner.training.hook import Step

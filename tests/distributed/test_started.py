@@ -18,7 +18,7 @@ from runner.cli.launch import launch
 from runner.cli.preflight import check
 from runner.distributed.join import config_for_rank
 from runner.distributed.launch import count_processes
-from runner.distributed.place import RankInfo, detect_rank
+from runner.distributed.rank_info import RankInfo, detect_rank
 from runner.errors import ConfigError, DeviceError, UsageError
 from tests import runs
 

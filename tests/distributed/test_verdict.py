@@ -20,7 +20,7 @@ from runner.distributed.outcome import (
     judge_reports,
     parse_json,
 )
-from runner.distributed.place import RankInfo
+from runner.distributed.rank_info import RankInfo
 from runner.distributed.rendezvous import Rendezvous
 from runner.errors import DataError, Interrupted, ProcessLost
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner import Stability
 from runner.errors import CheckpointError, ConfigError, GaveUp, UsageError
 from runner.library.stability import replay_step
-from runner.replay.findings import StepPhase
+from runner.replay.results import StepPhase
 from runner.stability.config import Action, BadStepKind, RecoveryRule, SpikeConfig, StabilityConfig
 
 Batch = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner import build, compose
 from runner.build import Components
-from runner.checkpoint.sound import infinite_buffers
+from runner.checkpoint.finite_checks import infinite_buffers
 from runner.errors import ConfigError
 from runner.optim.buffers import BufferSnapshot
 from runner.optim.config import OptimizerConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from runner.replay.findings import Attempt, Blame
+from runner.replay.results import Attempt, Blame
 from runner.replay.investigation import MAX_ATTEMPTS, TechniqueSearch
 
 ULTRA = (

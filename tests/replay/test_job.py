@@ -14,7 +14,7 @@ import pytest
 
 from runner.errors import NotVerified
 from runner.jobs.replay import AttemptProcesses
-from runner.replay.findings import StepPhase
+from runner.replay.results import StepPhase
 from runner.replay.investigation import BAD_EXIT_CODE
 from runner.training.summary import Summary
 from tests import runs

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.build import Components
 from runner.objectives.custom import CustomObjective as CustomLoss
-from runner.replay.findings import StepPhase
+from runner.replay.results import StepPhase
 from runner.replay.trace import trace_compiled, trace_step
 from runner.training.run import Run
 from tests import runs

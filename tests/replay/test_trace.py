@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.replay.attempt import make_attempt
-from runner.replay.findings import StepPhase
+from runner.replay.results import StepPhase
 from runner.replay.spike import explain_spike
 from runner.replay.trace import trace_compiled, trace_step
 from runner.training.step import forward_backward

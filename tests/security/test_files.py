@@ -35,7 +35,7 @@ from runner.security.files.provenance import (
 )
 from runner.security.files.sandbox import Sandbox
 from runner.security.paths import run_tree_folders
-from runner.security.sealed import to_checksummed_json
+from runner.security.checksummed_json import to_checksummed_json
 from tests.security.files.archives import Member, archive, saved
 from tests.security.planted import Mark, checkpoint
 

@@ -27,7 +27,7 @@ from runner.record import markdown as md
 from runner.record.console import close_logging, set_up_logging
 from runner.record.history import History
 from runner.replay import page as replay_page
-from runner.replay.findings import (
+from runner.replay.results import (
     Attempt,
     Blame,
     Cause,

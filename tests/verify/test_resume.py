@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runner import RunConfig, build
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.checkpoint.content import STATE
+from runner.checkpoint.state_schema import STATE
 from runner.training.resume import save
 from runner.verify.end_state import IGNORED_STATE, read_end_state, saved_steps
 from runner.verify.processes import RunProbe, prepare_config, train_in_processes

@@ -22,7 +22,7 @@ from runner.device.config import DeviceKind
 from runner.distributed.config import DistributedConfig
 from runner.distributed.join import join_world
 from runner.distributed.outcome import RANKS_FOLDER
-from runner.distributed.place import RankInfo
+from runner.distributed.rank_info import RankInfo
 from runner.distributed.world import World
 from runner.errors import ConfigError, ProcessLost
 from runner.record.console import set_up_logging

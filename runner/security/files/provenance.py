@@ -21,7 +21,7 @@ from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.formats import is_model_name
 from runner.security.files.policy import FilePolicy
-from runner.security.sealed import read_checksummed_json
+from runner.security.checksummed_json import read_checksummed_json
 
 log = logging.getLogger("runner")
 
