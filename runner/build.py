@@ -124,7 +124,7 @@ class _Build:
             _claim_folder(folder, config.checkpoint.resume, scope)
         self.folder = folder
         # folder of the run's record; None in processes that do not write it
-        self.record_folder = folder if self.world is None or self.world.first else None
+        self.record_folder = folder if self.world is None or self.world.is_rank_zero else None
         self.device = select(config.device, scope)
         if memory.rlimit_bytes_left() is not None:
             from runner.device import allocator
@@ -139,7 +139,7 @@ class _Build:
         """Resolve the class or function named at `key`; SecurityError if it is not trusted."""
         from runner.security.registry import resolve
 
-        return resolve(target, key, self.config.security.names)
+        return resolve(target, key, self.config.security.trusted_packages)
 
     def run(self) -> Run:
         """Run the steps in order; comments give the reasons for it."""
@@ -185,11 +185,11 @@ class _Build:
             self.run_data,
             self.batch_size,
             self.device.torch,
-            rank_slice=None if self.world is None else self.world.part,
+            rank_slice=None if self.world is None else self.world.local_slice,
         )
         # samples per batch of the process with the most
         self.local_batch_size = (
-            self.batch_size if self.world is None else self.world.largest(self.batch_size)
+            self.batch_size if self.world is None else self.world.max_local_samples(self.batch_size)
         )
         self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
@@ -198,7 +198,7 @@ class _Build:
     def open_checkpoints(self) -> None:
         """Create the checkpointer, and read the resumed run's choices, which have precedence."""
         checkpoint, world = self.config.checkpoint, self.world
-        if world is not None and not world.first:
+        if world is not None and not world.is_rank_zero:
             world.barrier()  # rank 0 deletes remains of a crash
         self.checkpointer = Checkpointer(
             self.shared_folder if checkpoint.enabled else None,
@@ -206,14 +206,14 @@ class _Build:
             self.config_hash,
             self.policy,
             best_first=self.config.job.kind in EVALUATION_JOBS,
-            writes=world is None or world.first,
+            writes=world is None or world.is_rank_zero,
         )
-        if world is not None and world.first:
+        if world is not None and world.is_rank_zero:
             world.barrier()
         resume = checkpoint.resume
         self.resumes = resume != "none" and (resume != "auto" or self.checkpointer.has_checkpoints)
         path = None if resume == "auto" else Path(resume)
-        self.resumed_choices = self.checkpointer.recorded(path) if self.resumes else {}
+        self.resumed_choices = self.checkpointer.recorded_choices(path) if self.resumes else {}
         self.recorded = {**self.resumed_choices, **self.components.choices}
 
     def make_model(self) -> None:
@@ -319,9 +319,9 @@ class _Build:
             micro_batch=resolve_micro_batch(
                 config.training.micro_batch, self.local_batch_size, self.recorded
             ),
-            micro_batch_asked=config.training.micro_batch,
-            tf32_asked=config.device.tf32,
-            threads_asked=config.device.threads,
+            requested_micro_batch=config.training.micro_batch,
+            requested_tf32=config.device.tf32,
+            requested_threads=config.device.threads,
             data=config.data,
             in_memory=data.in_memory,
             sample=lambda count: to_device(self.loader_factory.sample_batch(count)),
@@ -333,7 +333,9 @@ class _Build:
             recorded=self.recorded,
             recoveries=[halve_micro_batch],
             world=self.world,
-            measures=config.optimization.measure and not config.optimization.strict and can_measure,
+            measure_gains=config.optimization.measure
+            and not config.optimization.strict
+            and can_measure,
         )
 
     def apply_techniques(self) -> None:
@@ -347,7 +349,7 @@ class _Build:
 
             self.techniques += parallelise(self.world, builder)
             if self.world.shards is not None:
-                self.checkpointer.together = self.world.meeting()
+                self.checkpointer.commit = self.world.checkpoint_commit()
         undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
         if MICRO_BATCH in recorded and undecided:
             if builder.micro_batch == resolve_micro_batch(None, self.local_batch_size, recorded):
@@ -358,7 +360,7 @@ class _Build:
         config, builder, user_optimizer = self.config, self.builder, self.components.optimizer
         shards = None if self.world is None else self.world.shards
         if user_optimizer is None:
-            trained = self.model if shards is None else shards.own
+            trained = self.model if shards is None else shards.local_rows
             names = None if shards is None else shards.by_name()
             optimizer = build_optimizer(
                 config.optimizer, builder.optimizer_class, trained, builder.optimizer_options, names
@@ -418,13 +420,13 @@ class _Build:
             checkpointer=self.checkpointer,
             hooks=self.build_hooks(),
             techniques=self.techniques,
-            engagements=self.engagements,
-            watch=Stopwatch(self.device.torch),
+            unapplied_techniques=self.engagements,
+            stopwatch=Stopwatch(self.device.torch),
             reader=StepMetricsReader(self.device.torch),
-            whole=step_graph,
+            step_graph=step_graph,
             columns=self.run_data.preprocessing.describe_columns(self.data.choices),
             distributed={} if self.world is None else self.world.describe(),
-            guardian=StabilityController(
+            stability=StabilityController(
                 config.stability, self.update, self.model, raise_on_anomaly
             ),
         )
@@ -442,27 +444,27 @@ class _Build:
     def make_step_graph(self) -> StepGraph | None:
         """Return the whole-step graph, if it was requested and supports the optimizer."""
         builder = self.builder
-        if builder.whole_step is None:
+        if builder.whole_step_options is None:
             return None
         from runner.optim.whole_step import StepGraph
 
-        if (refusal := StepGraph.refuses(self.update)) is None:
+        if (refusal := StepGraph.unsupported_reason(self.update)) is None:
             arguments = builder.forward, builder.objective, builder.contexts, self.update
             return StepGraph(
-                *arguments, builder.batch_size, builder.whole_step, builder.index_limit
+                *arguments, builder.batch_size, builder.whole_step_options, builder.index_limit
             )
-        builder.fallen["whole_step"] = refusal
+        builder.fallback_reasons["whole_step"] = refusal
         if builder.compilation is not None:
             builder.compilation.start()
         return None
 
     def attach_batch_checks(self, run: Run) -> None:
         """Set up batch checks, reports of lost workers, and the closing of loaders and files."""
-        run.inputs = attach_batch_validator(self.config, run, self.train)
+        run.batch_validator = attach_batch_validator(self.config, run, self.train)
         if self.config.data.bad_samples is BadSamples.drop:
             from runner.training.bad_samples import BadSampleTracker
 
-            run.left_out = BadSampleTracker(run, self.config.data)
+            run.bad_samples = BadSampleTracker(run, self.config.data)
         self.scope.callback(run.recorder.close)
         self.scope.callback(run.checkpointer.wait)
         for loader in filter(None, (run.validation, run.test, run.train)):
@@ -478,8 +480,8 @@ class _Build:
         if run.switches:
             from runner.training.trials import prepare_trials
 
-            prepare_trials(run, self.recorded.get(TRIALS, ()), self.builder.measures)
-        if run.whole is not None or run.compilation is not None:
+            prepare_trials(run, self.recorded.get(TRIALS, ()), self.builder.measure_gains)
+        if run.step_graph is not None or run.compilation is not None:
             from runner.techniques.compiler import warn_graph_obstacle
 
             warn_graph_obstacle(run)

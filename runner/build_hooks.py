@@ -53,7 +53,7 @@ def build_hooks(
         )
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, system_monitor))
-    if config.security.limits.any:
+    if config.security.limits.has_limit:
         from runner.hooks.limits import Limits  # imported only if used
 
         hooks.append(Limits(config.security.limits))

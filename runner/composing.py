@@ -88,7 +88,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError(f"compose: overrides must be a list, got a string; use [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides must be a list of strings: 'training.steps=100'")
-    with _LOCK, secrets.environment_access(parse_security_overrides(overrides).readable):
+    with _LOCK, secrets.environment_access(parse_security_overrides(overrides).readable_variables):
         return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
 
 

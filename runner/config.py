@@ -126,7 +126,7 @@ class RunConfig:
             from runner.security.registry import find_allowed_package
 
             for key, target in class_names:
-                find_allowed_package(target, key, self.security.names)
+                find_allowed_package(target, key, self.security.trusted_packages)
 
     def _check_job(self) -> None:
         resume, job = self.checkpoint.resume, self.job.kind

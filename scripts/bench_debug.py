@@ -60,7 +60,7 @@ def once(overrides: list[str], steps: int) -> tuple[float, float]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, build(config, Path(folder)) as run:
         train(run)
-        seconds = run.watch.laps().tolist()
+        seconds = run.stopwatch.step_seconds().tolist()
     beside = time.perf_counter() - start - sum(seconds)
     kept = seconds[WARM:]
     return 1e6 * sum(kept) / len(kept), beside

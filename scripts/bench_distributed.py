@@ -56,7 +56,7 @@ def run_ours(kind: str, steps: int, more: list[str], world: World) -> float:
     world.config = config.distributed  # which says whether BatchNorm is one over all processes
     times = StepTimes()
     with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(io.StringIO()):
-        with build(config, world.gather(Path(own))[0], Components(world=world)) as run:
+        with build(config, world.all_gather(Path(own))[0], Components(world=world)) as run:
             run.hooks.append(times)
             train(run)
         world.barrier()  # the folder is rank 0's
@@ -89,7 +89,7 @@ def measure(
     asked = DistributedConfig(DistributedKind.ddp, PROCESSES)
     world = World(place, asked, torch.device("cpu"))
     found = {kind: compare(kind, steps or STEPS[kind], rounds, world) for kind in kinds}
-    if world.first:
+    if world.is_rank_zero:
         Path(to).write_text(json.dumps(found))
     world.barrier()
     world.close()

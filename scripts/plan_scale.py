@@ -129,7 +129,7 @@ class Planner:
 
     def __init__(self, config: RunConfig, options: Any) -> None:
         self.config, self.options = config, options
-        self.look_up = partial(resolve, trusted=config.security.names)
+        self.look_up = partial(resolve, trusted=config.security.trusted_packages)
         opening = OpenOptions(FilePolicy.of(config.security, ()), None)
         self.data = open_data(config.data, self.look_up, opening)
         self.one = self.data.fetch(self.data.train[:1], None)

@@ -123,7 +123,7 @@ def test_what_is_asked_for_alone_or_strictly_is_used_and_nothing_is_timed(
 
 def test_a_run_that_is_too_short_to_measure_goes_by_rule_and_says_why() -> None:
     with runs.opened(*RUN, *LEVEL, "training.steps=1300") as run:
-        (row,) = [row for row in run.engagements if row.name == "amp"]
+        (row,) = [row for row in run.unapplied_techniques if row.name == "amp"]
         fast = run.device.capabilities.bf16_fast
         assert fast or "1,300 steps are too few to measure" in row.reason
         (choice,) = [c for c in run.choices if c.key == "optimization.measure"]
@@ -167,24 +167,24 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
     ultra = (*RUN, "optimization=ultra", "training.steps=5400")
     with runs.opened(*ultra) as run:  # a second of work
         assert run.trials is None
-        rows = {row.name: row.reason for row in run.engagements}
+        rows = {row.name: row.reason for row in run.unapplied_techniques}
         assert "run too short (5,400 steps" in rows["compile"]
         assert "run too short (5,400 steps" in rows["whole_step"]
     monkeypatch.setattr(cost, "COLD_S", 1e-4)  # as if it took no time
     with runs.opened(*ultra) as run:
         assert run.trials is not None
-        assert run.whole is None
+        assert run.step_graph is None
         assert not began  # steps are eager until their trial
         run.trials.plan(run)
         one, two = run.trials.trials
         assert (one.name, two.name, two.first) == ("compile", "whole_step", one.last + 1)
         run.trials.enter(run, two.first)
-        assert run.whole is not None
+        assert run.step_graph is not None
         two.used = False
         run.trials.enter(run, two.last + 1)
-        assert run.whole is None
+        assert run.step_graph is None
     with runs.opened(*ultra, "optimization.measure=false") as run:
-        assert run.whole is not None
+        assert run.step_graph is not None
 
 
 def test_a_hopeless_trial_ends_early() -> None:

@@ -42,7 +42,7 @@ class BaselineComparison:
     notes: list[str] = field(default_factory=list)
     compared: list[dict[str, Any]] = field(default_factory=list)  # ratios with intervals
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the dict that is stored as `BenchmarkResult.baseline`."""
         return {
             "path": self.path,

@@ -138,7 +138,7 @@ class BenchmarkResult:
         raise KeyError(name)
 
     @property
-    def unclaimed(self) -> float | None:
+    def claim_threshold(self) -> float | None:
         """Ratios within 1 ± this are not claimed (at least 2 %); None: no ratio is."""
         return None if self.noise_floor is None else max(self.noise_floor, NEGLIGIBLE)
 

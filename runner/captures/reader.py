@@ -11,9 +11,9 @@ from torch import Tensor
 
 from runner.captures.manifest import CHECKPOINT, CapturedWeights, CaptureManifest, read_manifest
 from runner.checkpoint import reading as checkpoints
-from runner.checkpoint.state_schema import check_state
 from runner.checkpoint.folder import RestoredCheckpoint
 from runner.checkpoint.manifest import MODEL, STATE
+from runner.checkpoint.state_schema import check_state
 from runner.data.batch import Batch
 from runner.errors import CheckpointError
 from runner.security.files.policy import FilePolicy

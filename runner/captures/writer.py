@@ -49,11 +49,13 @@ def take_capture(
     reports = [] if step > run.progress.step else run.reader.since(step)  # host sync
     # a later remedy (roll-back, learning rate, loss scale) changed the state the step began with
     unchanged = (
-        reports is not None and all(row[2] > 0 for row in reports) and run.guardian.settled < step
+        reports is not None
+        and all(row[2] > 0 for row in reports)
+        and run.stability.last_remedy_step < step
     )
     loss, grad_norm = (reports[0][0], reports[0][1]) if reports else (None, None)
     batch = _contiguous(run.train.at(step - 1) if batch is None else batch)
-    previous_checkpoint = run.checkpointer.before(step)
+    previous_checkpoint = run.checkpointer.newest_before(step)
     weights = _choose_weights(recorder, run, unchanged, previous_checkpoint, _tensor_bytes(batch))
     if weights is None:
         limit = f"is left of debug.capture.mb={recorder.config.mb:g}"
@@ -73,7 +75,7 @@ def take_capture(
         "random": generators,
         "random_then": _same_generators(recorder.random_state, generators),
         "progress": asdict(run.progress),
-        "remedy": run.guardian.settled,
+        "remedy": run.stability.last_remedy_step,
         "skipped": [n for n in run.reader.skipped if (checkpoint or 0) < n < step],
     }
     if weights is not CapturedWeights.again:

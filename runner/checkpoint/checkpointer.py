@@ -53,8 +53,8 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # automatic ones, stored in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
-        self.together: CheckpointCommit | None = None  # set if each process writes a shard
-        self.lead_to: set[int] = set()  # steps; the checkpoint before each of them is kept
+        self.commit: CheckpointCommit | None = None  # set if each process writes a shard
+        self.suspect_steps: set[int] = set()  # steps; the checkpoint before each of them is kept
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
         self._config_hash = config_hash
@@ -110,22 +110,22 @@ class Checkpointer:
         A full or read-only disk is logged and counted; the next save tries again. Raises
         StorageError after three failures in a row, and TypeError naming what cannot be saved.
         """
-        if self._root is not None and not self._writes and self.together is None:
+        if self._root is not None and not self._writes and self.commit is None:
             return
         self.wait()
         if self._root is None:
             self._memory = (step, self._copier.take(model, state))
             return
-        if self.together is None:
+        if self.commit is None:
             snapshot = self._copier.take(model, state)
         else:
             from runner.checkpoint import shards
 
             snapshot = shards.copy_shard(self._copier, model, state, sharded, self._writes)
         write = partial(self._write, self._root, step, snapshot, best)
-        if self.together is not None and not self._writes:
+        if self.commit is not None and not self._writes:
             folder = self._root / (folders.TEMPORARY_PREFIX + folders.step_name(step))
-            write = partial(shards.write_shard, self.together, folder, snapshot)
+            write = partial(shards.write_shard, self.commit, folder, snapshot)
         # No daemon: the interpreter waits for it at exit, so that the checkpoint is not lost.
         self._thread = Thread(target=write)
         self._thread.start()
@@ -177,14 +177,14 @@ class Checkpointer:
             log.warning("checkpoint: %s", warning)
         return restored
 
-    def before(self, step: int) -> Path | None:
+    def newest_before(self, step: int) -> Path | None:
         """Return the folder of the newest complete checkpoint before `step`, or None."""
         self.join()
         saved = {} if self._root is None else folders.steps(self._root)
         earlier = [n for n, path in saved.items() if n < step and folders.is_checkpoint(path)]
         return saved[max(earlier)] if earlier else None
 
-    def recorded(self, source: Path | None = None) -> dict[str, Any]:
+    def recorded_choices(self, source: Path | None = None) -> dict[str, Any]:
         """Return the choices in the newest readable manifest that `restore` would try, or {}."""
         for folder in self._restore_candidates(source):
             with suppress(CheckpointError):
@@ -256,8 +256,8 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         finally:
-            if self.together is not None:
-                self.together.announce_folder(temporary.is_dir())
+            if self.commit is not None:
+                self.commit.announce_folder(temporary.is_dir())
 
     def prune(self, step: int) -> None:
         """Delete checkpoints beyond `keep`, left by a killed save, if `step` is the newest one."""
@@ -270,12 +270,12 @@ class Checkpointer:
     def _prune(self, root: Path, step: int) -> None:
         """Prune, but keep the checkpoint before each step that is, or may turn out, bad."""
         saved = folders.steps(root)
-        saved_before = [[n for n in saved if n < bad_step] for bad_step in self.lead_to]
+        saved_before = [[n for n in saved if n < bad_step] for bad_step in self.suspect_steps]
         kept_steps = {max(steps) for steps in saved_before if steps}
         folders.prune(root, self._keep, {step, folders.update_links(root), *kept_steps})
 
     def _write_parts(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
-        write, together = storage.write_file, self.together
+        write, together = storage.write_file, self.commit
         name = manifest.MODEL
         if together is not None:
             name = manifest.shard_name(0, together.size)

@@ -250,7 +250,9 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
     single_process = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
     single_process = single_process or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
-    main = load_job(run_config.job.kind) if single_process else import_module(DISTRIBUTED_MODULE).main
+    main = (
+        load_job(run_config.job.kind) if single_process else import_module(DISTRIBUTED_MODULE).main
+    )
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None

@@ -72,8 +72,11 @@ class Request:
     @contextmanager
     def permissions(self) -> Iterator[None]:
         """Allow reading the permitted variables and config files within the context."""
-        readable, shows = self.cli_overrides.security.readable, self.flags.cfg is not None
-        with secrets.environment_access(readable, shows=shows), self.files.at_work():
+        readable, show_names = (
+            self.cli_overrides.security.readable_variables,
+            self.flags.cfg is not None,
+        )
+        with secrets.environment_access(readable, show_names=show_names), self.files.at_work():
             yield
 
 
@@ -138,7 +141,7 @@ def _check_request(request: Request) -> None:
         from runner.cli.sweep import prepare_sweep
 
         request.session = prepare_sweep(flags, compose, request.files)
-        request.files.continued.append(request.session.folder)
+        request.files.resumed_folders.append(request.session.folder)
         return
     request.config = compose(flags.overrides)
     if flags.cfg is None:
@@ -172,7 +175,7 @@ def _check_run(
         if cli_overrides.strict:
             check_output_path("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
-        request.files.continued.append(folder)
+        request.files.resumed_folders.append(folder)
         # the recorded config is kept until the checkpoint is loaded
         subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
         request.config = compose([*flags.overrides, subfolder])

@@ -163,7 +163,7 @@ class AnomalyTool(DebugTool):
         ends_run = self.raise_on_anomaly and (run.update.scale is None or in_forward)
         if run.update.scale:
             message += f", at a loss scale of {run.update.scale.value.item():g}"  # waits
-        run.history.explained.add(step)
+        run.history.explained_steps.add(step)
         run.history.add(
             "anomaly",
             message,
@@ -183,7 +183,7 @@ class AnomalyTool(DebugTool):
         slowdown, self.seconds = self._measure_slowdown(run)
         finding = self.finding or "no NaN or Inf" if self.inspections else "no step was checked"
         finding += "; every step" if self.every == 1 else f"; every {self.every} steps"
-        if run.whole is not None or (run.compilation is not None and run.compilation.mode):
+        if run.step_graph is not None or (run.compilation is not None and run.compilation.mode):
             finding += ", uncompiled"
         if slowdown:
             finding += f"; such a step takes {slowdown:.1f} times as long"
@@ -196,8 +196,8 @@ class AnomalyTool(DebugTool):
         """
         checked: list[float] = []
         others: list[float] = []
-        laps = run.watch.laps()
-        first = self.start_step + run.watch.count - len(laps) + 1
+        laps = run.stopwatch.step_seconds()
+        first = self.start_step + run.stopwatch.count - len(laps) + 1
         for step, seconds in enumerate(laps.tolist(), first):
             if step > self.start_step + SETTLING and step not in self.shared_steps:
                 (checked if step % self.every == 0 else others).append(seconds)

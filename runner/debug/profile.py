@@ -193,7 +193,7 @@ class ProfileTool(DebugTool):
         if start_step > step:
             return
         start = perf_counter()
-        self.seconds_before = dict(run.watch.spent)
+        self.seconds_before = dict(run.stopwatch.phase_seconds)
         try:
             self.window = ProfilerWindow(run, self.settings, self.totals, steps)
         except RuntimeError as error:  # another profiler is active
@@ -211,10 +211,10 @@ class ProfileTool(DebugTool):
                 self._export_trace(run, window)
         except (ValueError, RuntimeError) as error:
             self._record_failure(run, error)
-        for phase, seconds in run.watch.spent.items():
+        for phase, seconds in run.stopwatch.phase_seconds.items():
             # the watch may have been reset since
             self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
-        self.excluded["other"] += perf_counter() - start if run.watch.running else 0.0
+        self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
         self._update_verdicts(run)
         self.inspections += 1
         self.seconds += perf_counter() - start
@@ -250,22 +250,28 @@ class ProfileTool(DebugTool):
         Other debug tools mostly run between steps; all their time is subtracted there, which may be
         too much.
         """
-        seconds_by_phase = {p: max(0.0, run.watch.spent[p] - self.excluded[p]) for p in PHASES}
+        seconds_by_phase = {
+            p: max(0.0, run.stopwatch.phase_seconds[p] - self.excluded[p]) for p in PHASES
+        }
         seconds_by_phase["other"] = max(0.0, seconds_by_phase["other"] - self.other_tools_seconds)
         if not any(seconds_by_phase.values()):
-            seconds_by_phase = dict(run.watch.spent)
+            seconds_by_phase = dict(run.stopwatch.phase_seconds)
         total = sum(seconds_by_phase.values())
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
         measured = StepMeasurements(
             split={phase: seconds / total for phase, seconds in seconds_by_phase.items()}
             if total
             else {},
-            step_ms=float(np.median(run.watch.settled_laps())) * 1e3 if run.watch.count else 0.0,
+            step_ms=float(np.median(run.stopwatch.settled_step_seconds())) * 1e3
+            if run.stopwatch.count
+            else 0.0,
             busy=self.busy,
             workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
             in_memory=bool(workers and "in memory" in workers.reason),
             cores=run.device.cores,
-            techniques=sorted(name for name, _ in run.techniques if name not in run.fallen),
+            techniques=sorted(
+                name for name, _ in run.techniques if name not in run.fallback_reasons
+            ),
         )
         if self.operators:
             largest = self.operators[0]

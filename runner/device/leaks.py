@@ -90,7 +90,7 @@ class LeakDetector:
         if window.suspected is not None and not window.confirmed:
             self._suspicious.append(window)
 
-    def cleaned(self, step: int, size: int) -> Trend | None:
+    def add_after_cleaning(self, step: int, size: int) -> Trend | None:
         """Add the size right after a cleaning; return the trend if it confirms a leak."""
         confirmed: Trend | None = None
         for window in self._suspicious:

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from runner.techniques.base import RunBuilder
 
 
-def synchronise_batchnorm(draft: RunBuilder) -> None:
+def synchronise_batchnorm(builder: RunBuilder) -> None:
     """Make each BatchNorm normalise by the batch of all processes; module names are unchanged.
 
     On CUDA by torch's SyncBatchNorm, which refuses CPU tensors; on a CPU by one all-gather in the
     forward and one all-reduce in the backward of each layer.
     """
-    layers = [m for m in draft.model.modules() if isinstance(m, _BatchNorm)]
-    if not layers or draft.world is None:
+    layers = [m for m in builder.model.modules() if isinstance(m, _BatchNorm)]
+    if not layers or builder.world is None:
         return
-    if draft.device.kind == "cuda":
-        draft.model = nn.SyncBatchNorm.convert_sync_batchnorm(draft.model)  # type: ignore[no-untyped-call]
-        draft.forward = draft.model
+    if builder.device.kind == "cuda":
+        builder.model = nn.SyncBatchNorm.convert_sync_batchnorm(builder.model)  # type: ignore[no-untyped-call]
+        builder.forward = builder.model
         return
     for layer in layers:
-        layer.forward = partial(_forward, layer, draft.world)  # type: ignore[method-assign]
+        layer.forward = partial(_forward, layer, builder.world)  # type: ignore[method-assign]
 
 
 def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
         mean, variance = layer.running_mean, layer.running_var
         use_batch = mean is None or variance is None  # no running statistics
         return F.batch_norm(x, mean, variance, layer.weight, layer.bias, use_batch, 0, layer.eps)
-    count = 0 if world.stand_in else x.numel() // x.shape[1]
+    count = 0 if world.is_stand_in else x.numel() // x.shape[1]
     y, mean, variance, total_count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]
     if not torch.compiler.is_compiling() and total_count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")

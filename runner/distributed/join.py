@@ -24,7 +24,7 @@ def join_world(config: RunConfig, place: RankInfo, scope: ExitStack) -> World:
     world = World(place, config.distributed, _device_type(config))
     scope.push(lambda kind, error, trace: world.close(error))
     identity = {"config": config_hash(config)[:12], "torch": torch.__version__}
-    identities = world.gather(identity)
+    identities = world.all_gather(identity)
     for rank, other in enumerate(identities):  # different processes would not work together
         for key in identity:
             if other[key] != identities[0][key]:
@@ -49,7 +49,7 @@ def join_from_program(
         )
     place.check(config.distributed.processes, config.distributed.nodes)
     world = join_world(config, place, scope)
-    return world, world.choose(lambda: folder)
+    return world, world.broadcast_choice(lambda: folder)
 
 
 def config_for_rank(config: RunConfig, place: RankInfo) -> RunConfig:

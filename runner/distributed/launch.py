@@ -26,8 +26,8 @@ from runner.device.device import choose_device_kind
 from runner.distributed.agent import Agent
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.outcome import RANKS_FOLDER, MachineReport, RunVerdict, judge_reports
-from runner.distributed.rank_info import RankInfo, detect_rank
 from runner.distributed.rank import STACKS_FOLDER, run_rank, run_rank_process
+from runner.distributed.rank_info import RankInfo, detect_rank
 from runner.distributed.rendezvous import join_rendezvous
 from runner.distributed.world import open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError

@@ -39,16 +39,21 @@ COLLECTIVES = {
 """Collective by name of the dispatcher's operator."""
 
 
-def parallelise(world: World, draft: RunBuilder) -> NamedTechniques:
+def parallelise(world: World, builder: RunBuilder) -> NamedTechniques:
     """Set up the model for training by all processes; return the techniques by name."""
-    draft.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
-    if draft.forward is not draft.model:
+    builder.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
+    if builder.forward is not builder.model:
         raise UsageError("distributed: a technique has replaced the model's forward; disable it")
-    world.shards, world.alone, world.no_sync, world.trained_weights = None, None, nullcontext, []
-    world.sample_flop = _sample_flop(draft)
+    world.shards, world.validation_forward, world.no_sync, world.trained_weights = (
+        None,
+        None,
+        nullcontext,
+        [],
+    )
+    world.sample_flop = _sample_flop(builder)
     if world.config.kind is DistributedKind.ddp:
         ddp = DdpTechnique(True)
-        ddp.apply(draft)
+        ddp.apply(builder)
         techniques: NamedTechniques = [("ddp", ddp)]
         if world.config.compression is not Compression.none:
             techniques.append(("gradient_compression", GradientCompression(True, ddp=ddp)))
@@ -56,14 +61,14 @@ def parallelise(world: World, draft: RunBuilder) -> NamedTechniques:
     from runner.distributed.sharded import FsdpTechnique
 
     fsdp = FsdpTechnique(True)
-    fsdp.apply(draft)
+    fsdp.apply(builder)
     return [("fsdp", fsdp)]
 
 
-def _sample_flop(draft: RunBuilder) -> float | None:
+def _sample_flop(builder: RunBuilder) -> float | None:
     """Return FLOPs per sample of forward and backward (3 × forward), without recomputation."""
     try:
-        forward = forward_cost(draft).mflop * 1e6 / draft.micro_batch
+        forward = forward_cost(builder).mflop * 1e6 / builder.micro_batch
     except Exception:  # a model may not run on a few samples
         return None
     return 3 * forward if isfinite(forward) else None
@@ -98,32 +103,32 @@ class DdpTechnique(Technique):
 
     module: DistributedDataParallel | None = None
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         """Wrap the model's call; its parameter names are unchanged."""
-        world = draft.world
+        world = builder.world
         if world is None:
             return
         if world.config.sync_batchnorm:
             from runner.distributed.batchnorm import synchronise_batchnorm
 
-            synchronise_batchnorm(draft)
+            synchronise_batchnorm(builder)
         # harmless for 1x1 convolutions in channels_last, whose two strides describe one layout
-        draft.scope.enter_context(warnings.catch_warnings())
+        builder.scope.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-        cuda, unused = draft.device.kind == "cuda", world.config.unused_parameters
+        cuda, unused = builder.device.kind == "cuda", world.config.unused_parameters
         self.module = DistributedDataParallel(
-            draft.model,
-            device_ids=[draft.device.torch.index] if cuda else None,
+            builder.model,
+            device_ids=[builder.device.torch.index] if cuda else None,
             bucket_cap_mb=world.config.bucket_mb,  # floats are accepted
             gradient_as_bucket_view=True,
             find_unused_parameters=unused,
         )
         if world.config.compression is Compression.bf16:
             self.module.register_comm_hook(None, bf16_compress)
-        draft.forward = self.module
-        parameters = draft.model.named_parameters()
+        builder.forward = self.module
+        parameters = builder.model.named_parameters()
         world.trained_weights = [(n, p) for n, p in parameters if p.requires_grad and not unused]
-        world.alone = draft.model
+        world.validation_forward = builder.model
         if world.config.no_sync:
             world.no_sync = self.module.no_sync
 
@@ -134,7 +139,7 @@ class DdpTechnique(Technique):
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
         sums = [float(gradient.double().sum()) for gradient in gradients]
-        same = all(other == sums for other in run.world.gather(sums))
+        same = all(other == sums for other in run.world.all_gather(sums))
         reason = "" if same else "gradients differ between processes"
         sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""))
         buckets = [int(size) for size in sizes.split(",") if size.strip()]
@@ -159,7 +164,7 @@ class GradientCompression(Technique):
 
     ddp: DdpTechnique | None = None
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         """No-op: `DdpTechnique` registers the hook."""
 
     def engaged(self, run: Run) -> Evidence:
@@ -197,14 +202,17 @@ def count_collectives(run: Run) -> dict[str, dict[str, int]]:
 
     compiled = run.compilation is not None
     parameters = [*run.model.parameters(), *run.update.parameters]
-    gradients, phase_seconds = [parameter.grad for parameter in parameters], dict(run.watch.spent)
+    gradients, phase_seconds = (
+        [parameter.grad for parameter in parameters],
+        dict(run.stopwatch.phase_seconds),
+    )
     try:
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             with OperatorObserver(count_call):
                 forward_backward(run, run.train.at(run.progress.step))
     finally:
         run.update.abandon()
-        run.watch.spent = phase_seconds  # this step does not count
+        run.stopwatch.phase_seconds = phase_seconds  # this step does not count
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     return {"collectives": dict(calls), "collective_bytes": dict(sizes)}

@@ -29,7 +29,7 @@ class ProcessStats(Hook):
         world = run.world
         if world is None:
             raise ValueError("a run of one process")
-        world.clock = partial(_count_waiting, run.watch)
+        world.clock = partial(_count_waiting, run.stopwatch)
         try:
             yield
         except BaseException:
@@ -41,7 +41,9 @@ class ProcessStats(Hook):
         """Write waiting and memory of each process to TensorBoard's group `ranks`."""
         if run.world is not None:
             memories = memory.peak_process_bytes(), memory.peak_device_bytes(run.device) or 0
-            by_rank = run.world.gather((_waiting_share(run), *(size / 2**20 for size in memories)))
+            by_rank = run.world.all_gather(
+                (_waiting_share(run), *(size / 2**20 for size in memories))
+            )
             names = ("waiting", "peak_process_mib", "peak_device_mib")
             for rank, values in enumerate(by_rank):
                 scalars = {f"{rank}/{name}": x for name, x in zip(names, values, strict=True) if x}
@@ -61,7 +63,7 @@ def _count_waiting(watch: Stopwatch) -> Iterator[None]:
         yield
     finally:
         seconds = perf_counter() - start
-        watch.spent["waiting"] += seconds
+        watch.phase_seconds["waiting"] += seconds
         watch.now += seconds
         if watch.sampling:
             watch.marks.append(("waiting", watch.mark()))
@@ -80,7 +82,7 @@ def describe_processes(run: Run, world: World, gathered: bool = True) -> dict[st
     With `gathered=False` a process describes only itself.
     """
     own = _describe_process(run, world)
-    ranks = world.gather(own) if gathered else [own]
+    ranks = world.all_gather(own) if gathered else [own]
     work = [rank["work_ms"] for rank in ranks]
     facts = {
         **world.describe(),
@@ -101,8 +103,8 @@ def describe_processes(run: Run, world: World, gathered: bool = True) -> dict[st
 def _describe_process(run: Run, world: World) -> dict[str, Any]:
     """Describe this process; its throughput counts its own part of each batch."""
     communication = _waiting_share(run)
-    step, batch = run.watch.throughput(None), run.train.samples(0)
-    part, step_ms = world.part(batch), _mean_step_ms(run)
+    step, batch = run.stopwatch.throughput(None), run.train.samples(0)
+    part, step_ms = world.local_slice(batch), _mean_step_ms(run)
     work = step.split.get("data", 0.0) + step.split.get("forward", 0.0)
     speed = step.samples_per_second * (part.stop - part.start) / batch
     peak = peak_flops(run.device, _matmul_dtype(run), measure=False)
@@ -120,7 +122,7 @@ def _describe_process(run: Run, world: World) -> dict[str, Any]:
         "step_ms": step.step_ms.p50,
         "work_ms": work * step_ms,
         "communication": communication,
-        "exposed_ms": run.watch.exposed * step_ms,
+        "exposed_ms": run.stopwatch.exposed_share * step_ms,
         "split": step.split,
         "peak_process_bytes": memory.peak_process_bytes(),
         "peak_device_bytes": memory.peak_device_bytes(run.device),
@@ -144,14 +146,14 @@ def _matmul_dtype(run: Run) -> torch.dtype:
 
 
 def _mean_step_ms(run: Run) -> float:
-    return 1e3 * float(run.watch.settled_laps().mean()) if run.watch.count else 0.0
+    return 1e3 * float(run.stopwatch.settled_step_seconds().mean()) if run.stopwatch.count else 0.0
 
 
 def _waiting_share(run: Run) -> float:
     """Return the share of a step spent waiting; updates the stopwatch's exposed share."""
     step_ms = _mean_step_ms(run)
-    run.watch.exposed = _exposed_ms(run) / step_ms if step_ms else 0.0
-    return run.watch.throughput(None).split.get("waiting", 0.0)
+    run.stopwatch.exposed_share = _exposed_ms(run) / step_ms if step_ms else 0.0
+    return run.stopwatch.throughput(None).split.get("waiting", 0.0)
 
 
 def _exposed_ms(run: Run) -> float:

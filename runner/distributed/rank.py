@@ -123,7 +123,7 @@ def run_rank(
         return train.main(config, folder, components)
     with ExitStack() as stack:
         world = join_world(config, place, stack)
-        run_folder, resume = world.choose(lambda: (folder, config.checkpoint.resume))
+        run_folder, resume = world.broadcast_choice(lambda: (folder, config.checkpoint.resume))
         if run_folder is None:
             raise UsageError("distributed: rank 0 sent no run folder")
         if folder != run_folder:
@@ -140,7 +140,7 @@ def run_rank(
         try:
             if components is None:
                 components = (
-                    world.choose(lambda: train.resolve_components(config, run_folder))
+                    world.broadcast_choice(lambda: train.resolve_components(config, run_folder))
                     or Components()
                 )
             return train.main(config, run_folder, replace(components, world=world))
@@ -160,7 +160,7 @@ def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
     with ExitStack() as scope:
         device = select(config_for_rank(config, world.place).device, scope)
         links = measure_links(world, device.torch)
-        if world.first:
+        if world.is_rank_zero:
             doctor.main(config, folder, links)
         world.barrier()
 

@@ -86,7 +86,7 @@ class Shards:
         self.model, self.world = model, world
         self.weights = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
         parts: list[Any] = [weight.detach() for weight in self.weights]
-        self.own = nn.ParameterList(
+        self.local_rows = nn.ParameterList(
             nn.Parameter(part.to_local(), weight.requires_grad)
             for part, weight in zip(parts, self.weights, strict=True)
         )
@@ -98,28 +98,30 @@ class Shards:
     def by_name(self) -> dict[str, Tensor]:
         """Return the rows of each weight by the model's parameter names."""
         numbers = ((n, self._indices.get(id(p))) for n, p in self.model.named_parameters())
-        return {name: self.own[number] for name, number in numbers if number is not None}
+        return {name: self.local_rows[number] for name, number in numbers if number is not None}
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Clear the sharded gradients before a step."""
         for weight in self.weights:
             weight.grad = None
 
-    def take_gradients(self) -> None:
+    def set_local_gradients(self) -> None:
         """Set the rows' gradients after the backward."""
-        for weight, own in zip(self.weights, self.own, strict=True):
+        for weight, own in zip(self.weights, self.local_rows, strict=True):
             gradient: Any = weight.grad
             own.grad = None if gradient is None else gradient.to_local()
 
-    def agree(self, sound: bool) -> bool:
+    def all_agree(self, sound: bool) -> bool:
         """Whether `sound` is true on all processes."""
-        return not self.world.worst(int(not sound))[0]
+        return not self.world.all_reduce_max(int(not sound))[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict, with this process's rows of sharded weights."""
         state = self.model.state_dict(keep_vars=True).items()
         return {
-            name: self.own[self._indices[id(value)]].detach() if name in self.names else value
+            name: self.local_rows[self._indices[id(value)]].detach()
+            if name in self.names
+            else value
             for name, value in state
         }
 
@@ -135,11 +137,13 @@ class Shards:
         )
         for name in self.names:
             number = self._indices[id(state[name])]
-            self.own[number].copy_(self.row_ranges[number].select(model[name]))
+            self.local_rows[number].copy_(self.row_ranges[number].select(model[name]))
 
-    def cut_update(self, update: Mapping[str, Any], trained: list[Tensor]) -> dict[str, Any]:
+    def select_update_rows(
+        self, update: Mapping[str, Any], trained: list[Tensor]
+    ) -> dict[str, Any]:
         """Return an update's state with only these rows of full tensors."""
-        number = {id(own): n for n, own in enumerate(self.own)}
+        number = {id(own): n for n, own in enumerate(self.local_rows)}
         row_ranges = [self.row_ranges[number[id(weight)]] for weight in trained]
         optimizer = update["optimizer"]
         state = {
@@ -150,7 +154,7 @@ class Shards:
         average = [row_range.select(tensor) for row_range, tensor in pairs]
         return {**update, "optimizer": {**optimizer, "state": state}, "average": average}
 
-    def in_parts(
+    def map_micro_batches(
         self, batch: Batch, samples: int, size: int, own: int, compute: Callable[[Batch], T]
     ) -> list[T]:
         """Return the results of `compute` on each micro-batch of this process's `own` samples.
@@ -160,7 +164,7 @@ class Shards:
         `compute` is called equally often by all processes, since each provides its shards; a call
         without samples of its own gets a stand-in, and its result is dropped.
         """
-        parts = self.world.parts(samples, size, own)
+        parts = self.world.micro_batch_slices(samples, size, own)
         filled = [part.stop > part.start for part in parts]
         results = [
             compute(slice_rows(batch, part if has_samples else slice(0, 1)))
@@ -170,7 +174,7 @@ class Shards:
 
     def count_moved(self) -> int:
         """Return how many shards no longer share memory with the updated rows."""
-        pairs = zip(self.model.parameters(), self.own, strict=True)
+        pairs = zip(self.model.parameters(), self.local_rows, strict=True)
         return sum(
             not isinstance(weight, DTensor) or weight.to_local().data_ptr() != own.data_ptr()
             for weight, own in pairs
@@ -189,26 +193,26 @@ class FsdpTechnique(Technique):
     modules: int = 0
     modules_in_bf16: int = 0  # of these, modules gathered in 16 bits
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         """Shard the model in place; parameter names are unchanged."""
-        world, model = draft.world, draft.model
+        world, model = builder.world, builder.model
         if world is None:
             return
-        _check_shardable(draft)
+        _check_shardable(builder)
         if world.config.sync_batchnorm:
             from runner.distributed.batchnorm import synchronise_batchnorm
 
-            synchronise_batchnorm(draft)
-        mesh = init_device_mesh(draft.device.kind, (world.size,))
-        kind = draft.device.kind
-        with enter_contexts(draft.contexts):
+            synchronise_batchnorm(builder)
+        mesh = init_device_mesh(builder.device.kind, (world.size,))
+        kind = builder.device.kind
+        with enter_contexts(builder.contexts):
             bf16 = torch.is_autocast_enabled(kind)
             bf16 = bf16 and torch.get_autocast_dtype(kind) is torch.bfloat16
         self.modules_in_bf16 = shard(model, mesh, bf16)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
-        world.alone = _ValidationForward(model, world)
-        if world.config.no_sync and MICRO_BATCH not in draft.recorded:  # else memory has run out
+        world.validation_forward = _ValidationForward(model, world)
+        if world.config.no_sync and MICRO_BATCH not in builder.recorded:  # else memory has run out
             world.no_sync = partial(_without_reduction, model)
 
     def engaged(self, run: Run) -> Evidence:
@@ -217,7 +221,7 @@ class FsdpTechnique(Technique):
         if shards is None:
             return Evidence(False, "there is one process")
         tensors_kept, full_bytes, expected_bytes = list(update.average), 0, 0
-        for weight, own in zip(shards.weights, shards.own, strict=True):
+        for weight, own in zip(shards.weights, shards.local_rows, strict=True):
             gradient: Any = weight.grad
             moments = [t for t in update.optimizer.state.get(own, {}).values() if has_rows(t)]
             tensors = [own, *moments, *([] if gradient is None else [gradient.to_local()])]
@@ -287,15 +291,15 @@ def _row_range(weight: DTensor) -> RowRange:
     return RowRange(weight.shape, min(offset[0], weight.shape[0]), local[0])
 
 
-def _check_shardable(draft: RunBuilder) -> None:
+def _check_shardable(builder: RunBuilder) -> None:
     """Raise ConfigError for models and optimizers that cannot be sharded."""
-    cls = draft.optimizer_class
+    cls = builder.optimizer_class
     if cls.__name__ not in ELEMENTWISE or not is_torch_class(cls):
         problem = f"{cls.__name__} may need whole weights, but fsdp shards them"
         raise ConfigError("optimizer", problem, "use AdamW, or distributed=ddp")
-    if draft.forward is not draft.model:
+    if builder.forward is not builder.model:
         raise UsageError("distributed: a technique has replaced the model's forward; disable it")
-    for name, weight in draft.model.named_parameters():
+    for name, weight in builder.model.named_parameters():
         if weight.ndim == 0 or weight.dtype not in DTYPES:
             problem = f"fsdp cannot shard {name}, {list(weight.shape)} of {weight.dtype}"
             raise ConfigError(KEY, problem, "use distributed=ddp")

@@ -56,10 +56,10 @@ class World:
         self.shards: Shards | None = None  # set if weights are sharded
         # set with the model: a context without gradient reduction; the call for validation
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.alone: Callable[..., Any] | None = None
+        self.validation_forward: Callable[..., Any] | None = None
         self.has_left = False  # this process works alone from now on
         self.sample_flop: float | None = None  # FLOPs per sample, if known
-        self.stand_in = False  # this micro-batch has no own samples, and does not count
+        self.is_stand_in = False  # this micro-batch has no own samples, and does not count
         self.trained_weights: list[tuple[str, Tensor]] = []  # they get a gradient in each step
         self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):
@@ -87,7 +87,7 @@ class World:
         self._write(RankOutcome(self.rank, "running"))
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, which writes the record."""
         return self.rank == 0
 
@@ -121,22 +121,22 @@ class World:
 
     # -- this process's part -------------------------------------------------------------------
 
-    def part(self, samples: int) -> slice:
+    def local_slice(self, samples: int) -> slice:
         """Return the slice of a batch for this process; sizes differ by at most one."""
         return _split_evenly(samples, self.size)[self.rank]
 
-    def largest(self, samples: int) -> int:
+    def max_local_samples(self, samples: int) -> int:
         """Return the largest number of samples of any process."""
         return -(-samples // self.size)
 
-    def parts(self, samples: int, micro_batch: int, own: int) -> list[slice]:
+    def micro_batch_slices(self, samples: int, micro_batch: int, own: int) -> list[slice]:
         """Return the micro-batches of this process's part, equally many on all processes.
 
         If its part, or the `own` samples left of it, are too few, some are empty.
         """
-        part = self.part(samples)
+        part = self.local_slice(samples)
         own = min(own, part.stop - part.start)
-        return _split_evenly(own, max(1, -(-self.largest(samples) // micro_batch)))
+        return _split_evenly(own, max(1, -(-self.max_local_samples(samples) // micro_batch)))
 
     def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None:
         """Raise ConfigError if a training batch has fewer samples than there are processes."""
@@ -150,9 +150,9 @@ class World:
 
     def folder(self, folder: Path) -> Path:
         """Return the folder to which this process writes, below the run's."""
-        return folder if self.first else folder / RANKS_FOLDER / str(self.rank)
+        return folder if self.is_rank_zero else folder / RANKS_FOLDER / str(self.rank)
 
-    def refuses(self, technique: str) -> str | None:
+    def unsupported_reason(self, technique: str) -> str | None:
         """Return why a technique does not work with this kind of training; None if it does."""
         if self.config.kind is not DistributedKind.fsdp:
             return None
@@ -160,7 +160,7 @@ class World:
 
         return UNSUPPORTED_TECHNIQUES.get(technique)
 
-    def meeting(self) -> CheckpointCommit:
+    def checkpoint_commit(self) -> CheckpointCommit:
         """Return the object that coordinates checkpoints."""
         from runner.distributed.commit import CheckpointCommit
 
@@ -170,32 +170,34 @@ class World:
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over all processes, in place, without host synchronisation."""
         with self._timed_collective():
             dist.all_reduce(values)
         return values
 
-    def whole_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
+    def total_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
         """Return the weight of a batch over all processes, from that of `own` samples.
 
         A process without own samples contributes nothing.
         """
         if not isinstance(weight, Tensor):
             return weight / own * samples
-        part = self.part(samples)
+        part = self.local_slice(samples)
         has_samples = own and part.stop > part.start
-        return self.total(weight.clone() if has_samples else torch.zeros_like(weight))
+        return self.all_reduce_sum(weight.clone() if has_samples else torch.zeros_like(weight))
 
-    def measure(
+    def measure_step(
         self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, gradient norm and skip flag of a step, by one all-reduce."""
         self._check_gradients()
         local_bad, local_square = update.local_part()
-        veto = update.never if veto is None else veto.to(loss.device)
+        veto = update.zero if veto is None else veto.to(loss.device)
         parts = [loss, veto, local_bad, local_square]
-        total, vetoed, bad, squares = self.total(torch.stack([p.to(loss.dtype) for p in parts]))
+        total, vetoed, bad, squares = self.all_reduce_sum(
+            torch.stack([p.to(loss.dtype) for p in parts])
+        )
         norm, skipped = update.measure(total, None if self.shards is None else squares.sqrt())
         vetoed_or_bad = ((vetoed + bad) > 0).to(skipped.dtype)
         return total, norm, torch.maximum(skipped, vetoed_or_bad)
@@ -214,7 +216,7 @@ class World:
             fix = "set it to true, or leave them out of the model"
             raise ConfigError("distributed.unused_parameters", problem, fix)
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers, which differ where each process used its own samples."""
         with self._timed_collective():
             for buffer in model.buffers():
@@ -222,7 +224,7 @@ class World:
                 dist.broadcast(value, 0)
                 buffer.detach().copy_(value)
 
-    def worst(self, *numbers: int) -> list[int]:
+    def all_reduce_max(self, *numbers: int) -> list[int]:
         """Return the maximum of each number over all processes, on the host; once per step."""
         if self.has_left:
             return [*numbers]
@@ -233,7 +235,7 @@ class World:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return flags.tolist()
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return each process's value by rank; only its own after `leave`."""
         if self.has_left:
             return [value]
@@ -245,14 +247,14 @@ class World:
     def union(self, numbers: list[int]) -> tuple[list[int], ProcessLost | None]:
         """Return the union of all processes' numbers; after a loss its own, and the error."""
         try:
-            return sorted({*chain(*self.gather(numbers))}), None
+            return sorted({*chain(*self.all_gather(numbers))}), None
         except ProcessLost as error:
             return numbers, error
 
-    def choose(self, decide: Callable[[], T]) -> T:
+    def broadcast_choice(self, decide: Callable[[], T]) -> T:
         """Return rank 0's decision on all processes; a RunnerError of it is raised on all."""
         choice_and_error: list[Any] = [None, None]
-        if self.first:
+        if self.is_rank_zero:
             try:
                 choice_and_error[0] = decide()
             except RunnerError as error:
@@ -266,7 +268,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all processes."""
-        self.worst(0)
+        self.all_reduce_max(0)
 
     # -- lost processes --------------------------------------------------------------------------
 

@@ -77,9 +77,9 @@ def measure_links(world: World, device: torch.device) -> LinkReport:
         **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         "local rank": world.place.local_rank,
     }
-    ranks = world.gather(rank_facts)
+    ranks = world.all_gather(rank_facts)
     rows = [_time_all_reduce(world, device, count) for count in SIZES]
-    wrong = sum(world.gather(sum(bad for _, bad in rows)))
+    wrong = sum(world.all_gather(sum(bad for _, bad in rows)))
     return LinkReport(world.kind, world.backend, ranks, [row for row, _ in rows], wrong)
 
 
@@ -91,9 +91,9 @@ def _time_all_reduce(world: World, device: torch.device, count: int) -> tuple[Al
         values.fill_(world.rank + 1)
         world.barrier()
         start = time.perf_counter()
-        total = world.total(values)
+        total = world.all_reduce_sum(values)
         bad += float(total[-1]) != expected  # waits for the device
         seconds.append(time.perf_counter() - start)
-    seconds_per_call = max(world.gather(median(seconds[WARM_UP:])))
+    seconds_per_call = max(world.all_gather(median(seconds[WARM_UP:])))
     bytes_sent = 2 * (world.size - 1) / world.size * count
     return AllReduce(count, seconds_per_call * 1e3, bytes_sent / seconds_per_call / 1e9), bad

@@ -95,7 +95,7 @@ class ProgressDisplay(Hook):
         seconds = (now - start) / max(1, report.last - step) * (run.total_steps - report.last)
         if self.is_first_report:
             self.is_first_report, self.pace_start = False, (now, report.last)
-            if run.whole is not None or run.compilation is not None:
+            if run.step_graph is not None or run.compilation is not None:
                 return "?"
         return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 

@@ -97,7 +97,7 @@ class Recording(Hook):
         """Write a validation row, and the confusion matrix if it is the best so far."""
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
-        if evaluation.improved and run.recorder.showing:
+        if evaluation.improved and run.recorder.writes_images:
             # immediately: the next checkpoint does not contain it, and the run may be killed
             _record_confusion(run, evaluation)
         return _check_stop_request(run)
@@ -139,9 +139,9 @@ class Recording(Hook):
 
     def _write_faults(self, run: Run) -> None:
         run.history.unwritten |= self.write_empty
-        run.guardian.anomalies.unwritten |= self.write_empty
+        run.stability.anomalies.unwritten |= self.write_empty
         run.history.write()
-        run.guardian.anomalies.write(run.folder)
+        run.stability.anomalies.write(run.folder)
         if faults := list(run.history.faults.values()):
             run.recorder.text("faults/history", history.fault_table(faults), run.progress.step)
 

@@ -73,7 +73,7 @@ class Resources(Hook):
         for kind, detector in run.leaks.items():
             if detector.add(report.last, _allocated_bytes(run, kind)):
                 memory.free_caches(run.device)  # so that only live memory is compared
-                trend = detector.cleaned(report.last, _allocated_bytes(run, kind))
+                trend = detector.add_after_cleaning(report.last, _allocated_bytes(run, kind))
                 if trend is not None:
                     self._report_leak(run, kind, trend, report.last)
         now = time.monotonic()

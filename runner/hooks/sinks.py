@@ -46,14 +46,14 @@ class Sinks(Hook):
         )
         for writer in self.writers:
             writer.start(description, run.recorder.position())
-            run.recorder.mirrors.append(writer)
+            run.recorder.sink_writers.append(writer)
         try:
             yield
         finally:
             for writer in self.writers:
                 writer.flush()
-                if writer.lost:
-                    run.recorder.faults[f"sink_{writer.sink.name}"] = writer.lost
+                if writer.undelivered_rows:
+                    run.recorder.faults[f"sink_{writer.sink.name}"] = writer.undelivered_rows
 
 
 def make_sinks(items: Sequence[Any], resolve_target: Callable[[str, str], Any]) -> list[Sink]:

@@ -128,7 +128,7 @@ def _compare_with_baseline(
         baseline = regression.compare_with_baseline(result, stored, config.benchmark)
     except RunnerError as error:  # e.g. another device, known only after a run was built
         return [error]
-    result.baseline = baseline.plain()
+    result.baseline = baseline.to_dict()
     count, lines = len(baseline.regressions), "; ".join(baseline.regressions)
     message = f"{count} regression{'s' * (count > 1)} against {baseline.path}: {lines}"
     return [Regression(message)] if count else []

@@ -17,7 +17,7 @@ from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.checkpoint.snapshot import Copier, write_tensors
-from runner.data.batch import Inputs, call_model, batch_size_of, slice_rows
+from runner.data.batch import Inputs, batch_size_of, call_model, slice_rows
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import parse_preprocessing
 from runner.errors import ConfigError, RunnerError, StorageError, install_command

@@ -62,8 +62,8 @@ def predict_batches(run: Run, loader: BatchLoader | None = None) -> Iterator[Pre
     loader = loader or run.validation
     with inference(run) as forward:
         for number, batch in enumerate(loader.batches(0)):
-            if run.left_out is not None:
-                run.left_out.note(loader)
+            if run.bad_samples is not None:
+                run.bad_samples.record_batch(loader)
             if loader.empty:
                 continue
             parts = apply_in_parts(

@@ -19,9 +19,9 @@ from runner.record import provenance, storage
 from runner.record.console import print_stdout
 from runner.replay import page
 from runner.replay.attempt import make_attempt, one_line_error
-from runner.replay.results import Attempt, Replay
 from runner.replay.investigation import Investigation
 from runner.replay.reopen import config_of, reopen_run, with_weights
+from runner.replay.results import Attempt, Replay
 from runner.security.files.policy import FilePolicy
 from runner.security.paths import run_tree_folders
 from runner.security.secrets import environment_access, permitted_variables

@@ -248,6 +248,6 @@ def _select_items(path: Path, scan: ScanResult) -> Iterator[ScanItem]:
         if is_nested_file and item.files and not is_loadable(item.path):
             scan.ignored_files += 1
         elif not item.files and not item.refused:
-            scan.skipped += item.odd
+            scan.skipped += item.findings
         else:
             yield item

@@ -128,7 +128,7 @@ class Memory:
             read_bytes = self._allocated if name == "device" else memory.anonymous_bytes
             if detector.add(step, read_bytes()):
                 memory.free_caches(self.device)
-                leak = detector.cleaned(step, read_bytes()) or leak
+                leak = detector.add_after_cleaning(step, read_bytes()) or leak
         return leak
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.build import Components, build
 from runner.composing import compose
-from runner.data.batch import Inputs, Sizes, call_model, batch_size_of
+from runner.data.batch import Inputs, Sizes, batch_size_of, call_model
 from runner.data.nested import describe, tensors, tree_map
 from runner.errors import UsageError
 from runner.library.arguments import (
@@ -224,12 +224,12 @@ class TrainingLoop(Closeable):
         """Make one step on (inputs, target), without host-device synchronisation."""
         inputs, target = as_batch(batch, self.lazy.caller)
         run = self.lazy.build_run(inputs, target)
-        run.watch.start()
+        run.stopwatch.start()
         inputs, target = move_inputs(run, inputs), move_to_device(target, run.device.torch)
-        run.watch.split("data")
+        run.stopwatch.split("data")
         step, _ = make_step(run, (inputs, target))
         run.progress.step += 1
-        run.watch.stop(batch_size_of(target))
+        run.stopwatch.stop(batch_size_of(target))
         self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
         return step
 

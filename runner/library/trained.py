@@ -126,7 +126,7 @@ class Trained(Closeable):
             if in_memory:
                 columns = self._columns(data) if isinstance(data, Tensor) else data
                 data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
-            resolve_class = partial(resolve, trusted=self.config.security.names)
+            resolve_class = partial(resolve, trusted=self.config.security.trusted_packages)
             config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
             opening = OpenOptions(self._policy, self.preprocessing, evaluates=True, labelled=False)
             try:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from runner.checkpoint import folder as folders
 from runner.checkpoint import reading
-from runner.checkpoint.state_schema import check_state
 from runner.checkpoint.manifest import MODEL
+from runner.checkpoint.state_schema import check_state
 from runner.errors import ConfigError
 from runner.findings import Severity, Trust
 from runner.format import join_names

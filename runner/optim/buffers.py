@@ -76,7 +76,7 @@ class BufferSnapshot:
         200 µs: 0.1 % of a step on a CPU.
         """
         with torch.no_grad():
-            statistics = [buffers.get(name) for buffers, name in self.watched]
+            statistics = [buffers.get(name) for buffers, name in self.statistic_slots]
             flat = [buffer.reshape(-1) for buffer in statistics if buffer is not None]
             if not flat:  # the model dropped all of them
                 return torch.ones((), dtype=torch.bool, device=self.device)
@@ -109,7 +109,7 @@ class BufferSnapshot:
         self.slots: list[Slot] = writable + [s for s in slots if not _is_writable(s[0][s[1]])]
         self.saved = [buffer.detach().clone() for buffer in self.current()]
         self._record_tensors()
-        self.watched: list[Slot] = [
+        self.statistic_slots: list[Slot] = [
             slot
             for slot, saved in zip(writable, self.saved, strict=True)
             if is_statistic(slot[1]) and saved.device == self.device and _is_finite(saved)

@@ -93,7 +93,7 @@ class OptimizerStep:
         self.ema_weight = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
         self.buffers = BufferSnapshot(model, self.device)
-        self.never = torch.zeros((), device=self.device)
+        self.zero = torch.zeros((), device=self.device)
         self.one = torch.ones((), device=self.device)
         self.limits = torch.full((2,), LARGEST, device=self.device)  # of the loss and of the norm
         self.loss_limit, self.norm_limit = self.limits.unbind()  # views
@@ -115,7 +115,7 @@ class OptimizerStep:
         for parameter in self.parameters:
             parameter.grad = None
         if self.shards is not None:
-            self.shards.forget_gradients()
+            self.shards.clear_gradients()
         self.buffers.save()
         self.in_progress = True
 
@@ -135,32 +135,32 @@ class OptimizerStep:
 
     def local_part(self) -> tuple[Tensor, Tensor]:
         """Return 1.0 if this process's buffers are not finite, and its shard's squared norm."""
-        checks_buffers = self.guard and self.buffers.watched
-        skipped = torch.where(self.buffers.are_finite(), 0.0, 1.0) if checks_buffers else self.never
+        checks_buffers = self.guard and self.buffers.statistic_slots
+        skipped = torch.where(self.buffers.are_finite(), 0.0, 1.0) if checks_buffers else self.zero
         norms: list[Tensor] = []
         if self.shards is not None:
-            self.shards.take_gradients()
+            self.shards.set_local_gradients()
             norms = tensor_norms(gradient_values(self.parameters))
-        return skipped, torch.stack(norms).square().sum() if norms else self.never
+        return skipped, torch.stack(norms).square().sum() if norms else self.zero
 
     def finite(self, tensors: Iterable[Tensor]) -> bool:
         """Whether the tensors are finite, in the shards of all processes. Host sync."""
         is_finite = all_finite(tensors)
-        return is_finite if self.shards is None else self.shards.agree(is_finite)
+        return is_finite if self.shards is None else self.shards.all_agree(is_finite)
 
     def norm_and_skip(self, loss: Tensor, norms: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return gradient norm and skip flag, from the loss and the norms of the gradients."""
         # 0, or NaN if the loss is not finite; a tensor costs a third of a Python number
-        norms = [*norms, loss * self.never]
+        norms = [*norms, loss * self.zero]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self.scale:
             norm = norm / self.scale.value
         if not self.guard:
-            return norm, self.overflowed(norm) if self.scale else self.never
+            return norm, self.overflowed(norm) if self.scale else self.zero
         good = (loss <= self.loss_limit).logical_and_(norm <= self.norm_limit)  # NaN: False
-        if self.buffers.watched:
+        if self.buffers.statistic_slots:
             good.logical_and_(self.buffers.are_finite())
-        return norm, torch.where(good, self.never, self.one)
+        return norm, torch.where(good, self.zero, self.one)
 
     def overflowed(self, norm: Tensor) -> Tensor:
         """Return 1.0 if the norm is not finite: then a loss scale is too large."""

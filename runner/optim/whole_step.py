@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.data.batch import Batch, call_model, batch_size_of
+from runner.data.batch import Batch, batch_size_of, call_model
 from runner.errors import DataError
 from runner.objectives.base import Objective
 from runner.optim.fused_kernel import KernelGroup
@@ -61,7 +61,7 @@ class StepGraph:
         )
 
     @staticmethod
-    def refuses(update: OptimizerStep) -> str | None:
+    def unsupported_reason(update: OptimizerStep) -> str | None:
         """Return why this optimizer's update cannot be part of the graph, or None."""
         if update.kernel is None:
             name = type(update.optimizer).__name__
@@ -162,7 +162,7 @@ def _mark_static(update: OptimizerStep, targets: TargetCheck) -> None:
         targets.wrong_value,
         *([kernel.step_count] if kernel else []),
     ]
-    flags = [update.loss_limit, update.norm_limit, update.never, update.one]
+    flags = [update.loss_limit, update.norm_limit, update.zero, update.one]
     for tensor in (
         *state,
         *counters,

@@ -44,7 +44,7 @@ def repeat_draws(run: Run, window: StepWindow, base_gradients: Tensors) -> DrawS
     draws, capture, start_state = DrawStatistics(), TrajectoryCapture(), snapshot(run)
     try:
         batch = next(run.train.batches(run.progress.step))
-        gradients_hidden = run.whole is not None and run.whole.takes(batch)
+        gradients_hidden = run.step_graph is not None and run.step_graph.takes(batch)
         run.progress.step += SEED_OFFSET
         for _ in range(DRAWS):
             step = make_finite_step(run, batch, [] if gradients_hidden else [capture])

@@ -185,8 +185,9 @@ class ParityReference:
             return _CandidateRun(
                 trajectory=self.plain.record_run(run),
                 numerics=read_numerics(run),
-                techniques=[name for name, _ in run.techniques if name not in run.fallen],
-                refused={e.name: e.reason for e in run.engagements if e.requested} | run.fallen,
+                techniques=[name for name, _ in run.techniques if name not in run.fallback_reasons],
+                refused={e.name: e.reason for e in run.unapplied_techniques if e.requested}
+                | run.fallback_reasons,
                 micro_batch=run.micro_batch,
                 batch_norm=any(isinstance(module, batch_norm) for module in run.model.modules()),
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.data.batch import Batch, call_model, batch_size_of, slice_rows
+from runner.data.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.models import modes
 from runner.parity.flops import call_flops
 from runner.parity.numerics import perturb_weights, to_fp64
@@ -172,7 +172,7 @@ def load_state(model: nn.Module, state: TrajectoryState, averaged_run: Run | Non
 def _record_step(run: Run, batch: Batch, trajectory: Trajectory) -> StepRecord:
     """Make a full step; gradients inside one graph are inferred from the optimizer's moments."""
     capture = TrajectoryCapture()
-    gradients_hidden = run.whole is not None and run.whole.takes(batch)
+    gradients_hidden = run.step_graph is not None and run.step_graph.takes(batch)
     moments = _copy_moments(run) if gradients_hidden else {}
     step = make_finite_step(run, batch, [] if gradients_hidden else [capture])
     gradients = _infer_gradients(run, step, moments) if gradients_hidden else capture.gradients

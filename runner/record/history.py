@@ -60,7 +60,7 @@ class History:
         self.faults: dict[tuple[str, str, str], Fault] = {}
         self.counts: dict[str, int] = {}  # by kind, including faults beyond MAX_FAULTS
         self.unwritten = False
-        self.explained: set[int] = set()  # steps for which a tool has named the fault
+        self.explained_steps: set[int] = set()  # steps for which a tool has named the fault
         self.logged_keys: set[tuple[str, str, str]] = set()  # keys of logged faults
         self.causes: dict[int, str] = {}  # step → cause; see `explain`
 
@@ -104,7 +104,7 @@ class History:
     def explain(self, step: int, cause: str) -> None:
         """Store the cause of a bad step for tools that find it later; keeps `MAX_CAUSES`."""
         self.causes[step] = cause
-        self.explained.add(step)
+        self.explained_steps.add(step)
         if len(self.causes) > MAX_CAUSES:
             del self.causes[next(iter(self.causes))]
 
@@ -139,7 +139,7 @@ class History:
         self.faults = {(f.kind, f.action, normalize_message(f.message)): f for f in rows}
         self.logged_keys = set(self.faults)
         self.causes = dict(state.get("causes", {}))
-        self.explained = set(self.causes)
+        self.explained_steps = set(self.causes)
         self.unwritten = bool(rows)
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -40,7 +40,9 @@ class Recorder:
         self.folder = folder
         self.config = config
         self.faults: dict[str, int] = {}  # records not written, by kind: metrics, tensorboard
-        self.mirrors: list[SinkWriter] = []  # writers of `monitoring.sinks`, which receive each row
+        self.sink_writers: list[
+            SinkWriter
+        ] = []  # writers of `monitoring.sinks`, which receive each row
         self._metrics_file: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0
@@ -79,7 +81,7 @@ class Recorder:
             line = _encode_row(step, split, values)
             self._write("metrics", self._metrics_file, lambda rows: rows.write(line))
             self._position = self._metrics_file.size + self._metrics_file.waiting_bytes
-            for mirror in self.mirrors:
+            for mirror in self.sink_writers:
                 mirror.add(step, split, values)
         self.show(step, "usage" if split == "system" else split, values)
 
@@ -137,15 +139,15 @@ class Recorder:
         return self._position
 
     @property
-    def showing(self) -> bool:
+    def writes_images(self) -> bool:
         """Whether texts and images are written."""
         return self._events is not None
 
     def close(self) -> None:
         """Close all files and sinks; later writes are ignored."""
-        for mirror in self.mirrors:
+        for mirror in self.sink_writers:
             mirror.close()
-        self.mirrors = []
+        self.sink_writers = []
         files = {"metrics": self._metrics_file, "tensorboard": self._events}
         self._metrics_file = self._events = None
         for kind, file in files.items():

@@ -38,7 +38,7 @@ def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
     attempt.bad = not attempt.failed and _is_bad(attempt, capture)
     if capture.manifest.kind in STATE_KINDS:
         attempt.bad = attempt.bad or skipped or bool(non_finite_state(run.model))
-    attempt.techniques = [name for name, _ in run.techniques if name not in run.fallen]
+    attempt.techniques = [name for name, _ in run.techniques if name not in run.fallback_reasons]
     attempt.notes = _technique_choices(run)
     return attempt
 

@@ -16,6 +16,7 @@ from runner.config import RunConfig
 from runner.data.batch import Batch
 from runner.masking import mask_secrets
 from runner.replay.attempt import has_same_numbers, is_spike
+from runner.replay.reopen import config_of, reopen_run
 from runner.replay.results import (
     Attempt,
     Blame,
@@ -25,7 +26,6 @@ from runner.replay.results import (
     StepPhase,
     largest_weight,
 )
-from runner.replay.reopen import config_of, reopen_run
 from runner.replay.spike import explain_spike
 from runner.replay.trace import find_bad_weights, trace_compiled, trace_step
 from runner.training.run import Run

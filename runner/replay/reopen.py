@@ -128,9 +128,9 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
     with _build_run(capture, config, components) as run:
         load_weights(run, checkpoint.path, checkpoint.model, state["update"])
         run.progress = Progress(**state["progress"])
-        run.guardian.load(state["stability"], checkpoint.step)  # a lowered learning rate
-        if run.inputs is not None and state.get("inputs") is not None:
-            run.inputs.load(state["inputs"])  # which samples are excluded
+        run.stability.load(state["stability"], checkpoint.step)  # a lowered learning rate
+        if run.batch_validator is not None and state.get("inputs") is not None:
+            run.batch_validator.load(state["inputs"])  # which samples are excluded
         restore_random_state(state["random"])
         if run.trials is not None:
             run.trials.enter(run, checkpoint.step + 1)
@@ -150,7 +150,7 @@ def _run_steps(run: Run, capture: Capture) -> None:
         run.update.set_limits(math.inf, math.inf)  # spikes are among the recorded skips
         make_step(run, next(batches), hooks)
         run.progress.step += 1
-        run.guardian.apply_limits(run.progress.step)
+        run.stability.apply_limits(run.progress.step)
         # validation uses the global generators like the model; only its draws have to be repeated
         if not capture.random_then and run.progress.step % run.validate_every == 0:
             evaluate(run)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.data.batch import Batch, call_model, batch_size_of, slice_rows
+from runner.data.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.data.nested import tensors
 from runner.data.order import mix
 from runner.models import modes

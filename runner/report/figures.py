@@ -69,7 +69,7 @@ class Bar:
 
 def build_figures(comparison: Comparison) -> dict[str, list[Figure]]:
     """Return the figures that there are data for, by section name."""
-    floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
+    floor = (comparison.benchmark.claim_threshold or 0.0) if comparison.benchmark else 0.0
     search = comparison.search  # whose trials differ in what they train
     return {
         "speed": [] if search else list(_speed_figure(comparison.by_configuration, floor)),

@@ -328,7 +328,7 @@ def describe_unclaimed(benchmark: BenchmarkResult) -> str:
     """Format the range of ratios within which nothing is claimed."""
     if benchmark.noise_floor is None:
         return "no difference is claimed: the noise floor is unknown"
-    return f"no difference within ± {share(benchmark.unclaimed)} is claimed"
+    return f"no difference within ± {share(benchmark.claim_threshold)} is claimed"
 
 
 def _describe_noise(benchmark: BenchmarkResult) -> str:

@@ -35,7 +35,7 @@ class LimitsConfig:
         check_bounds(self, "security.limits")
 
     @property
-    def any(self) -> bool:
+    def has_limit(self) -> bool:
         """Whether any limit is set."""
         return any(value is not None for value in vars(self).values())
 
@@ -53,12 +53,12 @@ class SecurityConfig:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     @property
-    def names(self) -> list[str]:
+    def trusted_packages(self) -> list[str]:
         """Packages from which a config may name classes; `*` if names are not checked."""
         return ["*"] if self.level is SecurityLevel.off else list(self.trusted)
 
     @property
-    def readable(self) -> list[str] | None:
+    def readable_variables(self) -> list[str] | None:
         """Environment variables that a config may read; None: any."""
         return None if self.level is SecurityLevel.off else list(self.environment)
 

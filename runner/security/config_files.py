@@ -58,7 +58,7 @@ class ConfigFileChecker:
 
     builtin_folders: Sequence[Path]
     cli: CliOverrides = field(default_factory=CliOverrides)
-    continued: list[Path] = field(default_factory=list)  # folders of runs to resume
+    resumed_folders: list[Path] = field(default_factory=list)  # folders of runs to resume
     foreign_files: list[str] = field(default_factory=list)  # paths read so far
 
     @contextmanager
@@ -109,7 +109,7 @@ class ConfigFileChecker:
         keys = ["hydra.sweep.dir", "hydra.sweep.subdir"] if sweeps else ["hydra.run.dir"]
         output_folder, *subfolders = (secrets.read_path(config, key) for key in keys)
         if self.cli.strict or not self.cli.has(keys[0]):
-            check_output_path(keys[0], output_folder, self.continued, self.cli.strict)
+            check_output_path(keys[0], output_folder, self.resumed_folders, self.cli.strict)
         for subfolder in subfolders:
             check_subfolder(keys[1], str(subfolder), output_folder)
         if OmegaConf.select(config, "hydra.output_subdir") is not None:

@@ -35,7 +35,7 @@ class EnvironmentAccess:
     """The variables that a config may read; `names=None`: all, under security=off."""
 
     names: frozenset[str] | None = frozenset()
-    shows: bool = False  # the config is only printed, with names in place of values
+    show_names: bool = False  # the config is only printed, with names in place of values
     reads: int = 0
 
 
@@ -45,7 +45,7 @@ _masked_by_key: dict[str, tuple[str, str]] = {}  # config key → (value as text
 
 
 @contextmanager
-def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iterator[None]:
+def environment_access(names: Sequence[str] | None, show_names: bool = False) -> Iterator[None]:
     """While entered, a config may read only the variables `names`; None: any.
 
     Refusals are raised as SecurityError or ConfigError, unwrapped from OmegaConf's error.
@@ -57,7 +57,7 @@ def environment_access(names: Sequence[str] | None, shows: bool = False) -> Iter
         if (value := os.environ.get(name)) is not None:
             add_secret(name, value)  # the user's code may read it as well
     allowed = None if names is None else frozenset(names)
-    previous, _access = _access, EnvironmentAccess(allowed, shows)
+    previous, _access = _access, EnvironmentAccess(allowed, show_names)
     try:
         yield
     except OmegaConfBaseException as error:
@@ -123,7 +123,7 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
         raise ConfigError(key, f"the environment variable {name} is not set", f"set {name}")
     add_secret(name, value)
     _values[value] = name
-    if _access.shows and _node_._metadata.ref_type in (Any, str):
+    if _access.show_names and _node_._metadata.ref_type in (Any, str):
         return reference_to(name)
     return value
 

@@ -54,7 +54,7 @@ class StabilityController:
         self.table = RecoveryTable.from_config(config)
         self.anomalies = Anomalies()
         self.decision: Decision | None = None
-        self.settled = 0  # step of the last remedy; earlier bad steps need no other
+        self.last_remedy_step = 0  # step of the last remedy; earlier bad steps need no other
         self.reset_step = 0  # values up to this step predate a roll-back or an accepted spike
         self.bad_since = 0  # first of the latest consecutive bad steps; 0: none
         self.rollback_lr_factor = 1.0  # product over all roll-backs
@@ -131,7 +131,7 @@ class StabilityController:
             return rule
         step = run.progress.step
         self.table.record_use(decision.row or 0, decision.step)
-        self.decision, self.settled = None, step
+        self.decision, self.last_remedy_step = None, step
         if rule.action is Action.lower_lr:
             self.lr_reductions.append((step + rule.for_steps, rule.factor))
             self._set_lr_factor()
@@ -155,7 +155,7 @@ class StabilityController:
         self.weights_nonfinite = False
         self.rollback_lr_factor *= rule.factor
         self._set_lr_factor()
-        self.settled = run.progress.step
+        self.last_remedy_step = run.progress.step
         self._reset_statistics(run)
         self.apply_limits(run.progress.step)
 
@@ -226,7 +226,7 @@ class StabilityController:
             limits = self.spikes.limits_at(step)
             if loss > limits.loss or norm > limits.grad_norm:
                 return BadStepKind.spike
-            return BadStepKind.buffers if self.update.buffers.watched else None
+            return BadStepKind.buffers if self.update.buffers.statistic_slots else None
         overflow = self.update.scale is not None and math.isfinite(loss)
         return BadStepKind.overflow if overflow else BadStepKind.non_finite
 
@@ -259,7 +259,7 @@ class StabilityController:
             severity="error" if kind is BadStepKind.weights else "warning",
             capture=anomaly.capture,
             # debug=anomaly has logged the details already; a remedy is logged in any case
-            say=step not in run.history.explained or action not in ("", "skipped"),
+            say=step not in run.history.explained_steps or action not in ("", "skipped"),
         )
         if run.captures is not None:
             run.captures.log_capture()
@@ -271,7 +271,7 @@ class StabilityController:
         in_a_row = run.progress.consecutive_skips
         fatal = self.raise_on_fatal and kind in FATAL_KINDS
         action = "skipped" if anomaly.skipped else ""
-        pending = self.decision is not None or anomaly.step <= self.settled
+        pending = self.decision is not None or anomaly.step <= self.last_remedy_step
         if pending or not (fatal or self.config.guard):
             return action
         row = None if fatal else self._matching_row(run, kind)
@@ -326,7 +326,7 @@ class StabilityController:
             "decision": None if self.decision is None else asdict(self.decision),
             "lowered": [list(row) for row in self.lr_reductions],
             "vetoed": self.vetoed,
-            "settled": self.settled,
+            "settled": self.last_remedy_step,
             "forgotten": self.reset_step,
             "streak": self.bad_since,
             "share": self.rollback_lr_factor,
@@ -344,7 +344,7 @@ class StabilityController:
         self.decision = restore_decision(state["decision"], self.anomalies, self.spikes, fatal)
         if self.decision is not None and not (self.decision.raises or self.config.guard):
             self.decision = None
-        self.settled, self.reset_step = state["settled"], state["forgotten"]
+        self.last_remedy_step, self.reset_step = state["settled"], state["forgotten"]
         self.bad_since, self.rollback_lr_factor = state["streak"], state["share"]
         self.weights_nonfinite = state["ruined"]
         self.lr_reductions = [(last, factor) for last, factor in state["lowered"]]

@@ -22,7 +22,7 @@ MOMENTS_PER_WEIGHT = 2  # per weight, as in Adam
 def apply(config: Accumulation, builder: RunBuilder) -> str | None:
     """Set the builder's micro-batch, by which the loop splits batches."""
     reason = ""
-    if builder.micro_batch_asked is None:
+    if builder.requested_micro_batch is None:
         size = int(builder.choose(KEY, lambda: _choose_micro_batch(config, builder)))
         builder.micro_batch = largest_slice(builder.batch_size, min(size, builder.batch_size))
         reason = next(choice.reason for choice in builder.choices if choice.key == KEY)

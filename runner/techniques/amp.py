@@ -67,7 +67,7 @@ def _skip_reason(config: Amp, builder: RunBuilder) -> str | None:
         if config.dtype is Precision.fp16
         else capabilities.bf16_fast or capabilities.fp16_fast
     )
-    if fast or not (builder.measures or ENABLED in builder.recorded):
+    if fast or not (builder.measure_gains or ENABLED in builder.recorded):
         return None
     reason = f"{builder.device.name} has no fast {config.dtype.value} product, and "
     reason += f"{builder.total_steps:,} steps are too few to measure the gain"

@@ -37,7 +37,7 @@ def apply_techniques(
             continue
         status, reason = "not applicable", technique.unavailable(builder.device)
         if builder.world is not None and reason is None:
-            reason = builder.world.refuses(name)
+            reason = builder.world.unsupported_reason(name)
         try:
             if reason is None:
                 status, reason = "skipped", technique.apply(builder)

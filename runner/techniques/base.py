@@ -43,8 +43,8 @@ class Switch:
     """Turns a technique on and off between steps, so that its gain can be measured."""
 
     name: str
-    turn: Callable[[Run, bool], None]
-    first: bool = True  # whether it is on before its trial
+    set_enabled: Callable[[Run, bool], None]
+    initially_on: bool = True  # whether it is on before its trial
     on: bool = True
 
 
@@ -123,7 +123,9 @@ class RunParts:
     # by technique, for evidence
     technique_facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
-    fallen: dict[str, str] = field(default_factory=dict)  # reasons by technique that was given up
+    fallback_reasons: dict[str, str] = field(
+        default_factory=dict
+    )  # reasons by technique that was given up
     switches: list[Switch] = field(default_factory=list)  # of techniques whose gain is measured
 
 
@@ -133,9 +135,9 @@ class RunBuilder(RunParts):
 
     optimizer_class: type[torch.optim.Optimizer]
     batch_size: int
-    micro_batch_asked: int | None  # training.micro_batch
-    tf32_asked: bool | None  # device.tf32
-    threads_asked: int | None  # device.threads
+    requested_micro_batch: int | None  # training.micro_batch
+    requested_tf32: bool | None  # device.tf32
+    requested_threads: int | None  # device.threads
     sample: Callable[[int], Batch]  # number -> training samples, not augmented, on the device
     data: DataConfig  # how batches are fetched; the loader decides where a field is None
     in_memory: bool  # a fetch only copies
@@ -143,12 +145,12 @@ class RunBuilder(RunParts):
     ema: bool = False  # a running average of the weights is kept
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
-    whole_step: dict[str, Any] | None = None  # torch.compile options for steps in one graph
+    whole_step_options: dict[str, Any] | None = None  # torch.compile options for steps in one graph
     index_limit: int | None = None  # targets are below it, as inferred from the data
     cuda_graphs: bool = False
     forward_cost: ForwardCost | None = None  # None: not counted yet
     recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the resumed run
-    measures: bool = False  # whether gains that depend on machine and model are measured
+    measure_gains: bool = False  # whether gains that depend on machine and model are measured
 
     def parts(self) -> dict[str, Any]:
         """Return the fields that the finished run takes over, by name."""
@@ -172,9 +174,9 @@ class RunBuilder(RunParts):
         trials = len(self.switches) + 1
         fits_run = trials * MIN_TRIAL_STEPS <= self.total_steps * TRIAL_SHARE
         if name not in previous_trials and not (
-            self.measures and fits_run and self.total_steps >= min_steps
+            self.measure_gains and fits_run and self.total_steps >= min_steps
         ):
-            if self.measures and not fits_run:
+            if self.measure_gains and not fits_run:
                 needed = math.ceil(trials * MIN_TRIAL_STEPS / TRIAL_SHARE)
                 reason = f"{self.total_steps:,} steps are too few to measure ({needed:,} needed)"
                 self.choose("optimization.measure", lambda: (False, reason))
@@ -190,7 +192,7 @@ class RunBuilder(RunParts):
         if key in self.recorded:
             value, reason = self.recorded[key], "kept from the resumed run"
         else:
-            value, reason = decide() if self.world is None else self.world.choose(decide)
+            value, reason = decide() if self.world is None else self.world.broadcast_choice(decide)
         self.choices.append(Choice(key, value, reason))
         return value
 

@@ -51,19 +51,21 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     builder.recoveries.append(compilation.recover)
     builder.scope.callback(compilation.stop)
     whole_step_measured = any(switch.name == "whole_step" for switch in builder.switches)
-    if builder.whole_step is None or whole_step_measured:  # both are measured, so each compiles
+    if (
+        builder.whole_step_options is None or whole_step_measured
+    ):  # both are measured, so each compiles
         min_steps = 2 * minimum_steps(builder) if whole_step_measured else 0
         measured = builder.add_trial(
-            "compile", compilation.turn, initially_on=False, min_steps=min_steps
+            "compile", compilation.set_enabled, initially_on=False, min_steps=min_steps
         )
-        if not measured and builder.whole_step is None:
+        if not measured and builder.whole_step_options is None:
             compilation.start()
     return None
 
 
 def minimum_steps(builder: RunBuilder, min_steps: int | None = 0) -> int:
     """Return the least steps to try it: `min_steps`, by a timed step if measured, or by rule."""
-    if min_steps or not (min_steps is None or builder.measures or KEY in builder.recorded):
+    if min_steps or not (min_steps is None or builder.measure_gains or KEY in builder.recorded):
         return min_steps or 0
     from runner.techniques.cost import compile_break_even
 
@@ -85,15 +87,15 @@ def engaged(config: Compile, run: Run) -> Evidence:
     from runner.techniques.layer_evidence import compiled_layers
 
     compilation = run.compilation
-    if run.whole is not None:
-        has_run = run.whole.steps > 0
+    if run.step_graph is not None:
+        has_run = run.step_graph.steps > 0
         reason = "" if has_run else compiler.graph_obstacle(run) or "no step ran as one graph"
         return Evidence(has_run, reason, {"part_of": "whole_step"} if has_run else {})
-    reason = run.fallen.get("compile", "")
+    reason = run.fallback_reasons.get("compile", "")
     if compilation is None or not compilation.mode:
         return Evidence(False, reason or "nothing was compiled")
     facts = {"mode": compilation.mode, **compiler.compilation_facts()}
-    graphs = [facts["graphs"]] if run.world is None else run.world.gather(facts["graphs"])
+    graphs = [facts["graphs"]] if run.world is None else run.world.all_gather(facts["graphs"])
     if not min(graphs):  # agreed by all processes, since the dry runs below need all of them
         causes = facts.get("failed") or [compiler.graph_obstacle(run, eager=True)]
         return Evidence(False, shorten("; ".join(filter(None, ["no graph", *causes])), 300), facts)

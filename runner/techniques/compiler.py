@@ -70,7 +70,7 @@ class Compilation:
         for part in self.parts:
             part._compiled_call_impl = None
 
-    def turn(self, run: Run, on: bool) -> None:
+    def set_enabled(self, run: Run, on: bool) -> None:
         """Switch between compiled and eager; compiled code is kept."""
         if on and self.paused is not None:
             self.mode, implementations = self.paused
@@ -90,8 +90,10 @@ class Compilation:
         failed = self.mode
         self.start()
         why = log_compiler_error(error)
-        run.fallen["compile"] = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
-        log.warning("optimization.compile: %s", run.fallen["compile"])
+        run.fallback_reasons["compile"] = (
+            f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
+        )
+        log.warning("optimization.compile: %s", run.fallback_reasons["compile"])
         return True
 
 
@@ -325,9 +327,9 @@ def graph_obstacle(run: Run, eager: bool = False) -> str:
 
 def warn_graph_obstacle(run: Run) -> None:
     """Log a warning at the start if a hook prevents every step from being compiled."""
-    compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
-    if compiled and (reason := graph_obstacle(run, eager=run.whole is None)):
-        name = "compile" if run.whole is None else "whole_step"
+    compiled = run.step_graph is not None or (run.compilation is not None and run.compilation.mode)
+    if compiled and (reason := graph_obstacle(run, eager=run.step_graph is None)):
+        name = "compile" if run.step_graph is None else "whole_step"
         log.warning("optimization.%s: %s", name, reason)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from runner.data.batch import call_model, batch_size_of
+from runner.data.batch import batch_size_of, call_model
 from runner.models import modes
 from runner.models.preserved_state import NotRestorable
 from runner.techniques import probe
@@ -81,7 +81,7 @@ def compile_break_even(builder: RunBuilder) -> tuple[int, str]:
     the first time) takes at most MAX_COMPILE_SHARE longer. Otherwise the FLOP count decides, so
     that the same run is always compiled or never.
     """
-    if not builder.measures:
+    if not builder.measure_gains:
         return _compile_rule(builder)
     try:
         seconds = step_seconds(builder)

@@ -31,6 +31,6 @@ def engaged(config: CudaGraphs, run: Run) -> Evidence:
     """Return the number of graphs launched in one step, from the profiler."""
     launches = sum(n for name, n in count_operators(run).items() if name.startswith(LAUNCH_EVENTS))
     reason = "" if launches else "the compiled step launches no graph"
-    if not launches and run.compilation is None and run.whole is None:
+    if not launches and run.compilation is None and run.step_graph is None:
         reason = "needs a compiled model: optimization.compile.enabled=true"
     return Evidence(launches > 0, reason, {"graph_launches_per_step": launches})

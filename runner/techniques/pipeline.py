@@ -83,7 +83,7 @@ def engaged(config: Pipeline, run: Run) -> Evidence:
     choices = {choice.key: choice.value for choice in run.choices}
     facts: dict[str, Any] = {
         "workers": choices.get("data.workers", run.settings["data.workers"]),
-        "wait_share": round(run.watch.throughput(None).split.get("data", 0.0), 4),
+        "wait_share": round(run.stopwatch.throughput(None).split.get("data", 0.0), 4),
         **run.technique_facts.get("pipeline", {}),
     }
     ready, requested = run.train.ready()

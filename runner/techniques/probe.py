@@ -156,8 +156,8 @@ def dry_run_step(run: Run, samples: int | None = None) -> None:
     gradients = [parameter.grad for parameter in run.model.parameters()]
     try:
         batch = run.train.peek()
-        if samples is None and run.whole is not None and run.whole.takes(batch):
-            run.whole.dry_run(batch)
+        if samples is None and run.step_graph is not None and run.step_graph.takes(batch):
+            run.step_graph.dry_run(batch)
             return
         batch = slice_rows(batch, slice(min(run.micro_batch, samples or run.micro_batch)))
         run.update.begin()
@@ -194,7 +194,7 @@ def count_operators(run: Run) -> Mapping[str, int]:
         kineto = run.device.kind == "cuda" or run.shards is not None
         events = profile_step(lambda: dry_run_step(run), run.device, kineto)
         run.operators = {event.key: event.count for event in events}
-        if run.whole is not None:
+        if run.step_graph is not None:
             from runner.techniques import compiler
 
             run.operators |= compiler.count_compiled_operators()

@@ -37,7 +37,7 @@ def apply(config: System, builder: RunBuilder) -> str | None:
     """Set what the `device` group leaves open; record why the rest could not be set."""
     reasons: dict[str, str | None] = {}
     if builder.device.kind == "cpu":
-        if builder.threads_asked is None:
+        if builder.requested_threads is None:
             before = torch.get_num_threads()
             threads = builder.choose(
                 "device.threads", lambda: _choose_threads(config, builder, before)

@@ -19,8 +19,8 @@ def unavailable(config: Tf32, device: Device) -> str | None:
 
 def apply(config: Tf32, builder: RunBuilder) -> str | None:
     """Allow TF32 in matmul and cuDNN, until the run closes."""
-    if builder.tf32_asked is not None:
-        return f"device.tf32={str(builder.tf32_asked).lower()} decides"
+    if builder.requested_tf32 is not None:
+        return f"device.tf32={str(builder.requested_tf32).lower()} decides"
     from runner.device import numerics
 
     numerics.set_tf32(True, builder.scope)

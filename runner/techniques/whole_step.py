@@ -47,9 +47,9 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
     compiler.prepare(builder.scope)
     compiler.add_token_check(builder)
     _allow_gradients_in_graphs(builder.scope, dynamo_config)
-    builder.whole_step = {"cpp_wrapper": config.cpp_wrapper}
+    builder.whole_step_options = {"cpp_wrapper": config.cpp_wrapper}
     if builder.device.kind != "cpu":
-        builder.whole_step = dict(
+        builder.whole_step_options = dict(
             torch._inductor.list_mode_options(compiler.select_modes("auto", builder)[0])
         )
     # the graph uses this optimizer's state, and the optimizer runs steps outside of the graph
@@ -66,9 +66,9 @@ class GraphHolder:
     def set_enabled(self, run: Run, on: bool) -> None:
         """Give the graph back to the run, or take it; a graph that failed stays None."""
         if on:
-            run.whole, self.graph = self.graph or run.whole, None
+            run.step_graph, self.graph = self.graph or run.step_graph, None
         else:
-            run.whole, self.graph = None, run.whole or self.graph
+            run.step_graph, self.graph = None, run.step_graph or self.graph
 
 
 def _allow_gradients_in_graphs(scope: ExitStack, dynamo_config: Any) -> None:
@@ -80,10 +80,10 @@ def _allow_gradients_in_graphs(scope: ExitStack, dynamo_config: Any) -> None:
 
 def engaged(config: WholeStep, run: Run) -> Evidence:
     """Return the share of steps that ran in one graph."""
-    graph = run.whole
+    graph = run.step_graph
     if graph is None:
-        return Evidence(False, run.fallen.get("whole_step", "no step ran as one graph"))
-    total_steps = max(run.watch.count, graph.steps)  # a user's own loop is not timed
+        return Evidence(False, run.fallback_reasons.get("whole_step", "no step ran as one graph"))
+    total_steps = max(run.stopwatch.count, graph.steps)  # a user's own loop is not timed
     facts: dict[str, Any] = {"steps_in_one_graph": graph.steps, **compiler.compilation_facts()}
     if not graph.steps:
         return Evidence(False, compiler.graph_obstacle(run) or "no full batch seen", facts)

@@ -26,7 +26,7 @@ class BadSampleTracker:
     def __init__(self, run: Run, config: DataConfig) -> None:
         self.run, self.config = run, config
 
-    def note(self, loader: BatchLoader) -> bool:
+    def record_batch(self, loader: BatchLoader) -> bool:
         """Record the bad samples of the last batch; True if no process has a usable one.
 
         Raises DataError, in all processes at the same step, if they exceed `data.most_bad`.
@@ -36,7 +36,7 @@ class BadSampleTracker:
             return False
         bad, empty = usable.last.bad, loader.empty
         if run.world is not None:
-            gathered = run.world.gather((bad, empty))
+            gathered = run.world.all_gather((bad, empty))
             bad = {index: text for each, _ in gathered for index, text in each.items()}
             empty = all(is_empty for _, is_empty in gathered)
         for problem in (new_problems := usable.add(bad)):
@@ -55,8 +55,8 @@ class BadSampleTracker:
     def make_skipped_step(self) -> Step:
         """Return a skipped step, for a batch without a usable sample."""
         number = self.run.progress.step + 1
-        self.run.guardian.vetoed.append(number)
-        self.run.watch.split("forward")
+        self.run.stability.vetoed.append(number)
+        self.run.stopwatch.split("forward")
         zero = torch.zeros((), device=self.run.device.torch)
         return Step(number, zero * float("nan"), zero, torch.ones_like(zero))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from runner.data.batch import Batch, call_model, batch_size_of, slice_rows, split_batch
+from runner.data.batch import Batch, batch_size_of, call_model, slice_rows, split_batch
 from runner.errors import UsageError
 from runner.models import modes
 from runner.random_state import exclusive_random_state
@@ -38,21 +38,23 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
         raise UsageError("evaluate: the run has no test set; set data.test_path")
     totals: dict[str, Any] = {}
     if run.world is not None:
-        run.world.share_buffers(run.model)
+        run.world.broadcast_buffers(run.model)
     with inference(run, model) as forward:
         for number, batch in enumerate(loader.batches(0)):
             compute, samples = partial(_batch_sums, run, forward), loader.samples(number)
-            if run.left_out is not None:
-                run.left_out.note(loader)
+            if run.bad_samples is not None:
+                run.bad_samples.record_batch(loader)
             if run.shards is None:
                 part_sums = apply_in_parts(run, batch, compute)
             else:
                 own = 0 if loader.empty else batch_size_of(batch[1])
-                part_sums = run.shards.in_parts(batch, samples, run.micro_batch, own, compute)
+                part_sums = run.shards.map_micro_batches(
+                    batch, samples, run.micro_batch, own, compute
+                )
             if not loader.empty and (run.world is None or _has_own_samples(run.world, samples)):
                 totals = reduce(_add_sums, part_sums, totals)
     if run.world is not None:
-        totals = reduce(_add_sums, run.world.gather(totals), {})
+        totals = reduce(_add_sums, run.world.all_gather(totals), {})
     values = run.objective.all_metrics(totals)
     metrics = {f"{split_name}/{name}": x for name, x in values.items()}
     confusion = run.objective.confusion(totals)
@@ -69,7 +71,7 @@ def _add_sums(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
 
 def _has_own_samples(world: World, samples: int) -> bool:
     """Whether this process has samples of the batch, not only a stand-in."""
-    own_part = world.part(samples)
+    own_part = world.local_slice(samples)
     return bool(own_part.stop > own_part.start)
 
 
@@ -87,7 +89,7 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
             stack.enter_context(run.update.averaged())
         for context in run.contexts:
             stack.enter_context(context())
-        local_forward = None if run.world is None else run.world.alone
+        local_forward = None if run.world is None else run.world.validation_forward
         yield (local_forward or run.forward) if model is None else model
 
 

@@ -41,7 +41,7 @@ def build_summary(
         monitor=run.monitor,
         best=progress.best,
         best_step=progress.best_step,
-        throughput=run.watch.throughput(
+        throughput=run.stopwatch.throughput(
             run.sizes.sequence if run.objective.unit == "tokens" else None
         ),
         memory=MemoryPeaks(
@@ -59,7 +59,7 @@ def build_summary(
         command=provenance.command(),
         name=run.name,
         wall_seconds=time.monotonic() - run.started,
-        choices=[*run.choices, *([] if run.left_out is None else run.left_out.choices())],
+        choices=[*run.choices, *([] if run.bad_samples is None else run.bad_samples.choices())],
         git=provenance.git_state() or {},
         model_check=run.model_check,
         columns=run.columns,
@@ -102,9 +102,9 @@ def collect_evidence(run: Run) -> None:
 
 def technique_statuses(run: Run) -> list[TechniqueStatus]:
     """A row per technique: requested, engaged, and the evidence collected so far."""
-    rows = {row.name: row for row in run.engagements}
+    rows = {row.name: row for row in run.unapplied_techniques}
     for name, _ in run.techniques:
-        evidence, fallback_reason = run.evidence.get(name), run.fallen.get(name, "")
+        evidence, fallback_reason = run.evidence.get(name), run.fallback_reasons.get(name, "")
         if run.trials is not None:
             evidence = run.trials.evidence(name, evidence)
         if evidence is None:

@@ -58,7 +58,7 @@ def train(run: Run) -> Summary:
     read_ended = partial(_read_ended_summary, run)
     previous: Summary | None = None
     if is_over:
-        previous = read_ended() if run.world is None else run.world.choose(read_ended)
+        previous = read_ended() if run.world is None else run.world.broadcast_choice(read_ended)
     if previous is not None:
         log.info("this run already ended at step %d; to continue: training.steps=…", previous.steps)
         return previous  # its record stays as it is
@@ -100,7 +100,7 @@ def _read_ended_summary(run: Run) -> Summary | None:
 
 
 def _train(run: Run) -> None:
-    progress, stopwatch, update = run.progress, run.watch, run.update
+    progress, stopwatch, update = run.progress, run.stopwatch, run.update
     in_step_hooks = [
         h for h in run.hooks if overrides_event(h, "on_gradients") or overrides_event(h, "around")
     ]
@@ -120,10 +120,10 @@ def _train(run: Run) -> None:
                 batch = next(batches)
                 interrupts.end_wait()
                 number = progress.step + 1
-                empty = run.left_out is not None and run.left_out.note(run.train)
-                if run.inputs is not None and not empty:
-                    batch = run.inputs.admit(number, batch)
-                    run.guardian.vetoed += run.inputs.take_vetoed()
+                empty = run.bad_samples is not None and run.bad_samples.record_batch(run.train)
+                if run.batch_validator is not None and not empty:
+                    batch = run.batch_validator.admit(number, batch)
+                    run.stability.vetoed += run.batch_validator.take_vetoed()
                 stopwatch.split("data")
 
                 try:
@@ -140,14 +140,14 @@ def _train(run: Run) -> None:
                     verdict = max(verdict, _process_reports(run))
                 signal_number = interrupts.received
                 if run.world is not None:
-                    worst, number = run.world.worst(verdict, signal_number or 0)
+                    worst, number = run.world.all_reduce_max(verdict, signal_number or 0)
                     verdict, signal_number = Verdict(worst), number or None
                 stopwatch.stop(samples)
 
                 if verdict >= Verdict.ROLLBACK:
                     _stop_or_roll_back(run, verdict)
-                if progress.step >= run.guardian.due:
-                    run.guardian.apply_limits(progress.step)
+                if progress.step >= run.stability.due:
+                    run.stability.apply_limits(progress.step)
                 if signal_number is not None:  # before a validation, which may be slow
                     interrupts.end_grace()
                     _save_and_stop(run, Interrupted(signal_number))
@@ -155,8 +155,8 @@ def _train(run: Run) -> None:
                 _validate_and_checkpoint(run, interrupts)
             run.reader.close(stopwatch.elapsed())
             _apply_verdict(run, _process_reports(run, wait=True))
-            if run.inputs is not None:
-                run.inputs.settle()
+            if run.batch_validator is not None:
+                run.batch_validator.settle()
         except KeyboardInterrupt:
             interrupts.end_grace()
             _leave_world(run, interrupts.error())
@@ -285,7 +285,7 @@ def _handle_last_report(run: Run) -> None:
     """
     verdict = _process_reports(run, wait=True)
     if first_bad_step(run):
-        run.reader.close(run.watch.elapsed())
+        run.reader.close(run.stopwatch.elapsed())
         verdict = max(verdict, _process_reports(run, wait=True))
     _apply_verdict(run, verdict)
 
@@ -331,25 +331,25 @@ def _check_early_stopping(run: Run) -> None:
 def _process_reports(run: Run, wait: bool = False) -> Verdict:
     """Pass reports to the stability policy and the hooks; return the worst verdict."""
     verdict, process_lost = Verdict.KEEP, None
-    if run.whole is not None and (wait or run.device.reads_are_free):
-        run.whole.check()
+    if run.step_graph is not None and (wait or run.device.reads_are_free):
+        run.step_graph.check()
     for report in run.reader.reports(wait):
         if not report.loss:
             continue
-        if run.inputs is not None:
-            run.inputs.read(report.last)  # no wait: those steps have ended
-            run.guardian.vetoed += run.inputs.take_vetoed()
+        if run.batch_validator is not None:
+            run.batch_validator.read(report.last)  # no wait: those steps have ended
+            run.stability.vetoed += run.batch_validator.take_vetoed()
             # each process saw its part of a batch
             if run.world is not None and process_lost is None:
-                run.guardian.vetoed, process_lost = run.world.union(run.guardian.vetoed)
-        run.guardian.inspect(run, report)
+                run.stability.vetoed, process_lost = run.world.union(run.stability.vetoed)
+        run.stability.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
             _enforce_strict(run)
         verdict = max(verdict, call_hooks(run.hooks, "on_report", run, report))
     if process_lost is not None:  # reports taken from the reader had to be recorded first
         raise process_lost
-    return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
+    return verdict if run.stability.decision is None else max(verdict, Verdict.ROLLBACK)
 
 
 def _enforce_strict(run: Run) -> None:
@@ -372,7 +372,7 @@ def _apply_verdict(run: Run, verdict: Verdict) -> None:
 
 
 def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
-    controller = run.guardian
+    controller = run.stability
     if verdict is Verdict.STOP:
         run.stop_reason = run.stop_reason or "a hook requested a stop"
     elif controller.decision is None:

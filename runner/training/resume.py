@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.checkpoint.folder import RestoredCheckpoint
 from runner.checkpoint.finite_checks import find_non_finite
+from runner.checkpoint.folder import RestoredCheckpoint
 from runner.data.config import LOADING_KEYS
 from runner.errors import CheckpointError
 from runner.record.text import shorten
@@ -40,13 +40,13 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if run.world is not None and run.world.lost and run.shards is not None:
             log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
             return
-        if not final and not run.guardian.has_finite_weights():
+        if not final and not run.stability.has_finite_weights():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
         bad = first_bad_step(run)
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would replace the one to roll back to
-        run.checkpointer.lead_to = _steps_to_replay(run, bad)
+        run.checkpointer.suspect_steps = _steps_to_replay(run, bad)
         if run.trials is not None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
@@ -74,7 +74,7 @@ def first_bad_step(run: Run) -> int:
 
     Host sync.
     """
-    controller, open_window = run.guardian, run.reader.state()
+    controller, open_window = run.stability, run.reader.state()
     if controller.bad_since:
         return controller.bad_since
     for step, row in enumerate(open_window["rows"], open_window["first"]):
@@ -86,17 +86,17 @@ def first_bad_step(run: Run) -> int:
 
 def _run_state(run: Run) -> dict[str, Any]:
     inputs = None
-    if run.inputs is not None:  # first, as it adds to the history and the guardian
-        inputs = run.inputs.state()
-        run.guardian.vetoed += run.inputs.take_vetoed()
+    if run.batch_validator is not None:  # first, as it adds to the history and the guardian
+        inputs = run.batch_validator.state()
+        run.stability.vetoed += run.batch_validator.take_vetoed()
     return {
         "progress": asdict(run.progress),
         "update": run.update.state(),
         "reader": run.reader.state(),
         "history": run.history.state(),
-        "stability": run.guardian.state(),
+        "stability": run.stability.state(),
         "inputs": inputs,
-        "bad_samples": {} if run.left_out is None else run.left_out.state(),
+        "bad_samples": {} if run.bad_samples is None else run.bad_samples.state(),
         "random": {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
@@ -130,11 +130,11 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         run.progress = Progress(**state["progress"])
         run.reader.load(state["reader"])
         run.history.load(state["history"])
-        run.guardian.load(state["stability"], run.progress.step)
-        if run.inputs is not None and state.get("inputs") is not None:
-            run.inputs.load(state["inputs"])
-        if run.left_out is not None:
-            run.left_out.load(state.get("bad_samples", {}))
+        run.stability.load(state["stability"], run.progress.step)
+        if run.batch_validator is not None and state.get("inputs") is not None:
+            run.batch_validator.load(state["inputs"])
+        if run.bad_samples is not None:
+            run.bad_samples.load(state.get("bad_samples", {}))
     if trains and state["config_hash"] != run.config_hash:
         before, after = state["settings"], _comparable_settings(run.settings)
         changed_keys = [k for k in after if before.get(k) != after[k]]
@@ -158,7 +158,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     if run.checkpointer.owns(restored.path):
         run.record_offset = state["record"]
         run.saved_step = run.progress.step
-        run.checkpointer.lead_to = _steps_to_replay(run, first_bad_step(run))
+        run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run))
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
         restore_random_state(
@@ -228,7 +228,7 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
     Scheduled checkpoints are preferred to one written at an interruption, so that an interrupted
     run rolls back to the same step as any other. One from among the bad steps comes last.
     """
-    decision = run.guardian.decision
+    decision = run.stability.decision
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
     folder: Path | None = None  # the newest
     fallback: tuple[tuple[bool, bool], RestoredCheckpoint] | None = None
@@ -243,7 +243,7 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
             restored, step = None, None if folder is None else int(folder.name.rpartition("_")[2])
         if restored is not None:
             nonfinite = find_non_finite(
-                restored.model, restored.state["update"], run.guardian.nonfinite_by_design
+                restored.model, restored.state["update"], run.stability.nonfinite_by_design
             )
             if nonfinite is not None:
                 log.warning(
@@ -256,7 +256,7 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
                     return restored
                 if fallback is None or rank > fallback[0]:
                     fallback = rank, restored
-        folder = None if step is None else run.checkpointer.before(step)
+        folder = None if step is None else run.checkpointer.newest_before(step)
         if folder is None:
             return None if fallback is None else fallback[1]
 
@@ -289,7 +289,7 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
             run.model.load_state_dict(model)
         else:
             run.shards.load(model)
-            update = run.shards.cut_update(update, run.update.parameters)
+            update = run.shards.select_update_rows(update, run.update.parameters)
         run.update.load(update)
     except torch.OutOfMemoryError:
         raise

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from runner.record.recorder import Recorder
     from runner.stability.controller import StabilityController
     from runner.techniques.base import Evidence, Technique, TechniqueStatus
-    from runner.training.hook import Evaluation, Hook, Verdict
     from runner.training.bad_samples import BadSampleTracker
+    from runner.training.hook import Evaluation, Hook, Verdict
     from runner.training.metrics import StepMetricsReader
     from runner.training.timing import Stopwatch
     from runner.training.trials import Trials
@@ -87,15 +87,15 @@ class Run(RunParts):
     checkpointer: Checkpointer
     hooks: list[Hook]
     techniques: list[tuple[str, Technique]]  # those applied, in order
-    engagements: list[TechniqueStatus]  # those not applied, with the reason
-    watch: Stopwatch
+    unapplied_techniques: list[TechniqueStatus]  # those not applied, with the reason
+    stopwatch: Stopwatch
     reader: StepMetricsReader
-    guardian: StabilityController
-    whole: StepGraph | None = None  # makes steps in one graph
+    stability: StabilityController
+    step_graph: StepGraph | None = None  # makes steps in one graph
     trials: Trials | None = None  # of techniques whose gain is measured
-    inputs: BatchValidator | None = None  # checks each batch before its step
+    batch_validator: BatchValidator | None = None  # checks each batch before its step
     captures: CaptureRecorder | None = None  # writes bad steps for job=replay
-    left_out: BadSampleTracker | None = (
+    bad_samples: BadSampleTracker | None = (
         None  # counts bad samples, which data.bad_samples=drop leaves out
     )
 
@@ -129,15 +129,17 @@ class Run(RunParts):
     @property
     def writes(self) -> bool:
         """Whether this process writes the record: the only one, or the first of several."""
-        return self.folder is not None and (self.world is None or self.world.first)
+        return self.folder is not None and (self.world is None or self.world.is_rank_zero)
 
     def largest_local_batch(self, samples: int) -> int:
         """Return the largest number of samples of a batch that one process has."""
-        return samples if self.world is None else self.world.largest(samples)
+        return samples if self.world is None else self.world.max_local_samples(samples)
 
     def worst_verdict(self, verdict: Verdict) -> Verdict:
         """Return the worst verdict of all processes."""
-        return verdict if self.world is None else type(verdict)(self.world.worst(verdict)[0])
+        return (
+            verdict if self.world is None else type(verdict)(self.world.all_reduce_max(verdict)[0])
+        )
 
     def __enter__(self) -> Run:
         return self

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from runner.data.batch import Batch, call_model, batch_size_of, slice_rows, split_batch
+from runner.data.batch import Batch, batch_size_of, call_model, slice_rows, split_batch
 from runner.data.order import mix
 from runner.errors import UsageError
 from runner.record.text import summarize_error
@@ -32,8 +32,8 @@ def make_step(
 
     An `empty` batch has no usable sample in any process: its step changes nothing.
     """
-    if empty and run.left_out is not None:
-        return run.left_out.make_skipped_step(), Verdict.KEEP
+    if empty and run.bad_samples is not None:
+        return run.bad_samples.make_skipped_step(), Verdict.KEEP
     due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
     trials = run.trials
     if trials is None or trials.finished:
@@ -47,8 +47,8 @@ def make_step(
 def _make_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     if due:
         return _hooked_step(run, batch, due)
-    if run.whole is not None and run.whole.takes(batch):
-        step = _graph_step(run, run.whole, batch)
+    if run.step_graph is not None and run.step_graph.takes(batch):
+        step = _graph_step(run, run.step_graph, batch)
         if step is not None:
             return step, Verdict.KEEP
     return _eager_step(run, batch, due)
@@ -111,11 +111,15 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
         verdict = run.worst_verdict(call_hooks(due, "on_gradients", run, step))
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
-            run.guardian.vetoed.append(step.number)
-    if run.world is None and run.inputs is not None and run.inputs.veto is not None:
-        step.skipped = torch.maximum(step.skipped, run.inputs.veto)
+            run.stability.vetoed.append(step.number)
+    if (
+        run.world is None
+        and run.batch_validator is not None
+        and run.batch_validator.veto is not None
+    ):
+        step.skipped = torch.maximum(step.skipped, run.batch_validator.veto)
     run.update.apply(step.grad_norm, step.skipped)
-    run.watch.split("optimizer")
+    run.stopwatch.split("optimizer")
     return step, verdict
 
 
@@ -126,7 +130,9 @@ def _graph_step(run: Run, graph: StepGraph, batch: Batch) -> Step | None:
     if not graph.steps:
         log.info("compiling the step: seconds, or up to a minute the first time")
     try:
-        loss, norm, skipped = graph(batch, None if run.inputs is None else run.inputs.veto)
+        loss, norm, skipped = graph(
+            batch, None if run.batch_validator is None else run.batch_validator.veto
+        )
     except Exception as error:
         from runner.techniques import compiler
 
@@ -134,13 +140,13 @@ def _graph_step(run: Run, graph: StepGraph, batch: Batch) -> Step | None:
             graph.steps or compiler.is_from_compiled_code(error)
         ):
             raise  # some weights may have changed already
-        run.whole = None
-        run.fallen["whole_step"] = reason = compiler.log_compiler_error(error)
+        run.step_graph = None
+        run.fallback_reasons["whole_step"] = reason = compiler.log_compiler_error(error)
         log.warning("optimization.whole_step: fell back: %s", reason)
         if run.compilation is not None and not (run.trials and run.trials.is_rejected("compile")):
-            run.compilation.turn(run, True)
+            run.compilation.set_enabled(run, True)
         return None
-    run.watch.split("whole_step")
+    run.stopwatch.split("whole_step")
     return Step(number, loss, norm, skipped)
 
 
@@ -163,15 +169,15 @@ def forward_backward(run: Run, batch: Batch) -> Step:
     run.update.begin()
     if run.world is None and run.micro_batch >= batch_size_of(batch[1]):
         loss = _forward(run, batch)
-        run.watch.split("forward")
+        run.stopwatch.split("forward")
         (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
         loss = loss.detach()
-        run.watch.split("backward")
+        run.stopwatch.split("backward")
     else:
         loss = _accumulate(run, batch)
     if run.world is not None:
-        veto = None if run.inputs is None else run.inputs.veto
-        return Step(number, *run.world.measure(run.update, loss, veto))
+        veto = None if run.batch_validator is None else run.batch_validator.veto
+        return Step(number, *run.world.measure_step(run.update, loss, veto))
     norm, skipped = run.update.measure(loss)
     return Step(number, loss, norm, skipped)
 
@@ -195,25 +201,25 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         samples = run.train.samples(run.progress.step)
         own_samples = 0 if run.train.empty else own_samples
         # other processes may drop some of their samples
-        if run.left_out is not None and not isinstance(batch_weight, Tensor):
+        if run.bad_samples is not None and not isinstance(batch_weight, Tensor):
             dtype = torch.promote_types(run.update.parameters[0].dtype, torch.float32)
             batch_weight = torch.tensor(batch_weight, dtype=dtype, device=run.device.torch)
-        batch_weight = world.whole_weight(batch_weight, own_samples, samples)
-        parts = world.parts(samples, run.micro_batch, own_samples)
+        batch_weight = world.total_weight(batch_weight, own_samples, samples)
+        parts = world.micro_batch_slices(samples, run.micro_batch, own_samples)
     total = torch.zeros((), device=run.device.torch)
     for number, part_slice in enumerate(parts, 1):
         empty = part_slice.start == part_slice.stop
         part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
-        weight = run.update.never if empty else run.objective.weight(part[1])
+        weight = run.update.zero if empty else run.objective.weight(part[1])
         if world is not None:
-            world.stand_in = empty
+            world.is_stand_in = empty
         with _gradient_sync(run, last=number == len(parts)):
             loss = _weighted_loss(_forward(run, part), weight, batch_weight)
-            run.watch.split("forward")
+            run.stopwatch.split("forward")
             summed = loss if world is None else loss * world.size  # gradients are averaged
             (summed if run.update.scale is None else summed * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach()
-        run.watch.split("backward")
+        run.stopwatch.split("backward")
     return total
 
 
@@ -251,7 +257,7 @@ def _is_regular_size(run: Run, samples: int) -> bool:
     full_size = run.train.samples(0)
     if run.world is None:
         return samples in (run.micro_batch, full_size // -(-full_size // run.micro_batch))
-    parts = run.world.parts(full_size, run.micro_batch, full_size)
+    parts = run.world.micro_batch_slices(full_size, run.micro_batch, full_size)
     return samples in {part.stop - part.start for part in parts}
 
 

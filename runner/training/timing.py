@@ -31,7 +31,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.spent = dict.fromkeys(PHASES, 0.0)
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self.count = 0  # steps timed so far
         self.durations = np.zeros(MAX_DURATIONS, np.float32)  # ring buffer, in seconds
         self.total_seconds = 0.0
@@ -41,14 +41,14 @@ class Stopwatch:
         self.started = 0.0
         self.events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=MAX_SAMPLED_STEPS)
         self.marks: list[tuple[str, torch.Event]] = []  # (phase, mark at its end)
-        self.exposed = 0.0  # share of a step in which its backward waits for other processes
+        self.exposed_share = 0.0  # share of a step in which its backward waits for other processes
         self.running = False  # between start and stop
         self.sampling = False
 
     def start(self) -> None:
         """Start a step, which begins with the wait for its batch."""
         if self.count == SETTLING:
-            self.spent = dict.fromkeys(PHASES, 0.0)
+            self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self.started = self.now = perf_counter()
         self.running = True
         self.sampling = self.device.type != "cpu" and self.count % SAMPLE_EVERY == SAMPLE_EVERY - 1
@@ -58,7 +58,7 @@ class Stopwatch:
     def split(self, phase: str) -> None:
         """Add the time since the last split to `phase`; a phase may be split several times."""
         now = perf_counter()
-        self.spent[phase] += now - self.now
+        self.phase_seconds[phase] += now - self.now
         self.now = now
         if self.sampling:  # marks before a wait within this phase have no name yet
             self.marks = [(name or phase, mark) for name, mark in self.marks]
@@ -72,24 +72,24 @@ class Stopwatch:
         self.durations[self.count % MAX_DURATIONS] = seconds
         self.count += 1
         self.total_seconds += seconds
-        self.spent["other"] += now - self.now
+        self.phase_seconds["other"] += now - self.now
         if self.count > SETTLING:
             self.settled_seconds += seconds
             self.samples += samples
         if self.sampling and MIN_MARKS <= len(self.marks) <= MAX_MARKS:
             self.events.append([(name or "other", mark) for name, mark in self.marks])
 
-    def laps(self, first: int = 0) -> np.ndarray:
+    def step_seconds(self, first: int = 0) -> np.ndarray:
         """Return the seconds of each kept step from number `first`, counted from 0."""
         first = max(first, self.count - MAX_DURATIONS)
         return self.durations[np.arange(first, self.count) % MAX_DURATIONS]
 
-    def settled_laps(self) -> np.ndarray:
+    def settled_step_seconds(self) -> np.ndarray:
         """Return the seconds of the steps after the first SETTLING, or of all if there are none."""
-        return self.laps(SETTLING if self.count > SETTLING else 0)
+        return self.step_seconds(SETTLING if self.count > SETTLING else 0)
 
     @contextmanager
-    def excluded(self) -> Iterator[None]:
+    def exclude_time(self) -> Iterator[None]:
         """Exclude the time inside from the step."""
         start = perf_counter()
         try:
@@ -113,11 +113,13 @@ class Stopwatch:
         """Return rates and phase shares of the settled steps, percentiles of the newest 16,384."""
         if not self.count:
             return Throughput()
-        p50, p95 = np.percentile(self.settled_laps(), [50, 95]).tolist()
+        p50, p95 = np.percentile(self.settled_step_seconds(), [50, 95]).tolist()
         total = self.settled_seconds or self.total_seconds
         rate = self.samples / total if self.count > SETTLING else 0.0
-        shares = self._device_split() or {x: seconds / total for x, seconds in self.spent.items()}
-        exposed = min(self.exposed, shares["backward"])
+        shares = self._device_split() or {
+            x: seconds / total for x, seconds in self.phase_seconds.items()
+        }
+        exposed = min(self.exposed_share, shares["backward"])
         shares["backward"] -= exposed
         shares["waiting"] += exposed
         return Throughput(

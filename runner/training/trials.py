@@ -183,7 +183,7 @@ class Trials:
         pairs = PAIRS if share >= SETTLING_STEPS + 2 * PAIRS * 3 else MIN_PAIRS
         block = min(MAX_BLOCK_STEPS, (share - SETTLING_STEPS) // (2 * pairs))
         for name in new:
-            settling = 0 if self.switches[name].first else SETTLING_STEPS
+            settling = 0 if self.switches[name].initially_on else SETTLING_STEPS
             trial = Trial(name, step, block, pairs, settling)
             if block > 1 and trial.last < run.total_steps:
                 self.trials.append(trial)
@@ -203,9 +203,13 @@ class Trials:
         """Switch each technique on or off for `step`."""
         for name, switch in self.switches.items():
             trial = self.find(name)
-            on = switch.first if trial is None else trial.uses_technique(step, switch.first)
+            on = (
+                switch.initially_on
+                if trial is None
+                else trial.uses_technique(step, switch.initially_on)
+            )
             if on is not switch.on:
-                switch.turn(run, on)
+                switch.set_enabled(run, on)
                 switch.on = on
         self.finished = all(step > trial.last for trial in self.trials)
 
@@ -220,7 +224,7 @@ class Trials:
         trial = next((t for t in self.trials if t.first <= step <= t.last), None)
         if trial is not None and self.is_timing:
             run.device.synchronize()
-            if regular and trial.name not in run.fallen:
+            if regular and trial.name not in run.fallback_reasons:
                 trial.record_time(step, perf_counter() - started)
             trial.stop_early(step)
             if step == trial.last and (added_steps := trial.extend()):

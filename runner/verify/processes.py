@@ -19,8 +19,8 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
 from runner.distributed.launch import AttemptLost, count_processes, run_attempt
-from runner.distributed.rank_info import RankInfo
 from runner.distributed.rank import run_rank_process
+from runner.distributed.rank_info import RankInfo
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobConfig
 from runner.parity.dropout import zero_dropout
@@ -103,17 +103,17 @@ class ReferencePrecision(Technique):
     perturb: bool = False  # change each weight by one rounding
     silenced: int = 0  # number of disabled dropouts
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         """Modify the model before its average is made and before it is distributed."""
-        self.silenced = zero_dropout(draft.model)
+        self.silenced = zero_dropout(builder.model)
         if self.fp64:
-            draft.model.double()
-            draft.placements.append(to_fp64)
-            loss: Any = getattr(draft.objective, "loss", None)
+            builder.model.double()
+            builder.placements.append(to_fp64)
+            loss: Any = getattr(builder.objective, "loss", None)
             if getattr(loss, "class_weights", None) is not None:
                 loss.class_weights = loss.class_weights.double()
         if self.perturb:
-            perturb_weights(draft.model, seed=1)
+            perturb_weights(builder.model, seed=1)
 
     def engaged(self, run: Run) -> Evidence:
         """Whether the weights are in fp64, if requested."""

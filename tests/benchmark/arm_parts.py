@@ -101,7 +101,7 @@ def string_hash(run: Any) -> int:
 
 def in_steps(run: Any) -> float:
     """Seconds, by the run's own clock."""
-    return float(run.watch.laps().sum())
+    return float(run.stopwatch.step_seconds().sum())
 
 
 def fails(run: Any) -> float:

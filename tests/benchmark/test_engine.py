@@ -90,12 +90,12 @@ def test_without_the_reference_there_are_times_and_no_ratios() -> None:
 
 def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated() -> None:
     result = measured(World(SPEEDUPS, refuses={CONTROL: ("failed", "x")}))
-    assert (result.control, result.noise_floor, result.unclaimed) == (None, None, None)
+    assert (result.control, result.noise_floor, result.claim_threshold) == (None, None, None)
     assert "the control ended early (failed: x)" in result.notes
     assert any("the noise floor is unknown, so no difference is claimed" in n for n in result.notes)
     assert [row.claim for row in result.arms] == ["", "", ""]
     result = measured(World(SPEEDUPS), control=False)
-    assert (result.control, result.noise_floor, result.unclaimed) == (None, 0.0, NEGLIGIBLE)
+    assert (result.control, result.noise_floor, result.claim_threshold) == (None, 0.0, NEGLIGIBLE)
     assert result.arm("basic").claim == "faster"
 
 
@@ -141,7 +141,7 @@ def test_several_processes_of_each_arm_take_no_more_than_the_budget() -> None:
     assert result.noise_floor is not None and 0.01 < result.noise_floor < 0.15
     dear = measured(World(SPEEDUPS, setups={"amp": 40.0}), budget_s=60.0)
     assert dear.processes == 1
-    assert dear.noise_floor == dear.unclaimed == ONE_PROCESS_NOISE
+    assert dear.noise_floor == dear.claim_threshold == ONE_PROCESS_NOISE
     (note,) = [note for note in dear.notes if "in one process" in note]
     assert "no difference within 7% is claimed" in note and "benchmark.budget_s" in note
     assert [row.claim for row in dear.arms] == ["", "faster", ""]  # too little is known for `same`

@@ -22,7 +22,7 @@ TRUSTED = "security.trusted=[parity_mutants,tests]"
 class Endless(Technique):
     """Never comes to an end."""
 
-    def apply(self, draft: RunBuilder) -> str | None:
+    def apply(self, builder: RunBuilder) -> str | None:
         while True:
             signal.pause()
 
@@ -33,7 +33,7 @@ class Endless(Technique):
 class Deadly(Endless):
     """Takes the process down."""
 
-    def apply(self, draft: RunBuilder) -> str | None:
+    def apply(self, builder: RunBuilder) -> str | None:
         os.kill(os.getpid(), signal.SIGKILL)
         return None
 

@@ -57,7 +57,7 @@ def baseline(folder: Path | None, *names: str) -> BenchmarkResult | None:
 
 def test_the_same_again_is_no_regression() -> None:
     for seed in range(5):
-        plain = compared(result(seed)).plain()
+        plain = compared(result(seed)).to_dict()
         assert plain["sentences"] == ["no regressions"] and not plain["regressed"]
 
 
@@ -106,7 +106,7 @@ def test_a_change_of_all_arms_is_stated_of_all_and_what_is_left_is_judged(load: 
     now.arms[1].per_sample_ms = times(1.5 * 1.27, 1)  # beyond the change of all
     comparison = compared(now)
     assert slower(comparison)[-1] == "ultra" and "next to none" in comparison.regressions[-1]
-    assert sum("all arms" in line for line in comparison.plain()["sentences"]) == 1
+    assert sum("all arms" in line for line in comparison.to_dict()["sentences"]) == 1
     for name in ("none", "ultra"):
         alone = compared(result(1, **{"none": 1.0, "ultra": 0.5, name: 1.27}))
         assert slower(alone) == [name] and "all arms" not in "".join(alone.regressions)
@@ -130,7 +130,7 @@ def test_text_of_a_baseline_cannot_forge_lines() -> None:
     then = result(100)
     then.arms[1].overrides = ["\x1b[31mred\nforged"]
     then.machine["torch"], then.started = "1\n2", "\x1b]0;x"
-    plain = compared(result(1), then).plain()
+    plain = compared(result(1), then).to_dict()
     text = "".join([*plain["sentences"], plain["started"]])
     assert "\x1b" not in text and "\n" not in text
 

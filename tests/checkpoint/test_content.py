@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.checkpoint.state_schema import check_state
 from runner.checkpoint.manifest import STATE
 from runner.checkpoint.reading import load_checkpoint
+from runner.checkpoint.state_schema import check_state
 from runner.errors import CheckpointError
 from tests.checkpoint.test_checkpoint_damage import forge_file
 

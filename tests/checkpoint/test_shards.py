@@ -36,7 +36,7 @@ class Process:
         self.world: Any = SimpleNamespace(store=store, rank=rank, size=2, lost=False, **own)
         self.rows = WEIGHT.split(2)[rank]
         self.checkpointer = Checkpointer(folder, keep=3, writes=rank == 0)
-        self.checkpointer.together = CheckpointCommit(self.world)
+        self.checkpointer.commit = CheckpointCommit(self.world)
 
     def save(self, step: int) -> None:
         rows = self.rows + step
@@ -163,7 +163,7 @@ def test_what_a_process_could_not_write_is_a_failed_save_of_the_first(
     save(processes, 1)
     first, other = processes
     away = Checkpointer(tmp_path / "not_shared", keep=3, writes=False)
-    away.together, other.checkpointer = other.checkpointer.together, away
+    away.commit, other.checkpointer = other.checkpointer.commit, away
     first.save(2), other.save(2)
     first.checkpointer.wait(), other.checkpointer.wait()
     assert "process 1: No such file or directory" in caplog.text

@@ -193,8 +193,8 @@ DATA = {
 @pytest.mark.parametrize("name", DATA)
 def test_healthy_data_give_no_alarm(name: str) -> None:
     with build(compose([*DATA[name].split(), "optimization=none", "training.steps=100"])) as run:
-        assert run.inputs is not None
-        run.inputs.prescan = None
+        assert run.batch_validator is not None
+        run.batch_validator.prescan = None
         for number, batch in zip(range(1, 101), run.train.batches(0), strict=False):
-            run.inputs.admit(number, batch)
+            run.batch_validator.admit(number, batch)
         assert list(run.history.faults) == []

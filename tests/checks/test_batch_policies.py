@@ -68,7 +68,7 @@ def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks() -> No
     extra = ["data.workers=2", "training.micro_batch=5"]
     on, _ = trained(Spoiled(), None, *extra)
     off, _ = trained(Spoiled(), None, "checks=off", *extra)
-    assert on.inputs is not None and off.inputs is None
+    assert on.batch_validator is not None and off.batch_validator is None
     assert same(weights(on), weights(off))
     assert dict(on.history.counts) == {}
 
@@ -223,13 +223,13 @@ def test_what_is_wrong_with_data_in_memory_is_found_in_every_batch_that_has_it()
 def test_a_value_written_into_scanned_data_is_found_at_once() -> None:
     data, found = Spoiled(), []
     with held(data) as run:
-        assert run.inputs is not None and run.inputs.prescan is not None
+        assert run.batch_validator is not None and run.batch_validator.prescan is not None
         for step, batch in zip(range(15), run.train.batches(0), strict=False):
-            run.inputs.admit(step + 1, batch)
+            run.batch_validator.admit(step + 1, batch)
             found.append(run.history.counts.get("input_not_finite", 0))
             if step == 10:
-                assert run.inputs.prescan.clean
-                run.inputs.prescan.inputs[193, 0] = math.inf
+                assert run.batch_validator.prescan.clean
+                run.batch_validator.prescan.inputs[193, 0] = math.inf
         assert found == [0] * 12 + [1, 1, 1]
 
 
@@ -264,8 +264,8 @@ def far(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
     """A run that treats the CPU's batches as it does those of an accelerator."""
     run = spoiled(data, folder, *overrides)
     run.train = Elsewhere(run)
-    assert run.inputs is not None
-    run.inputs.host_type = "none"
+    assert run.batch_validator is not None
+    run.batch_validator.host_type = "none"
     return run
 
 
@@ -310,14 +310,14 @@ def test_a_stop_found_at_the_last_step_still_ends_the_run() -> None:
 def test_nothing_is_read_from_the_gpu_while_batches_there_are_looked_at() -> None:
     own = ["device=cuda", "data=cancer", "model=mlp", "training.batch_size=16"]
     with build(compose(own), None, Components(data=Spoiled())) as run:
-        assert run.inputs is not None
+        assert run.batch_validator is not None
         batches = [next(iter([run.train.at(i)])) for i in range(20)]
-        run.inputs.admit(1, batches[0])  # caches
+        run.batch_validator.admit(1, batches[0])  # caches
         run.device.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             for number, batch in enumerate(batches[1:], 2):
-                run.inputs.admit(number, batch)
+                run.batch_validator.admit(number, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -328,7 +328,7 @@ def test_a_skipped_batch_leaves_a_compiled_whole_step_as_it_was(tmp_path: Path) 
     own = ["optimization=none", "optimization.whole_step.enabled=true", "checks.inputs.range=skip"]
     own.append(HIGH)
     run, past = trained(data, tmp_path, *own)
-    assert run.whole is not None, run.fallen
+    assert run.step_graph is not None, run.fallback_reasons
     assert [step for step, flag in past.skipped.items() if flag] == [13, 33]
     assert same(past.after[13], past.after[12])
     assert np.isfinite(run.progress.skipped) and run.progress.skipped == 2

@@ -254,7 +254,7 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
     overrides += ["stability.max_consecutive_skips=1000"]
     run, summary = run_of(overrides, tmp_path, Bad())
     assert summary.status == "done"
-    assert run.whole is not None
+    assert run.step_graph is not None
     first, second = anomalies(tmp_path)
     assert (first["steps"], second["steps"]) == ([5], [10, 15, 20])
     assert first["message"].startswith("the gradient of scale is not finite")

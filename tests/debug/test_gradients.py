@@ -352,7 +352,7 @@ def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
     overrides.append("optimization.measure=false")
     run, summary = run_of([*DIGITS, *overrides], tmp_path)
     assert (summary.status, summary.faults) == ("done", {})
-    assert run.whole is not None and run.whole.steps >= 6
+    assert run.step_graph is not None and run.step_graph.steps >= 6
     assert sorted({row["step"] for row in rows(tmp_path)}) == [10, 20, 30, 40, 50, 60]
     findings = {tool.name: tool.finding for tool in summary.tools}
     assert findings["gradients"] == "no problems found" and "activations" in findings["memory"]

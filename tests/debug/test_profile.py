@@ -98,7 +98,9 @@ class Slow(DebugTool):
 
 def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:
     tool, _, run = profiled("model.width=8", "device.threads=1", hook=Slow(DebugConfig()))
-    assert run.watch.spent["other"] > 0.25 * sum(run.watch.spent.values()), "it did take long"
+    assert run.stopwatch.phase_seconds["other"] > 0.25 * sum(
+        run.stopwatch.phase_seconds.values()
+    ), "it did take long"
     assert not any("between steps" in text for text in tool.verdicts), tool.verdicts
     assert tool.measurements.split["other"] < 0.25
     assert "without the time of debug tools" in tool.markdown(1.0)
@@ -180,7 +182,7 @@ def test_a_compiled_run_is_profiled_as_it_is(technique: str) -> None:
     assert {row.name: row.engaged for row in summary.techniques}[technique]
     assert any("ompiled" in operator["name"] for operator in tool.operators)
     assert "##" not in tool.markdown(1.0).partition("| operator |")[2].partition("\n\n")[0]
-    assert run.whole is not None or technique == "compile"
+    assert run.step_graph is not None or technique == "compile"
 
 
 @pytest.mark.gpu

@@ -19,7 +19,10 @@ def watch(curve: Curve, steps: int) -> tuple[LeakDetector, list[Trend]]:
     detector, leaks = LeakDetector(), []
     for step in range(EVERY, steps + 1, EVERY):
         size = BASE + int(curve(step))
-        if detector.add(step, size) and (leak := detector.cleaned(step, size)) is not None:
+        if (
+            detector.add(step, size)
+            and (leak := detector.add_after_cleaning(step, size)) is not None
+        ):
             leaks.append(leak)
     return detector, leaks
 
@@ -84,7 +87,7 @@ def test_a_leak_is_found_though_cleaning_makes_a_step_down() -> None:
         slack += 25_000 * EVERY
         if detector.add(step, BASE + 50_000 * step + slack):
             slack = 0
-            leak = detector.cleaned(step, BASE + 50_000 * step) or leak
+            leak = detector.add_after_cleaning(step, BASE + 50_000 * step) or leak
     assert leak is not None and leak.slope == pytest.approx(50_000) and detector.trend is leak
 
 
@@ -94,7 +97,7 @@ def test_garbage_that_is_collected_when_a_leak_is_suspected_is_none() -> None:
         size += 500_000
         if detector.add(step, BASE + size):
             size, collected = 0, collected + 1
-            assert detector.cleaned(step, BASE) is None
+            assert detector.add_after_cleaning(step, BASE) is None
     assert collected and not detector.leaking
 
 

@@ -97,9 +97,9 @@ def run_one(config: RunConfig, folder: Path | None = None, world: World | None =
     outcome.techniques = {row.name: (row.engaged, row.reason) for row in summary.techniques}
     outcome.facts = {row.name: row.evidence for row in summary.techniques}
     if world is not None:
-        each = world.gather([t.double().sum().item() for t in outcome.weights.values()])
+        each = world.all_gather([t.double().sum().item() for t in outcome.weights.values()])
         outcome.same = all(other == each[0] for other in each)
-        outcome.seeds = world.gather(watch.seed)
+        outcome.seeds = world.all_gather(watch.seed)
     return outcome
 
 
@@ -108,7 +108,7 @@ def _whole(value: Any) -> Tensor:
 
 
 def _average(run: Run, own: Tensor) -> Tensor:
-    return torch.cat(run.world.gather(own)) if run.world and run.shards else own.clone()
+    return torch.cat(run.world.all_gather(own)) if run.world and run.shards else own.clone()
 
 
 @contextmanager

@@ -132,7 +132,8 @@ def test_mfu_is_the_share_of_the_peaks_of_all(
     peak = PeakFlops(1e9, "bf16", "a sheet")
     types = []
     monkeypatch.setattr(
-        "runner.distributed.process_stats.peak_flops", lambda _, dtype, measure: types.append(dtype) or peak
+        "runner.distributed.process_stats.peak_flops",
+        lambda _, dtype, measure: types.append(dtype) or peak,
     )
     amp = ("optimization=amp", "optimization.amp.dtype=bf16")
     config = runs.config("data=digits", "distributed=ddp", "training.steps=4", *amp)

@@ -26,14 +26,14 @@ class Waste(Technique):
 
     size: int = 512
 
-    def apply(self, draft: RunBuilder) -> str | None:
-        before, matrix = draft.forward, torch.randn(self.size, self.size)
+    def apply(self, builder: RunBuilder) -> str | None:
+        before, matrix = builder.forward, torch.randn(self.size, self.size)
 
         def forward(*args: object, **named: object) -> object:
             _ = matrix @ matrix @ matrix @ matrix
             return before(*args, **named)
 
-        draft.forward = forward
+        builder.forward = forward
         return None
 
     def engaged(self, run: Run) -> Evidence:

@@ -95,7 +95,7 @@ def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(name: str, level: str
                 made, _ = make_step(run, (inputs, target))
                 assert made.skipped.item() == 0
             one_graph = level == "compiled" and name in ("AdamW", "SGD momentum")
-            assert (run.whole is not None and run.whole.steps > 0) == one_graph
+            assert (run.step_graph is not None and run.step_graph.steps > 0) == one_graph
             update = run.update
             own = {k: v for k, v in vars(update.optimizer).items() if k in ("calls", "velocity")}
             results.append(

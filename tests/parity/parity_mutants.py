@@ -25,23 +25,23 @@ class Mutant(Technique):
 
 
 class Harmless(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        for parameter in draft.model.parameters():
+    def apply(self, builder: RunBuilder) -> None:
+        for parameter in builder.model.parameters():
             parameter.register_hook(torch.clone)
 
 
 class OtherNumbers(Mutant):
     """No fault: each forward draws one random number more, so all dropout is another draw."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        draft.model.register_forward_pre_hook(lambda module, inputs: torch.rand(1) and None)
+    def apply(self, builder: RunBuilder) -> None:
+        builder.model.register_forward_pre_hook(lambda module, inputs: torch.rand(1) and None)
 
 
 class NotCausal(Mutant):
     """Every token sees those after it."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
+    def apply(self, builder: RunBuilder) -> None:
+        for module in builder.model.modules():
             if getattr(module, "causal", False):
                 module.causal = False  # type: ignore[assignment]
 
@@ -49,28 +49,28 @@ class NotCausal(Mutant):
 class BlindToPadding(Mutant):
     """Padding counts as text."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        forward = draft.forward
+    def apply(self, builder: RunBuilder) -> None:
+        forward = builder.forward
 
         def ignorant(input_ids: Any, attention_mask: Any) -> Any:
             return forward(input_ids)
 
-        draft.forward = ignorant
+        builder.forward = ignorant
 
 
 class DroppedGradient(Mutant):
     """The last parameter, a bias in most models, gets none."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        *_, last = draft.model.parameters()
+    def apply(self, builder: RunBuilder) -> None:
+        *_, last = builder.model.parameters()
         last.register_hook(torch.zeros_like)
 
 
 class StaleBuffer(Mutant):
     """BatchNorm goes by this batch, and forgets it."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
+    def apply(self, builder: RunBuilder) -> None:
+        for module in builder.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.momentum = 0.0
 
@@ -78,16 +78,16 @@ class StaleBuffer(Mutant):
 class SumOfParts(Mutant):
     """Each micro-batch counts as if it were the whole batch."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        draft.objective.weight = lambda target: 1.0  # type: ignore[method-assign]
+    def apply(self, builder: RunBuilder) -> None:
+        builder.objective.weight = lambda target: 1.0  # type: ignore[method-assign]
 
 
 class MeanOfMeans(Mutant):
     """The smaller last micro-batch counts as much as the others."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        size = draft.micro_batch
-        draft.objective.weight = (  # type: ignore[method-assign]
+    def apply(self, builder: RunBuilder) -> None:
+        size = builder.micro_batch
+        builder.objective.weight = (  # type: ignore[method-assign]
             lambda target: float(-(-batch_size_of(target) // size))
         )
 
@@ -95,8 +95,8 @@ class MeanOfMeans(Mutant):
 def changed_dropout(name: str, kind: type[nn.Module], attribute: str, value: float) -> type[Mutant]:
     """A mutant whose modules of one class drop another share than was asked for."""
 
-    def apply(self: Mutant, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
+    def apply(self: Mutant, builder: RunBuilder) -> None:
+        for module in builder.model.modules():
             if isinstance(module, kind):
                 setattr(module, attribute, value)
 
@@ -114,8 +114,8 @@ NoDropoutInAttention = changed_dropout(
 def changed_options(name: str, **options: Any) -> type[Mutant]:
     """A mutant whose optimizer gets other options than were asked for, in each of its groups."""
 
-    def apply(self: Mutant, draft: RunBuilder) -> None:
-        original = draft.optimizer_class
+    def apply(self: Mutant, builder: RunBuilder) -> None:
+        original = builder.optimizer_class
 
         class Changed(original):  # type: ignore[misc, valid-type]
             def __init__(self, groups: Any, **asked: Any) -> None:
@@ -124,7 +124,7 @@ def changed_options(name: str, **options: Any) -> type[Mutant]:
                     group.update(options)
 
         Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-        draft.optimizer_class = Changed
+        builder.optimizer_class = Changed
 
     return dataclass(type(name, (Mutant,), {"apply": apply, "__module__": __name__}))
 
@@ -143,8 +143,8 @@ Dampened = changed_options("Dampened", dampening=0.5)
 class Frozen(Mutant):
     """One layer gets its gradient, and no update."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        original = draft.optimizer_class
+    def apply(self, builder: RunBuilder) -> None:
+        original = builder.optimizer_class
 
         class Changed(original):  # type: ignore[misc, valid-type]
             @torch.no_grad()
@@ -155,56 +155,56 @@ class Frozen(Mutant):
                 first.copy_(before)
 
         Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-        draft.optimizer_class = Changed
+        builder.optimizer_class = Changed
 
 
-def patched(draft: RunBuilder, name: str, method: Callable[..., Any]) -> None:
+def patched(builder: RunBuilder, name: str, method: Callable[..., Any]) -> None:
     """Another method for `OptimizerStep`, as long as the run is open."""
-    draft.scope.enter_context(mock.patch.object(OptimizerStep, name, method))
+    builder.scope.enter_context(mock.patch.object(OptimizerStep, name, method))
 
 
 class LateSchedule(Mutant):
     """Each update has the learning rate of the one after it."""
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         right = OptimizerStep.lr_at
-        patched(draft, "lr_at", lambda self, updates: right(self, updates + 1))
+        patched(builder, "lr_at", lambda self, updates: right(self, updates + 1))
 
 
 class NoClip(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        patched(draft, "divisor", lambda self, norm: None)
+    def apply(self, builder: RunBuilder) -> None:
+        patched(builder, "divisor", lambda self, norm: None)
 
 
 class StaleAverage(Mutant):
     """The average of the weights stays where it began."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        patched(draft, "_update_average", lambda self, weight: None)
+    def apply(self, builder: RunBuilder) -> None:
+        patched(builder, "_update_average", lambda self, weight: None)
 
 
-def changed_outputs(draft: RunBuilder, factor: Callable[[], float]) -> None:
+def changed_outputs(builder: RunBuilder, factor: Callable[[], float]) -> None:
     """All outputs times a factor, which is asked for at each forward."""
-    forward = draft.forward
+    forward = builder.forward
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         scale = factor()
         return tree_map(lambda t: t * scale, forward(*args, **kwargs))
 
-    draft.forward = changed
+    builder.forward = changed
 
 
 class TripledEvaluation(Mutant):
     """Logits are three times as large in evaluation mode."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        model = draft.model
-        changed_outputs(draft, lambda: 1.0 if model.training else 3.0)
+    def apply(self, builder: RunBuilder) -> None:
+        model = builder.model
+        changed_outputs(builder, lambda: 1.0 if model.training else 3.0)
 
 
 class DropoutInEvaluation(Mutant):
-    def apply(self, draft: RunBuilder) -> None:
-        for module in draft.model.modules():
+    def apply(self, builder: RunBuilder) -> None:
+        for module in builder.model.modules():
             if isinstance(module, nn.Dropout):
                 module.forward = lambda x, m=module: nn.functional.dropout(x, m.p)  # type: ignore[method-assign]
 
@@ -212,20 +212,20 @@ class DropoutInEvaluation(Mutant):
 class UnscaledDropoutInAttention(Mutant):
     """What attention keeps is not divided by the share that it keeps."""
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         right = nn.functional.scaled_dot_product_attention
 
         def unscaled(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool) -> Tensor:
             return right(q, k, v, mask, p, causal) * (1 - p)
 
         patch = mock.patch.object(nn.functional, "scaled_dot_product_attention", unscaled)
-        draft.scope.enter_context(patch)
+        builder.scope.enter_context(patch)
 
 
 class PeeksOneAhead(Mutant):
     """The causal mask is off by one: each token sees the next one."""
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         right = nn.functional.scaled_dot_product_attention
 
         def peeking(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
@@ -235,54 +235,54 @@ class PeeksOneAhead(Mutant):
             return right(query, key, value, **kwargs)
 
         patch = mock.patch.object(nn.functional, "scaled_dot_product_attention", peeking)
-        draft.scope.enter_context(patch)
+        builder.scope.enter_context(patch)
 
 
 class TiredAfterThirty(Mutant):
     """From the 31st forward on the outputs are 1 % too small."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        model, made = draft.model, [0]
+    def apply(self, builder: RunBuilder) -> None:
+        model, made = builder.model, [0]
 
         def factor() -> float:
             made[0] += model.training
             return 1.0 if made[0] <= 30 else 0.99
 
-        changed_outputs(draft, factor)
+        changed_outputs(builder, factor)
 
 
 class SumOnTheLast(Mutant):
     """The smaller last batch of an epoch counts as if it were a full one."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        right, size = type(draft.objective).__call__, draft.batch_size
+    def apply(self, builder: RunBuilder) -> None:
+        right, size = type(builder.objective).__call__, builder.batch_size
 
         def loss(self: Any, output: Any, target: Any) -> Tensor:
             return right(self, output, target) * (batch_size_of(target) / size)  # type: ignore[no-any-return]
 
-        patch = mock.patch.object(type(draft.objective), "__call__", loss)
-        draft.scope.enter_context(patch)
+        patch = mock.patch.object(type(builder.objective), "__call__", loss)
+        builder.scope.enter_context(patch)
 
 
 class OneInAThousand(Mutant):
     """A loss that is off by a thousandth: less than bf16 rounds."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        for parameter in draft.model.parameters():
+    def apply(self, builder: RunBuilder) -> None:
+        for parameter in builder.model.parameters():
             parameter.register_hook(lambda gradient: gradient * 1.001)
 
 
 class Forgetful(Mutant):
     """Gradients that depend on how often this process computed one."""
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         seen = [0]
 
         def fade(gradient: Any) -> Any:
             seen[0] += 1
             return gradient / seen[0]
 
-        next(draft.model.parameters()).register_hook(fade)
+        next(builder.model.parameters()).register_hook(fade)
 
 
 class WrittenInFp32(nn.Module):

@@ -40,7 +40,7 @@ def test_what_a_checkpoint_keeps_goes_on_counting(tmp_path: Path) -> None:
     after.add("leak", "grows by 6 KB", step=9, category="memory", say=False)
     (fault,) = after.faults.values()
     assert (fault.count, fault.steps, after.counts) == (2, [5, 9], {"leak": 2})
-    assert after.causes == {8: "x has a NaN in sample 3"} and after.explained == {8}
+    assert after.causes == {8: "x has a NaN in sample 3"} and after.explained_steps == {8}
 
 
 def test_many_different_faults_stay_bounded(

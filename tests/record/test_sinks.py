@@ -138,7 +138,7 @@ def mirror(recorder: Recorder, sink: Sink, folder: Path, timeout_s: float) -> Si
     writer = SinkWriter(sink, timeout_s)
     run = RunDescription("mine", "now", folder, {"optimizer.lr": 0.1})
     writer.start(run, recorder.position())
-    recorder.mirrors.append(writer)
+    recorder.sink_writers.append(writer)
     return writer
 
 
@@ -159,7 +159,7 @@ def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(
         assert time.monotonic() - started < 30  # it does not wait for what hangs
     sink.released.set()
     assert len(record(tmp_path)) == 20  # the record itself has all
-    assert 1 <= writer.lost <= 20
+    assert 1 <= writer.undelivered_rows <= 20
     warnings = [x.message for x in caplog.records if "monitoring.sinks: listed" in x.message]
     assert len(warnings) == 1 and "the run continues without it" in warnings[0]
 

@@ -42,9 +42,9 @@ class Ruin(Hook):
 class LastLayer(Technique):
     """A technique that decides which weights are trained: the last linear layer's."""
 
-    def apply(self, draft: RunBuilder) -> None:
-        draft.model.requires_grad_(False)
-        [m for m in draft.model.modules() if isinstance(m, nn.Linear)][-1].requires_grad_(True)
+    def apply(self, builder: RunBuilder) -> None:
+        builder.model.requires_grad_(False)
+        [m for m in builder.model.modules() if isinstance(m, nn.Linear)][-1].requires_grad_(True)
 
     def engaged(self, run: Run) -> Evidence:
         return Evidence(True, "")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from runner.captures.manifest import FOLDER
-from runner.replay.results import Attempt, Cause, Replay, StepPhase
 from runner.replay.investigation import advice
+from runner.replay.results import Attempt, Cause, Replay, StepPhase
 from runner.replay.spike import explain_spike
 from tests.replay.replays import POISON, Captured, opened, replay
 

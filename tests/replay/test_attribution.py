@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from runner.replay.results import Attempt, Blame
 from runner.replay.investigation import MAX_ATTEMPTS, TechniqueSearch
+from runner.replay.results import Attempt, Blame
 
 ULTRA = (
     "system tf32 channels_last amp attention chunked_loss accumulation recompute "

@@ -14,8 +14,8 @@ import pytest
 
 from runner.errors import NotVerified
 from runner.jobs.replay import AttemptProcesses
-from runner.replay.results import StepPhase
 from runner.replay.investigation import BAD_EXIT_CODE
+from runner.replay.results import StepPhase
 from runner.training.summary import Summary
 from tests import runs
 from tests.replay.replays import AMP, OVERRIDES, POISON, ROWS, Captured, line_of, replay

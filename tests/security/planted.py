@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from runner.checkpoint.manifest import Manifest
 from runner.record.storage import FileDigest
-from runner.security.files.file_bytes import hash_file
 from runner.security.checksummed_json import to_checksummed_json
+from runner.security.files.file_bytes import hash_file
 
 
 class Mark:

@@ -21,6 +21,7 @@ from runner.checkpoint import reading as checkpoints
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError
 from runner.findings import Severity, Trust
+from runner.security.checksummed_json import to_checksummed_json
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
@@ -35,7 +36,6 @@ from runner.security.files.provenance import (
 )
 from runner.security.files.sandbox import Sandbox
 from runner.security.paths import run_tree_folders
-from runner.security.checksummed_json import to_checksummed_json
 from tests.security.files.archives import Member, archive, saved
 from tests.security.planted import Mark, checkpoint
 

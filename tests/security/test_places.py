@@ -19,9 +19,9 @@ from runner.cli.launch import launch
 from runner.cli.preflight import check
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.record.console import close_logging, set_up_logging
+from runner.security.checksummed_json import read_checksummed_json, to_checksummed_json
 from runner.security.config import SecurityLevel
 from runner.security.paths import restrict_run_folder
-from runner.security.checksummed_json import read_checksummed_json, to_checksummed_json
 
 QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "optimization=none"]
 

@@ -365,7 +365,7 @@ def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outco
                 train(run)
             return None
         summary = train(run)
-        return summary, repr(run.guardian.state()), run.model.state_dict()  # NaN is itself
+        return summary, repr(run.stability.state()), run.model.state_dict()  # NaN is itself
 
 
 @pytest.mark.parametrize(("late", "cuts"), [(False, (37, 62, 77)), (True, (43, 66))])

@@ -46,7 +46,7 @@ def test_the_batch_is_cut_into_fewer_parts_the_more_memory_is_free_unless_a_size
             sizes.append(run.micro_batch)
             choice = next(c for c in run.choices if c.key == "training.micro_batch")
             assert choice.value == run.micro_batch and f"{mib:,} MiB free" in choice.reason
-    row = next(row for row in run.engagements if row.name == "accumulation")
+    row = next(row for row in run.unapplied_techniques if row.name == "accumulation")
     assert row.requested and "already fits" in row.reason and "MiB estimated" in row.reason
     assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[-1] == 48
     for key, size in (("training", 16), ("optimization.accumulation", 8)):

@@ -174,7 +174,7 @@ def test_auto_goes_by_a_rule_gives_it_keeps_it_on_resume_and_takes_hold(
 
 def test_a_kernel_that_cannot_be_had_here_has_a_reason() -> None:
     with runs.opened(*GPT, f"{KERNEL}cudnn") as run:
-        row = next(row for row in run.engagements if row.name == "attention")
+        row = next(row for row in run.unapplied_techniques if row.name == "attention")
     assert "NVIDIA GPUs only" in row.reason
 
 
@@ -204,7 +204,7 @@ def test_a_function_that_was_imported_by_name_is_replaced_too() -> None:
 def test_what_a_kernel_cannot_take_is_detected_by_trying() -> None:
     asked = [*TABLE, ON, f"{KERNEL}flash"]
     with runs.opened(*asked, given=Components(Dropping())) as run:
-        row = next(row for row in run.engagements if row.name == "attention")
+        row = next(row for row in run.unapplied_techniques if row.name == "attention")
     assert "flash does not support the model's calls" in row.reason and "dropout" in row.reason
 
 

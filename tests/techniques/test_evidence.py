@@ -324,7 +324,7 @@ def test_anomaly_mode_at_every_step_is_reported_to_keep_it_from_being_compiled(
 class Claimed(Technique):
     """Claims to be engaged, and does nothing."""
 
-    def apply(self, draft: RunBuilder) -> str | None:
+    def apply(self, builder: RunBuilder) -> str | None:
         return None
 
     def engaged(self, run: Run) -> Evidence:
@@ -332,35 +332,35 @@ class Claimed(Technique):
 
 
 class Wrapper(Claimed):
-    def apply(self, draft: RunBuilder) -> None:
-        forward = draft.forward
-        draft.forward = lambda *inputs: forward(*inputs)
-        draft.model.register_forward_hook(lambda *_: None)
-        draft.placements.append(lambda batch: batch)
-        draft.contexts.append(nullcontext)
-        draft.model.fast = True  # type: ignore[assignment]
-        draft.technique_facts["mine"] = {"speed": 2}
+    def apply(self, builder: RunBuilder) -> None:
+        forward = builder.forward
+        builder.forward = lambda *inputs: forward(*inputs)
+        builder.model.register_forward_hook(lambda *_: None)
+        builder.placements.append(lambda batch: batch)
+        builder.contexts.append(nullcontext)
+        builder.model.fast = True  # type: ignore[assignment]
+        builder.technique_facts["mine"] = {"speed": 2}
 
 
 class Autocast(Claimed):
-    def apply(self, draft: RunBuilder) -> None:
-        draft.contexts.append(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    def apply(self, builder: RunBuilder) -> None:
+        builder.contexts.append(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
 
 class Remember(Claimed):
-    def apply(self, draft: RunBuilder) -> None:
-        draft.forward = partial(checkpoint, draft.forward, use_reentrant=False)
+    def apply(self, builder: RunBuilder) -> None:
+        builder.forward = partial(checkpoint, builder.forward, use_reentrant=False)
 
 
 class Doubled(Claimed):
-    def apply(self, draft: RunBuilder) -> None:
-        for parameter in draft.model.parameters():
+    def apply(self, builder: RunBuilder) -> None:
+        for parameter in builder.model.parameters():
             parameter.register_hook(lambda gradient: gradient * 2)
 
 
 class Unfused(Claimed):
-    def apply(self, draft: RunBuilder) -> None:
-        draft.optimizer_options["foreach"] = False
+    def apply(self, builder: RunBuilder) -> None:
+        builder.optimizer_options["foreach"] = False
 
 
 def own(technique: Technique, *overrides: str) -> TechniqueStatus:
@@ -409,9 +409,9 @@ class HalfBatch(Technique):
 
     share: float = 0.5
 
-    def apply(self, draft: RunBuilder) -> None:
+    def apply(self, builder: RunBuilder) -> None:
         """Cut the batch."""
-        draft.micro_batch = int(draft.batch_size * self.share)
+        builder.micro_batch = int(builder.batch_size * self.share)
 
     def engaged(self, run: Run) -> Evidence:
         """The size that the loop uses."""

@@ -192,7 +192,7 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
 def test_a_model_without_a_large_linear_layer_gets_the_reason() -> None:
     small = ["model=cnn", "model.width=8"]
     with built(*small) as run:
-        row = next(row for row in run.engagements if row.name == "quantization")
+        row = next(row for row in run.unapplied_techniques if row.name == "quantization")
     assert "no linear layer with 64" in row.reason
     with built(*small, "optimization.quantization.min_features=10") as run:
         assert [name for name, _ in run.techniques] == ["quantization"]

@@ -97,8 +97,8 @@ def test_a_skipped_step_leaves_weights_state_and_buffers_bit_equal_and_compiles_
         inputs, target = next(run.train.batches(0))
         step, _ = make_step(run, (inputs, target))
         graphs = compiler.compilation_facts()["graphs"]
-        assert run.whole is not None
-        run.whole.check()
+        assert run.step_graph is not None
+        run.step_graph.check()
         before = everything(run)
 
         def skipped(inputs: Tensor, target: Tensor) -> Step:
@@ -119,12 +119,12 @@ def test_a_skipped_step_leaves_weights_state_and_buffers_bit_equal_and_compiles_
         wrong[7] = 1000
         skipped(inputs, wrong)
         with pytest.raises(DataError, match="target 1000 is out of range: classes are 0 to"):
-            run.whole.check()
+            run.step_graph.check()
         wrong[7] = -100  # stands for no target
         assert make_step(run, (inputs, wrong))[0].skipped.item() == 0
         assert not all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
         assert compiler.compilation_facts()["graphs"] == graphs
-        assert run.whole.steps == 7
+        assert run.step_graph.steps == 7
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_hook_gets_gradients_and_options_of_the_optimizer_that_change_are_seen
             run.hooks.append(changes)
             train(run)
             results.append(weights(run))
-            assert (run.whole.steps if run.whole else 0) == (6 if overrides else 0)
+            assert (run.step_graph.steps if run.step_graph else 0) == (6 if overrides else 0)
         assert len(changes.norms) == 3 and all(norm > 0 for norm in changes.norms)
     eager, whole = results
     for name, value in eager.items():
@@ -232,8 +232,8 @@ def test_after_a_wrong_target_what_was_learned_is_saved(tmp_path: Path) -> None:
     class Spoils(Hook):
         def on_step(self, run: Run, step: Step) -> None:
             if step.number == 4:
-                assert run.whole is not None
-                run.whole.targets.any_wrong.fill_(True)
+                assert run.step_graph is not None
+                run.step_graph.targets.any_wrong.fill_(True)
 
     with build(compose([*TINY, *WHOLE, "training.steps=40"]), tmp_path) as run:
         run.hooks.append(Spoils())

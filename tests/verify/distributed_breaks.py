@@ -13,12 +13,12 @@ from runner.training.run import Run
 
 @dataclass
 class Break(Technique):
-    def apply(self, draft: RunBuilder) -> str | None:
-        if draft.world is not None:
-            self.plant(draft)
+    def apply(self, builder: RunBuilder) -> str | None:
+        if builder.world is not None:
+            self.plant(builder)
         return None
 
-    def plant(self, draft: RunBuilder) -> None:
+    def plant(self, builder: RunBuilder) -> None:
         raise NotImplementedError
 
     def engaged(self, run: Run) -> Evidence:
@@ -28,22 +28,22 @@ class Break(Technique):
 class AveragedGradients(Break):
     """Each process's mean counts the same, however many samples it is of; the loss is right."""
 
-    def plant(self, draft: RunBuilder) -> None:
-        right, factor = World.whole_weight, [1.0]
+    def plant(self, builder: RunBuilder) -> None:
+        right, factor = World.total_weight, [1.0]
 
         def whole_weight(world: World, weight: Any, own: int, samples: int) -> Any:
             factor[0] = samples / own / world.size
             return right(world, weight, own, samples)
 
-        World.whole_weight = whole_weight  # type: ignore[method-assign]
-        for parameter in draft.model.parameters():
+        World.total_weight = whole_weight  # type: ignore[method-assign]
+        for parameter in builder.model.parameters():
             parameter.register_hook(lambda gradient: gradient * factor[0])
 
 
 class ClippedByShard(Break):
     """Each process clips by the norm of what it has."""
 
-    def plant(self, draft: RunBuilder) -> None:
+    def plant(self, builder: RunBuilder) -> None:
         right = OptimizerStep.apply
 
         def apply(update: OptimizerStep, norm: Any, skipped: Any) -> Any:
@@ -55,11 +55,11 @@ class ClippedByShard(Break):
 class WrongPart(Break):
     """Each process takes the first samples of a batch."""
 
-    def plant(self, draft: RunBuilder) -> None:
-        right = World.part
+    def plant(self, builder: RunBuilder) -> None:
+        right = World.local_slice
 
         def part(world: World, samples: int) -> slice:
             mine = right(world, samples)
             return slice(0, mine.stop - mine.start)
 
-        World.part = part  # type: ignore[method-assign]
+        World.local_slice = part  # type: ignore[method-assign]

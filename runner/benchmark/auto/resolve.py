@@ -143,7 +143,7 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
     """Return the recorded selection of the run being resumed; None if there is none."""
     resume = config.checkpoint.resume
     resumed = folder if resume == "auto" else None if resume == "none" else Path(resume)
-    value = None if resumed is None else Checkpointer(None, 1).recorded(resumed).get(KEY)
+    value = None if resumed is None else Checkpointer(None, 1).recorded_choices(resumed).get(KEY)
     return None if value is None else str(value)
 
 

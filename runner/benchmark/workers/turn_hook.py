@@ -125,7 +125,7 @@ class TurnHook(Hook):
 
     def _wait_for_turn(self, run: Run, answer: Any, lead_steps: int = 0) -> Verdict | None:
         """Send the answer, wait for the next request, and begin a turn or finish."""
-        with run.watch.excluded(), _pause_workers():
+        with run.stopwatch.exclude_time(), _pause_workers():
             request = self.next_request(answer)
         if request == FINISH:
             return self._finish(run)
@@ -140,8 +140,8 @@ class TurnHook(Hook):
         """Start timing a turn at the end of the current step."""
         run.device.synchronize()
         self.steps_made = 0
-        self.laps_before = run.watch.count  # the current step will be the next lap
-        self.data_wait_before = run.watch.spent["data"]
+        self.laps_before = run.stopwatch.count  # the current step will be the next lap
+        self.data_wait_before = run.stopwatch.phase_seconds["data"]
         self.turn_start = perf_counter()
         self.next_action = self._end_turn
         self.min_steps = max(MIN_TURN_STEPS, PREFETCH_ROUNDS * self.prefetch_batches)
@@ -163,7 +163,10 @@ class TurnHook(Hook):
         durations, per_sample = [seconds / steps], seconds / sum(samples)
         if run.device.kind == "cpu":
             # skip the lap of the step in which the turn began; the current one is still open
-            durations = [*run.watch.laps(self.laps_before + 1).tolist(), now - run.watch.started]
+            durations = [
+                *run.stopwatch.step_seconds(self.laps_before + 1).tolist(),
+                now - run.stopwatch.started,
+            ]
             per_sample = median(durations) / median(samples)
         self.turn_step_ms.append(1e3 * (seconds / steps if self.workers else median(durations)))
         turn = Turn(
@@ -173,7 +176,7 @@ class TurnHook(Hook):
             median_ms=median(durations) * 1e3,
             per_sample_ms=per_sample * 1e3,
             step_ms=[s * 1e3 for s in durations[:: math.ceil(len(durations) / MAX_STEP_TIMES)]],
-            data_seconds=run.watch.spent["data"] - self.data_wait_before,
+            data_seconds=run.stopwatch.phase_seconds["data"] - self.data_wait_before,
         )
         return self._wait_for_turn(run, turn)
 

@@ -52,7 +52,7 @@ class SinkWriter:
             self._fail(f"is slower than the run ({MAX_QUEUED_ROWS:,} rows are waiting)")
 
     @property
-    def lost(self) -> int:
+    def undelivered_rows(self) -> int:
         """Number of undelivered rows; at least 1 after a failure."""
         return max(self.accepted_rows - self.delivered_rows, 1) if self.failure else 0
 

@@ -17,11 +17,11 @@ from typing import Any
 from runner.errors import CheckpointError, SecurityError
 from runner.findings import Reason, Severity, Trust
 from runner.record.text import escape_control_chars
+from runner.security.checksummed_json import read_checksummed_json
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.formats import is_model_name
 from runner.security.files.policy import FilePolicy
-from runner.security.checksummed_json import read_checksummed_json
 
 log = logging.getLogger("runner")
 

@@ -35,7 +35,7 @@ class ScanItem:
     path: Path
     kind: str = "file"  # file | checkpoint | folder
     files: dict[str, Path] = field(default_factory=dict)  # all regular files by relative path
-    odd: list[Reason] = field(default_factory=list)  # links that lead outside, pipes, …
+    findings: list[Reason] = field(default_factory=list)  # links that lead outside, pipes, …
 
     @property
     def size(self) -> int:
@@ -45,7 +45,7 @@ class ScanItem:
     @property
     def refused(self) -> bool:
         """Whether it contains something loadable that cannot be examined."""
-        return any(reason.severity is Severity.REFUSAL for reason in self.odd)
+        return any(reason.severity is Severity.REFUSAL for reason in self.findings)
 
 
 class Scanner:
@@ -65,7 +65,7 @@ class Scanner:
         """Return the verdict; `report` is called with the size of each finished file."""
         start = time.perf_counter()
         assessment = Assessment(str(item.path))
-        assessment.refuse(item.odd)
+        assessment.refuse(item.findings)
         is_single = item.kind == "file"
         for name, path in item.files.items():
             loadable = is_single or is_loadable(path)
@@ -127,7 +127,7 @@ def list_items(path: Path) -> Iterator[ScanItem]:
         for name in names:
             item = ScanItem(folder / name)
             _add_file(item, name, folder / name, _link_roots(path))
-            if item.files or item.odd:
+            if item.files or item.findings:
                 yield item
 
 
@@ -136,7 +136,8 @@ def list_folder(path: Path) -> ScanItem:
     if not os.path.isdir(path):
         if os.path.exists(path) and not os.path.isfile(path):
             return ScanItem(
-                path, odd=[_unopened_reason("file.special", path.name, SPECIAL_FILE, refuse=True)]
+                path,
+                findings=[_unopened_reason("file.special", path.name, SPECIAL_FILE, refuse=True)],
             )
         return ScanItem(path, files={path.name: path})
     item = ScanItem(path, "checkpoint" if _is_checkpoint(path) else "folder")
@@ -189,7 +190,7 @@ def _add_file(item: ScanItem, name: str, path: Path, roots: list[Path]) -> None:
         if path.is_symlink():
             target = path.resolve()
             if not target.exists() or not any(target.is_relative_to(root) for root in roots):
-                item.odd.append(
+                item.findings.append(
                     _unopened_reason(
                         "link.outside", name, f"a link that leads to {target}", is_model
                     )
@@ -200,9 +201,9 @@ def _add_file(item: ScanItem, name: str, path: Path, roots: list[Path]) -> None:
         elif path.is_file():
             item.files[name] = path
         else:
-            item.odd.append(_unopened_reason("file.special", name, SPECIAL_FILE, is_model))
+            item.findings.append(_unopened_reason("file.special", name, SPECIAL_FILE, is_model))
     except (OSError, RuntimeError) as error:  # a symlink loop
-        item.odd.append(_unopened_reason("link.broken", name, str(error), is_model))
+        item.findings.append(_unopened_reason("link.broken", name, str(error), is_model))
 
 
 def _unopened_reason(code: str, name: str, evidence: str, refuse: bool) -> Reason:
