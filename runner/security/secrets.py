@@ -112,8 +112,8 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
         raise SecurityError(f"{key}: {name!r} is refused: it is not a variable name")
     if _access.names is not None and name not in _access.names:
         raise SecurityError(
-            f"{key}: {reference_to(name)} is refused: {KEY} does not list {name}; to let the config "
-            f"read it, add {KEY}=[{name}] to the command line"
+            f"{key}: {reference_to(name)} is refused: {KEY} does not list {name}; to let the "
+            f"config read it, add {KEY}=[{name}] to the command line"
         )
     _access.reads += 1
     value = os.environ.get(name)

@@ -161,9 +161,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run))
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
-        restore_random_state(
-            state["random"]
-        )  # last, since restoring the rest may draw random numbers
+        # last, since restoring the rest may draw random numbers
+        restore_random_state(state["random"])
     return True
 
 

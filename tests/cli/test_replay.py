@@ -30,8 +30,8 @@ def make_capture(name: str = "mine", where: str = CAPTURE, config: Any = None) -
     files: Any = {name: {"size": 1, "sha256": ""} for name in (STATE, MODEL)}
     manifest = CaptureManifest(
         step=int(where[-8:]), kind="non_finite", message="", weights=CapturedWeights.then,
-        name=name, config=config or config_to_plain(runs.config()), given=[], micro_batch=1, threads=1,
-        device={}, versions={}, loss="", grad_norm="", files=files,
+        name=name, config=config or config_to_plain(runs.config()), given=[], micro_batch=1,
+        threads=1, device={}, versions={}, loss="", grad_norm="", files=files,
     )  # fmt: skip
     Path(where).mkdir(parents=True)
     body = {**vars(manifest), "weights": manifest.weights.value}

@@ -95,8 +95,8 @@ def test_the_file_holds_the_evaluated_model_for_batches_of_any_size(
         assert isinstance(inputs, dict) is (which == "text")
         run.model.eval()
         for some in (slice_rows(inputs, slice(5)), slice_rows(inputs, slice(7))):
-            torch.testing.assert_close(call_model(loaded, some), run.model(**some) if which == "text"
-                                       else run.model(some))  # fmt: skip
+            expected = run.model(**some) if which == "text" else run.model(some)
+            torch.testing.assert_close(call_model(loaded, some), expected)
 
 
 def test_int8_metrics_stand_in_the_summary_and_the_float_ones_in_the_evidence(
