@@ -12,7 +12,7 @@ from torch import Tensor
 from runner import Summary, train
 from runner.captures.manifest import list_captures
 from runner.captures.reader import Capture, open_capture
-from runner.checkpoint.manifest import sealed
+from runner.checkpoint.manifest import to_checksummed_json
 from runner.training.hook import Hook, Report, Step, Verdict
 from runner.training.run import Run
 from tests import runs
@@ -71,4 +71,4 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     body = json.loads((folder / "manifest.json").read_text())
     del body["digest"]
     change(body)
-    (folder / "manifest.json").write_bytes(sealed(body))
+    (folder / "manifest.json").write_bytes(to_checksummed_json(body))

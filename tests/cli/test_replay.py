@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, read_manifest
-from runner.checkpoint.manifest import MODEL, STATE, sealed
+from runner.checkpoint.manifest import MODEL, STATE, to_checksummed_json
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.composing import compose, config_from_plain
@@ -35,7 +35,7 @@ def make_capture(name: str = "mine", where: str = CAPTURE, config: Any = None) -
     )  # fmt: skip
     Path(where).mkdir(parents=True)
     body = {**vars(manifest), "weights": manifest.weights.value}
-    (Path(where) / "manifest.json").write_bytes(sealed(body))
+    (Path(where) / "manifest.json").write_bytes(to_checksummed_json(body))
     return Path(where)
 
 

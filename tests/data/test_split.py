@@ -15,7 +15,7 @@ from runner.build import Components
 from runner.captures.manifest import list_captures
 from runner.captures.reader import open_capture
 from runner.checkpoint.folder import read_manifest
-from runner.checkpoint.manifest import PREPROCESSING, sealed
+from runner.checkpoint.manifest import PREPROCESSING, to_checksummed_json
 from runner.data.dataset import TensorsDataset
 from runner.data.order import split
 from runner.data.split import split_classes, split_groups, split_times
@@ -226,7 +226,7 @@ def test_a_capture_of_before_is_reopened_with_the_rows_that_it_held_out(tmp_path
     (capture,) = list_captures(folder)
     body = json.loads((capture / "manifest.json").read_text())
     assert body.pop("digest") and body["choices"].pop("data.split") == "random"
-    (capture / "manifest.json").write_bytes(sealed(body))
+    (capture / "manifest.json").write_bytes(to_checksummed_json(body))
     with reopen_run(open_capture(capture)) as (again, _):
         source = again.validation.fetch.source
         assert np.array_equal(source.validation, split(N, 0.2, 0)[1])
