@@ -58,7 +58,7 @@ class Capture:
 
 
 def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
-    """Read the capture in a folder (see `runner.captures.manifest.find`).
+    """Read the capture in a folder (see `runner.captures.manifest.find_capture`).
 
     With a policy, a capture from outside this run tree is scanned first. Raises CheckpointError
     naming a damaged or missing file, and SecurityError for files with more than plain data, or of

@@ -32,7 +32,7 @@ class CaptureRecorder:
         self,
         config: CaptureConfig,
         folder: Path,
-        settings: Mapping[str, Any],  # the config, from `runner.config.plain`
+        settings: Mapping[str, Any],  # the config, from `runner.config.config_to_plain`
         user_parts: Sequence[str] = (),  # components made by the caller of `build`
     ) -> None:
         self.config, self.folder = config, folder
