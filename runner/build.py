@@ -17,7 +17,7 @@ from runner.build_data import LoaderFactory, open_run_data, read_preprocessing
 from runner.build_hooks import attach_batch_validator, build_hooks, record_lost_worker
 from runner.captures.run_captures import CaptureRecorder
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.checkpoint.lock import lock
+from runner.checkpoint.lock import check_no_checkpoints, lock
 from runner.config import RunConfig, config_hash, config_to_plain, flatten_config, validate_config
 from runner.data.config import BadSamples
 from runner.data.dataset import Dataset, has_rare_class
@@ -26,7 +26,7 @@ from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.distributed.config import DistributedKind
-from runner.errors import ConfigError, UsageError
+from runner.errors import ConfigError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.models.build import build_model, refuse_lazy
 from runner.models.config import HuggingFaceConfig
@@ -475,7 +475,10 @@ class _Build:
         """Restore a checkpoint, if configured; `auto` takes the run's own folder."""
         resume, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATION_JOBS
         if resume != "none":
-            if not restore(run, None if resume == "auto" else Path(resume), trains):
+            if restore(run, None if resume == "auto" else Path(resume), trains):
+                if trains:
+                    log.info("continuing after step %s", f"{run.progress.step:,}")
+            else:
                 log.info("checkpoint.resume=auto: no checkpoint found; starting a new run")
         if run.switches:
             from runner.training.trials import prepare_trials
@@ -516,8 +519,5 @@ def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
     """Create and lock the folder. Raises UsageError if it has checkpoints of another run."""
     folder.mkdir(parents=True, exist_ok=True)
     scope.enter_context(lock(folder))  # one run, one folder
-    if resume == "none" and any(folder.glob("checkpoints/step_*")):
-        raise UsageError(
-            f"{folder} holds the checkpoints of a run; use another hydra.run.dir, or continue that "
-            "run with checkpoint.resume=auto (one that has ended: with more training.steps, too)"
-        )
+    if resume == "none":
+        check_no_checkpoints(folder)

@@ -179,7 +179,9 @@ def typed(config: DictConfig) -> RunConfig:
         except OmegaConfBaseException as error:
             if refusal := secrets.find_refusal(error):
                 raise refusal from None
-            reason = secrets.mask_words(str(error).partition("\n")[0])
+            from runner.overrides.diagnosis import conversion_problem
+
+            reason = secrets.mask_words(conversion_problem(str(error).partition("\n")[0]))
             raise ConfigError(error.full_key or "config", reason) from error
     if not isinstance(run_config, RunConfig):
         fix = "start its defaults list like conf/config.yaml"

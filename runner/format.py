@@ -107,8 +107,11 @@ def join_names(names: Iterable[str], max_names: int = MAX_NAMES) -> str:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `names` most like `word`, capitals aside."""
+    """The one of `names` most like `word`, capitals aside: the one that it begins, if any."""
     folded = {name.casefold(): name for name in names}
+    begun = [name for name in folded if name.startswith(word.casefold())] if word else []
+    if begun and all(name.startswith(min(begun, key=len)) for name in begun):
+        return folded[min(begun, key=len)]
     similar = get_close_matches(word.casefold(), folded, 1, cutoff)
     return folded[similar[0]] if similar else None
 

@@ -113,7 +113,7 @@ def reference_arm(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
     by_name = {arm.name: arm for arm in arms}
     if reference not in by_name:
         near = nearest(reference, list(by_name))
-        fix = f"did you mean {near}?" if near else f"there are {', '.join(by_name)}"
+        fix = f"did you mean {near}?" if near else f"use one of {', '.join(by_name)}"
         text = f"{escape(reference)} is not an arm"
         raise ConfigError("benchmark.reference", text, escape(fix))
     return by_name[reference]

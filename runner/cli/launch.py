@@ -135,6 +135,8 @@ def _translate_errors(request: Request, results: JobResults) -> Iterator[None]:
     except OSError as error:  # before a job began
         key = "hydra.run.dir" if request.session is None else "hydra.sweep.dir"
         reason = error.strerror or str(error)
+        if error.filename is None:  # of --cfg
+            raise StorageError(f"stdout cannot be written: {reason}") from error
         fix = f"set another folder: {key}=/path/to/folder"
         raise StorageError(f"{key}: {error.filename}: {reason}; {fix}") from error
 

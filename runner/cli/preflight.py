@@ -176,7 +176,14 @@ def _check_run(
             check_output_path("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.files.resumed_folders.append(folder)
-        # the recorded config is kept until the checkpoint is loaded
+    elif config.job.kind is JobKind.train and (planned / hydra_files.FOLDER).is_dir():
+        from runner.checkpoint.lock import check_no_checkpoints, lock
+
+        lock(planned).release()  # raises if a run is using it
+        if config.checkpoint.resume == "none":
+            check_no_checkpoints(planned)
+        folder = planned
+    if folder is not None:  # the recorded config is kept until training starts
         subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
         request.config = compose([*flags.overrides, subfolder])
     if config.job.kind is JobKind.benchmark:
@@ -223,7 +230,7 @@ def _resume_folder(
     from runner.cli.resume import find_unfinished_run
 
     folder = find_unfinished_run(planned, config_hash(config))
-    not_found = f"no unfinished run of this config under {planned.parent}; starting afresh"
+    not_found = f"no unfinished run of this config under {planned.parent}"
     note = not_found if folder is None else f"continuing {folder}"
     request.notes.append(f"checkpoint.resume=auto: {note}")
     return folder

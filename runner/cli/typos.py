@@ -39,7 +39,7 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
         if value in groups.get(key, [value]):
             continue
         if suggestion := _nearest_option(groups, key, value):
-            existing = f"there are {', '.join(groups[key])}"
+            existing = f"use one of {', '.join(groups[key])}"
             fix = f"did you mean {key}={suggestion}? {existing}"
             return ConfigError(key, f"no option {value!r}", fix)
     return next(filter(None, (_key_typo(groups, key, value) for key, value in words)), None)
@@ -79,7 +79,7 @@ def _key_typo(groups: Mapping[str, Mapping[str, str]], key: str, value: str) -> 
     fix = f"did you mean {'.'.join(suggested_parts)}={option}?"
     if i:
         return ConfigError(
-            key, f"no key {parts[i]!r} in {path}", f"{fix} there are {', '.join(names)}"
+            key, f"no key {parts[i]!r} in {path}", f"{fix} use one of {', '.join(names)}"
         )
     return ConfigError(key, f"no config group or key {parts[i]!r}", fix)
 

@@ -205,7 +205,7 @@ def _describe_lost_process(ends: Sequence[RankEnd]) -> str:
     """Name the lost process: one that was killed from outside before one that hung."""
     for end in ends:
         if end.code < 0 and not end.killed:
-            oom_hint = ", probably by the kernel: out of memory"
+            oom_hint = "; by the kernel, if the memory was used up"
             hint = oom_hint if end.code == -signal.SIGKILL else ""
             return f"{end.name} was killed by {signal.Signals(-end.code).name}{hint}"
     for end in ends:

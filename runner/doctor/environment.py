@@ -193,7 +193,9 @@ def check_limits(device: Device) -> Iterator[DoctorCheck]:
     fix = "ulimit -n 4096 before the runner starts"
     yield DoctorCheck.of("open files", enough, text, fix)
     average, cores = os.getloadavg()[0], os.cpu_count() or 1
-    fix = "wait; or OMP_WAIT_POLICY=passive before the runner starts, or fewer device.threads"
+    passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    wait_policy = "" if passive else "OMP_WAIT_POLICY=passive before the runner starts, or "
+    fix = f"wait; or {wait_policy}fewer device.threads"
     yield DoctorCheck.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
 
 

@@ -145,7 +145,7 @@ def render_doctor_report(report: DoctorReport) -> RenderableType:
             "techniques", [(row.name, _format_availability(row)) for row in report.techniques]
         ),
         *_section("checks", [(check.name, _format_check(check)) for check in report.checks]),
-        Text("{} ok, {} warnings, {} failed".format(*counts), style="bold"),
+        Text("ok: {}, warnings: {}, failed: {}".format(*counts), style="bold"),
     )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -31,6 +32,11 @@ from runner.overrides.spelling import (
 from runner.record import hydra_files
 
 SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA_OPTIONS, "model": MODEL_OPTIONS}
+CONVERSION_ERROR = re.compile(
+    r"Value '(?P<value>.*)' (?:of type '\w+' could not be converted to (?P<kind>Integer|Float)"
+    r"|is not a valid bool)"
+)
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 NUMBERED_DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
 PLUGIN_HINT = (
@@ -163,7 +169,7 @@ class Suggester:
         """Return the error about an option that does not exist."""
         others = [text for text in self.choices if text.partition("=")[0] != group]
         suggestion = replace(self, choices=others).first_composing(self.for_option(group, value))
-        fallback = f"there are {', '.join(self.groups[group])}"
+        fallback = f"use one of {', '.join(self.groups[group])}"
         if group == "model" and not (suggestion and suggestion[0].startswith("model=")):
             fallback += "; for your own class set model._target_ and security.trusted"
         if group == "data" and not suggestion:
@@ -250,7 +256,7 @@ def _unknown_key_error(
         fix = f"add it: +{override}"
         return None if override.sign else ConfigError(override.key, "does not exist yet", fix)
     problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
-    existing = f"there are {', '.join(_own_keys(node) if i else suggester.groups)}"
+    existing = f"use one of {', '.join(_own_keys(node) if i else suggester.groups)}"
     kinds_with_key: list[str] = []
     if path in SCHEMAS and not OmegaConf.is_missing(node, "kind") and node.kind:
         problem += f"={node.kind}"
@@ -348,6 +354,19 @@ def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOver
 # -- messages of Hydra and OmegaConf -------------------------------------------------------------
 
 
+def conversion_problem(text: str) -> str:
+    """Reword OmegaConf's message about a value of the wrong type; other messages stay."""
+    match = CONVERSION_ERROR.match(text)
+    if match is None:
+        return text
+    value, kind = match["value"], match["kind"] or "bool"
+    fix = ""
+    with suppress(ValueError, OverflowError):  # 1e3 is a float in YAML
+        if kind == "Integer" and float(value).is_integer():
+            fix = f"; write {int(float(value))}"
+    return f"must be {KINDS[kind]}, got {value!r}{fix}"
+
+
 def _full_key(error: Exception, inner: OmegaConfBaseException) -> str:
     """Return the key of an error; OmegaConf makes items of a list apart, with keys of their own."""
     typed = re.search(r"overrid(?:e|ing) '?([\w.@/]+)", str(error))
@@ -372,7 +391,8 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     source = re.match(r"In '([^']+)': ", str(error))
     paths = [folder / f"{source[1]}.yaml" for folder in folders] if source else []
     file = next((f"{os.path.relpath(path)}: " for path in paths if path.is_file()), "")
-    key, problem = _full_key(error, inner), (inner.msg or str(inner)).partition("\n")[0]
+    key = _full_key(error, inner)
+    problem = conversion_problem((inner.msg or str(inner)).partition("\n")[0])
     fields = getattr(inner.object_type, "__dataclass_fields__", {})
     fix = ""
     if "not a subclass" in problem or "incompatible" in problem:
@@ -380,7 +400,7 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
         example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
         fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"
     elif fields and (leaf := re.split(r"\W+", key)[-1]) not in fields:
-        fix = f"there are {', '.join(fields)}"
+        fix = f"use one of {', '.join(fields)}"
     elif "<enum" in problem:
         members = get_type_hints(inner.object_type)[leaf].__members__
         problem, fix = (

@@ -336,7 +336,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
             write_file(folder / name)
             written.append(folder / name)
         except OSError as error:
-            log.warning("no %s: %s", folder / name, error.strerror or error)
+            log.warning("%s is not written: %s", folder / name, error.strerror or error)
     return written
 
 

@@ -46,7 +46,7 @@ END_STATUSES = ("done", "stopped", "interrupted", "failed", "killed", "timeout",
 """The statuses of a row, besides `running`."""
 READ_ERRORS = (OSError, ValueError, AttributeError, RecursionError)
 """Exceptions that reading an untrusted folder may raise."""
-UNPAIRED_NOTE = "one run each, not interleaved: only a hint; job=benchmark measures"
+UNPAIRED_NOTE = "one run each, not interleaved: only a hint; job=benchmark interleaves them"
 PAIRED_NOTE = (
     "speed-ups compare runs of the same seed or fold, not interleaved, so they include other load "
     "on the machine; job=benchmark measures"
@@ -278,6 +278,7 @@ def _name_rows(rows: list[ComparisonRow], root: Path) -> list[ComparisonRow]:
     """Return the rows with names, and with folders relative to `root`."""
     folders = [os.path.relpath(row.folder, root) if row.folder else "" for row in rows]
     row_names = name_rows([row.overrides for row in rows], folders)
+    row_names = [root.name if name == os.curdir else name for name in row_names]
     return [
         replace(row, name=name, folder=folder)
         for row, name, folder in zip(rows, row_names, folders, strict=True)

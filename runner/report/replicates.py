@@ -13,6 +13,8 @@ from runner.report.naming import name_rows
 
 REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
 """Override keys that only distinguish replicates, and the noun for each."""
+SHARES = {"accuracy", "top5", "f1", "auroc", "precision", "recall"}  # metrics between 0 and 1
+SHARE, UNBOUNDED = (0.0, 1.0), (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,12 @@ class MeanEstimate:
     interval: tuple[float, float]
 
     @classmethod
-    def of(cls, values: list[float]) -> MeanEstimate:
-        """Estimate from at least two values, by Student's t."""
+    def of(cls, values: list[float], bounds: tuple[float, float] = UNBOUNDED) -> MeanEstimate:
+        """Estimate from at least two values, by Student's t; the interval ends at `bounds`."""
         center, spread = mean(values), stdev(values)
         half_width = t_quantile(len(values) - 1, 1 - CONFIDENCE) * spread / math.sqrt(len(values))
-        return cls(center, spread, (center - half_width, center + half_width))
+        low, high = bounds
+        return cls(center, spread, (max(low, center - half_width), min(high, center + half_width)))
 
     @classmethod
     def of_positive(cls, values: list[float]) -> MeanEstimate:
@@ -111,7 +114,10 @@ def _estimates(rows: list[ComparisonRow]) -> dict[str, MeanEstimate]:
     metrics = [{**row.metrics, **({} if row.best is None else {"best": row.best})} for row in rows]
     for name in metrics[0]:
         if all(name in others for others in metrics):
-            estimates[METRIC_PREFIX + name] = MeanEstimate.of([others[name] for others in metrics])
+            metric_name = rows[0].monitor if name == "best" else name
+            bounds = SHARE if SHARES & {*metric_name.split("/")} else UNBOUNDED
+            values = [others[name] for others in metrics]
+            estimates[METRIC_PREFIX + name] = MeanEstimate.of(values, bounds)
     ratios = [ratio for row in rows if (ratio := row.speedup or 0.0) > 0]
     if len(ratios) > 1:
         estimates["speedup"] = MeanEstimate.of_positive(ratios)

@@ -123,7 +123,7 @@ def write_report(summary: Summary, folder: Path) -> None:
             replace_text(folder / CURVES_FILE, drawing)
         replace_text(folder / "report.md", render_report(summary, folder))
     except OSError as error:
-        log.warning("no report.md: %s", error)
+        log.warning("report.md is not written: %s", error)
 
 
 def write_recorded_report(folder: Path) -> None:
@@ -131,7 +131,7 @@ def write_recorded_report(folder: Path) -> None:
     try:
         write_report(Summary.read(folder), folder)
     except StorageError as error:
-        log.warning("no report.md: %s", error)
+        log.warning("report.md is not written: %s", error)
 
 
 def _sections(
@@ -291,7 +291,7 @@ def _speed_rows(summary: Summary) -> TableRows:
     rate, rank_note = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
     if speed.tokens_per_second is not None:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
-    step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %"
+    step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at the 95th percentile"
     shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
     peak = _format_peaks(memory.peak_process_bytes, memory.peak_device_bytes)
     total_peak = _format_peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))

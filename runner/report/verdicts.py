@@ -293,6 +293,9 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
     if len(texts) == 1:
         return [f"Best {monitor} over {over}: {texts[0]}.", *single_note]
     low, high = ordered[0][1], ordered[-1][1]
+    if low == high:
+        value = f"{metric(low.mean)} ± {metric(low.spread)}"
+        return [f"Best {monitor} over {over} each: {value} in every configuration.", *single_note]
     overlap_note = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
     return [
         f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{overlap_note}.",

@@ -73,7 +73,7 @@ def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: SpikeDetector) -
         return f"the {name.replace('grad_', 'gradient ')} was {value:.4g}{times}"
     if not math.isfinite(anomaly.loss):
         return f"the loss was {anomaly.loss}"
-    return f"a gradient was not finite: their norm was {anomaly.grad_norm}"
+    return f"the norm of the gradients was {anomaly.grad_norm}"
 
 
 def describe_remedy(rule: RecoveryRule | None) -> str:
@@ -120,4 +120,5 @@ def describe_giving_up(
     else:
         more = f", or add a row for kind: {decision.kind} to stability.recovery"
     left = f"no row of stability.recovery is left; tried: {table.describe_history()}"
-    return f"{fault}; {left}; {advice}; then lower optimizer.lr{more}"
+    next_step = "if neither data nor model is the cause, lower optimizer.lr"
+    return f"{fault}; {left}; {advice}; {next_step}{more}"

@@ -155,7 +155,7 @@ def _parity_table(rows: list[ParityRow]) -> Table:
         numbers = f"{worst.step}", f"{worst.error:.1e}", f"{worst.bound:.1e}"
         within = all(row.within for row in group)
         table.append((within, (kind, f"{len(group)}", *numbers, worst.name)))
-    return _kinds_table(("tensors", "step", "worst error", "explained", "in"), table)
+    return _kinds_table(("tensors", "step", "worst error", "allowed", "in tensor"), table)
 
 
 def _distance_table(result: DistributedEquality) -> Table:

@@ -14,8 +14,9 @@ from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.composing import compose
 from runner.config import config_hash
-from runner.errors import CheckpointError, ConfigError, SecurityError
+from runner.errors import CheckpointError, ConfigError, SecurityError, UsageError
 from runner.overrides.recorded import merge_recorded_overrides
+from runner.record.hydra_files import RESUMED
 from runner.record.storage import FileDigest, write_file
 from runner.training.summary import Summary
 from tests.runs import QUICK, trained
@@ -210,11 +211,23 @@ def test_a_record_is_on_the_disk_before_it_takes_the_place_of_the_one_before(
     assert synced == [Path("summary.json").stat().st_ino]
 
 
+def test_a_command_that_is_refused_leaves_the_record_of_the_run_alone() -> None:
+    run = make_run("outputs/mine", ["seed=4"])
+    typed = "hydra.run.dir=outputs/mine", "seed=5"
+    with pytest.raises(UsageError, match="has the checkpoints of another run"):
+        ask(*typed)
+    with lock(run), pytest.raises(UsageError, match="in use by"):
+        ask(*typed, "checkpoint.resume=auto")
+    request = ask(*typed, "checkpoint.resume=auto")
+    assert request.config is not None
+    assert request.config.hydra.output_subdir == RESUMED  # until training starts
+
+
 def test_auto_says_when_it_starts_afresh() -> None:
     make_run(f"{HOME}/run", [], step=12)
     request = auto("seed=7")
     assert request.arguments == ["checkpoint.resume=auto", "seed=7"]
-    assert "starting afresh" in request.notes[0]
+    assert "no unfinished run" in request.notes[0]
     assert auto("hydra.run.dir=outputs/here").arguments[-1] == "hydra.run.dir=outputs/here"
 
 

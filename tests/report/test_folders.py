@@ -31,7 +31,7 @@ def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
     assert [row.speedup for row in found.rows] == [1.5, 1.0, None, 3.0]
     assert {(row.speedup_interval, row.parity) for row in found.rows} == {(None, None)}
     assert (found.rows[2].status, found.rows[2].reason) == ("oom", "no memory")
-    assert any("job=benchmark measures" in note for note in found.notes)
+    assert any("job=benchmark interleaves" in note for note in found.notes)
     assert "hint" in texts(found)[0] and "3.00×" in texts(found)[0]
 
 

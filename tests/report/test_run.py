@@ -62,7 +62,8 @@ def shown(summary: Summary, folder: Path | None, width: int = 80, verbose: bool 
 
 MUST = [
     "digits_mlp", "done", "val/accuracy", "0.9722", "best 0.9750 at step 900", "1,200 steps",
-    "1 min 15 s", "41,234 samples/s", "5,277,000 tokens/s", "0.776 ms median", "1.21 ms at 95 %",
+    "1 min 15 s", "41,234 samples/s", "5,277,000 tokens/s", "0.776 ms median",
+    "1.21 ms at the 95th percentile",
     "612 MiB", "3.00 GiB", "40% backward", "fused_optimizer", "engaged",
     "skipped: no C++ compiler", "skipped steps", "7 of 1,200", "non_finite",
     "step_00000900 (best)", "python -m runner.report --tensorboard outputs",
@@ -147,7 +148,7 @@ def test_the_document_has_the_classes_the_reasons_and_the_origin(
     words += ["workers would only copy it", "```sh\npython -m runner data=digits\n```"]
     assert [word for word in words if word not in text] == []
     report.write_report(SUMMARY, tmp_path / "nowhere")
-    assert "no report.md" in caplog.text
+    assert "report.md is not written" in caplog.text
 
 
 def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(

@@ -100,7 +100,7 @@ def test_a_table_comes_from_the_command_line() -> None:
     [
         ("stability.recovery=[{kind:spyke}]", "'spyke'.* one of .*spike"),
         ("stability.recovery=[{action:rolback}]", "'rolback'.* one of .*rollback"),
-        ("stability.recovery=[{on:spike}]", "there are kind, in_a_row, action"),
+        ("stability.recovery=[{on:spike}]", "use one of kind, in_a_row, action"),
         ("stability.recovery=[{factor:0}]", "recovery.factor: must be > 0 and ≤ 1, got 0"),
         ("stability.recovery=[{kind:weights,action:accept}]", "accept is for kind: spike"),
         ("stability.recovery=[{kind:spike,action:lower_scale}]", "is for kind: overflow"),

@@ -91,7 +91,7 @@ def test_a_damaged_record_is_another_sweep_unless_it_is_named(
         ("sweep.resume=nowhere", "sweep.resume: nowhere is not a sweep's folder"),
         ("hydra.launcher.jobs=0", "hydra.launcher.jobs: must be ≥ 1, got 0"),
         ("hydra.launcher.job=2", "did you mean hydra.launcher.jobs"),
-        ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: Value 'soon' of type"),
+        ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: must be a number, got 'soon'"),
     ],
 )
 def test_a_mistake_about_the_sweep_is_one_line(
