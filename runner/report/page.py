@@ -37,7 +37,8 @@ BENCHMARK_METHOD = (
     "arm's median step (mean step with data workers) is divided by the reference's in the same "
     "block, so that drift of the machine cancels. Intervals have 95 % coverage, corrected for "
     "stopping early. The step is the median over all blocks, and samples/s counts all steps, slow "
-    "ones included, so dividing these columns does not give the speed-up. No difference within 2 % or within the noise floor (the reference against a "
+    "ones included, so dividing these columns does not give the speed-up. "
+    "No difference within 2 % or within the noise floor (the reference against a "
     "second copy of itself) is claimed. Every arm was started several times, because the speed of "
     "equal work varies between processes, and intervals are over the processes (t); with one "
     "process each, no difference within 7 % is claimed. The intervals hold simultaneously, so the "
@@ -51,8 +52,8 @@ UNPAIRED_METHOD = (
 PAIRED_METHOD = (
     "Each configuration ran with several seeds or folds. Its row has the mean over them (of times "
     "and rates the geometric one) with a 95 % interval by Student's t; a speed-up is the "
-    "geometric mean of the ratios of runs of the same seed or fold. The runs were not interleaved: the numbers "
-    "include other load on the machine. job=benchmark measures in randomised blocks."
+    "geometric mean of the ratios of runs of the same seed or fold. The runs were not interleaved: "
+    "the numbers include other load on the machine. job=benchmark measures in randomised blocks."
 )
 
 

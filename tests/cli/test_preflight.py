@@ -154,7 +154,11 @@ def test_a_mistake_in_an_own_experiment_names_the_file_the_key_and_the_fix(
 @pytest.mark.parametrize(
     ("typed", "error", "says"),
     [
-        ([*MISSING, "data.validation=abc"], ConfigError, r"data\.validation: must be a number, got 'abc'"),
+        (
+            [*MISSING, "data.validation=abc"],
+            ConfigError,
+            r"data\.validation: must be a number, got 'abc'",
+        ),
         ([*MISSING, "data.path.more=1"], ConfigError, r"data\.path is a value and has no keys"),
         (
             ["-m", "optimization=none,bsic", "seed=0,1"],

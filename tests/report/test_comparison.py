@@ -140,7 +140,9 @@ def test_a_disk_that_takes_nothing_is_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert report.write_comparison(compare_arms(levels(), None), tmp_path / "file") == []
-    warned = {record.getMessage().split(" is not")[0].rpartition("/")[2] for record in caplog.records}
+    warned = {
+        record.getMessage().split(" is not")[0].rpartition("/")[2] for record in caplog.records
+    }
     assert {"comparison.json", "comparison.html"} <= warned
     assert (tmp_path / "file").read_text() == ""
 
