@@ -91,7 +91,7 @@ def test_own_runs_pass_strict_and_their_copies_elsewhere_do_not(tmp_path, folder
     assert [(row.kind, row.assessment.trust.name) for row in found.rows] == [
         ("checkpoint", "CHECKED")
     ]
-    assert "1 item, none refused: 1 CHECKED" in found.verdict and found.passed_over == 1
+    assert "1 item, none refused: 1 CHECKED" in found.verdict and found.ignored_files == 1
     moved = tmp_path / "moved"
     os.rename(run, moved)
     step = moved / "checkpoints/step_00000007"
@@ -224,7 +224,7 @@ def test_any_plain_path_can_be_named(tmp_path, folder, monkeypatch):
     monkeypatch.chdir(theirs)
     np.save("a.npy", np.ones(2))
     found = scan(Path(), folder, pinned(Path("a.npy")))
-    assert (found.passed_over, len(found.rows)) == (1, 1)
+    assert (found.ignored_files, len(found.rows)) == (1, 1)
     with pytest.raises(SecurityError, match="matches no known format"):
         scan(longest, folder)
 

@@ -99,7 +99,7 @@ def test_two_classes_get_one_logit_and_are_predicted_by_it() -> None:
         expected = run.model(batch[0]).sigmoid().detach().flatten()
     assert summary.metrics["val/AUROC"] > 0.9
     shares = torch.tensor(columns["probability benign"])
-    torch.testing.assert_close(shares, expected.double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(shares, expected, rtol=0, atol=1e-6)
     chosen = {choice.key: choice.value for choice in summary.choices}
     assert chosen["objective._target_"] == "float targets"
 
