@@ -464,7 +464,8 @@ class _Build:
         if self.config.data.bad_samples is BadSamples.drop:
             from runner.training.bad_samples import BadSampleTracker
 
-            run.bad_samples = BadSampleTracker(run, self.config.data)
+            trains = self.config.job.kind not in EVALUATION_JOBS
+            run.bad_samples = BadSampleTracker(run, self.config.data, trains)
         self.scope.callback(run.recorder.close)
         self.scope.callback(run.checkpointer.wait)
         for loader in filter(None, (run.validation, run.test, run.train)):

@@ -23,8 +23,8 @@ BAD_SAMPLES_FILE = "debug/bad_samples.json"
 class BadSampleTracker:
     """Records bad samples; part of a run with `data.bad_samples=drop`."""
 
-    def __init__(self, run: Run, config: DataConfig) -> None:
-        self.run, self.config = run, config
+    def __init__(self, run: Run, config: DataConfig, trains: bool = True) -> None:
+        self.run, self.config, self.trains = run, config, trains
 
     def record_batch(self, loader: BatchLoader) -> bool:
         """Record the bad samples of the last batch; True if no process has a usable one.
@@ -46,6 +46,8 @@ class BadSampleTracker:
             )  # fmt: skip
         if new_problems:
             fetches = dict(self._usable_fetches())
+            if usable not in fetches.values():  # data that a trained model is applied to
+                fetches = {"": usable}
             problems = {(n, i): text for n, x in fetches.items() for i, text in x.bad.items()}
             check_bad_share(
                 problems, sum(len(x.order.indices) for x in fetches.values()), self.config
@@ -78,7 +80,9 @@ class BadSampleTracker:
         return {name: dict(usable.bad) for name, usable in self._usable_fetches()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore the state of a checkpoint, unless an evaluation reads other data."""
+        if not self.trains:
+            return
         for name, usable in self._usable_fetches():
             usable.bad = dict(state.get(name, {}))
 
@@ -86,5 +90,7 @@ class BadSampleTracker:
         run = self.run
         loaders = {"training": run.train, "validation": run.validation, "test": run.test}
         for name, loader in loaders.items():
+            if name != "validation" and not self.trains:
+                continue  # all samples are in the validation set
             if loader is not None and loader.usable is not None:
                 yield name, loader.usable

@@ -58,7 +58,7 @@ class FileRefusal(Exception):
 
 def printable(text: object, limit: int = 300) -> str:
     """Return text from a file as one short line without control characters."""
-    full = str(text)
+    full = " ".join(str(text).split())
     escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in full[:limit])
     return escaped if len(full) <= limit else f"{escaped}…"
 

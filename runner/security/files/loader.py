@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runner.errors import CheckpointError, SecurityError
 from runner.findings import Reason, Severity, Trust
-from runner.record.text import escape_control_chars
+from runner.record.text import escape_control_chars, summarize_error
 from runner.security.config import SecurityLevel
 from runner.security.files.encode import TIED
 from runner.security.files.file_bytes import FileBytes
@@ -125,10 +125,16 @@ def _unpickle_allowed(data: FileBytes, examination: Examination) -> None:
     refusals = [r for r in examination.reasons if r.severity is Severity.REFUSAL]
     if [reason.code for reason in refusals] != [NEEDS_PICKLE]:
         return
-    evidence = f"unpickled, so it may run code: security.allow_pickle has {data.sha256[:12]}…"
     examination.reasons.remove(refusals[0])
+    try:
+        examination.content = unpickle(data.path, examination.format)
+    except Exception as error:  # of the file's own classes, too
+        evidence = f"cannot be unpickled: {summarize_error(error)}"
+        fix = "its classes must be importable under the names they were saved with"
+        examination.reasons.append(Reason("pickle.failed", Severity.REFUSAL, "", evidence, fix))
+        return
+    evidence = f"unpickled, so it may run code: security.allow_pickle has {data.sha256[:12]}…"
     examination.reasons.append(Reason("pickle.allowed", Severity.WARNING, "", evidence))
-    examination.content = unpickle(data.path, examination.format)
 
 
 def describe_refusal(assessment: Assessment, policy: FilePolicy) -> str:
