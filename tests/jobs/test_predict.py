@@ -28,7 +28,7 @@ from runner.errors import CheckpointError, ConfigError, RunnerError
 from runner.jobs import evaluate, predict
 from runner.jobs.evaluate import build_trained
 from runner.record.storage import write_file
-from runner.report.run import EndTable
+from runner.report.run import RunSummaryTable
 from tests import runs
 from tests.data.strangers import (
     CITIES,
@@ -103,7 +103,7 @@ def test_the_summary_is_about_the_prediction_and_not_about_the_training(
     (unknown,) = [c.value for c in summary.choices if c.key == "data.unknown_categories"]
     assert str(unknown).startswith("city: ") and str(unknown).endswith(" of 30 rows")
     console = Console(width=200, file=StringIO(), color_system=None)
-    console.print(EndTable(summary, tmp_path / "job"))
+    console.print(RunSummaryTable(summary, tmp_path / "job"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "categories not in training: 'Cairo'" in text
     assert "TensorBoard" not in text and "techniques" not in text and "steps" not in text

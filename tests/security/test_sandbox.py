@@ -107,7 +107,7 @@ sandbox.SERVER_CODE = sandbox.SERVER_CODE.replace("sandbox.serve()", endless)
 opened = sandbox.Sandbox()
 opened._start()
 print(opened.process.pid, flush=True)
-with sandbox.FileBytes.copy(Path(sys.argv[1])) as data:
+with sandbox.FileBytes.open_copy(Path(sys.argv[1])) as data:
     opened.examine(data, "good.pt", sandbox.FileLimits())
 """
 

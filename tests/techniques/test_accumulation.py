@@ -32,7 +32,7 @@ MIB = 2**20
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The bytes that runs take for free memory."""
     room = {"bytes": 20 * MIB}
-    monkeypatch.setattr(memory, "room", lambda device: room["bytes"])
+    monkeypatch.setattr(memory, "allocatable_bytes", lambda device: room["bytes"])
     return room
 
 
