@@ -245,10 +245,10 @@ def _allowed_environment(config: DictConfig) -> list[str]:
 
 
 def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
-    """Restore a config from the output of `plain`; the caller decides which classes are trusted.
+    """Restore a config from the output of `config_to_plain`.
 
-    Raises ConfigError if it does not fit this version, SecurityError for an untrusted class and for
-    anything but plain data.
+    The caller decides which classes are trusted. Raises ConfigError if it does not fit this
+    version, SecurityError for an untrusted class and for anything but plain data.
     """
     secrets.check_literal(tree, may_read=secrets.permitted_variables())
     try:

@@ -99,7 +99,7 @@ def share(value: float) -> str:
 
 
 def join_names(names: Iterable[str], max_names: int = MAX_NAMES) -> str:
-    """Join names as `a, b and c`; beyond `MOST_NAMES` the rest is counted."""
+    """Join names as `a, b and c`; beyond `max_names` the rest is counted."""
     all_names = list(names)
     if len(all_names) > max_names:
         return ", ".join(all_names[:max_names]) + f" and {len(all_names) - max_names:,} more"

@@ -32,7 +32,7 @@ def reference_to(name: str) -> str:
 
 
 def add_secret(name: str, value: str) -> None:
-    """Make `masked` replace this value from now on, unless it is too short."""
+    """Make `mask_secrets` replace this value from now on, unless it is too short."""
     global _pattern
     for piece in (value, value.strip(), *map(str.strip, value.splitlines())):
         min_length = MIN_SECRET_DIGITS if NUMBER.fullmatch(piece) else MIN_SECRET_LENGTH

@@ -170,7 +170,7 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
         rows = {row.name: row.reason for row in run.unapplied_techniques}
         assert "run too short (5,400 steps" in rows["compile"]
         assert "run too short (5,400 steps" in rows["whole_step"]
-    monkeypatch.setattr(cost, "COLD_S", 1e-4)  # as if it took no time
+    monkeypatch.setattr(cost, "COLD_COMPILE_S", 1e-4)  # as if it took no time
     with runs.opened(*ultra) as run:
         assert run.trials is not None
         assert run.step_graph is None

@@ -150,8 +150,8 @@ def run_blocks(
     `relaunch(names, within_s)` restarts the arms in new processes and returns those that failed to
     start; it raises TimeoutError if the time runs out. Without it each arm has one process.
 
-    An arm whose turn raises ArmEnded leaves, keeping its turns; the others continue. Without the
-    reference, or with it alone, no ratios are estimated: times are gathered up to the first
+    An arm whose turn raises WorkerFailure leaves, keeping its turns; the others continue. Without
+    the reference, or with it alone, no ratios are estimated: times are gathered up to the first
     analysis. Ctrl-C is not raised: the measurements so far are returned with the intervals of the
     last analysis and `stop_reason="interrupted"`.
 

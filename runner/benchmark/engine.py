@@ -69,8 +69,8 @@ def measure(
 
     The arms are compared with `settings.reference`, or the first arm. With a `folder` the runs are
     recorded in it and `benchmark.json` is written, also if arms failed; a failed arm is a row.
-    Ignores `attribute`, `baseline` and `claims` of the settings. Raises ConfigError, and `Cut` on
-    Ctrl-C and SIGTERM after writing the result so far.
+    Ignores `attribute`, `baseline` and `claims` of the settings. Raises ConfigError, and
+    `BenchmarkInterrupted` on Ctrl-C and SIGTERM after writing the result so far.
     """
     reference = reference_arm(arms, settings)
     check_budget(settings, len(arms))

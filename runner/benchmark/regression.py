@@ -58,7 +58,7 @@ def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkR
     """Load the result that `benchmark.baseline` names; None if it is not set.
 
     Raises ConfigError before anything is measured: no such file, damaged, from another machine (its
-    device is compared only later, by `against`), or none of the arms `names`.
+    device is compared only later, by `compare_with_baseline`), or none of the arms `names`.
     """
     if settings.baseline is None:
         return None

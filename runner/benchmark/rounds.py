@@ -186,7 +186,7 @@ def _describe_progress(measurements: Measurements, budget_s: float) -> str:
 
 
 def ending_signal() -> int:
-    """Return the signal that ended a measurement; for use within `signals_unwind`."""
+    """Return the signal that ended a measurement; for use within `raise_on_signals`."""
     return raised_signals[0] if raised_signals else signal.SIGINT
 
 

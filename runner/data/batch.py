@@ -119,7 +119,7 @@ def split_batch(samples: int, most: int) -> list[slice]:
 
 
 def largest_slice(samples: int, most: int) -> int:
-    """Return the size of the largest slice of `split(samples, most)`."""
+    """Return the size of the largest slice of `split_batch(samples, most)`."""
     return -(-samples // max(1, -(-samples // most)))
 
 

@@ -212,7 +212,7 @@ class ProfileTool(DebugTool):
         except (ValueError, RuntimeError) as error:
             self._record_failure(run, error)
         for phase, seconds in run.stopwatch.phase_seconds.items():
-            # the watch may have been reset since
+            # the stopwatch may have been reset since
             self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
         self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
         self._update_verdicts(run)

@@ -62,7 +62,7 @@ class LeakDetector:
         return self.windows[0].count if self.windows else 0
 
     def add(self, step: int, size: int) -> bool:
-        """Add a sample; True asks to clean memory and to call `cleaned`."""
+        """Add a sample; True asks to clean memory and to call `add_after_cleaning`."""
         self.start = step if self.start is None else self.start
         self._suspicious = []
         if step < self.start + WARM_UP_STEPS:

@@ -60,7 +60,7 @@ def status_bytes(field: str) -> int | None:
 # -- peaks ------------------------------------------------------------------------------------
 #
 # The kernel keeps one high-water mark per process, as CUDA does per device. It is read and reset
-# whenever a `peak` context begins, and its value is added to all open contexts.
+# whenever a `peak_memory` context begins, and its value is added to all open contexts.
 
 # peaks before the last reset, of the process ("") and of devices
 _earlier_peaks: dict[str, int] = {}
@@ -115,7 +115,7 @@ def reset_peak(device: Device | None = None) -> bool:
 
 @dataclass(eq=False)
 class MemoryPeak:
-    """Peak memory in a `peak` context, in bytes; final once it has ended."""
+    """Peak memory in a `peak_memory` context, in bytes; final once it has ended."""
 
     device: Device | None
     process: int = 0

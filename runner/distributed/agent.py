@@ -91,7 +91,7 @@ class Agent:
             self._kill_all()
 
     def exit_codes(self) -> dict[int, int]:
-        """Exit codes by rank; negative for a signal, LOST for a process that was not started."""
+        """Exit codes by rank: negative for a signal; for a process not started SERVER_LOST or 0."""
         not_started = SERVER_LOST if self.server_lost else 0
         pairs = self.processes.items()
         return {rank: (p.exitcode or 0) if p.pid else not_started for rank, p in pairs}

@@ -216,7 +216,7 @@ class Stability(Closeable):
 
     def _execute(self, optimizer: Optimizer) -> None:
         """Execute the controller's decisions."""
-        with preserve_lrs(optimizer):  # lowered rates apply only within `scaled_rates`
+        with preserve_lrs(optimizer):  # lowered rates apply only within `scale_lrs`
             try:
                 self.controller.execute(cast(Run, self))  # it has the attributes that are read
             except GaveUp as error:

@@ -25,7 +25,7 @@ class OutputLayer(nn.Module):
 
 
 def defer_logits(layer: nn.Module, chunk: int) -> None:
-    """Make a linear or output layer return DeferredLogits in training mode, until `undo`.
+    """Make a linear or output layer return DeferredLogits in training, until `restore_forward`.
 
     The forward is a bound method, so that a copied model uses its own layer's weight.
     """

@@ -272,7 +272,7 @@ def make_folder(folder: Path) -> None:
 def replace_folder(temporary: Path, final: Path) -> None:
     """Rename a finished folder to its final name, replacing an existing one.
 
-    After a crash the old folder may be left as `.old-<name>`, which `recover` restores.
+    After a crash the old folder may be left as `.old-<name>`, which `recover_folders` restores.
     """
     old = final.parent / (OLD_PREFIX + final.name)
     replaces = final.exists()
@@ -291,7 +291,7 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 
 def recover_folders(folder: Path) -> None:
-    """Complete or undo a `write_folder` that a crash interrupted."""
+    """Complete or undo a `replace_folder` that a crash interrupted."""
     for old in folder.glob(OLD_PREFIX + "*"):
         final = folder / old.name.removeprefix(OLD_PREFIX)
         if final.exists():

@@ -60,11 +60,11 @@ sys.path += {paths!r}
 
 from runner.captures.reader import open_capture
 from runner.replay.attempt import make_attempt
-from runner.replay.reopen import reopened
+from runner.replay.reopen import reopen_run
 
 FINDING = {finding!r}
 capture = open_capture(Path(sys.argv[1] if len(sys.argv) > 1 else {capture!r}))
-with reopened(capture, trusted={trusted!r}, without={without!r}) as (run, batch):
+with reopen_run(capture, trusted={trusted!r}, without={without!r}) as (run, batch):
     step = make_attempt(run, batch, capture)  # run.model and batch are as the step found them
 print(f"loss {{step.loss}}, gradient norm {{step.grad_norm}}", step.error or step.failed)
 print(f"bad: {{FINDING}}" if step.bad else "good")

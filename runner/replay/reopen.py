@@ -74,7 +74,7 @@ def reopen_run(
         raise UsageError(
             f"{capture.path}: this run used its program's own "
             f"{', '.join(missing)}; open the capture in that program: "
-            "runner.replay.reopen.reopened(capture, components=Components(…))"
+            "runner.replay.reopen.reopen_run(capture, components=Components(…))"
         )
     config = config_of(capture, trusted)
     capture = _recompute_state(capture, config, components)

@@ -177,7 +177,7 @@ def _describe_other_work(row: ComparisonRow, reference: str) -> str:
 
 
 def _is_faster(row: ComparisonRow, other: ComparisonRow) -> bool:
-    """Whether `one` is measurably faster than `other`: the intervals do not overlap."""
+    """Whether `row` is measurably faster than `other`: the intervals do not overlap."""
     if row.speedup_interval is None or other.speedup_interval is None:
         return False
     return row.speedup_interval[0] > other.speedup_interval[1]
@@ -304,7 +304,7 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
 
 
 def _describe_fastest(rows: list[ComparisonRow], reference: str, speed_varies: bool) -> list[str]:
-    """Name the fastest runs: all within `NEAR` of the fastest."""
+    """Name the fastest runs: all within `EQUAL_SPEED_TOLERANCE` of the fastest."""
     if len(rows) < 2:
         return []
     fastest = max(row.speedup or 0.0 for row in rows)

@@ -2,7 +2,7 @@
 
 Whenever a config is composed (for a run, a sweep job, an arm, or Hydra's help), each foreign file
 is checked before it is parsed, each config before it is used, and each job before its folder is
-created. Class names are checked by `registry.permit` when a `RunConfig` is made.
+created. Class names are checked by `registry.find_allowed_package` when a `RunConfig` is made.
 """
 
 from __future__ import annotations

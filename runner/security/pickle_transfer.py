@@ -37,7 +37,7 @@ def _dumps(value: Any) -> bytes | Exception:
 
 
 def unpickle_parts(data: bytes) -> dict[str, Any]:
-    """Unpickle the parts of `packed`. UsageError if a class cannot be imported."""
+    """Unpickle the parts of `pickle_parts`. UsageError if a class cannot be imported."""
     try:
         parts: dict[str, Any] = pickle.loads(data)  # noqa: S301  # our own parent's
     except (AttributeError, ImportError) as error:
@@ -49,7 +49,7 @@ def unpickle_parts(data: bytes) -> dict[str, Any]:
 
 
 def dumps_persistent(value: Any, persistent_id: Callable[[Any], Any]) -> bytes:
-    """Pickle for `loads_outline`; a non-None result of `persistent_id` replaces an object."""
+    """Pickle for `loads_persistent`; a non-None result of `persistent_id` replaces an object."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.persistent_id = persistent_id  # type: ignore[method-assign]
@@ -58,7 +58,7 @@ def dumps_persistent(value: Any, persistent_id: Callable[[Any], Any]) -> bytes:
 
 
 def loads_persistent(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
-    """Unpickle a value of `dumps_outline`; `persistent_load` restores the replaced objects."""
+    """Unpickle a value of `dumps_persistent`; `persistent_load` restores the replaced objects."""
     unpickler = pickle.Unpickler(io.BytesIO(data))  # noqa: S301  # our own
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
     return unpickler.load()

@@ -242,7 +242,7 @@ def masking_state() -> dict[str, Any]:
 
 
 def adopt_masking_state(state: Mapping[str, Any]) -> None:
-    """Adopt the parent's `shared_state`."""
+    """Adopt the parent's `masking_state`."""
     add_secrets(state["known"])
     _masked_by_key.update(state["shown"])
     _values.update(state["values"])

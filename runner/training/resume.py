@@ -86,7 +86,7 @@ def first_bad_step(run: Run) -> int:
 
 def _run_state(run: Run) -> dict[str, Any]:
     inputs = None
-    if run.batch_validator is not None:  # first, as it adds to the history and the guardian
+    if run.batch_validator is not None:  # first, as it adds to the history and the controller
         inputs = run.batch_validator.state()
         run.stability.vetoed += run.batch_validator.take_vetoed()
     return {

@@ -80,14 +80,14 @@ def is_command() -> bool:
 
 
 def unclaimed_signals() -> list[int]:
-    """Return the signals of ENDS, except Ctrl-C, that are neither ignored nor handled elsewhere."""
+    """Return END_SIGNALS, except Ctrl-C, that are neither ignored nor handled elsewhere."""
     ours = (signal.SIG_DFL, _terminate)
     return [number for number in END_SIGNALS[1:] if signal.getsignal(number) in ours]
 
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Make unclaimed signals raise Terminated while entered, outside of `Interrupts`."""
+    """Make unclaimed signals raise Terminated while entered, outside of `InterruptHandler`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,7 +117,7 @@ def prefer_signal_error() -> Iterator[None]:
         raise first from None
 
 
-_command_contexts: list[bool] = []  # not empty within `signals_unwind`
+_command_contexts: list[bool] = []  # not empty within `raise_on_signals`
 raised_signals: list[int] = []
 """Signals for which Terminated was raised: some libraries swallow it during import."""
 
@@ -128,12 +128,12 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class InterruptHandler:
-    """Context that handles Ctrl-C, SIGTERM and the `unclaimed` signals.
+    """Context that handles Ctrl-C, SIGTERM and the `unclaimed_signals`.
 
     The first signal is recorded, and the loop ends at the next step boundary. Between `begin_wait`
     and `end_wait` (a wait for data may not end) it raises KeyboardInterrupt, also if it arrived
-    before. A second signal raises it at once, unless one of the two is in `AHEAD`. The first signal
-    logs `notice` and calls `make_grace_period`; its result limits the step.
+    before. A second signal raises it at once, unless one of the two is in `ADVANCE_SIGNALS`.
+    The first signal logs `notice` and calls `make_grace_period`; its result limits the step.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def test_a_fault_in_the_background_reaches_the_training_thread(tmp_path, monkeyp
     def fail(*_: object) -> None:
         raise ValueError("a fault of ours")
 
-    monkeypatch.setattr(storage, "write_folder", fail)
+    monkeypatch.setattr(storage, "replace_folder", fail)
     checkpointer = Checkpointer(tmp_path, keep=1)
     checkpointer.save(1, model_at(1), {}, False)
     with pytest.raises(ValueError, match="a fault of ours"):

@@ -53,9 +53,9 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Together:
     return run
 
 
-def synchronised(layer: nn.BatchNorm2d, stand_in: bool = False) -> nn.BatchNorm2d:
+def synchronised(layer: nn.BatchNorm2d, is_stand_in: bool = False) -> nn.BatchNorm2d:
     own = copy.deepcopy(layer)
-    world = SimpleNamespace(stand_in=stand_in)
+    world = SimpleNamespace(is_stand_in=is_stand_in)
     own.forward = partial(_forward, own, world)  # type: ignore[method-assign, arg-type]
     return own
 

@@ -105,7 +105,7 @@ def test_text_of_a_capture_is_a_string_in_the_script(capture: Path, tmp_path: Pa
         path = write_script(tmp_path, capture / text, text, [text], [text])
         tree = ast.parse(path.read_text())
         calls = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-        ours = {"open_capture", "reopened", "make_attempt"}
+        ours = {"open_capture", "reopen_run", "make_attempt"}
         assert calls == ours | {"sys.exit", "Path", "len", "print"}
         assert text in {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
 

@@ -31,11 +31,11 @@ class AveragedGradients(Break):
     def plant(self, builder: RunBuilder) -> None:
         right, factor = World.total_weight, [1.0]
 
-        def whole_weight(world: World, weight: Any, own: int, samples: int) -> Any:
+        def total_weight(world: World, weight: Any, own: int, samples: int) -> Any:
             factor[0] = samples / own / world.size
             return right(world, weight, own, samples)
 
-        World.total_weight = whole_weight  # type: ignore[method-assign]
+        World.total_weight = total_weight  # type: ignore[method-assign]
         for parameter in builder.model.parameters():
             parameter.register_hook(lambda gradient: gradient * factor[0])
 
@@ -58,8 +58,8 @@ class WrongPart(Break):
     def plant(self, builder: RunBuilder) -> None:
         right = World.local_slice
 
-        def part(world: World, samples: int) -> slice:
+        def local_slice(world: World, samples: int) -> slice:
             mine = right(world, samples)
             return slice(0, mine.stop - mine.start)
 
-        World.local_slice = part  # type: ignore[method-assign]
+        World.local_slice = local_slice  # type: ignore[method-assign]

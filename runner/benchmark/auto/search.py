@@ -195,7 +195,7 @@ class Search:
     def run(self) -> SearchResult:
         """Run rounds and finals; select the first finalist that passes parity, else `none`.
 
-        Raises ArmEnded if `none` itself does not run.
+        Raises WorkerFailure if `none` itself does not run.
         """
         chosen = self._run_finals(self._run_rounds())
         for row in self.candidates:

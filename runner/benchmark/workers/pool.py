@@ -48,8 +48,8 @@ class WorkerPool:
     already has a fork server, or on systems other than Linux.
 
     `given` (`build.Components`) and `metrics`, functions of the finished run by name, are pickled
-    for each process: UsageError if they cannot be. Every method raises `ArmEnded` for an arm that
-    has ended: failed (with the error), killed (with the signal), timeout, oom.
+    for each process: UsageError if they cannot be. Every method raises `WorkerFailure` for an arm
+    that has ended: failed (with the error), killed (with the signal), timeout, oom.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class WorkerPool:
 
     @contextmanager
     def _end_on_failure(self, name: str) -> Iterator[None]:
-        """On ArmEnded, end the process and record the status in its summary; then re-raise."""
+        """On WorkerFailure, end the process and record the status in its summary; then re-raise."""
         try:
             yield
         except WorkerFailure as failure:

@@ -52,9 +52,9 @@ class ChildContext:
 class ChildProcess:
     """The parent's side of a child process. It handles one request at a time.
 
-    `main(child, *arguments)` runs in the child, with a `ChildSide`. The child and its descendants
-    end with the parent. `forked` uses the fork server, which must be running; else the child is
-    spawned. `ask` and `answer` raise ArmEnded if the process has ended.
+    `main(child, *arguments)` runs in the child, with a `ChildContext`. The child and its
+    descendants end with the parent. `forked` uses the fork server, which must be running; else the
+    child is spawned. `ask` and `answer` raise WorkerFailure if the process has ended.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ChildProcess:
     def answer(self, timeout_s: float) -> Any:
         """Wait up to `timeout_s` for the answer, without polling.
 
-        Raises ArmEnded; the caller still has to call `end`.
+        Raises WorkerFailure; the caller still has to call `end`.
         """
         if not wait([self.pipe, self.process.sentinel], max(0.0, timeout_s)):
             raise WorkerFailure("timeout", f"it was not done within {timeout_s:.4g} s")
@@ -148,7 +148,7 @@ class ChildProcess:
         self.parent_death_pipe.close()
 
     def _describe_exit(self) -> WorkerFailure:
-        """Return how a process ended that sent no answer. Raises Unguarded."""
+        """Return how a process ended that sent no answer. Raises UnguardedScript."""
         self.process.join(EXIT_TIMEOUT_S)
         code, hint = self.process.exitcode, self._log_hint()
         if code == UNGUARDED_EXIT_CODE and not self.has_answered:

@@ -27,7 +27,7 @@ UPLOADED_FILES = ("report.md", "summary.json")
 
 
 class SinkWriter:
-    """A sink with its thread and queue. `lost` counts accepted rows that were not delivered."""
+    """A sink with its thread and queue; `undelivered_rows` counts accepted rows that are lost."""
 
     def __init__(self, sink: Sink, timeout_s: float) -> None:
         self.sink = sink
