@@ -13,6 +13,7 @@ nothing. `--check` only compares the list with the code. Exit code 0: every brea
 from __future__ import annotations
 
 import argparse
+import ast
 import multiprocessing
 import os
 import re
@@ -56,7 +57,14 @@ class Mutant:
         missing = [test for test in self.tests if not _exists(root, test)]
         if missing or not self.tests:
             return f"no such test: {', '.join(missing) or 'none named'}"
-        return "old and new are equal" if self.old == self.new else None
+        if self.old == self.new:
+            return "old and new are equal"
+        try:
+            if path.suffix == ".py":
+                ast.parse(path.read_text().replace(self.old, self.new))
+        except SyntaxError as error:
+            return f"the break is no Python: {error}"
+        return None
 
 
 def _exists(root: Path, test: str) -> bool:

@@ -175,7 +175,8 @@ class Planner:
         whole = local_bytes(model.state_dict().values())
         sharded, blocks = kind == "fsdp", repeated_blocks(model)
         if config.distributed.sync_batchnorm:
-            synchronise_batchnorm(SimpleNamespace(model=model, device=SimpleNamespace(kind="cpu")))
+            device, world = SimpleNamespace(kind="cpu"), SimpleNamespace(is_stand_in=False)
+            synchronise_batchnorm(SimpleNamespace(model=model, device=device, world=world))
         if config.optimization.recompute.enabled:
             recompute.apply_activation_checkpointing(model, check_fn=set(blocks).__contains__)
         amp = config.optimization.amp

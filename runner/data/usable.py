@@ -115,7 +115,8 @@ def check_bad_share(problems: Mapping[Any, str], total: int, config: DataConfig)
     if len(problems) > config.most_bad * total:
         count = f"{len(problems):,} of {total:,} samples cannot be used"
         limit = f"more than data.most_bad={config.most_bad:g}"
-        raise DataError(f"{count}, {limit}: {examples(problems)}; correct them, or raise that limit")
+        fix = "correct them, or raise that limit"
+        raise DataError(f"{count}, {limit}: {examples(problems)}; {fix}")
 
 
 def usable_indices(

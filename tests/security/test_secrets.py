@@ -310,7 +310,11 @@ def test_text_that_hydra_prints_is_plain(
 
 
 @pytest.mark.parametrize(
-    "mistake", [["optimizer.name=Lion"], ["data=tabular", "data.path=no.csv", "data.target=y"]]
+    "mistake",
+    [
+        ["optimizer.name=Lion"],
+        ["data=tabular", f"data.path={Path(__file__).parent}", "data.target=y"],
+    ],
 )
 def test_a_mistake_that_the_build_finds_leaves_no_folder(
     mistake: list[str], tmp_path: Path, capsys: Any
