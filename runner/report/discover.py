@@ -190,7 +190,7 @@ def _read_job_row(
         raise ValueError("it is outside the sweep's folder")
     status, reason, running = text_at(job, "status"), text_at(job, "reason"), is_locked(sweep)
     if status == "running" and not running:
-        status, reason = "killed", "the sweep ended before it did"
+        status, reason = "killed", "the sweep ended first; its command again completes it"
     elif status == "waiting":
         status, reason = "skipped", "not started yet" if running else "never started"
     elif status not in ("", "running", *END_STATUSES):
