@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "runner"
 # metaphors, adverbs of place, and participles that stand for what they hold
 DENIED = set(
-    "anew aside asked beforehand begun crew door builder fallen found gate gist glance gone "
+    "anew aside asked beforehand begun crew door draft fallen found gate gist glance gone "
     "hand heat held here intent kept lap look looked looking meant noted nothing odd orders "
     "outlast parcel patience put raised reach said shown somebody spelled standing story taken "
     "team tell tells thing things tidy told use used wanted whereabouts whole with within "

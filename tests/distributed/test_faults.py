@@ -38,7 +38,7 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_p
     assert (whole.code, killed.code) == (0, 0), killed.output
     assert digest(killed.folder) == digest(whole.folder)
     reasons = killed.summary["distributed"]["restarts"]
-    assert [reason.partition(",")[0] for reason in reasons] == [
+    assert [reason.partition(";")[0] for reason in reasons] == [
         "process 0 was killed by SIGKILL",
         "process 1 ended with exit code 3 during the run",
     ]
