@@ -44,12 +44,14 @@ def test_a_table_becomes_predictions_that_know_size_and_city(tmp_path: Path) -> 
     assert 950 < genf < 1450 and 400 < chur < 800
 
 
+@pytest.mark.slow
 def test_a_loop_with_a_bad_batch_loses_one_step(tmp_path: Path) -> None:
     said = ran("own_loop.py", tmp_path)
     found = re.fullmatch(r"accuracy (0\.\d+|1\.000) after \d+ steps, 1 of them skipped\n", said)
     assert found and float(found[1]) > 0.9
 
 
+@pytest.mark.slow
 def test_a_model_and_a_loss_of_ones_own_leave_a_run_with_a_report(tmp_path: Path) -> None:
     first, *techniques = ran("own_model_and_loss.py", tmp_path).splitlines()
     loss, folder = first.split()

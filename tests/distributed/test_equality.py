@@ -231,6 +231,7 @@ def test_dropout_differs_between_processes_and_weights_do_not(outcomes: Outcomes
     assert together["own statistics"].same and not together["own statistics"].error
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 def test_a_whole_step_does_not_apply(outcomes: Outcomes) -> None:
     reason = "gradients go to other processes in the middle of the step"

@@ -368,7 +368,9 @@ def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outco
         return summary, repr(run.stability.state()), run.model.state_dict()  # NaN is itself
 
 
-@pytest.mark.parametrize(("late", "cuts"), [(False, (37, 62, 77)), (True, (43, 66))])
+@pytest.mark.parametrize(
+    ("late", "cuts"), [(False, (37, 62, 77)), pytest.param(True, (43, 66), marks=pytest.mark.slow)]
+)
 def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
     late: bool, cuts: tuple[int, ...], tmp_path: Path
 ) -> None:

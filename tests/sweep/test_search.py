@@ -252,6 +252,7 @@ def test_the_page_of_a_search_shows_importance_best_command_and_trials(
     assert "To repeat the best trial:" in document and "| trial | status |" in document
 
 
+@pytest.mark.slow
 def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
     mixed: tuple[Path, Any],
 ) -> None:

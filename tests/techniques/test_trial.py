@@ -228,7 +228,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], 
     return clocked
 
 
-@pytest.mark.parametrize("level", ["default", "ultra"])
+@pytest.mark.parametrize("level", ["default", pytest.param("ultra", marks=pytest.mark.slow)])
 def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
     level: str, machine: Callable[[Callable[[], float]], None]
 ) -> None:
