@@ -44,7 +44,7 @@ from runner.stability.controller import StabilityController
 from runner.techniques.application import apply_techniques
 from runner.techniques.base import TRIALS, Choice, RunBuilder, Technique
 from runner.techniques.config import Optimization
-from runner.training.hook import Hook
+from runner.training.hook import Hook, check_hooks
 from runner.training.length import (
     resolve_batches,
     resolve_every,
@@ -95,6 +95,7 @@ def build(
     """
     components, folder = given or Components(), None if folder is None else Path(folder)
     validate_config(config, components.techniques)
+    check_hooks("build", components.hooks)
     with ExitStack() as scope, translate_oom("while building the run"):
         run = _Build(config, folder, components, scope).run()
         run.scope = scope.pop_all()  # success: the run now owns the clean-up

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runner.data.nested import tree_map
+from runner.data.nested import describe, tensors, tree_map
 from runner.errors import UsageError
 
 CAUSES = ("nan", "inf", "limited")
@@ -53,16 +54,21 @@ def sanitise(
     NaN becomes `nan`, and ±Inf becomes ±`inf`, by default the largest number of the dtype. Values
     are clamped to `low` and `high`. Other values are unchanged bit for bit.
 
-    Takes no host sync. Raises UsageError for contradictory limits, and for tensors that are not
-    dense and real.
+    Takes no host sync. Raises UsageError for contradictory limits, for an output without a tensor,
+    and for tensors that are not dense and real.
     """
-    for name, value in (("nan", nan), ("inf", inf), ("low", low), ("high", high)):
-        if value is not None and not math.isfinite(value):
-            raise UsageError(f"sanitise: {name} must be a finite number, got {value}")
+    options: dict[str, Any] = {"nan": nan, "inf": inf, "low": low, "high": high}
+    for name, value in options.items():
+        is_default = value is None and name != "nan"
+        if not is_default and not (isinstance(value, Real) and math.isfinite(value)):
+            raise UsageError(f"sanitise: {name} must be a finite number, got {value!r}")
     if inf is not None and inf <= 0:
         raise UsageError(f"sanitise: inf must be > 0, got {inf}")
     if low is not None and high is not None and low > high:
         raise UsageError(f"sanitise: low must be at most high, got {low} > {high}")
+    if not tensors(output):
+        problem = f"must be a tensor, or tensors in dicts, tuples or lists, got {describe(output)}"
+        raise UsageError(f"sanitise: output {problem}")
     total = Changes()
 
     def sanitise_leaf(value: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from runner.checks.model import ModelCheck
 from runner.checks.outputs import Changes, OutputChangeCounter, describe_changes, sanitise
 from runner.config import RunConfig
 from runner.data.dataset import Dataset
+from runner.data.nested import tensors
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import ExportKind
@@ -91,7 +92,7 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
     def find_changes(output: Any) -> Changes:
         is_regression = run.sizes.task == "regression" and isinstance(output, Tensor)
         if not is_regression:
-            return sanitise(output)[1]
+            return sanitise(output)[1] if tensors(output) else Changes()
         values = output * run.sizes.target_deviation + run.sizes.target_mean
         return sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)[1]
 

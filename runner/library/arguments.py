@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -146,10 +147,28 @@ def check_model_arguments(
     if not callable(loss_fn):
         got = describe(loss_fn)
         raise UsageError(f"{caller}: loss_fn must be a function of (output, target), got {got}")
-    if isinstance(overrides, str):  # it would be iterated by character
-        raise UsageError(f"{caller}: overrides must be a list, got one string: [{overrides!r}]")
+    given = ("model", "data") if optimizer is None else ("model", "data", "optimizer")
+    for text, key in check_overrides(caller, overrides):
+        if key in given or (key.startswith("model.") and not key.startswith("model.weights")):
+            part = key.partition(".")[0]
+            raise UsageError(f"{caller}: {text} has no effect, as {part} is given; leave it out")
     if optimizer is not None:
         _check_optimizer(caller, model, optimizer)
+
+
+def check_overrides(caller: str, overrides: Any) -> list[tuple[str, str]]:
+    """Return each override with its key. Raises UsageError unless it is a list of strings."""
+    if isinstance(overrides, str):  # it would be iterated by character
+        raise UsageError(f"{caller}: overrides must be a list, got one string: [{overrides!r}]")
+    if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
+        raise UsageError(f"{caller}: overrides must be a list of strings, got {overrides!r}")
+    return [(text, text.lstrip("+~").partition("=")[0]) for text in overrides]
+
+
+def check_whole_number(caller: str, name: str, value: Any, minimum: int) -> None:
+    """Raise UsageError unless the argument is a whole number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
+        raise UsageError(f"{caller}: {name} must be a whole number ≥ {minimum}, got {value!r}")
 
 
 def check_trainable(

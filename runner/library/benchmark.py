@@ -25,7 +25,6 @@ from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.process import UnguardedScript, exit_if_imported
 from runner.build import Components
-from runner.data.nested import describe
 from runner.errors import UsageError
 from runner.library.arguments import (
     Loss,
@@ -37,7 +36,7 @@ from runner.library.pipeline import dotted_class_name, make_dataset, with_compon
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
 from runner.report import comparison, table
-from runner.techniques.base import Technique
+from runner.techniques.base import Technique, is_complete_technique
 from runner.techniques.config import Optimization
 
 CALLER = "benchmark_optimizations"
@@ -137,9 +136,10 @@ def _techniques_by_name(techniques: Sequence[type[Technique] | Technique]) -> di
     named: dict[str, Technique] = {}
     for given in techniques:
         kind = given if isinstance(given, type) else type(given)
-        if not issubclass(kind, Technique):
+        if not is_complete_technique(kind):
             raise UsageError(
-                f"{CALLER}: techniques must inherit from runner.Technique, got {describe(given)}"
+                f"{CALLER}: {kind.__name__} is not a Technique; inherit from runner.Technique and "
+                "define apply and engaged"
             )
         technique = kind(enabled=True) if isinstance(given, type) else replace(given, enabled=True)
         if dotted_class_name(technique) in named:

@@ -63,6 +63,9 @@ class Debugger:
         self.lock, self.threads = threading.Lock(), threading.local()
         self.reset()
 
+    def __repr__(self) -> str:
+        return f"<Debugger: {len(self.totals.rows)} operations, {len(self.history.faults)} faults>"
+
     def reset(self) -> None:
         """Discard all counts and faults."""
         self.totals, self.history = SectionTotals(), History(None)
@@ -94,6 +97,10 @@ class Debugger:
         """
         if on not in ("record", "raise"):
             raise UsageError(f"debugger.check: on must be 'record' or 'raise', got {on!r}")
+        label: Any = name
+        if not isinstance(label, str):
+            got = f"got a {type(label).__name__}; write check(value, name)"
+            raise UsageError(f"debugger.check: name must be a string, {got}")
         from runner.library.inference import count_non_finite
 
         _, lines = count_non_finite(value, "/".join((*self._stack(), name)))
@@ -138,6 +145,9 @@ class Debugger:
         """
         from runner.debug import gradient_layers as layers
 
+        if not hasattr(model, "named_parameters"):
+            problem = f"model must be a torch.nn.Module, got a {type(model).__name__}"
+            raise UsageError(f"debugger.check_gradients: {problem}")
         report = layers.check_gradients(model, optimizer)
         for state, names in layers.names_by_state(report.layers).items():
             path = "/".join((*self._stack(), "gradients"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from numbers import Real
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -35,15 +36,17 @@ def train_step(
 
     `batch` is (inputs, target); `loss_fn(output, target)` returns the batch's mean. Gradients are
     clipped to total norm `clip_norm` over all of the optimizer's parameters (None: not clipped).
-    With `guard` a non-finite step changes no weight, buffer or optimizer state.
+    With `guard` a non-finite step changes no weight, buffer or optimizer state. Gradients that are
+    already in `.grad` are discarded.
 
     The optimizer stays the caller's, with its groups, scheduler and state_dict. If `fused` and
     `foreach` are unset, its fused kernel is used; an optimizer without one needs the host to read a
     flag at each step, which synchronises an accelerator. For techniques use
     `optimize_training_loop`. Raises UsageError.
     """
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
-        raise UsageError(f"train_step: clip_norm must be > 0 or None, got {clip_norm}")
+    limit: Any = clip_norm
+    if limit is not None and not (isinstance(limit, Real) and 0 < float(limit) < math.inf):
+        raise UsageError(f"train_step: clip_norm must be a number > 0 or None, got {clip_norm!r}")
     inputs, target = as_batch(batch, "train_step")
     check_model_arguments("train_step", model, loss_fn=loss_fn)
     guarded = vars(optimizer).get(GUARD_ATTRIBUTE) if isinstance(optimizer, Optimizer) else None

@@ -16,7 +16,7 @@ from runner.device import memory, resources
 from runner.device.device import select
 from runner.device.leaks import LeakDetector, Trend, describe_leaks
 from runner.format import size
-from runner.library.arguments import device_overrides
+from runner.library.arguments import check_whole_number, device_overrides
 from runner.record.text import escape_lines
 
 
@@ -123,6 +123,7 @@ class Memory:
         10 µs. Call it at the same point of each step, or every tenth, with increasing steps. If
         memory seems to leak, it collects garbage and continues to observe.
         """
+        check_whole_number("Memory.sample", "step", step, 0)
         leak: Trend | None = None
         for name, detector in self._detectors.items():
             read_bytes = self._allocated if name == "device" else memory.anonymous_bytes

@@ -24,6 +24,7 @@ from runner.library.arguments import (
     Loss,
     as_batch,
     check_model_arguments,
+    check_whole_number,
     count_samples,
     device_of,
     device_overrides,
@@ -202,8 +203,8 @@ def optimize_training_loop(
     """
     caller, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
     check_model_arguments(caller, model, loss_fn=loss_fn)
-    if steps is not None and steps < 1:
-        raise UsageError(f"{caller}: steps must be ≥ 1, got {steps}")
+    if steps is not None:
+        check_whole_number(caller, "steps", steps, 1)
     own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
     lazy = LazyRun(caller, model, level, own, device, NOT_FOR_A_LOOP, optimizer, loss_fn, steps)
     if example is not None:

@@ -39,7 +39,7 @@ from runner.models.config import ModelConfig
 from runner.optim.optimizer import Optimizer
 from runner.report import run as report
 from runner.training.evaluation import evaluate
-from runner.training.hook import Hook
+from runner.training.hook import Hook, check_hooks
 from runner.training.loop import train
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -73,6 +73,7 @@ def create_training_pipeline(
     writes nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
     check_trainable(CALLER, model, loss_fn, optimizer, overrides)
+    check_hooks(CALLER, hooks)
     overrides = [*([] if name is None else [f"name={name}"]), *overrides]
     config = compose([f"optimization={level}", *overrides])
     default_name = not any(text.lstrip("+").startswith("name=") for text in overrides)

@@ -18,10 +18,10 @@ from runner.data.batch import Inputs, call_model
 from runner.data.nested import tensors
 from runner.device.device import Device, select
 from runner.device.memory import peak_memory as peak_memory
-from runner.errors import UsageError
 from runner.format import share, size
 from runner.library.arguments import (
     check_model_arguments,
+    check_whole_number,
     count_samples,
     device_of,
     device_overrides,
@@ -94,9 +94,7 @@ def profile_model(
     state are restored. Raises UsageError if the model fails.
     """
     for name, value, minimum in (("runs", runs, 1), ("warmup", warmup, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            problem = f"{name} must be a whole number ≥ {minimum}, got {value}"
-            raise UsageError(f"profile_model: {problem}")
+        check_whole_number("profile_model", name, value, minimum)
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments("profile_model", module)
     n = count_samples(example_input, "profile_model: example_input")

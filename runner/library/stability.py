@@ -28,6 +28,8 @@ from runner.library.arguments import (
     as_batch,
     check_loss,
     check_model_arguments,
+    check_overrides,
+    check_whole_number,
     move_to_device,
 )
 from runner.library.guarded_optimizer import GuardedOptimizer
@@ -102,12 +104,17 @@ class Stability(Closeable):
         every: int | None = None,
         captures: int = 3,
     ) -> None:
-        if every is not None and every < 1:
-            raise UsageError(f"{CALLER}: every must be ≥ 1, got {every}")
-        if config is None or isinstance(config, str):
+        if every is not None:
+            check_whole_number(CALLER, "every", every, 1)
+        if config is None or (isinstance(config, str) and "=" not in config):
             config = [f"stability={config or 'default'}"]
         if not isinstance(config, StabilityConfig):
-            config = compose(list(config)).stability
+            keys = check_overrides(CALLER, config)
+            config = compose(config).stability
+            for text, key in keys:
+                if key.partition(".")[0] != "stability" or key.startswith("stability.watch"):
+                    fix = "give keys of stability, without stability.watch"
+                    raise UsageError(f"{CALLER}: {text} has no effect here; {fix}")
         self.config = config
         self.every, self.max_captures = every, captures
         self.guarded: GuardedOptimizer | None = None
@@ -134,10 +141,11 @@ class Stability(Closeable):
     ) -> StepReport:
         """Run backward, guard, clip and update, replacing those of the loop.
 
-        Existing gradients (from `loss.backward()` on other parts of the batch) are added, then
-        cleared. The learning rate, its scheduler and the optimizer's state_dict stay the caller's.
-        `batch` is (inputs, target), for captures; on an accelerator the last 20 are kept. Raises
-        GaveUp when the recovery table is exhausted, and UsageError.
+        Gradients already in `.grad` (from `loss.backward()` on other parts of the batch) are added;
+        afterwards all are None, also if it gives up. The learning rate, its scheduler and the
+        optimizer's state_dict stay the caller's. `batch` is (inputs, target), for captures; on an
+        accelerator the last 20 are kept. Raises GaveUp when the recovery table is exhausted, and
+        UsageError.
         """
         guarded = self._guarded_optimizer(model, optimizer)
         check_loss(CALLER, loss)
@@ -154,8 +162,8 @@ class Stability(Closeable):
             self.progress.step = number
             self.reader.add(step, 1)
             faults = self._read_reports() if number % self.report_every == 0 else []
-            self._execute(optimizer)
             guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
+            self._execute(optimizer)
             if self.captures is not None:
                 self.captures.random_state = random_state()
         finally:

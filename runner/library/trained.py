@@ -26,7 +26,7 @@ from runner.data.tabular import UNKNOWN_CATEGORIES_KEY
 from runner.errors import CheckpointError, DataError, UsageError
 from runner.jobs.evaluate import build_trained
 from runner.jobs.predict import PredictionColumns, predict_batches
-from runner.library.arguments import Closeable
+from runner.library.arguments import Closeable, count_samples, translate_model_errors
 from runner.overrides.recorded import merge_recorded_overrides
 from runner.record.text import quote_for_hydra
 from runner.security.files.policy import FilePolicy
@@ -116,7 +116,12 @@ class Trained(Closeable):
         """Yield the data set, preprocessed as in training."""
         kind = self.preprocessing.kind
         if isinstance(data, Tensor) and kind not in TABLES:
-            yield self._tensor_dataset(data)
+            sizes = self.preprocessing.sizes
+            image = [sizes.in_channels, sizes.image_size, sizes.image_size]
+            shape = image if all(image) else [sizes.in_features]
+            fix = f"; a training sample had the shape {shape}" if all(shape) else ""
+            with translate_model_errors("load", data, fix):
+                yield self._tensor_dataset(data)
             return
         in_memory = not isinstance(data, str | Path)
         if in_memory and kind not in TABLES:
@@ -150,9 +155,14 @@ class Trained(Closeable):
 
     def _tensor_dataset(self, inputs: Tensor) -> Dataset:
         sizes = self.preprocessing.sizes
+        if inputs.shape[:1] == (0,):
+            raise DataError("load: the data has no rows")
+        count_samples(inputs, "load: data")
         inputs = inputs.cpu()
         if inputs.dtype == torch.uint8:
             inputs = inputs.float() / 255
+        elif inputs.is_floating_point() and self.config.model._target_ is None:
+            inputs = inputs.float()  # as its weights
         indices = np.arange(len(inputs))
         labels = torch.zeros(len(inputs), dtype=torch.int64)
         return TensorsDataset(inputs, labels, sizes, (indices, indices))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runner.errors import UsageError
+
 
 def gradient_values(parameters: list[Tensor]) -> list[Tensor]:
     """Return the gradients that exist; of sparse ones (embeddings) the values."""
@@ -29,6 +31,8 @@ def tensor_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, in one kernel; in a compiled graph one by one."""
     if torch.compiler.is_compiling():
         return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    if not tensors:
+        raise UsageError("the loss depends on none of the parameters that the optimizer updates")
     return list(torch._foreach_norm(tensors))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from runner.errors import ConfigError
 from runner.models.preserved_state import NotRestorable
-from runner.techniques.base import RunBuilder, Technique, TechniqueStatus
+from runner.techniques.base import RunBuilder, Technique, TechniqueStatus, is_complete_technique
 from runner.techniques.config import Optimization
 
 EXTRA_KEY = "optimization.extra"
@@ -61,11 +61,12 @@ def _build_extra(
     if technique is None:
         from runner.security.registry import construct
 
-        technique = construct(resolve(target, EXTRA_KEY), {"enabled": True}, {}, EXTRA_KEY)
+        factory = resolve(target, EXTRA_KEY)
+        if not isinstance(factory, type) or is_complete_technique(factory):
+            technique = construct(factory, {"enabled": True}, {}, EXTRA_KEY)
     if not isinstance(technique, Technique):
-        raise ConfigError(
-            EXTRA_KEY, f"{target} is not a Technique", "inherit from runner.Technique"
-        )
+        fix = "inherit from runner.Technique and define apply and engaged"
+        raise ConfigError(EXTRA_KEY, f"{target} is not a Technique", fix)
     if technique.enabled and not type(technique).__module__.startswith("runner."):
         from runner.techniques.fingerprint import MeasuredTechnique
 

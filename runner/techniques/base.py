@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -87,6 +88,11 @@ class Technique(ABC):
     @abstractmethod
     def engaged(self, run: Run) -> Evidence:
         """Return evidence, after a few steps, of whether the technique engaged."""
+
+
+def is_complete_technique(kind: type) -> bool:
+    """Whether the class is a Technique that defines all methods."""
+    return issubclass(kind, Technique) and not inspect.isabstract(kind)
 
 
 @dataclass

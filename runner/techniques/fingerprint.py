@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runner.errors import UsageError
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.probe import OperatorObserver, enter_contexts, saved_bytes, trial_step
 from runner.training.run import Run
@@ -99,7 +100,10 @@ class MeasuredTechnique(Technique):
 
     def engaged(self, run: Run) -> Evidence:
         """Return its evidence and the measured changes; not engaged without any."""
-        evidence = self.technique.engaged(run)
+        evidence: Any = self.technique.engaged(run)
+        if not isinstance(evidence, Evidence):
+            call, got = f"engaged() of {type(self.technique).__name__}", type(evidence).__name__
+            raise UsageError(f"{call} must return runner.Evidence, got {got}")
         if not evidence.engaged:
             return evidence
         facts = {"measured": ", ".join(self.changes) or "nothing", **evidence.facts}

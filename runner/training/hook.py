@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from runner.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,3 +120,11 @@ class Hook:
     def cost(self, run: Run) -> Cost | None:
         """Return its cost and finding so far for the summary; None for no row."""
         return None
+
+
+def check_hooks(caller: str, hooks: Any) -> None:
+    """Raise UsageError unless `hooks` is a list of Hook instances."""
+    for hook in hooks if isinstance(hooks, Sequence) else [hooks]:
+        if not isinstance(hook, Hook) or hook is hooks:
+            problem = f"hooks must be a list of runner.Hook instances, got {hook!r}"
+            raise UsageError(f"{caller}: {problem}")

@@ -30,7 +30,7 @@ from runner.training.evidence import (
     collect_evidence,
     technique_statuses,
 )
-from runner.training.hook import Evaluation, Verdict
+from runner.training.hook import Evaluation, Verdict, check_hooks
 from runner.training.recovery import is_out_of_memory, translate_oom
 from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
 from runner.training.run import Run, check_run
@@ -53,6 +53,7 @@ def train(run: Run) -> Summary:
     summary is written in all other cases.
     """
     check_run("train", run)
+    check_hooks("train", run.hooks)
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
     is_over = run.progress.step >= run.total_steps or run.stop_reason
     read_ended = partial(_read_ended_summary, run)

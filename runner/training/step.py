@@ -270,7 +270,11 @@ def call_hooks(
         if isinstance(payload, Step) and not hook.due(payload.number):
             continue
         with _tolerate_system_errors(hook, run):
-            worst = max(worst, getattr(hook, event)(run, payload) or Verdict.KEEP)
+            verdict = getattr(hook, event)(run, payload)
+            if verdict is not None and not isinstance(verdict, Verdict):
+                call = f"{type(hook).__name__}.{event}"
+                raise UsageError(f"{call} must return runner.Verdict or None, got {verdict!r}")
+            worst = max(worst, verdict or Verdict.KEEP)
     return worst
 
 

@@ -77,7 +77,7 @@ def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
     assert clean["ids"] is nest["ids"]
     assert changes.read()["nan"] == 2
     assert type(sanitise(OrderedDict(a=x))[0]) is OrderedDict
-    assert sanitise("text")[1].read() == {"nan": 0, "inf": 0, "limited": 0}
+    assert Changes().read() == {"nan": 0, "inf": 0, "limited": 0}
     assert (Changes() + changes).read() == changes.read()
     assert describe_changes(changes.read()) == "2 NaN" and describe_changes(Changes().read()) == ""
 
@@ -89,6 +89,12 @@ def test_what_is_no_dense_tensor_is_refused() -> None:
             sanitise(output)
 
 
+@pytest.mark.parametrize("output", [math.nan, np.array([math.nan]), "text", [None]])
+def test_an_output_without_a_tensor_is_refused(output: Any) -> None:
+    with pytest.raises(UsageError, match="output must be a tensor, or tensors in dicts"):
+        sanitise(output)
+
+
 def test_an_empty_output_is_in_order() -> None:
     clean, changes = sanitise(torch.empty(0, 3), low=0.0)
     assert clean.shape == (0, 3) and not any(changes.read().values())
@@ -98,6 +104,8 @@ def test_an_empty_output_is_in_order() -> None:
     ("options", "problem"),
     [
         ({"nan": math.nan}, "nan must be a finite number, got nan"),
+        ({"nan": None}, "nan must be a finite number, got None"),
+        ({"low": "0"}, "low must be a finite number, got '0'"),
         ({"inf": -1.0}, "inf must be > 0, got -1.0"),
         ({"low": 2.0, "high": 1.0}, "low must be at most high"),
     ],

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runner import Hook, build, compose, train
-from runner.errors import ConfigError, SecurityError
+from runner import Hook, Verdict, build, compose, train
+from runner.build import Components
+from runner.errors import ConfigError, SecurityError, UsageError
 from runner.training.hook import Report, Step
 from runner.training.run import Run
 from tests import runs
@@ -67,6 +68,32 @@ def test_a_hook_needs_trust_before_anything_is_imported_and_has_to_be_one() -> N
         build(compose(["debug.hooks=[{target: x}]"]))
     with pytest.raises(ConfigError, match=r"debug.hooks.0.*Identity is not a Hook"):
         build(compose(["debug.hooks=[torch.nn.Identity]"]))
+
+
+class Answering(Hook):
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("answer", ["stop", True])
+def test_an_answer_of_a_hook_that_is_no_verdict_is_named(answer: object) -> None:
+    short = ("data=digits", "optimization=none", "training.steps=2")
+    with runs.opened(*short, given=Components(hooks=[Answering(answer)])) as run:
+        with pytest.raises(UsageError, match=f"Answering.on_step must return .*, got {answer!r}"):
+            train(run)
+
+
+def test_a_class_in_place_of_a_hook_is_refused_by_build_and_train() -> None:
+    hooks: list[Hook] = [Watcher]  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="^build: hooks must be a list of .* got <class .*Watcher"):
+        build(runs.config("data=digits"), given=Components(hooks=hooks))
+    with runs.opened("data=digits", "optimization=none", "training.steps=2") as run:
+        run.hooks += hooks
+        with pytest.raises(UsageError, match="^train: hooks must be"):
+            train(run)
 
 
 def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_path: Path) -> None:

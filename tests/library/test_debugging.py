@@ -105,6 +105,11 @@ def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugge
         own.operation("x", check_finite="rais")
     with pytest.raises(UsageError, match="on must be"):
         own.check(1.0, on="stop")
+    with pytest.raises(UsageError, match=r"got a Tensor; write check\(value, name\)"):
+        own.check("loss", torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="check_gradients: model must be .*, got a str"):
+        own.check_gradients("net")  # type: ignore[arg-type]
+    assert repr(own) == "<Debugger: 2 operations, 2 faults>"
 
 
 def test_threads_count_together(own: Debugger) -> None:

@@ -207,6 +207,7 @@ def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
         ({"loss_fn": lambda o, t: o}, "loss must be a scalar"),
         ({"loss_fn": lambda o, t: o.detach().sum()}, "depends on no parameter"),
         ({"clip_norm": 0}, "clip_norm must be"),
+        ({"clip_norm": "1"}, "clip_norm must be a number > 0 or None, got '1'"),
         ({"model": net.forward}, "model must be"),
         ({"model": optimize(net, "none")}, "use optimize_training_loop"),
         ({"optimizer": net}, "optimizer must be"),

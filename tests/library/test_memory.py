@@ -11,7 +11,7 @@ import torch
 
 from runner import Memory
 from runner.device import memory as device_memory
-from runner.errors import DeviceError
+from runner.errors import DeviceError, UsageError
 
 MIB = 2**20
 
@@ -89,6 +89,11 @@ def test_clear_gives_back_what_only_garbage_held(memory: Memory) -> None:
 def test_a_device_that_is_not_there_is_an_error_at_once() -> None:
     with pytest.raises(DeviceError):
         Memory("cuda")
+
+
+def test_a_step_that_is_no_number_is_refused(memory: Memory) -> None:
+    with pytest.raises(UsageError, match="Memory.sample: step must be a whole number ≥ 0, got 'a'"):
+        memory.sample("a")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -132,6 +132,11 @@ class Pairs:
         ({"model": "net"}, UsageError, "model must be"),
         ({"loss_fn": "mse"}, UsageError, "loss_fn must be"),
         ({"overrides": "training.steps=3"}, UsageError, "overrides must be a list"),
+        ({"overrides": ["model=cnn"]}, UsageError, "model=cnn has no effect, as model is given"),
+        ({"overrides": ["+model.width=8"]}, UsageError, "has no effect, as model is given"),
+        ({"overrides": ["data=digits"]}, UsageError, "has no effect, as data is given"),
+        ({"hooks": [Hook]}, UsageError, "hooks must be a list of runner.Hook instances"),
+        ({"hooks": Hook()}, UsageError, "hooks must be a list of runner.Hook instances"),
     ],
 )
 def test_a_mistake_names_the_argument(

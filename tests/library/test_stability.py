@@ -83,6 +83,7 @@ def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
         with pytest.raises(GaveUp, match=r"skipped a step 3 times \(steps 3, 4, 5\)") as caught:
             loop(net, optimizer, [poisoned(b) for b in batches], stability, kept=True)
         assert same(before, state(net, optimizer))
+    assert all(parameter.grad is None for parameter in net.parameters())
     assert caught.value.exit_code == 4 and "replay_step(" in str(caught.value)
     assert "load an earlier checkpoint" in str(caught.value)
     history = json.loads((tmp_path / "debug/history.json").read_text())
@@ -175,7 +176,12 @@ def test_a_mistake_names_the_argument(
         (lambda: stability.step(net, net(x), optimizer), r"loss must be a scalar .* of shape \[32"),
         (lambda: stability.step(net, loss.detach(), optimizer), "depends on no parameter"),
         (lambda: stability.step(twin, loss_of(twin(x), y), optimizer), "another model or opt"),
-        (lambda: Stability(every=0), "every must be ≥ 1"),
+        (lambda: Stability().step(net, loss_of(twin(x), y), optimizer), "depends on none of the"),
+        (lambda: Stability(every=0), "every must be a whole number ≥ 1, got 0"),
+        (lambda: Stability(5), "overrides must be a list of strings, got 5"),  # type: ignore[arg-type]
+        (lambda: Stability("stability.clip_norm=1"), r"one string: \['stability.clip_norm=1'\]"),
+        (lambda: Stability(["optimizer.lr=1"]), "optimizer.lr=1 has no effect here"),
+        (lambda: Stability(["stability.watch.leaks=false"]), "leaks=false has no effect here"),
         (lambda: Stability().step(net, loss, net), "got a Sequential"),  # type: ignore[arg-type]
     ):
         with pytest.raises(UsageError, match=message):

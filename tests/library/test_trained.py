@@ -84,6 +84,25 @@ def test_tensors_and_code_of_the_users_own(tmp_path: Path) -> None:
     assert list(answers["sample"]) == list(range(70))
 
 
+def test_tensors_of_another_type_are_cast_and_those_of_another_shape_refused(
+    tmp_path: Path,
+) -> None:
+    usual = ("data=digits", "model=mlp", *SHORT)
+    runs.trained(*usual, folder=tmp_path / "run")
+    images = torch.rand(3, 1, 8, 8)
+    with load(tmp_path / "run", overrides=usual) as model:
+        for wrong, error, message in (
+            (torch.rand(3, 7), UsageError, r"failed on .*\[3, 7\].* had the shape \[1, 8, 8\]"),
+            (images[0, 0, 0], UsageError, r"the model failed on float32 of shape \[8\]"),
+            (torch.tensor(1.0), UsageError, "first dimension is the sample"),
+            (images[:0], DataError, "^load: the data has no rows$"),
+        ):
+            with pytest.raises(error, match=message):
+                model.predict(wrong)
+        expected, got = model.predict(images), model.predict(images.double())
+    np.testing.assert_array_equal(got["probability 3"], expected["probability 3"])
+
+
 def test_a_run_that_recorded_no_overrides_and_a_folder_that_is_none(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "people.csv", people(100))
     usual = ("data=tabular", f"data.path={path}", "data.target=buys", "model=mlp", *SHORT)

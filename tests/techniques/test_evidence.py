@@ -398,6 +398,29 @@ def test_what_a_technique_of_the_users_own_changed_is_measured_and_named(
     assert status.reason == "claimed by the technique itself; twice as fast"
 
 
+class Incomplete(Technique):
+    def apply(self, builder: RunBuilder) -> str | None:
+        return None
+
+
+class Unproven(Claimed):
+    def engaged(self, run: Run) -> Evidence:
+        return True  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["Incomplete", "Layer"])
+def test_a_class_that_is_no_complete_technique_is_refused(kind: str) -> None:
+    trusted = f"security.trusted=[{__name__.partition('.')[0]}]"
+    message = f"^optimization.extra: {__name__}.{kind} is not a Technique; inherit from runner.Tec"
+    with pytest.raises(ConfigError, match=message):
+        build(runs.config(*QUICK, trusted, f"optimization.extra=[{__name__}.{kind}]"))
+
+
+def test_evidence_of_another_type_is_named() -> None:
+    reason = own(Unproven(True)).reason
+    assert reason.endswith("engaged() of Unproven must return runner.Evidence, got bool")
+
+
 def test_under_strict_an_unmeasurable_claim_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="nothing measurable changed"):
         own(Claimed(True), "optimization.strict=true", "training.steps=20")
