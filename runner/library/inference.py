@@ -27,7 +27,6 @@ from runner.library.arguments import (
     device_of,
     move_to_device,
     take_rows,
-    translate_model_errors,
 )
 from runner.library.optimize import Optimized
 from runner.models import modes
@@ -66,7 +65,7 @@ def safe_inference(
     the output passes through `runner.sanitise` with the `options` (`nan`, `inf`, `low`, `high`).
     Changed values are counted, and the result is then not `ok`.
 
-    Raises UsageError, also if the model fails, and OutOfMemory. The host waits for the device.
+    Raises UsageError, OutOfMemory, and exceptions of the model. The host waits for the device.
     """
 
     def sanitise_output(output: Any) -> tuple[Any, outputs.Changes]:
@@ -114,8 +113,7 @@ def _run_slices(
                 output = call_model(model, move_to_device(take_rows(batch, rows, total), device))
             except Exception as error:
                 if not is_out_of_memory(error):
-                    with translate_model_errors(CALLER, batch):
-                        raise
+                    raise
                 size = _halve_size(error, rows.stop - start, scope, result)
             else:
                 yield output, rows.stop - start

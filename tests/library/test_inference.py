@@ -109,9 +109,9 @@ def test_random_states_and_modes_are_as_before_also_after_an_error() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate()
     safe_inference(model, torch.zeros(2, 4))
-    with pytest.raises(UsageError, match=r"shape \[3, 4\]: ValueError: my own mistake") as caught:
+    with pytest.raises(ValueError, match="my own mistake") as caught:
         safe_inference(model, torch.zeros(3, 4))
-    assert caught.value.__cause__ is error
+    assert caught.value is error
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert model.training
 
@@ -136,12 +136,9 @@ def test_a_mistake_names_the_argument(net: nn.Module) -> None:
         ((net, "text"), {}, "batch must be tensors .* got a str"),
         ((net, torch.ones(())), {}, "first dimension is the sample"),
         ((net, x), {"nan": math.inf}, "nan must be a finite number"),
-        ((net, {"y": x}), {}, r"model failed on \{y: .*TypeError"),
     ):
         with pytest.raises(UsageError, match=message):
             safe_inference(*arguments, **options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"the model failed on float32 of shape \[2, 5\]"):
-        check_model(net, torch.randn(2, 5))
     with pytest.raises(UsageError, match="check_model: model must be a torch.nn.Module"):
         check_model(torch.relu)  # type: ignore[arg-type]
 
