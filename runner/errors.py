@@ -15,7 +15,7 @@ RunnerError                1   a fault of ours
 ├── SweepFailed            7   some jobs of a sweep, or arms of a benchmark, failed
 ├── WorkerLost             1   a process that fetches data died or hangs
 ├── ProcessLost            1   another process of a distributed run has ended or hangs
-├── RestartAll             1   the processes of a distributed run have to restart
+├── RestartRequired        1   the processes of a distributed run have to restart
 ├── NotVerified            1   results differ from the expected ones
 └── Interrupted          130   Ctrl-C; 128+n for other signals; says what was saved
 """
