@@ -98,6 +98,11 @@ def share(value: float) -> str:
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
+def count_noun(count: int, noun: str) -> str:
+    """Format a count with its noun, as `1 tensor` or `1,024 tensors`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def join_names(names: Iterable[str], max_names: int = MAX_NAMES) -> str:
     """Join names as `a, b and c`; beyond `max_names` the rest is counted."""
     all_names = list(names)

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.findings import Reason, Severity
+from runner.format import count_noun
 from runner.record.text import escape_control_chars
 from runner.training.hook import Hook
 from runner.training.run import Run
@@ -106,7 +107,7 @@ def _not_finite(name: str, tensor: Tensor) -> Iterator[Reason]:
     counts = ((nans, "NaN"), (int(bad.sum()) - nans, "Inf"))
     if kinds := " and ".join(f"{n:,} {kind}" for n, kind in counts if n):
         first = torch.nonzero(bad)[0].tolist()
-        evidence = f"{kinds} of {tensor.numel():,} values, the first at {first}"
+        evidence = f"{kinds} of {count_noun(tensor.numel(), 'value')}, the first at {first}"
         fix = "load an earlier checkpoint, or initialise it again"
         yield Reason("weights.not_finite", Severity.REFUSAL, name, evidence, fix)
 

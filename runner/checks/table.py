@@ -5,6 +5,7 @@ Inputs are checked as the model gets them, in float32, over training rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ EASY_SKILL = 0.9  # skill of the next best column with which the label is easy, 
 MANY_VALUES = 256  # with more distinct values a column is judged by its order only
 SAMPLE_CELLS, SAMPLE_ROWS, MAX_COLUMNS = 1_500_000, 50_000, 2_048  # take 0.1 s
 MAX_SHOWN = 5
+PERFECT = "alone predicts the target in every row: it may contain the target"
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,20 @@ def _find_leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tup
         ((s, c.title) for s, c in zip(skills, table.columns, strict=False) if s and s < limit),
         default=(0.0, ""),
     )
-    text = "alone explains {:.4%} of the target's order"
+    text = "alone explains {:.2%} of the target's order"
     if table.classes is not None:
-        text = "alone avoids {:.4%} of the errors made without it"
+        text = "alone avoids {:.2%} of the errors of always predicting the most frequent class"
     for number, skill in enumerate(skills):
         if skill is not None and skill >= limit and best < EASY_SKILL:
-            other = f"; the next best column, {name!r}, {best:.1%}" if name else ""
-            yield number, text.format(skill) + other
+            evidence, other = text.format(_floor_share(skill)), f"{best:.1%}"
+            if table.classes is not None and skill == 1:
+                evidence, other = PERFECT, f"avoids {other} of the errors"
+            yield number, evidence + (f"; the next best column, {name!r}, {other}" if name else "")
+
+
+def _floor_share(skill: float) -> float:
+    """Return the share rounded down to 0.01 %, so that less than all is never shown as 100 %."""
+    return math.floor(skill * 1e4) / 1e4
 
 
 def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float | None]:

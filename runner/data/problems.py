@@ -23,6 +23,7 @@ from runner.techniques.base import Choice
 MISSING_KEY = "data.missing"
 TYPES_KEY = "data.types"
 IGNORE_KEY = "data.ignore"
+UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
 MAX_DROPPED = 0.5  # share of rows that a suggested command may drop
 MAX_COMMAND_CHARS = 2_000  # characters; a longer command is left out
@@ -52,6 +53,7 @@ class TableProblems:
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
     avoidable: bool = True  # by other config values
+    has_bad_cells: bool = False  # a problem is that of a column, which can be left out
 
     def __post_init__(self) -> None:
         gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
@@ -73,7 +75,7 @@ class TableProblems:
             if missing := [name for name in dict.fromkeys(trained) if name not in names]:
                 problem = f"lacks {join_names(map(repr, missing))}, which the model was trained on"
                 others = [name for name in names if name not in trained]
-                fix = f"; {suggestion(missing[0], others, 'its other columns are')}"
+                fix = f"; {suggestion(missing[0], others, UNUSED_COLUMNS)}"
                 self.columns, self.avoidable = f"{problem}{fix if others else ''}", False
             return
         if self.absent:  # the file is opened a second time
@@ -118,6 +120,7 @@ class TableProblems:
         rows = self.bad if key == BAD_SAMPLES_KEY else self.gaps
         for row, text in problems.items():
             rows.setdefault(row, text)
+            self.has_bad_cells |= text.startswith(", column")
             if not self.drops[key]:
                 kind = re.sub(": .* is ", ": is ", text)
                 self.kinds.setdefault(kind, (text, []))[1].append(row)
@@ -176,7 +179,9 @@ class TableProblems:
             if changes.get(MISSING_KEY) == "drop"
             else []
         )
-        ways += [f"leave out a column with {IGNORE_KEY}"] if rows and not self.columns_fixed else []
+        can_ignore = isinstance(self.config, Tabular) and not self.columns_fixed
+        if rows and can_ignore and self.has_bad_cells:
+            ways.append(f"leave out a column with {IGNORE_KEY}")
         command = changed_command(changes) if self.avoidable else ""
         if command and len(command) <= MAX_COMMAND_CHARS:
             ways.append(f"or run with {command}" if ways else f"run with {command}")

@@ -21,6 +21,7 @@ from runner.data.number_format import convert_numbers, sign_word, use_trained_fo
 from runner.data.preprocessing import Preprocessing
 from runner.device import memory
 from runner.errors import ConfigError, DataError
+from runner.format import count_noun
 from runner.techniques.base import Choice
 
 log = logging.getLogger(__name__)
@@ -153,8 +154,8 @@ def _parse_csv(
     malformed: dict[int, str] = {}
 
     def skip(row: Any) -> str:
-        header = f"and the header names {row.expected_columns} columns"
-        malformed[row.number - 1] = f" has {row.actual_columns} values, {header}"
+        header = f"and the header names {count_noun(row.expected_columns, 'column')}"
+        malformed[row.number - 1] = f" has {count_noun(row.actual_columns, 'value')}, {header}"
         return "skip"
 
     with _CsvRows(path, config) as rows:

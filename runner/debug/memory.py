@@ -193,7 +193,8 @@ def _describe_breakdown(run: Run, breakdown: MemoryBreakdown) -> str:
     text = "MiB: " + ", ".join(f"{part} {size:.3g}" for part, size in totals.items() if size)
     largest = max(breakdown.rows, key=lambda row: row.activations)
     if largest.activations:
-        text += f" (most in {largest.name})"
+        part = largest.name.strip("()")  # of what is not a module, such as (batch)
+        text += f" (most in {part if part == largest.name else f'the {part}'})"
     samples, full = run.train.samples(breakdown.step - 1), run.train.samples(0)
     if samples < full:
         text += f" of a partial batch, {samples} of {full} samples: no full one was measured"

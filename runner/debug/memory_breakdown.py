@@ -14,6 +14,7 @@ from torch.nn.modules import module as hooks
 
 from runner.data.nested import tensors
 from runner.device import resources
+from runner.format import count_noun
 from runner.record import markdown
 from runner.record.storage import replace_text
 from runner.training.run import Run
@@ -204,7 +205,7 @@ def _oom_page(run: Run, reason: str, breakdown: MemoryBreakdown | None) -> str:
         limit_text += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
     title = "## By module, MiB"
     if breakdown is not None:
-        title += f", at step {breakdown.step} with {breakdown.samples} samples"
+        title += f", at step {breakdown.step} with {count_noun(breakdown.samples, 'sample')}"
     table = (breakdown or measure_breakdown(run)).table()
     lines = ["# Out of memory", "", markdown.escape(reason), "", limit_text, "", title, "", table]
     return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from runner.device import memory
 from runner.device.device import Device
 from runner.errors import DISTRIBUTION
-from runner.format import size
+from runner.format import count_noun, size
 from runner.techniques import compiler
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -196,7 +196,9 @@ def check_limits(device: Device) -> Iterator[DoctorCheck]:
     passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
     wait_policy = "" if passive else "OMP_WAIT_POLICY=passive before the runner starts, or "
     fix = f"wait; or {wait_policy}fewer device.threads"
-    yield DoctorCheck.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
+    yield DoctorCheck.of(
+        "load", average <= cores, f"load {average:.1f} on {count_noun(cores, 'core')}", fix
+    )
 
 
 def check_disk(outputs: Path) -> DoctorCheck:

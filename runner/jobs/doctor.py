@@ -133,7 +133,8 @@ def render_doctor_report(report: DoctorReport) -> RenderableType:
     device["notes"] = "; ".join(device_capabilities["notes"])
     device |= report.device["settings"] | {"memory": size(device.pop("memory_bytes"))}
     sizes = {f"memory, {name}": size(n) for name, n in report.memory.items() if n is not None}
-    machine = report.cpu | {"flags": ", ".join(report.cpu["flags"])} | sizes
+    cpu = {"flags": ", ".join(report.cpu["flags"]), "load": f"{report.cpu['load']:.1f}"}
+    machine = report.cpu | cpu | sizes
     versions = {name: text or "not installed" for name, text in report.versions.items()}
     counts = [sum(check.status is status for check in report.checks) for status in CheckStatus]
     return Group(

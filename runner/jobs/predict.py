@@ -16,6 +16,7 @@ from runner.data.batch import Sizes, call_model
 from runner.data.dataset import Dataset
 from runner.data.loader import BatchLoader
 from runner.errors import StorageError
+from runner.format import count_noun
 from runner.jobs.config import PredictFormat
 from runner.jobs.evaluate import build_trained
 from runner.objectives.model_output import class_logits, logits
@@ -106,7 +107,7 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
         if writer is not None:
             writer.close()
         temporary.unlink(missing_ok=True)
-    log.info("%s: %s rows", path.name, f"{rows:,}")
+    log.info("%s: %s", path.name, count_noun(rows, "row"))
     return rows
 
 

@@ -34,10 +34,12 @@ def train_step(
 ) -> Step:
     """Make one training step on `batch`, without a host-device synchronisation.
 
-    `batch` is (inputs, target); `loss_fn(output, target)` returns the batch's mean. Gradients are
-    clipped to total norm `clip_norm` over all of the optimizer's parameters (None: not clipped).
-    With `guard` a non-finite step changes no weight, buffer or optimizer state. Gradients that are
-    already in `.grad` are discarded.
+    `batch` is (inputs, target), (input, …, target), or a dict with the target under `label`,
+    `labels`, `target`, `targets` or `y`, whose other keys become the arguments of the model's
+    forward. `loss_fn(output, target)` returns the batch's mean. Gradients are clipped to total norm
+    `clip_norm` over all of the optimizer's parameters (None: not clipped). With `guard` a
+    non-finite step changes no weight, buffer or optimizer state. Gradients that are already in
+    `.grad` are discarded.
 
     The optimizer stays the caller's, with its groups, scheduler and state_dict. If `fused` and
     `foreach` are unset, its fused kernel is used; an optimizer without one needs the host to read a

@@ -21,6 +21,7 @@ from runner.data.nested import named_leaves, tensors, tree_map
 from runner.device import allocator
 from runner.errors import OutOfMemory, UsageError
 from runner.findings import Reason, Severity
+from runner.format import count_noun
 from runner.library.arguments import (
     check_model_arguments,
     count_samples,
@@ -164,7 +165,7 @@ def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
             continue
         counts = (int(tensor.isnan().sum()), "NaN"), (int(tensor.isinf().sum()), "Inf")
         text = " and ".join(f"{n:,} {kind}" for n, kind in counts if n)
-        lines.append(f"{path}: {text} of {tensor.numel():,} values")
+        lines.append(f"{path}: {text} of {count_noun(tensor.numel(), 'value')}")
         total += sum(n for n, _ in counts)
     return total, lines
 

@@ -18,7 +18,7 @@ from runner.data.batch import Inputs, call_model
 from runner.data.nested import tensors
 from runner.device.device import Device, select
 from runner.device.memory import peak_memory as peak_memory
-from runner.format import share, size
+from runner.format import count_noun, share, size
 from runner.library.arguments import (
     check_model_arguments,
     check_whole_number,
@@ -73,8 +73,8 @@ class Profile:
             peak = f"{self.peak.flops_per_second / 1e9:,.3g} GFLOP/s in {self.peak.dtype}"
             rows.append(("MFU", f"{share(self.mfu)} of {peak} ({self.peak.source})"))
         slow = [(name, f"{ms:.3f}") for name, ms in self.operators_ms.items()]
-        title = f"{self.model}: {call} of {self.samples} samples in {self.dtype}"
-        title += f", {self.runs} runs on {self.device}"
+        title = f"{self.model}: {call} of {count_noun(self.samples, 'sample')} in {self.dtype}"
+        title += f", {count_noun(self.runs, 'run')} on {self.device}"
         return "\n\n".join([title, table_text(rows), table_text([("operator", "ms"), *slow])])
 
 

@@ -22,6 +22,7 @@ from runner.captures.writer import write_capture
 from runner.composing import compose
 from runner.data.batch import batch_size_of
 from runner.errors import CheckpointError, GaveUp, UsageError
+from runner.format import count_noun
 from runner.library.arguments import (
     Closeable,
     Loss,
@@ -73,7 +74,7 @@ class StabilitySummary:
     anomalies: list[Anomaly]  # bad steps; of very many, the first and the latest
 
     def __str__(self) -> str:
-        lines = [f"{self.steps} steps, {self.skipped} skipped"]
+        lines = [f"{count_noun(self.steps, 'step')}, {self.skipped:,} skipped"]
         for a in self.anomalies[:MAX_SHOWN]:
             numbers = f"loss {a.loss:.4g}, grad_norm {a.grad_norm:.4g}"
             lines.append(f"step {a.step}: {a.kind}, {numbers}: {a.action} {a.capture}".rstrip())

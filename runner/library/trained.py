@@ -75,7 +75,8 @@ class Trained(Closeable):
 
     def __repr__(self) -> str:
         fitted = self.preprocessing
-        return f"<Trained {fitted.sizes.task} model of data={fitted.kind}, {fitted.source}>"
+        source = f", {fitted.source}" if fitted.source else ""
+        return f"<Trained {fitted.sizes.task} model of data={fitted.kind}{source}>"
 
     def close(self) -> None:
         """Release the run; a later `predict` builds it again."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from runner.data.batch import Sizes
 from runner.errors import ConfigError
+from runner.format import count_noun
 from runner.models.stored_weights import list_names, read_weights
 from runner.security.files.policy import FilePolicy
 from runner.security.hugging_face import (
@@ -141,7 +142,7 @@ def _describe_loading(model: Any, info: dict[str, Any]) -> list[str]:
     if len(fresh) >= len(names):
         problem = "none of its weights is in the model"
         raise ConfigError(KEY, problem, "name a model's folder, or use model.pretrained=false")
-    parts = [f"{len(names) - len(fresh):,} of {len(names):,} tensors"]
+    parts = [f"{len(names) - len(fresh):,} of {count_noun(len(names), 'tensor')}"]
     if fresh:
         parts.append(f"fresh: {list_names(fresh)}")
     if unused := sorted(info["unexpected_keys"]):

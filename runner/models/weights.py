@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
+from runner.format import count_noun
 from runner.models.stored_weights import (
     KEY,
     MAX_NAMES,
@@ -193,10 +194,8 @@ def _misfit_error(weights: StoredWeights, mapping: WeightMapping) -> ConfigError
     fix = f"set the matching model (model=…, its sizes), or leave out parts with {EXCEPT_KEY}"
     if fitting_names and len(modules) <= MAX_NAMES:
         fix = f"to start without these parts, add '{EXCEPT_KEY}=[{','.join(modules)}]'"
-    count = len(mapping.misfits)
-    return ConfigError(
-        KEY, f"{weights.path} does not fit the model in {count} tensors: {list_names(parts)}", fix
-    )
+    where = f"in {count_noun(len(parts), 'tensor')}: {list_names(parts)}"
+    return ConfigError(KEY, f"{weights.path} does not fit the model {where}", fix)
 
 
 def _module_of(name: str, fitting_names: Iterable[str]) -> str:
@@ -211,7 +210,7 @@ def _shape_text(value: Any) -> str:
 
 def _summary(weights: StoredWeights, mapping: WeightMapping) -> str:
     """Return a short text on what was loaded."""
-    parts = [weights.trust.name.lower(), f"{len(mapping.sources):,} tensors"]
+    parts = [weights.trust.name.lower(), count_noun(len(mapping.sources), "tensor")]
     parts += [f"{count:,} converted from {how}" for how, count in mapping.converted.items()]
     if mapping.prefix:
         parts.append(f"prefix {shorten_name(mapping.prefix)} removed")

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from runner.errors import StorageError
-from runner.format import metric, seconds, short_path, size, technique_status
+from runner.format import count_noun, metric, seconds, short_path, size, technique_status
 from runner.record import history
 from runner.record import markdown as md
 from runner.record.console import facts_table, plain_text
@@ -48,7 +48,7 @@ class RunSummaryTable:
     """Rich renderable of a run's end: result, speed, techniques, files.
 
     `verbose` adds every technique's evidence and every choice. Designed for 80 columns or fewer;
-    values are folded at the console's width, commands never.
+    values are folded at the console's width, commands and the path of an export never.
     """
 
     def __init__(self, summary: Summary, folder: Path | None, verbose: bool = False) -> None:
@@ -67,6 +67,7 @@ class RunSummaryTable:
         if folder is not None:
             board, replay_command = _tensorboard_command(folder), _replay_command(folder, faults)
             commands = {"TensorBoard:   ": board, "replay a step: ": replay_command}
+            commands = {"written to:    ": _export_path(summary, folder), **commands}
             self.commands = [(name, command) for name, command in commands.items() if command]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -166,8 +167,8 @@ def _replay_command(folder: Path, faults: list[Fault]) -> str:
 
 def _format_tool(cost: Cost, summary: Summary) -> str:
     """Format a debug tool's finding and cost."""
-    looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
     share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
+    looks = count_noun(cost.looks, "look")
     text = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
     return f"{cost.finding}  ({text})" if cost.finding else text
 
@@ -236,7 +237,8 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
     untested = summary.checkpoint.best is not None and not summary.tested
     kinds = "" if full or not summary.columns else f"{_count_column_kinds(summary)} (report.md)"
     trained = (
-        f"{summary.steps:,} steps, {summary.epochs:,.4g} epochs {duration}, validation included"
+        f"{count_noun(summary.steps, 'step')}, {summary.epochs:,.4g} epochs {duration}, "
+        "validation included"
     )
     last_rows = [
         ("no test set", OPTIMISTIC_NOTE if untested else ""),
@@ -273,14 +275,14 @@ def _test_rows(summary: Summary, full: bool) -> TableRows:
 def _class_range(classes: dict[str, float]) -> tuple[str, str]:
     low, high = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
     group = low.rpartition("/")[0]
-    ends = [f"{metric(classes[x])} ({x.removeprefix(group + '/')})" for x in (low, high)]
+    ends = [f"{metric(classes[x])} (class {x.removeprefix(group + '/')})" for x in (low, high)]
     same = f"{metric(classes[low])} in every class"
     return f"{group}/*", same if classes[low] == classes[high] else " to ".join(ends)
 
 
 def _format_model_check(check: dict[str, Any]) -> str:
     """Format the counts and the worst finding of the model check."""
-    counts = [f"{check.get(name, 0):,} {name}" for name in ("faults", "warnings")]
+    counts = [count_noun(check.get(f"{noun}s", 0), noun) for noun in ("fault", "warning")]
     worst: dict[str, str] = next(iter(check.get("worst", ())), {})
     where = f"{worst['where']}: " if worst.get("where") else ""
     return f"{', '.join(counts)}; {where}{worst.get('evidence', '')}"
@@ -362,10 +364,15 @@ def _file_rows(summary: Summary, folder: Path, full: bool) -> TableRows:
 def _export_rows(facts: dict[str, Any]) -> TableRows:
     difference = facts.get("largest_difference")
     difference_text = f", off by {difference:.2g} at most" if difference is not None else ""
-    count = f"{facts['rows']:,} rows, " if "rows" in facts else ""
+    count = f"{count_noun(facts['rows'], 'row')}, " if "rows" in facts else ""
     others = [name for name in facts.get("files", ()) if name != Path(facts["file"]).name]
     written = f"{facts['file']} ({count}{size(facts['bytes'])}{difference_text})"
     return [("written", written), ("beside it", ", ".join(others))]
+
+
+def _export_path(summary: Summary, folder: Path) -> str:
+    """Return the path of the exported model or the predictions; "" if there is none."""
+    return short_path(folder / summary.export["file"]) if summary.export else ""
 
 
 def _tensorboard_command(folder: Path) -> str:

@@ -22,7 +22,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from runner.errors import ConfigError, SecurityError
-from runner.format import nearest
+from runner.format import join_names, nearest
 from runner.security.config import NAME
 
 SOURCES = {
@@ -50,6 +50,10 @@ ANY_PACKAGE = "*"
 """As a trusted package, under security=off: any name is allowed."""
 INSTANTIATE_KEYS = ("_target_", "_args_", "_partial_", "_convert_")
 """Keys of Hydra's instantiate; `_convert_` is ignored, since values are plain containers."""
+SIZES_HINT = (
+    "arguments called in_features, in_channels, image_size, classes, vocab or sequence get the "
+    "sizes of the data"
+)
 
 
 @cache
@@ -140,11 +144,9 @@ def construct(
         raise ConfigError(f"{key}.{unknown[0]}", f"{name} has no such argument", fix)
     missing = [k for k, p in keywords.items() if p.default is p.empty and k not in values]
     if missing:
-        raise ConfigError(
-            f"{key}.{missing[0]}",
-            f"{name} needs a value for it",
-            f"add +{key}.{missing[0]}=…; {signature_text}",
-        )
+        fix = f"add +{key}.{missing[0]}=…; {signature_text}"
+        fix += f"; {SIZES_HINT}" if sizes else ""
+        raise ConfigError(f"{key}.{missing[0]}", f"{name} needs a value for it", fix)
     try:
         return factory(*positional, **values)
     except Exception as error:
@@ -216,7 +218,7 @@ def _import_target(target: str, root: str, key: str) -> Any:
     path = root
     for part in target[len(root) + 1 :].split(".") if target != root else []:
         if not hasattr(value, part):
-            missing = _missing_attribute(key, path, part, dir(value))
+            missing = _missing_attribute(key, path, part, value)
             if not isinstance(value, ModuleType) or not hasattr(value, "__path__"):
                 raise missing
             _import(f"{path}.{part}", key, target, missing)
@@ -241,8 +243,17 @@ def _import(module: str, key: str, target: str, missing: ConfigError | None = No
         ) from error
 
 
-def _missing_attribute(key: str, path: str, part: str, names: list[str]) -> ConfigError:
-    near = nearest(part, [name for name in names if not name.startswith("_")])
-    return ConfigError(
-        key, f"{path} has no {part!r}", f"did you mean {path}.{near}?" if near else ""
-    )
+def _missing_attribute(key: str, path: str, part: str, value: Any) -> ConfigError:
+    """Return the error, with the nearest name or a module's own classes and functions."""
+    near = nearest(part, [name for name in dir(value) if not name.startswith("_")])
+    fix = f"did you mean {path}.{near}?" if near else ""
+    if isinstance(value, ModuleType) and not near:
+        own = [
+            name
+            for name, x in vars(value).items()  # without importing lazy attributes
+            if isinstance(x, type | FunctionType)
+            and is_in_package(x.__module__ or "", path)
+            and not name.startswith("_")
+        ]
+        fix = f"it has {join_names(own)}" if own else ""
+    return ConfigError(key, f"{path} has no {part!r}", fix)

@@ -14,6 +14,7 @@ import torch
 from runner.data.batch import largest_slice, split_batch
 from runner.device import memory
 from runner.errors import ConfigError, OutOfMemory, RunnerError
+from runner.format import count_noun
 from runner.techniques.base import Choice
 from runner.training.run import Run
 
@@ -79,8 +80,8 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     _release_step_memory(run, error)
     if batchnorm_failed:
         raise OutOfMemory(
-            f"{step_label}: out of memory with more than {size} samples at a time, but BatchNorm "
-            f"needs more; {FEWER_ACTIVATIONS_FIX}"
+            f"{step_label}: out of memory with more than {count_noun(size, 'sample')} at a time, "
+            f"but BatchNorm needs more; {FEWER_ACTIVATIONS_FIX}"
         ) from None
     if size == 1:
         raise _single_sample_error(run, error, step_label) from None
@@ -90,7 +91,9 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
     # a new dict: a checkpoint of the old one may be in the making
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
-    message = f"ran out of memory{_missing_memory(error)} with {size} samples at a time"
+    message = (
+        f"ran out of memory{_missing_memory(error)} with {count_noun(size, 'sample')} at a time"
+    )
     action = f"retrying the batch with {run.micro_batch} at a time"
     _record_oom(run, message, action, error)
     return True

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from runner.config import RunConfig, config_hash
 from runner.errors import NotVerified
+from runner.format import count_noun
 from runner.jobs.config import VerifyKind
 from runner.parity.candidates import without_techniques
 from runner.parity.distance import Parity, ParityRow
@@ -112,7 +113,7 @@ def _describe_parity(result: Parity) -> tuple[str, Lines]:
     lines.append(("precision", f"{result.precision}, compared with {result.reference}"))
     lines += [("note", note) for note in result.notes]
     lines += [("not judged", omission) for omission in result.not_judged]
-    return f"parity over {result.steps} steps", lines
+    return f"parity over {count_noun(result.steps, 'step')}", lines
 
 
 def _describe_resume(result: ResumeEquality) -> tuple[str, Lines]:

@@ -91,7 +91,10 @@ def test_a_column_that_gives_the_label_away_is_named_and_can_be_dropped(
     source = table({**HONEST, "after": LEAKS[kind]}, NAMES, tmp_path)
     _, looked = looked_at(source)
     assert codes(looked) == [("table.leak", "column 'after'")]
-    assert "the next best column, 'packets'" in looked.reasons[0].evidence
+    evidence = looked.reasons[0].evidence
+    assert "the next best column, 'packets'" in evidence and "100.0" not in evidence
+    perfect = "alone predicts the target in every row: it may contain the target; "
+    assert evidence.startswith(perfect) is (kind != "any of several values for each label")
     assert "data.ignore=[after]" in looked.reasons[0].way_out
     dropped, looked = looked_at(source, leak=CheckPolicy.drop)
     honest = table(HONEST, NAMES, tmp_path)

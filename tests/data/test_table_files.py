@@ -314,7 +314,7 @@ def test_a_workbook_and_a_header_with_an_open_quote_are_refused(tmp_path: Path) 
 
 def test_what_comes_after_the_first_block_counts_as_much(tmp_path: Path) -> None:
     rows = ["1,a\n", "2,b\n"] * 300_000  # more than a block
-    with pytest.raises(DataError, match=r"line 600002 has 1 values, and the header names 2"):
+    with pytest.raises(DataError, match=r"line 600002 has 1 value, and the header names 2"):
         opened(write(tmp_path, "".join(["x,y\n", *rows, "3\n"])))
     source = opened(write(tmp_path, "".join(["x,y\n", *rows, *["c,a\n"] * 100_000])))
     assert source.columns[0].values == ("1", "2", "c")
@@ -384,7 +384,7 @@ def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Pat
         opened(path)
     message = str(raised.value)
     for part in (
-        "line 32 has 1 values, and the header names 2 columns; ",
+        "line 32 has 1 value, and the header names 2 columns; ",
         "line 34 has 3 values, and the header names 2 columns; ",
         "line 33, column 'x': 1e+99 is too large for float32 (3 lines in all: also 35, 36); ",
         "line 35, column 'y': the value is missing (10 lines in all: also 36, 37, 38, 39, …); ",
@@ -449,3 +449,28 @@ def test_a_column_that_is_missing_is_named_once_and_no_other_needed_one_suggeste
     write(tmp_path, "\n".join(["score", *(row.partition(",")[0] for row in rows)]), "later.csv")
     with pytest.raises(DataError, match=r"lacks 'since', which the model was trained on$"):
         tabular(Tabular(path=later, target="y"), how)
+    later = write(tmp_path, "\n".join(["score,city", *["1,Ayr"] * 9]), "later.csv")
+    unused = "lacks 'since', .*; columns that the model does not use: city$"
+    with pytest.raises(DataError, match=unused):
+        tabular(Tabular(path=later, target="y"), how)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "is_column"),
+    [
+        ("tabular", "1,2,a", False),  # has too many cells
+        ("tabular", "1e99,a", True),
+        ("text", "1,2,a", False),
+        ("text", ",a", False),
+    ],
+)
+def test_only_a_table_s_bad_column_can_be_left_out(
+    kind: str, row: str, is_column: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path, "\n".join(["x,y", *[f"{i},{'ab'[i % 2]}" for i in range(30)], row]))
+    with pytest.raises(DataError, match="; correct them") as raised:
+        if kind == "text":
+            text(TextConfig(path=str(path), text="x", target="y"))
+        else:
+            opened(path)
+    assert ("leave out a column with data.ignore" in str(raised.value)) is is_column

@@ -66,7 +66,7 @@ def test_an_exception_is_recorded_with_its_traceback_and_raised(own: Debugger) -
         (torch.tensor([1.0, float("inf")]), "x: 1 Inf of 2 values"),
         ({"a": [torch.ones(2), torch.tensor(float("nan"))]}, "x.a[1]: 1 NaN"),
         (float("nan"), "x: nan"),
-        (torch.tensor([complex(0, float("inf"))]), "x: 1 Inf of 1 values"),
+        (torch.tensor([complex(0, float("inf"))]), "x: 1 Inf of 1 value"),
         (torch.tensor([0.0, 1.0, float("nan")]).to_sparse(), "x: 1 NaN of 2 values"),
     ],
     ids=["inf", "nest", "number", "complex", "sparse"],

@@ -42,6 +42,8 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
     columns = {name: [row[name] for row in rows] for name in ("income", "age", "city")}
     with load(trained / "run") as model:
         assert [column.name for column in model.preprocessing.columns] == ["age", "income", "city"]
+        assert repr(model).startswith("<Trained classification model of data=tabular")
+        assert ", >" not in repr(model)
         for data in (path, str(path), columns, pyarrow.table(columns), {**columns, "extra": rows}):
             answers = model.predict(data)
             np.testing.assert_allclose(answers["probability yes"], expected[:, 1], atol=1e-5)

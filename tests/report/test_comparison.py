@@ -17,6 +17,7 @@ from rich.console import Console
 
 from runner.benchmark.result import Load
 from runner.report import comparison as report
+from runner.report import page
 from runner.report.__main__ import main
 from runner.report.columns import COLUMNS
 from runner.report.comparison import Comparison, ComparisonRow, compare_arms
@@ -133,6 +134,12 @@ def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
     outside = re.sub(r"^````.*?^````", "", text, flags=re.M | re.S)
     assert "\\*bold\\*" in outside and "*bold*" not in outside.replace("\\*", "")
     assert "Speed-up by technique" in text and "What failed" in text
+
+
+def test_the_markdown_says_what_the_signs_of_techniques_mean() -> None:
+    text = page.render_markdown(compare_arms(levels(), None))
+    legend = "|\n\n● engaged, with evidence from the run; ○ requested, and not engaged; – not "
+    assert text.count(legend) == 1 and text.index("○ skipped 1 |") < text.index(legend)
 
 
 def test_a_disk_that_takes_nothing_is_a_warning(

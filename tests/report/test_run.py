@@ -140,7 +140,7 @@ def test_the_document_has_the_classes_the_reasons_and_the_origin(
     classes = {"val/accuracy/cat": 0.25, "val/accuracy/dog": 0.5, "val/accuracy/a/b": 0.75}
     summary = replace(SUMMARY, metrics=SUMMARY.metrics | classes)
     short = shown(summary, None)
-    assert "0.2500 (cat) to 0.7500 (a/b)" in short and "dog" not in short
+    assert "0.2500 (class cat) to 0.7500 (class a/b)" in short and "dog" not in short
     report.write_report(summary, tmp_path)
     assert not (tmp_path / "curves.svg").exists()  # there is no record
     text = (tmp_path / "report.md").read_text()
@@ -193,6 +193,25 @@ def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
     page = report.render_report(SUMMARY, run)
     assert "| non\\_finite | warning | 6 | steps 43, 44, 45, 46, … | the loss was nan |" in page
     assert "replay.path=" in page
+
+
+def test_counts_of_one_are_singular_classes_are_named_and_a_written_file_has_a_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / "predictions" / ("x" * 60)
+    check = {"ok": False, "faults": 1, "warnings": 2, "worst": [{"evidence": "1 NaN of 1 value"}]}
+    classes = {"val/accuracy/3": 0.0, "val/accuracy/0": 0.9444}
+    summary = replace(SUMMARY, job="predict", steps=1, model_check=check)
+    summary = replace(summary, metrics={"val/accuracy": 0.5, **classes})
+    summary = replace(summary, export={"file": "predictions.csv", "rows": 1, "bytes": 50})
+    text = shown(summary, folder, 120)
+    assert "1 fault, 2 warnings; 1 NaN of 1 value" in text
+    assert "0 (class 3) to 0.9444 (class 0)" in text
+    assert "predictions.csv (1 row, 50 bytes)" in text
+    path = f"outputs/predictions/{'x' * 60}/predictions.csv"
+    lines = shown(summary, folder, 120).splitlines()
+    assert f"written to:    {path}" in lines  # whole, to be copied
 
 
 def test_a_summary_reads_back_as_it_was_written_but_for_inf(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_a_pickle_is_refused_at_every_level_by_torchs_loader_and_strict_has_no_w
     with pytest.raises(SecurityError, match="Object arrays cannot be loaded") as caught:
         open_file(path, FilePolicy(level, (digest(path),), (digest(path),)))
     assert "allow_pickle=[" not in str(caught.value)
+    assert str(caught.value).endswith("; save it with a numeric dtype")
     assert not (pickled.parent / "marker").exists()
 
 

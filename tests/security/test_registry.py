@@ -150,7 +150,8 @@ def test_what_a_trusted_package_only_passes_on_is_refused(package: str, target: 
     ("target", "says"),
     [
         ("door_pkg.nets.Nett", "did you mean door_pkg.nets.Net"),
-        ("door_pkg.nowhere.Net", "door_pkg has no 'nowhere'"),
+        ("door_pkg.nowhere.Net", "door_pkg has no 'nowhere'; it has build"),
+        ("door_pkg.nets.Unlike", "door_pkg.nets has no 'Unlike'; it has Net"),
         ("door_pkg.broken.Net", "No module named 'door_nowhere'"),
         ("door_pkg.crooked.Net", "SyntaxError"),
         ("door_absent.Net", "No module named 'door_absent'"),
@@ -188,6 +189,7 @@ def test_construct_passes_the_arguments_and_the_sizes_that_are_named() -> None:
     with pytest.raises(ConfigError, match=r"^model\.width: .*\+model\.width=") as error:
         construct(Net, {}, sizes, "model")
     assert "width, classes, vocab" in str(error.value)
+    assert "arguments called in_features, in_channels, " in str(error.value)
     with pytest.raises(ConfigError, match=r"^model\.widht: .*did you mean \+model\.width"):
         construct(Net, {"widht": 3}, sizes, "model")
 

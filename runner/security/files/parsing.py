@@ -130,4 +130,6 @@ def parser_refusal(error: Exception, kind: str) -> Reason:
     if match is not None or kind == "pickle":
         return Reason(NEEDS_PICKLE, Severity.REFUSAL, "", evidence, CONVERT)
     way_out = CONVERT if "weights_only" in text else DAMAGED
+    if "Object arrays" in text:  # intact, but it holds pickled Python objects
+        way_out = "save it with a numeric dtype"
     return Reason("format.malformed", Severity.REFUSAL, "", evidence, way_out)
