@@ -29,6 +29,7 @@ from runner.security import secrets
 from runner.security.cli_overrides import CliOverrides, parse_overrides, resolve_config_folders
 from runner.security.config_files import ConfigFileChecker
 from runner.security.paths import check_links, check_output_path
+from runner.sweep.job_context import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from runner.overrides.recorded import ResumedRun
@@ -38,7 +39,6 @@ OWN_CONFIG_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "c
 """Config folders that are exempt from checks."""
 PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "plugins")
 HEADER = 500  # characters of a csv's first line, in a message
-JOB_VARIABLE = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job_context
 
 
 @dataclass

@@ -26,7 +26,8 @@ from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
 from runner.sweep.search import is_search, plan_search
-from runner.sweep.state import SUCCESS_STATUSES, SweepSession
+from runner.sweep.state import SweepSession
+from runner.training.summary import FINISHED_STATUSES
 
 log = logging.getLogger("runner")
 
@@ -183,7 +184,7 @@ def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
         if session.sweep is None:  # with another launcher
-            failed = [row for row in comparison.rows if row.status not in SUCCESS_STATUSES]
+            failed = [row for row in comparison.rows if row.status not in FINISHED_STATUSES]
             return len(comparison.rows), [
                 f"{row.name}: {row.status}: {row.reason}" for row in failed
             ]

@@ -148,7 +148,7 @@ def parse_column(
     for candidate in kinds.get(kind, (kind,)):
         parse, used_form, other_form = _choose_parser(candidate, form, words, codes)
         parsed = np.array([parse(word) for word in words])
-        unparsed = np.flatnonzero((is_missing(parsed) & ~empty)[codes])
+        unparsed = np.flatnonzero((missing_cells(parsed) & ~empty)[codes])
         if marker and kind is CellKind.any and _is_marker(words, codes[unparsed], present):
             max_unparsed = 1.0
         share = max(max_unparsed * present, bad_share * len(codes))
@@ -229,7 +229,7 @@ def id_reason(name: str, column: Any) -> str:
     form, _ = detect_date_form(words, np.ones(len(words)))
     for parse in (parse_number, partial(parse_time, form=form)):
         if not has_id_name:
-            unparsed = is_missing(np.array([parse(word) for word in words])).sum()
+            unparsed = missing_cells(np.array([parse(word) for word in words])).sum()
             if 2 * unparsed < len(words):
                 return ""
     distinctness = _describe_distinct(_without_missing(column.cast(value_type)))
@@ -261,7 +261,8 @@ def missing_cells(values: ColumnValues) -> np.ndarray:
     if isinstance(values, TextColumn):
         empty = np.array([not word for word in values.words])
         return np.asarray(empty[values.codes])
-    return is_missing(values)
+    missing: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
+    return missing
 
 
 def select_rows(values: ColumnValues, rows: np.ndarray | slice) -> ColumnValues:
@@ -345,12 +346,6 @@ def extract_part(values: np.ndarray, part: str) -> np.ndarray:
         return values
     numbers: np.ndarray = np.where(np.isnat(values), np.nan, DATE_PARTS[part](values))
     return numbers
-
-
-def is_missing(values: np.ndarray) -> np.ndarray:
-    """Return a boolean mask of NaN or NaT."""
-    missing: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
-    return missing
 
 
 def is_text(arrow: Any) -> bool:

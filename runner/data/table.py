@@ -23,7 +23,6 @@ from runner.data.cells import (
     TextColumn,
     describe_form,
     id_reason,
-    is_missing,
     missing_cells,
     parse_column,
     parse_number,
@@ -252,7 +251,7 @@ def split_values(table: Table, split_by: str, rule: SplitRule | None) -> np.ndar
         return values.codes
     for parse in (parse_number, parse_time):
         times = np.array([parse(word) for word in values.words])
-        if not (missing := is_missing(times)).any():
+        if not (missing := missing_cells(times)).any():
             return np.asarray(times[values.codes])
     word = values.words[int(missing.argmax())]
     problem = (

@@ -24,8 +24,8 @@ from runner.sweep.config import JobSweeperConfig, LauncherConfig
 from runner.sweep.job_starter import JobStarter, open_sweep, plan_job
 from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import SUCCESS_STATUSES, Job
-from runner.training.summary import Summary
+from runner.sweep.state import Job
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 log = logging.getLogger("runner")
 
@@ -166,7 +166,7 @@ def _result(job: Job, folder: Path, config: DictConfig, tolerant: bool) -> JobRe
     run_folder = folder / job.folder
     result = JobReturn(job.overrides, config, working_dir=str(run_folder), task_name="runner")
     result.status, result.return_value = JobStatus.COMPLETED, None
-    if job.status in SUCCESS_STATUSES:
+    if job.status in FINISHED_STATUSES:
         with suppress(StorageError):
             result.return_value = Summary.read(run_folder).monitored
     elif not tolerant:

@@ -16,9 +16,9 @@ from runner.errors import CheckpointError, Interrupted, StorageError
 from runner.sweep.config import LauncherConfig
 from runner.sweep.job_process import GRACE_S, JobProcess
 from runner.sweep.plan import JobPlan, archive_job, can_continue
-from runner.sweep.state import RUNNING, SKIPPED, SUCCESS_STATUSES, Job, Sweep, utc_now
+from runner.sweep.state import RUNNING, SKIPPED, Job, Sweep, utc_now
 from runner.training.signals import InterruptHandler
-from runner.training.summary import Summary
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 log = logging.getLogger("runner")
 
@@ -168,7 +168,7 @@ class Schedule:
         self.sweep.write(self.folder)
         line = f"{job.title}: {job.status} in {seconds:.1f} s"
         line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
-        log.log(logging.INFO if job.status in SUCCESS_STATUSES else logging.ERROR, "%s", line)
+        log.log(logging.INFO if job.status in FINISHED_STATUSES else logging.ERROR, "%s", line)
         if job.failed and not retries and self.settings.fail_fast and not self.stop_reason:
             self.stop_reason = f"fail_fast: #{job.number} {job.status}"
             for _, process in self.running:

@@ -36,7 +36,7 @@ from runner.training.resume import first_bad_step, restore_last_good_checkpoint,
 from runner.training.run import Run, check_run
 from runner.training.signals import InterruptHandler
 from runner.training.step import call_hooks, enter_session, make_step, overrides_event, record_step
-from runner.training.summary import Summary
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 if TYPE_CHECKING:
     from runner.training.grace import GracePeriod
@@ -94,7 +94,7 @@ def _read_ended_summary(run: Run) -> Summary | None:
     if run.folder is not None:
         with suppress(StorageError):  # missing or damaged
             summary = Summary.read(run.folder)
-            if summary.status in ("done", "stopped") and summary.steps == run.progress.step:
+            if summary.status in FINISHED_STATUSES and summary.steps == run.progress.step:
                 return summary
     return None
 
