@@ -58,9 +58,8 @@ def load_checkpoint(
     if admitted is not None:
         trust = admitted.trust
     else:
-        trust = (
-            Trust.CHECKED if policy is None or is_in_run_tree(folder, policy) else Trust.UNTRUSTED
-        )
+        is_ours = policy is None or is_in_run_tree(folder, policy)
+        trust = Trust.CHECKED if is_ours else Trust.UNTRUSTED
     return RestoredCheckpoint(
         facts.step,
         {**weights, **other_entries},

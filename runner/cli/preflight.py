@@ -72,10 +72,8 @@ class Request:
     @contextmanager
     def permissions(self) -> Iterator[None]:
         """Allow reading the permitted variables and config files within the context."""
-        readable, show_names = (
-            self.cli_overrides.security.readable_variables,
-            self.flags.cfg is not None,
-        )
+        readable = self.cli_overrides.security.readable_variables
+        show_names = self.flags.cfg is not None
         with secrets.environment_access(readable, show_names=show_names), self.files.at_work():
             yield
 
@@ -108,9 +106,7 @@ def check(arguments: Arguments) -> Request:
 
 def _check_request(request: Request) -> None:
     flags = request.flags
-    search_folders = [
-        Path(folder.removeprefix("file://")) for folder in request.cli_overrides.searchpath
-    ]
+    search_folders = [Path(url.removeprefix("file://")) for url in request.cli_overrides.searchpath]
     compose_config = partial(
         compose_raw,
         config_name=flags.config_name or "config",

@@ -109,9 +109,7 @@ def _compose_samples(
     Composing takes 0.3 s, so a plain value is set in a copy of the first config.
     """
     for job in jobs[1:]:
-        changed = next(
-            (text for text, first_text in zip(job, jobs[0], strict=True) if text != first_text), ""
-        )
+        changed = next((t for t, first in zip(job, jobs[0], strict=True) if t != first), "")
         if changed:
             yield _with_value(first, changed) or compose(job)
 
@@ -185,7 +183,5 @@ def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
     else:
         if session.sweep is None:  # with another launcher
             failed = [row for row in comparison.rows if row.status not in FINISHED_STATUSES]
-            return len(comparison.rows), [
-                f"{row.name}: {row.status}: {row.reason}" for row in failed
-            ]
+            return len(comparison.rows), [f"{r.name}: {r.status}: {r.reason}" for r in failed]
     return len(jobs), failures

@@ -129,10 +129,7 @@ def parse_column(
         column = column.cast(column.type.value_type)
     values = None if kind is CellKind.texts else _typed_values(column, kind)
     if values is not None:
-        bad = {
-            row: _describe_bad_number(f"{values[row]:g}", values[row])
-            for row in _not_float32(values)
-        }
+        bad = {i: _describe_bad_number(f"{values[i]:g}", values[i]) for i in _not_float32(values)}
         return ParsedColumn(values, bad)
     try:
         words, codes = _encode_texts(column)
@@ -160,8 +157,7 @@ def parse_column(
             texts = {row: words[codes[row]] for row in unparsed.tolist()}
             values = parsed[codes]
             bad = {
-                row: _describe_bad_number(words[codes[row]], values[row])
-                for row in _not_float32(values)
+                i: _describe_bad_number(words[codes[i]], values[i]) for i in _not_float32(values)
             }
             if len(unparsed) > max_unparsed * present:
                 wrong = {row: _describe_wrong_kind(text, candidate) for row, text in texts.items()}
@@ -272,9 +268,7 @@ def select_rows(values: ColumnValues, rows: np.ndarray | slice) -> ColumnValues:
     codes = values.codes[rows]
     words = sorted({values.words[code] for code in np.unique(codes).tolist()})
     code_of = {word: code for code, word in enumerate(words)}
-    return TextColumn(
-        tuple(words), np.array([code_of.get(word, 0) for word in values.words])[codes]
-    )
+    return TextColumn(tuple(words), np.array([code_of.get(w, 0) for w in values.words])[codes])
 
 
 def parse_number(word: str) -> float:

@@ -48,9 +48,8 @@ def split_samples(
         return all_samples, all_samples[:0], ()
     rule, choices = _choose_rule(config, opening.split_rule, labels)
     if fitted is not None and fitted.folds and config.folds is None:
-        choices.append(
-            Choice("data.folds", fitted.folds, f"as before, with data.fold={fitted.fold}")
-        )
+        reason = f"as before, with data.fold={fitted.fold}"
+        choices.append(Choice("data.folds", fitted.folds, reason))
         config = replace(config, folds=fitted.folds, fold=fitted.fold)
     train, validation = _split_by_rule(rule, samples, config, what, labels, split_column)
     if rule == "time" and config.folds is not None:
@@ -90,11 +89,9 @@ def _split_by_rule(
         what = f"{what}: column {getattr(config, 'split_by', '')!r}"
         if rule == "group":
             return split_groups(split_column, share, seed, what, fold)
-        return (
-            split_times(split_column, share, what)
-            if fold is None
-            else fold_times(split_column, fold, what)
-        )
+        if fold is None:
+            return split_times(split_column, share, what)
+        return fold_times(split_column, fold, what)
     if rule == "stratified" and labels is not None and samples > 1:
         if fold is not None:  # sorted by class, so each fold gets its share of each class
             ranked = np.lexsort((split_hash(seed, np.arange(samples)), labels))

@@ -228,11 +228,7 @@ def _pop_id_columns(
                 if reason := id_reason(name, content.columns[name]):
                     reasons[name] = reason
     advice = "not an input, but copied to predictions; to use it, set its data.types"
-    choices = [
-        Choice(TYPES_KEY, f"{n}: id", f"{reason}: {advice}")
-        for n, reason in reasons.items()
-        if reason
-    ]
+    choices = [Choice(TYPES_KEY, f"{n}: id", f"{r}: {advice}") for n, r in reasons.items() if r]
     columns = {name: content.columns.pop(name) for name in names if name in reasons}
     for name, column in columns.items():
         columns[name] = column.cast(getattr(column.type, "value_type", column.type))
@@ -265,13 +261,8 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, CellKind]:
     """Return the types that columns were fitted as: cells of a new file may suggest others."""
     kinds = dict.fromkeys(fitted.ids, CellKind.texts)
     for column in fitted.columns:
-        kind = (
-            CellKind.texts
-            if column.values
-            else CellKind.times
-            if column.part in DATE_PARTS
-            else CellKind.numbers
-        )
+        kind = CellKind.times if column.part in DATE_PARTS else CellKind.numbers
+        kind = CellKind.texts if column.values else kind
         # only its missing flag was fitted: it is a number or a date
         kinds.setdefault(column.name, CellKind.any if column.part == MISSING_FLAG else kind)
     if any(class_name(parse_number(name)) != name for name in fitted.sizes.class_names):

@@ -159,9 +159,9 @@ class GradientsTool(DebugTool):
 
     def _classify(self, run: Run, step: int, layers: list[Layer]) -> None:
         usual_norms = {
-            name: median(norms)
-            for name, norms in self.norm_history.items()
-            if len(norms) >= MIN_INSPECTIONS
+            n: median(values)
+            for n, values in self.norm_history.items()
+            if len(values) >= MIN_INSPECTIONS
         }
         is_first = not self.layers
         self.layers = classify_layers(layers, self.settings, usual_norms)
@@ -203,9 +203,9 @@ class GradientsTool(DebugTool):
         """Return the layers in which the share of dead units is a fault."""
         share = self.settings.dead_share
         return {
-            n: (dead, units)
-            for n, (dead, units) in self.dead_units.items()
-            if dead >= share * units
+            n: (dead, total)
+            for n, (dead, total) in self.dead_units.items()
+            if dead >= share * total
         }
 
     def _report_untrained(self, run: Run, inspections: int) -> None:
@@ -228,9 +228,7 @@ class GradientsTool(DebugTool):
 
     def _write_scalars(self, run: Run, step: int) -> None:
         """Write scalars to TensorBoard."""
-        values = {
-            f"dead_units/{name}": dead / units for name, (dead, units) in self.dead_units.items()
-        }
+        values = {f"dead_units/{n}": dead / units for n, (dead, units) in self.dead_units.items()}
         for layer in select_weights(self.layers, MAX_CHARTS):
             for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
                 if value is not None:
@@ -320,9 +318,8 @@ class DeadUnitDetector(TorchFunctionMode):
         alive = output.detach().amax(other_dimensions) != 0
         layer = self.layers.get(self.current_layer)
         if layer is None or layer.zero_inspections.shape != alive.shape:
-            layer = self.layers[self.current_layer] = _UnitActivity(
-                torch.zeros_like(alive, dtype=torch.int32)
-            )
+            counts = torch.zeros_like(alive, dtype=torch.int32)
+            layer = self.layers[self.current_layer] = _UnitActivity(counts)
         layer.alive = alive if layer.alive is None else layer.alive | alive
         layer.samples += len(output)
 

@@ -92,9 +92,8 @@ def _run_to_outcome(
             finally:
                 block_signals()  # until the outcome is written
     except KeyboardInterrupt as error:
-        outcome = RankOutcome.from_error(
-            place.rank, interruption_before_run(error, " before the first step")
-        )
+        cause = interruption_before_run(error, " before the first step")
+        outcome = RankOutcome.from_error(place.rank, cause)
     except BaseException as error:
         outcome = RankOutcome.from_error(place.rank, as_lost(error) if is_lost(error) else error)
         if outcome.kind == "error" and outcome.exit_code == 1:

@@ -114,9 +114,8 @@ def read_requirements() -> tuple[list[str], str]:
 def check_python(version: tuple[int, int, int], supported: str) -> DoctorCheck:
     """Check that the project supports this Python version."""
     text, fix = ".".join(map(str, version)), f"use a Python {supported}"
-    return DoctorCheck.of(
-        "python", SpecifierSet(supported).contains(text), text, fix, CheckStatus.fail
-    )
+    fits = SpecifierSet(supported).contains(text)
+    return DoctorCheck.of("python", fits, text, fix, CheckStatus.fail)
 
 
 def check_packages(requirements: Sequence[str]) -> DoctorCheck:

@@ -52,11 +52,7 @@ class InferenceResult:
 
 
 def safe_inference(
-    model: nn.Module | Optimized,
-    batch: Inputs,
-    *,
-    sanitise: bool = True,
-    **options: Any,
+    model: nn.Module | Optimized, batch: Inputs, *, sanitise: bool = True, **options: Any
 ) -> InferenceResult:
     """Return the model's output for `batch`: a tensor, a tuple by position or a dict by name.
 
@@ -183,9 +179,9 @@ def check_model(model: nn.Module | Optimized, probes: Inputs | None = None) -> M
     if probes is not None:
         problems = safe_inference(model, probes, sanitise=False).problems
         reasons = [
-            Reason("outputs.not_finite", Severity.REFUSAL, "", text)
-            for text in problems
-            if text.startswith("output")
+            Reason("outputs.not_finite", Severity.REFUSAL, "", t)
+            for t in problems
+            if t.startswith("output")
         ]
         report = ModelReport([*report.reasons, *reasons], report.facts)
     return report

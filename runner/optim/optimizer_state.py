@@ -94,9 +94,7 @@ def _select_entries(
 ) -> dict[str, Any]:
     """Return the entries of options that are on; ValueError if a needed one is missing."""
     entries = {
-        name: value
-        for name, value in entries.items()
-        if value is not None and group.get(OPTION_OF.get(name, ""), True)
+        k: v for k, v in entries.items() if v is not None and group.get(OPTION_OF.get(k, ""), True)
     }
     needed = {name for name, option in OPTION_OF.items() if group.get(option)}
     needed |= optimizer.state[weight].keys() if weight in optimizer.state else set()

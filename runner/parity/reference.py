@@ -357,9 +357,7 @@ def _find_culprits(reference: ParityReference, config: RunConfig, result: Parity
     names = result.techniques
     if len(names) == 1:
         return replace(result, culprits=names)
-    verdicts = {
-        name: reference.judge_once(keep_techniques(config, [name])).verdict for name in names
-    }
+    verdicts = {n: reference.judge_once(keep_techniques(config, [n])).verdict for n in names}
     culprits = [name for name, verdict in verdicts.items() if verdict is Agreement.fail]
     if not culprits:
         culprits = list(names)

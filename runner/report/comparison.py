@@ -153,9 +153,7 @@ class ComparisonRow:
     def metrics(self) -> dict[str, float]:
         """The final metrics with finite values."""
         final = self.summary.get("metrics")
-        values = (
-            {str(key): finite(x) for key, x in final.items()} if isinstance(final, dict) else {}
-        )
+        values = {str(k): finite(x) for k, x in final.items()} if isinstance(final, dict) else {}
         return {key: value for key, value in values.items() if value is not None}
 
     @property
@@ -300,11 +298,9 @@ def _replicates_entry(row: ComparisonRow, finished: set[str]) -> dict[str, Any] 
         "over": row.averaged_over.partition(";")[0],
         "runs": len(finished.intersection(row.run_names)),
         "metrics": {
-            key.removeprefix("metric:"): x
-            for key, x in estimates.items()
-            if key.startswith("metric:")
+            k.removeprefix("metric:"): x for k, x in estimates.items() if k.startswith("metric:")
         },
-        "speed": {key: x for key, x in estimates.items() if key in SUMMARY_PATHS},
+        "speed": {k: x for k, x in estimates.items() if k in SUMMARY_PATHS},
         "speedup": estimates.get("speedup"),
     }
 

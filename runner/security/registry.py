@@ -140,11 +140,8 @@ def construct(
         raise ConfigError(f"{key}.{unknown[0]}", f"{name} has no such argument", fix)
     missing = [k for k, p in keywords.items() if p.default is p.empty and k not in values]
     if missing:
-        raise ConfigError(
-            f"{key}.{missing[0]}",
-            f"{name} needs a value for it",
-            f"add +{key}.{missing[0]}=…; {signature_text}",
-        )
+        fix = f"add +{key}.{missing[0]}=…; {signature_text}"
+        raise ConfigError(f"{key}.{missing[0]}", f"{name} needs a value for it", fix)
     try:
         return factory(*positional, **values)
     except Exception as error:

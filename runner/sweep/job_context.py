@@ -53,9 +53,8 @@ def take_job_context() -> JobContext:
         return JobContext()
     try:
         message = json.loads(_read_stdin())
-        context = JobContext(
-            [str(o) for o in message["overrides"]], message["folder_trusted"] is True
-        )
+        overrides = [str(o) for o in message["overrides"]]
+        context = JobContext(overrides, message["folder_trusted"] is True)
     except (ValueError, LookupError, TypeError, RecursionError):
         return JobContext()
     watch_parent(0, _end)

@@ -32,9 +32,8 @@ GRACE_S = 20.0  # for a checkpoint, before a job is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
 )
-INTERRUPTED_CODES = {
-    code for number in END_SIGNALS for code in (128 + number, -number)
-}  # exit codes
+# exit codes
+INTERRUPTED_CODES = {code for number in END_SIGNALS for code in (128 + number, -number)}
 TIME_PREFIX = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
@@ -196,12 +195,7 @@ def _spawn(
     command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
-        command,
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        env=environment,
+        command, stdin=stdin, stdout=output, stderr=output, start_new_session=True, env=environment
     )
 
 

@@ -134,11 +134,8 @@ class JobStream:
     def _record(self) -> None:
         """Update the sweep's record: planned jobs, and earlier ones not yet matched."""
         planned = [plan.job for plan, _ in self.composed]
-        self.sweep.jobs = [
-            *self._batches,
-            *planned,
-            *(self.planner.unmatched if self._remaining else []),
-        ]
+        unmatched = self.planner.unmatched if self._remaining else []
+        self.sweep.jobs = [*self._batches, *planned, *unmatched]
 
     def _log_earlier_jobs(self) -> None:
         """Log what earlier processes did, after all jobs are planned."""

@@ -143,19 +143,14 @@ class Schedule:
         job.exit_code = process.handle.returncode
         job.status, job.reason = process.end_status()
         job.seconds, job.ended = job.seconds + process.seconds, utc_now()
-        unusable = (
-            plan.continues and job.exit_code == CHECKPOINT_ERROR and not process.wrote_summary
-        )
+        invalid = plan.continues and job.exit_code == CHECKPOINT_ERROR and not process.wrote_summary
         retries_used = self.retry_counts.get(job.number, 0)
-        retries = (
-            may_retry
-            and job.status in RETRIED_STATUSES
-            and (unusable or retries_used < self.settings.retries)
-        )
-        if retries:  # an unusable checkpoint would fail each time
-            self.retry_counts[job.number] = retries_used + (not unusable)
+        retry_left = invalid or retries_used < self.settings.retries
+        retries = may_retry and job.status in RETRIED_STATUSES and retry_left
+        if retries:  # an invalid checkpoint would fail each time
+            self.retry_counts[job.number] = retries_used + (not invalid)
             folder = self.folder / job.folder
-            plan.continues = not unusable and can_continue(plan, folder)
+            plan.continues = not invalid and can_continue(plan, folder)
             plan.replaces = not plan.continues
             self.retrying.appendleft(plan)
         self._report_end(plan, process.seconds, retries)

@@ -112,11 +112,9 @@ class TrialJobs:
         self._record_ended_jobs()
         trial_count = len(self.study.trials())
         if trial_count:
-            target, unfinished_count = self.study.plan.settings.trials, len(self.unfinished)
-            text = f"{trial_count - unfinished_count} of {target} trials are done"
-            text += (
-                f", {unfinished_count} that were cut off are run again" if unfinished_count else ""
-            )
+            target, unfinished = self.study.plan.settings.trials, len(self.unfinished)
+            text = f"{trial_count - unfinished} of {target} trials are done"
+            text += f", {unfinished} that were cut off are run again" if unfinished else ""
             log.info("%s: %s", self.study.path, text)
 
     def _record_ended_jobs(self) -> None:

@@ -90,14 +90,10 @@ def read_space(overrides: Sequence[str], search: SearchConfig) -> SearchSpace:
     if not varied:
         fix = f"give a range of values: {EXAMPLE}"
         raise ConfigError("search", "there is nothing to vary", fix)
-    shared = [
-        str(o) for key, o in by_key.items() if key not in varied and not _is_search_setting(o)
-    ]
+    shared = [str(o) for k, o in by_key.items() if k not in varied and not _is_search_setting(o)]
     if search.metric is not None:
         shared.append(f"training.monitor={search.metric}")
-    parameters = {
-        f"{o.sign}{key}": _parse_parameter(o, search.sampler) for key, o in varied.items()
-    }
+    parameters = {f"{o.sign}{k}": _parse_parameter(o, search.sampler) for k, o in varied.items()}
     space = SearchSpace(parameters, tuple(shared))
     if search.sampler is Sampler.grid and (space.points or 0) > MAX_GRID_POINTS:
         problem = f"a grid of {space.points:,} combinations, more than {MAX_GRID_POINTS:,}"

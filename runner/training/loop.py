@@ -25,11 +25,7 @@ from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
 from runner.training.evaluation import evaluate
-from runner.training.evidence import (
-    build_summary,
-    collect_evidence,
-    technique_statuses,
-)
+from runner.training.evidence import build_summary, collect_evidence, technique_statuses
 from runner.training.hook import Evaluation, Verdict
 from runner.training.recovery import is_out_of_memory, translate_oom
 from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
@@ -358,11 +354,8 @@ def _enforce_strict(run: Run) -> None:
     collect_evidence(run)
     for row in technique_statuses(run):
         if row.requested and not row.engaged:
-            raise ConfigError(
-                f"optimization.{row.name}",
-                f"did not engage: {row.reason}",
-                "switch it off or set optimization.strict=false",
-            )
+            fix = "switch it off or set optimization.strict=false"
+            raise ConfigError(f"optimization.{row.name}", f"did not engage: {row.reason}", fix)
 
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:

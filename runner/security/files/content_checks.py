@@ -40,11 +40,7 @@ def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTens
     """Return all tensors with their key paths. Raises FileRefusal for anything but plain data."""
     tensors: list[LocatedTensor] = []
     _visit(content, (), limits.depth, {}, tensors)
-    total = sum(
-        part.numel() * part.element_size()
-        for _, tensor in tensors
-        for part in _strided_parts(tensor)
-    )
+    total = sum(p.numel() * p.element_size() for _, t in tensors for p in _strided_parts(t))
     if total > limits.may_expand(size):
         evidence = f"its tensors would take {total:,} bytes, and the file has {size:,}"
         raise FileRefusal("tensor.expanded", "", evidence, "save them with .clone()")
@@ -135,7 +131,7 @@ def format_key_path(key_path: KeyPath) -> str:
 def check_values(tensors: list[LocatedTensor]) -> list[Reason]:
     """Return a warning for each tensor with NaN, infinities or very large numbers."""
     warnings = []
-    for key_path, tensor in tensors:
+    for path, tensor in tensors:
         numbers = _float_values(tensor.detach())
         if numbers is None:
             continue
@@ -145,9 +141,7 @@ def check_values(tensors: list[LocatedTensor]) -> list[Reason]:
         code, evidence = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
         if not (math.isfinite(low) and math.isfinite(high)):
             code, evidence = "weights.not_finite", f"holds {'NaN' if low != low else 'an infinity'}"
-        warnings.append(
-            Reason(code, Severity.WARNING, format_key_path(key_path), evidence, WAY_OUT)
-        )
+        warnings.append(Reason(code, Severity.WARNING, format_key_path(path), evidence, WAY_OUT))
     if len(warnings) > MAX_WARNINGS:
         more = f"{len(warnings) - MAX_WARNINGS:,} more tensors like these"
         warnings[MAX_WARNINGS:] = [Reason("weights.more", Severity.WARNING, "", more)]

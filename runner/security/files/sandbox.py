@@ -212,17 +212,15 @@ def serve() -> None:
         size = os.fstat(descriptor).st_size
         _limit_time_and_memory(limits, size)
         data, path = map_bytes(descriptor, size), f"/dev/fd/{descriptor}"
-        examination = examine(data, path, name, limits, deep=request["deep"])
-        rows = [
-            [r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in examination.reasons
-        ]
-        print(json.dumps({"format": examination.format, "reasons": rows}), file=answers, flush=True)
-        examination.content = None
+        result = examine(data, path, name, limits, deep=request["deep"])
+        rows = [[r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in result.reasons]
+        print(json.dumps({"format": result.format, "reasons": rows}), file=answers, flush=True)
+        result.content = None
         if isinstance(data, mmap.mmap):
             with suppress(BufferError):
                 data.close()
         os.close(descriptor)
-        del data, examination
+        del data, result
         gc.collect()
 
 
