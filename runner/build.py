@@ -180,12 +180,9 @@ class _Build:
         self.batch_size, self.steps_per_epoch = resolve_batches(config, samples)
         if self.world is not None:
             self.world.check_batches(len(self.data.train), self.batch_size, config.data.drop_last)
+        rank_slice = None if self.world is None else self.world.local_slice
         self.loader_factory = LoaderFactory(
-            config,
-            self.run_data,
-            self.batch_size,
-            self.device.torch,
-            rank_slice=None if self.world is None else self.world.local_slice,
+            config, self.run_data, self.batch_size, self.device.torch, rank_slice=rank_slice
         )
         # samples per batch of the process with the most
         size, world = self.batch_size, self.world

@@ -93,14 +93,8 @@ def attach_batch_validator(
 def record_lost_worker(run: Run, lost: WorkerLost) -> None:
     """Count and log a replaced data worker, with its stack in `debug/history.json`."""
     message = str(lost).partition("\n")[0]
-    run.history.add(
-        "data_worker",
-        message,
-        step=run.progress.step,
-        category="data",
-        action="replaced; it fetches the same batches",
-        error=lost,
-    )
+    step, action = run.progress.step, "replaced; it fetches the same batches"
+    run.history.add("data_worker", message, step=step, category="data", action=action, error=lost)
 
 
 class OomReport(Hook):

@@ -107,12 +107,9 @@ def check(arguments: Arguments) -> Request:
 def _check_request(request: Request) -> None:
     flags = request.flags
     search_folders = [Path(url.removeprefix("file://")) for url in request.cli_overrides.searchpath]
-    compose_config = partial(
-        compose_raw,
-        config_name=flags.config_name or "config",
-        folders=[*flags.config_folders, *search_folders],
-        conf=Path(flags.config_path or CONF),
-    )
+    folders = [*flags.config_folders, *search_folders]
+    name, conf = flags.config_name or "config", Path(flags.config_path or CONF)
+    compose_config = partial(compose_raw, config_name=name, folders=folders, conf=conf)
 
     def compose(overrides: Sequence[str]) -> DictConfig:
         return compose_config([text for text in overrides if text != MULTIRUN_MODE], hydra_too=True)

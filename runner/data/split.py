@@ -120,11 +120,7 @@ def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Spl
 
 
 def split_groups(
-    groups: np.ndarray,
-    validation: float,
-    split_seed: int,
-    what: str = "the data",
-    fold: Fold | None = None,
+    groups: np.ndarray, share: float, seed: int, what: str = "the data", fold: Fold | None = None
 ) -> SplitIndices:
     """Split by group: groups with the smallest hashes are held out, as near to the share as fits.
 
@@ -137,10 +133,10 @@ def split_groups(
     if len(sizes) < 2:
         raise DataError(f"{what}: has one value; training and validation need at least one each")
     if fold is not None:
-        return _fold_groups(codes, np.lexsort((split_hash(split_seed, first), -sizes)), fold, what)
-    remaining, held_out = len(groups) * validation, np.zeros(len(sizes), bool)
+        return _fold_groups(codes, np.lexsort((split_hash(seed, first), -sizes)), fold, what)
+    remaining, held_out = len(groups) * share, np.zeros(len(sizes), bool)
     # all but the last, so that training keeps a group
-    for group in np.argsort(split_hash(split_seed, first), kind="stable")[:-1].tolist():
+    for group in np.argsort(split_hash(seed, first), kind="stable")[:-1].tolist():
         if sizes[group] < 2 * remaining:  # with it the size is nearer to the share
             held_out[group] = True
             remaining -= sizes[group]

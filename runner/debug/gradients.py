@@ -135,11 +135,8 @@ class GradientsTool(DebugTool):
         """Read weights, updates, skip flag, dead units and statistics in one transfer."""
         weights = stacked_norms(inspection.old_weights)
         torch._foreach_sub_(inspection.old_weights, [p.detach() for _, p in inspection.named])
-        parts = [
-            weights,
-            stacked_norms(inspection.old_weights),
-            inspection.skipped.reshape(1).float(),
-        ]
+        flag = inspection.skipped.reshape(1).float()
+        parts = [weights, stacked_norms(inspection.old_weights), flag]
         detector = self.detector if self.detector is not None and self.detector.layers else None
         if detector is not None:
             parts.append(detector.count_dead(inspection.skipped))
@@ -159,9 +156,7 @@ class GradientsTool(DebugTool):
 
     def _classify(self, run: Run, step: int, layers: list[Layer]) -> None:
         usual_norms = {
-            n: median(values)
-            for n, values in self.norm_history.items()
-            if len(values) >= MIN_INSPECTIONS
+            n: median(x) for n, x in self.norm_history.items() if len(x) >= MIN_INSPECTIONS
         }
         is_first = not self.layers
         self.layers = classify_layers(layers, self.settings, usual_norms)
@@ -203,9 +198,7 @@ class GradientsTool(DebugTool):
         """Return the layers in which the share of dead units is a fault."""
         share = self.settings.dead_share
         return {
-            n: (dead, total)
-            for n, (dead, total) in self.dead_units.items()
-            if dead >= share * total
+            n: (dead, size) for n, (dead, size) in self.dead_units.items() if dead >= share * size
         }
 
     def _report_untrained(self, run: Run, inspections: int) -> None:

@@ -335,8 +335,8 @@ class ProfileTool(DebugTool):
         """Return a table of the slowest operators by self time."""
         steps = max(1, self.trace_steps)
         rows = [
-            (r["name"], r["calls"] / steps, r["seconds"] / steps)
-            for r in self.operators[:MAX_OPERATORS]
+            (row["name"], row["calls"] / steps, row["seconds"] / steps)
+            for row in self.operators[:MAX_OPERATORS]
         ]
         return _time_table("operator", rows, self._operator_seconds() / steps or 1.0)
 

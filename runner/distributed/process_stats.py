@@ -82,11 +82,8 @@ def describe_processes(run: Run, world: World, gathered: bool = True) -> dict[st
     own = _describe_process(run, world)
     ranks = world.all_gather(own) if gathered else [own]
     work = [rank["work_ms"] for rank in ranks]
-    stats = {
-        **world.describe(),
-        "communication": mean(r["communication"] for r in ranks),
-        "ranks": ranks,
-    }
+    communication = mean(rank["communication"] for rank in ranks)
+    stats = {**world.describe(), "communication": communication, "ranks": ranks}
     if gathered:
         stats["imbalance"] = max(work) / mean(work) if any(work) else None
         for key in ("samples_per_second", "peak_process_bytes", "peak_device_bytes"):

@@ -56,15 +56,10 @@ class DoctorCheck:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        passed: bool,
-        finding: str,
-        fix: str,
-        failure: CheckStatus = CheckStatus.warn,
+        cls, name: str, ok: bool, finding: str, fix: str, failure: CheckStatus = CheckStatus.warn
     ) -> DoctorCheck:
         """Return a check; the fix is included unless it is good."""
-        return cls(name, CheckStatus.ok, finding) if passed else cls(name, failure, finding, fix)
+        return cls(name, CheckStatus.ok, finding) if ok else cls(name, failure, finding, fix)
 
 
 def run_checks(device: Device, outputs: Path) -> list[DoctorCheck]:

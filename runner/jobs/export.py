@@ -154,11 +154,9 @@ def _write_traced(
     except Exception as error:  # tracers raise any type
         path.unlink(missing_ok=True)
         weight_only = "optimization.quantization.mode=weight_only, or " if run.quantized else ""
-        raise ConfigError(
-            EXPORT_KEY,
-            f"{kind.name} does not take this model: {_root_cause(error)}",
-            f"try {weight_only}another format; the metrics are in summary.json",
-        ) from error
+        problem = f"{kind.name} does not take this model: {_root_cause(error)}"
+        fix = f"try {weight_only}another format; the metrics are in summary.json"
+        raise ConfigError(EXPORT_KEY, problem, fix) from error
     largest = max(difference for difference, _ in differences)
     tolerance = TOLERANCE if run.quantized is None else INT8_TOLERANCE
     if any(not difference <= tolerance * scale for difference, scale in differences):

@@ -179,9 +179,9 @@ def check_model(model: nn.Module | Optimized, probes: Inputs | None = None) -> M
     if probes is not None:
         problems = safe_inference(model, probes, sanitise=False).problems
         reasons = [
-            Reason("outputs.not_finite", Severity.REFUSAL, "", t)
-            for t in problems
-            if t.startswith("output")
+            Reason("outputs.not_finite", Severity.REFUSAL, "", text)
+            for text in problems
+            if text.startswith("output")
         ]
         report = ModelReport([*report.reasons, *reasons], report.facts)
     return report

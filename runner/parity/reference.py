@@ -110,11 +110,9 @@ class ParityReference:
             note = f"passes in {precise.precision}, too"
             return replace(result, notes=[*result.notes, note], not_judged=precise.not_judged)
         reduced = " and ".join(name for name in result.techniques if name in PRECISION_TECHNIQUES)
+        notes = [*precise.notes, f"seen without {reduced}, in {precise.precision}"]
         return replace(
-            precise,
-            techniques=result.techniques,
-            precision=result.precision,
-            notes=[*precise.notes, f"seen without {reduced}, in {precise.precision}"],
+            precise, techniques=result.techniques, precision=result.precision, notes=notes
         )
 
     def _judge(self, config: RunConfig) -> Parity:

@@ -131,13 +131,8 @@ def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = ""
     Raises ValueError or TypeError naming the value that does not fit its type.
     """
     hints, field_names = _types(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return kind(
-        **{
-            name: _convert(hints[name], value, f"{path}{name}")
-            for name, value in values.items()
-            if name in field_names
-        }
-    )
+    known = {name: value for name, value in values.items() if name in field_names}
+    return kind(**{name: _convert(hints[name], x, f"{path}{name}") for name, x in known.items()})
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:

@@ -100,8 +100,8 @@ def select_columns(comparison: Comparison) -> list[ReportColumn]:
         names = dict.fromkeys(name for row in rows for name in row.metrics)
         others = [x for x in names if x != comparison.monitor and x.count("/") < 2]
         chosen += [
-            _numeric_column(METRIC_PREFIX + n, f"{n} (end)", format.metric)
-            for n in others[:MAX_METRICS]
+            _numeric_column(METRIC_PREFIX + name, f"{name} (end)", format.metric)
+            for name in others[:MAX_METRICS]
         ]
     if len({_process_count(row) for row in rows if row.summary}) < 2:
         chosen = [column for column in chosen if column.key != "processes"]

@@ -278,8 +278,8 @@ def _name_rows(rows: list[ComparisonRow], root: Path) -> list[ComparisonRow]:
     row_names = name_rows([row.overrides for row in rows], folders)
     row_names = [root.name if name == os.curdir else name for name in row_names]
     return [
-        replace(r, name=name, folder=folder)
-        for r, name, folder in zip(rows, row_names, folders, strict=True)
+        replace(row, name=name, folder=folder)
+        for row, name, folder in zip(rows, row_names, folders, strict=True)
     ]
 
 

@@ -132,11 +132,9 @@ def _apply_selection(
     given: Components, config: RunConfig, names: Sequence[str], reason: str
 ) -> Components:
     value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
-    return replace(
-        given,
-        optimization=enable_techniques(config.optimization, names),
-        chosen=[Choice(KEY, value, escape_control_chars(reason))],
-    )
+    choice = Choice(KEY, value, escape_control_chars(reason))
+    enabled = enable_techniques(config.optimization, names)
+    return replace(given, optimization=enabled, chosen=[choice])
 
 
 def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:

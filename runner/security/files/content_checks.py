@@ -48,24 +48,20 @@ def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTens
 
 
 def _visit(
-    value: Any,
-    key_path: KeyPath,
-    depth: int,
-    visited: dict[int, bool],
-    tensors: list[LocatedTensor],
+    value: Any, path: KeyPath, depth: int, visited: dict[int, bool], tensors: list[LocatedTensor]
 ) -> None:
     """Visit nested values depth first; `visited`: id → whether all of it was visited."""
     if type(value) in PLAIN or visited.get(id(value)):
         return
-    if id(value) in visited or len(key_path) > depth:
+    if id(value) in visited or len(path) > depth:
         problem = f"contains itself, or is nested more than {depth} deep"
-        raise FileRefusal("content.depth", format_key_path(key_path[:4]), problem, SAVE_AGAIN)
+        raise FileRefusal("content.depth", format_key_path(path[:4]), problem, SAVE_AGAIN)
     visited[id(value)] = False
-    for key, child in _children(value, key_path):
-        _visit(child, (*key_path, key), depth, visited, tensors)
+    for key, child in _children(value, path):
+        _visit(child, (*path, key), depth, visited, tensors)
     if type(value) in TENSORS:
-        _check_tensor(value, key_path)
-        tensors.append((key_path, value))
+        _check_tensor(value, path)
+        tensors.append((path, value))
     visited[id(value)] = True
 
 
