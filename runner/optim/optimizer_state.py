@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from runner.optim.origin import is_torch_class
 
-Optimizer = torch.optim.Optimizer
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
 """State that fused kernels access at the weight's size without checking it."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
