@@ -181,17 +181,13 @@ class _Build:
         self.batch_size, self.steps_per_epoch = resolve_batches(config, samples)
         if self.world is not None:
             self.world.check_batches(len(self.data.train), self.batch_size, config.data.drop_last)
+        rank_slice = None if self.world is None else self.world.local_slice
         self.loader_factory = LoaderFactory(
-            config,
-            self.run_data,
-            self.batch_size,
-            self.device.torch,
-            rank_slice=None if self.world is None else self.world.local_slice,
+            config, self.run_data, self.batch_size, self.device.torch, rank_slice=rank_slice
         )
         # samples per batch of the process with the most
-        self.local_batch_size = (
-            self.batch_size if self.world is None else self.world.max_local_samples(self.batch_size)
-        )
+        size, world = self.batch_size, self.world
+        self.local_batch_size = size if world is None else world.max_local_samples(size)
         self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
         self.choices += [*choices, *debug_choices]
@@ -301,9 +297,7 @@ class _Build:
         can_measure = (
             config.job.kind is JobKind.train and self.world is None and user_optimizer is None
         )
-        to_device = make_batch_mover(self.device.torch, pin=False, aside=False) or (
-            lambda batch: batch
-        )
+        to_device = make_batch_mover(self.device.torch, pin=False, aside=False) or (lambda b: b)
         cls = (
             type(user_optimizer)
             if user_optimizer
@@ -509,11 +503,9 @@ def _resolve_auto(config: RunConfig, components: Components) -> RunConfig:
     if components.optimization is not None:
         config = replace(config, optimization=components.optimization)
     if config.optimization.level == "auto":
-        raise ConfigError(
-            "optimization",
-            "auto must be resolved by measuring before the build",
-            "use job=train, or from Python runner.benchmark.auto.resolve.resolve_auto(config)",
-        )
+        problem = "auto must be resolved by measuring before the build"
+        fix = "use job=train, or from Python runner.benchmark.auto.resolve.resolve_auto(config)"
+        raise ConfigError("optimization", problem, fix)
     return config
 
 

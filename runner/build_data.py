@@ -82,13 +82,9 @@ def open_run_data(
     splits, choices = dict[str, Dataset](), list[Choice]()
     if split_paths is not None:
         choices += split_paths.choices
-        applied_preprocessing = fitted or Preprocessing.of(config.data, data)
+        applied = fitted or Preprocessing.of(config.data, data)
         splits, more = _open_splits(
-            config,
-            {} if evaluates_all else split_paths.paths,
-            applied_preprocessing,
-            opening,
-            resolve,
+            config, {} if evaluates_all else split_paths.paths, applied, opening, resolve
         )
         choices += more
     hooks = list[Hook]()

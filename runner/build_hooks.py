@@ -39,20 +39,16 @@ def build_hooks(
     """
     hooks: list[Hook] = []
     tools = load_debug_tools(debug)
-    system_monitor = SystemMonitor(
-        folder, config.monitoring.system_every_s, config.stability.watch.gpu
-    )
+    monitor = SystemMonitor(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None and config.monitoring.sinks:
         from runner.hooks.sinks import Sinks, make_sinks
 
         sinks = make_sinks(config.monitoring.sinks, resolve_target)
         hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, settings))
     if folder is not None:
-        hooks.append(
-            Recording(config.monitoring, settings, system_monitor, write_empty=bool(tools))
-        )
+        hooks.append(Recording(config.monitoring, settings, monitor, write_empty=bool(tools)))
     if config.device.clean_above is not None or config.stability.watch.enabled:
-        hooks.append(Resources(config.device.clean_above, config.stability.watch, system_monitor))
+        hooks.append(Resources(config.device.clean_above, config.stability.watch, monitor))
     if config.security.limits.has_limit:
         from runner.hooks.limits import Limits  # imported only if used
 
@@ -63,8 +59,7 @@ def build_hooks(
         hooks.append(ModelCheck())
     hooks += tools
     hooks += [
-        _make_user_hook(item, f"{HOOKS_KEY}.{i}", resolve_target)
-        for i, item in enumerate(debug.hooks)
+        _make_user_hook(h, f"{HOOKS_KEY}.{i}", resolve_target) for i, h in enumerate(debug.hooks)
     ]
     if config.monitoring.progress:
         hooks.append(ProgressDisplay(config.monitoring))
@@ -98,14 +93,8 @@ def attach_batch_validator(
 def record_lost_worker(run: Run, lost: WorkerLost) -> None:
     """Count and log a replaced data worker, with its stack in `debug/history.json`."""
     message = str(lost).partition("\n")[0]
-    run.history.add(
-        "data_worker",
-        message,
-        step=run.progress.step,
-        category="data",
-        action="replaced; it fetches the same batches",
-        error=lost,
-    )
+    step, action = run.progress.step, "replaced; it fetches the same batches"
+    run.history.add("data_worker", message, step=step, category="data", action=action, error=lost)
 
 
 class OomReport(Hook):
@@ -132,15 +121,13 @@ def load_debug_tools(debug: DebugConfig) -> list[Hook]:
     return tools
 
 
-def _make_user_hook(item: Any, key: str, resolve_target: Callable[[str, str], Any]) -> Hook:
+def _make_user_hook(item: Any, key: str, resolve: Callable[[str, str], Any]) -> Hook:
     """Construct a user's hook: `package.Class` or `{_target_: package.Class, argument: …}`."""
     if isinstance(item, dict) and "_target_" not in item:
         raise ConfigError(key, "_target_ is missing", "write {_target_: package.Class, …}")
     from runner.security.registry import instantiate_nested
 
-    hook = instantiate_nested(
-        {"_target_": item} if isinstance(item, str) else item, resolve_target, key
-    )
+    hook = instantiate_nested({"_target_": item} if isinstance(item, str) else item, resolve, key)
     if not isinstance(hook, Hook):
         raise ConfigError(key, f"{type(hook).__name__} is not a Hook", "inherit from runner.Hook")
     return hook

@@ -61,10 +61,7 @@ def register() -> None:
     limit_interpolations()
     resolver = partial(OmegaConf.register_new_resolver, replace=True)
     resolver("runner.name", _default_name)
-    resolver(
-        "runner.home",
-        lambda kind: OUTPUT_FOLDERS.get(JobKind(getattr(kind, "value", kind)), "runs"),
-    )
+    resolver("runner.home", lambda k: OUTPUT_FOLDERS.get(JobKind(getattr(k, "value", k)), "runs"))
     resolver("runner.id", lambda: token_hex(3), use_cache=True)
     # cached by its argument's text: all jobs of a sweep get the first one's value
     resolver("runner.once", lambda value: value, use_cache=True)
@@ -203,9 +200,8 @@ def _without_hydra_section(config: DictConfig) -> Iterator[None]:
             if OmegaConf.is_missing(full_config.hydra.job, "num"):
                 full_config.hydra.job.num, full_config.hydra.job.id = 0, "0"
             if OmegaConf.is_missing(full_config.hydra.runtime, "output_dir"):
-                full_config.hydra.runtime.output_dir = str(
-                    secrets.read_path(full_config, "hydra.run.dir")
-                )
+                path = str(secrets.read_path(full_config, "hydra.run.dir"))
+                full_config.hydra.runtime.output_dir = path
     with open_dict(config):
         del config["hydra"]
     try:

@@ -143,11 +143,8 @@ class RunConfig:
                 raise ConfigError(key, f"job={kind.name} needs to know {what}", f"{key}=…")
             if job is not kind and path is not None:
                 raise ConfigError(key, f"is for job={kind.name}", f"add job={kind.name}")
-        if (
-            job is JobKind.verify
-            and self.verify.what is VerifyKind.run
-            and resume in RESUME_WITHOUT_RUN
-        ):
+        is_run = self.verify.what is VerifyKind.run
+        if job is JobKind.verify and is_run and resume in RESUME_WITHOUT_RUN:
             fix = "checkpoint.resume=<run folder>"
             raise ConfigError("checkpoint.resume", "verify.what=run needs to know which run", fix)
         self._check_export()
@@ -250,17 +247,8 @@ def _validate_part(part: Any) -> None:
 
 
 NON_RUN_KEYS = (
-    "distributed",
-    "job",
-    "evaluate",
-    "predict",
-    "verify",
-    "replay",
-    "scan",
-    "benchmark",
-    "sweep",
-    "search",
-    "security",
+    *("distributed", "job", "evaluate", "predict", "verify", "replay", "scan", "benchmark"),
+    *("sweep", "search", "security"),
 )
 UNHASHED_KEYS = ("name", "monitoring", *NON_RUN_KEYS)
 

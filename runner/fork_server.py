@@ -46,15 +46,9 @@ def stop() -> None:
 
 def child_pythonpath() -> str:
     """Return PYTHONPATH for child processes, without an implicit current folder."""
-    current_folder = os.getcwd()
-    explicit_folders = {
-        os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p
-    }
-    paths = [
-        p
-        for p in map(os.path.abspath, sys.path)
-        if p != current_folder or current_folder in explicit_folders
-    ]
+    folder = os.getcwd()
+    explicit = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
+    paths = [p for p in map(os.path.abspath, sys.path) if p != folder or folder in explicit]
     if not in_current_folder() or sys.flags.safe_path:
         paths.append(str(Path(runner.__file__).parents[1]))
     return os.pathsep.join(dict.fromkeys(paths))

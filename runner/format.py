@@ -123,10 +123,8 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 def short_path(folder: Path) -> str:
     """Return the path relative to the current folder if it lies in it, else absolute."""
-    path, current_folder = folder.absolute(), Path.cwd()
-    return (
-        str(path.relative_to(current_folder)) if path.is_relative_to(current_folder) else str(path)
-    )
+    path, cwd = folder.absolute(), Path.cwd()
+    return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
 def technique_status(entry: Mapping[str, Any]) -> str:

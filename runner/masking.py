@@ -37,9 +37,7 @@ def add_secret(name: str, value: str) -> None:
     for piece in (value, value.strip(), *map(str.strip, value.splitlines())):
         min_length = MIN_SECRET_DIGITS if NUMBER.fullmatch(piece) else MIN_SECRET_LENGTH
         if len(piece) >= min_length:
-            for encoded in set(
-                _encodings(piece)
-            ):  # twice: an error message may quote it within JSON
+            for encoded in set(_encodings(piece)):  # twice: an error may quote it within JSON
                 _variable_by_text.update(dict.fromkeys(_encodings(encoded), name))
     longest_first = sorted(_variable_by_text, key=len, reverse=True)
     _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -27,9 +27,7 @@ class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder
         if not sys.flags.safe_path and sys.path and sys.path[0] in ("", folder):
             del sys.path[0]
         pythonpath = os.environ.get("PYTHONPATH", "")
-        explicit_folders = {
-            os.path.abspath(entry) for entry in pythonpath.split(os.pathsep) if entry
-        }
+        explicit_folders = {os.path.abspath(p) for p in pythonpath.split(os.pathsep) if p}
         if pythonpath and "" in pythonpath.split(os.pathsep) and folder not in explicit_folders:
             sys.path[:] = [entry for entry in sys.path if entry not in ("", folder)]
 

@@ -92,11 +92,9 @@ def _check_arms(arms: Sequence[Arm], settings: BenchmarkConfig, others: int) -> 
     reference_arm(arms, settings)
     check_budget(settings, len(arms))
     if settings.attribute and not requests_techniques(arms[-1].config):
-        raise ConfigError(
-            "benchmark.attribute",
-            f"the last arm, {escape(arms[-1].name)}, enables no technique",
-            "make the level to attribute the last arm",
-        )
+        problem = f"the last arm, {escape(arms[-1].name)}, enables no technique"
+        fix = "make the level to attribute the last arm"
+        raise ConfigError("benchmark.attribute", problem, fix)
 
 
 def requests_techniques(config: RunConfig) -> bool:
@@ -191,17 +189,12 @@ def _check_arm(arm: Arm, previous: Sequence[Arm]) -> None:
         if other.name == arm.name:
             raise ConfigError(KEY, f"{escape(arm.name)} is listed twice")
         if _effective_values(other.config) == _effective_values(arm.config):
-            raise ConfigError(
-                KEY,
-                f"{both} are the same (optimization level {arm.config.optimization.level})",
-                "remove one, or give it another level, such as optimization=none",
-            )
+            problem = f"{both} are the same (optimization level {arm.config.optimization.level})"
+            fix = "remove one, or give it another level, such as optimization=none"
+            raise ConfigError(KEY, problem, fix)
         if difference := _describe_data_difference(other.config, arm.config):
-            raise ConfigError(
-                KEY,
-                f"{both} train on different data: {difference}",
-                "arms need the same samples; to compare data, sweep: -m data=…",
-            )
+            fix = "arms need the same samples; to compare data, sweep: -m data=…"
+            raise ConfigError(KEY, f"{both} train on different data: {difference}", fix)
 
 
 def _effective_values(config: RunConfig) -> dict[str, Any]:

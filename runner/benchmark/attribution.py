@@ -161,9 +161,7 @@ def plan_trials(
     effects: dict[str, Effect] = {}
     trials = []
     rows = {row["name"]: row for row in summary.get("techniques", [])}
-    names = [
-        name for name, technique in level.config.optimization.techniques() if technique.enabled
-    ]
+    names = [name for name, t in level.config.optimization.techniques() if t.enabled]
     for name in names + [one.rpartition(".")[2] for one in level.config.optimization.extra]:
         effects[name] = Effect(name, note=_explain_not_measured(name, level, reference, rows))
         if not effects[name].note:
@@ -215,30 +213,28 @@ def _find_technique(config: RunConfig, name: str) -> Any:
 
 def summarize_effects(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
     """Return summary sentences, most important first, of effects larger than `floor` (a share)."""
-    removed_claims, added_claims = dict[str, str](), dict[str, str]()
+    removed, added = dict[str, str](), dict[str, str]()
     for e in effects:
-        removed_claims[e.name] = _classify(e.removed, e.removed_interval, e.processes, floor)
-        added_claims[e.name] = _classify(e.added, e.added_interval, e.processes, floor)
+        removed[e.name] = _classify(e.removed, e.removed_interval, e.processes, floor)
+        added[e.name] = _classify(e.added, e.added_interval, e.processes, floor)
     measured = [e for e in effects if e.removed is not None or e.added is not None]
-    harmful = [e for e in measured if removed_claims[e.name] == "slower"]
+    harmful = [e for e in measured if removed[e.name] == "slower"]
     harmless = [e for e in measured if e not in harmful]
     useful = [
-        e
-        for e in harmless
-        if removed_claims[e.name] == "faster" or added_claims[e.name] in ("faster", "slower")
+        e for e in harmless if removed[e.name] == "faster" or added[e.name] in ("faster", "slower")
     ]
     lines = [_describe_harm(e, level) for e in sorted(harmful, key=lambda e: e.removed or 1.0)]
     for e in sorted(useful, key=lambda e: max(e.added or 0.0, e.removed or 0.0), reverse=True):
-        alone = _describe_gain(e.added, e.added_interval, added_claims[e.name])
-        in_level = _describe_gain(e.removed, e.removed_interval, removed_claims[e.name])
+        alone = _describe_gain(e.added, e.added_interval, added[e.name])
+        in_level = _describe_gain(e.removed, e.removed_interval, removed[e.name])
         lines.append(f"{e.name}: alone {alone}, within {level} {in_level}")
     threshold_percent = 100 * (floor if floor <= COARSE_NOISE else NEGLIGIBLE)
     unclaimed = [e for e in harmless if e not in useful]
     groups = {
         f"nothing{' else' if useful else ''} is worth more than {threshold_percent:.1f} %": [
-            e.name for e in unclaimed if removed_claims[e.name] == "same"
+            e.name for e in unclaimed if removed[e.name] == "same"
         ],
-        "not known": [e.name for e in unclaimed if removed_claims[e.name] != "same"],
+        "not known": [e.name for e in unclaimed if removed[e.name] != "same"],
         "not measured": [e.name for e in effects if e not in measured],
     }
     return lines + [f"{text}: {', '.join(names)}" for text, names in groups.items() if names]

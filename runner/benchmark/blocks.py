@@ -27,9 +27,7 @@ INTERIM_ALPHA_SHARE = 1 / 6
 """Of the alpha left, for each analysis but the last: enough for one at 8 blocks."""
 MIN_LAUNCH_BLOCKS = 3
 MIN_LAUNCHES = 3  # two launches have t intervals 13 or more times as wide as their difference
-RELAUNCH_SHARE = (
-    2 / 3
-)  # of the budget, at most, for launches after the first and their minimum blocks
+RELAUNCH_SHARE = 2 / 3  # of the budget, for launches after the first and their minimum blocks
 # 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 … 1024
 INTERIM_BLOCKS = (*(quarter << double for double in range(1, 8) for quarter in range(4, 8)), 1024)
 
@@ -60,9 +58,7 @@ class Turn:
     per_sample_ms: float  # of the median step (data workers: mean); arms are compared by it
     step_ms: list[float] = field(default_factory=list)  # on an accelerator only the mean
     data_seconds: float = 0.0
-    other_cpu_share: float | None = (
-        None  # share of the CPUs that other processes used; None: unknown
-    )
+    other_cpu_share: float | None = None  # of the CPUs, used by other processes; None: unknown
 
 
 @dataclass(frozen=True)
@@ -362,19 +358,16 @@ class _BlockRunner:
         measurements = self.measurements
         measurements.failures[name] = error
         self.active.remove(name)
-        measurements.alphas[name], measurements.launch_alphas[name] = (
-            self._alpha_left(name),
-            self.launch_alpha,
-        )
+        measurements.alphas[name] = self._alpha_left(name)
+        measurements.launch_alphas[name] = self.launch_alpha
         if name == self.reference:
             measurements.estimates = {}
         elif self._is_comparable(name):
             measurements.estimates[name] = self._estimate(name)
 
     def _alpha_left(self, name: str) -> float:
-        return self.spending.final_alpha(
-            max(len(self.measurements.turns[name]), self.spending.blocks)
-        )
+        turns = len(self.measurements.turns[name])
+        return self.spending.final_alpha(max(turns, self.spending.blocks))
 
     def _stop_without_ratios(self, over_budget: bool) -> str:
         if not self.active:

@@ -158,11 +158,8 @@ def measure_claims(
     SIGTERM.
     """
     trials, options = trials or load_trials(), options or MeasureOptions(config.benchmark)
-    claims = Claims(
-        versions=provenance.versions(),
-        command=provenance.command(),
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    claims = Claims(versions=provenance.versions(), command=provenance.command(), started=started)
     start_time, remaining_s = options.clock(), config.benchmark.budget_s
     turns: dict[str, list[Turn]] = {}
     with raise_on_signals():

@@ -311,9 +311,7 @@ def _effective_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _fill_speed(row: ArmResult, turns: Sequence[Turn], use_mean: bool) -> None:
-    turn_step_ms = [
-        1e3 * turn.seconds / turn.steps if use_mean else turn.median_ms for turn in turns
-    ]
+    turn_step_ms = [1e3 * t.seconds / t.steps if use_mean else t.median_ms for t in turns]
     step_ms = sorted(ms for turn in turns for ms in turn.step_ms)
     seconds = sum(turn.seconds for turn in turns)
     low, high = median_interval(turn_step_ms, 1 - CONFIDENCE)

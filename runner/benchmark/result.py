@@ -76,9 +76,7 @@ class Effect:
     added_interval: tuple[float, float] | None = None
     removed: float | None = None  # speedup of the level over the level without it
     removed_interval: tuple[float, float] | None = None
-    interaction: float | None = (
-        None  # removed / added: above 1: it gains more within the level than alone
-    )
+    interaction: float | None = None  # removed / added; above 1: more within the level than alone
     interaction_interval: tuple[float, float] | None = None
     added_memory_bytes: int | None = None  # difference of peaks; positive is worse
     removed_memory_bytes: int | None = None

@@ -157,11 +157,7 @@ def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[
 
 
 def _relaunch_arms(
-    pool: WorkerPool,
-    names: Sequence[str],
-    within_s: float,
-    options: MeasureOptions,
-    result: Round,
+    pool: WorkerPool, names: Sequence[str], within_s: float, options: MeasureOptions, result: Round
 ) -> dict[str, WorkerFailure]:
     """Restart these arms in new processes; keep the first results. See `run_blocks`."""
     deadline = options.clock() + within_s

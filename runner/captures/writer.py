@@ -55,16 +55,14 @@ def take_capture(
     )
     loss, grad_norm = (reports[0][0], reports[0][1]) if reports else (None, None)
     batch = _contiguous(run.train.at(step - 1) if batch is None else batch)
-    previous_checkpoint = run.checkpointer.newest_before(step)
-    weights = _choose_weights(recorder, run, unchanged, previous_checkpoint, _tensor_bytes(batch))
+    previous = run.checkpointer.newest_before(step)
+    weights = _choose_weights(recorder, run, unchanged, previous, _tensor_bytes(batch))
     if weights is None:
         limit = f"is left of debug.capture.mb={recorder.config.mb:g}"
         recorder.warn(f"step {step} not captured for job=replay: it needs more than {limit}")
         return None
     model, generators = run.model.state_dict(), random_state()
-    checkpoint = (
-        None if previous_checkpoint is None else checkpoints.read_manifest(previous_checkpoint).step
-    )
+    checkpoint = None if previous is None else checkpoints.read_manifest(previous).step
     state: dict[str, Any] = {
         "batch": batch,
         "samples": run.train.indices(step - 1),
@@ -100,7 +98,7 @@ def take_capture(
         loss=str(loss),
         grad_norm=str(grad_norm),
     )
-    relative = write_capture(recorder.folder, manifest, model, state, previous_checkpoint)
+    relative = write_capture(recorder.folder, manifest, model, state, previous)
     recorder.unlogged = step, recorder.folder / relative
     return relative
 
@@ -147,18 +145,14 @@ def _choice_values(run: Run) -> dict[str, Any]:
 
 
 def _choose_weights(
-    recorder: CaptureRecorder,
-    run: Run,
-    unchanged: bool,
-    previous_checkpoint: Path | None,
-    batch_bytes: int,
+    recorder: CaptureRecorder, run: Run, unchanged: bool, previous: Path | None, batch_bytes: int
 ) -> CapturedWeights | None:
     """Choose which weights to write; None if debug.capture.mb leaves no room for needed ones."""
     free_bytes = recorder.config.mb * MIB - _used_bytes(recorder.folder / FOLDER) - batch_bytes
     fits = _tensor_bytes([run.model.state_dict(), run.update.state()]) <= free_bytes
-    if free_bytes < 0 or (previous_checkpoint is None and not fits):
+    if free_bytes < 0 or (previous is None and not fits):
         return None
-    if previous_checkpoint is None and not unchanged:
+    if previous is None and not unchanged:
         return CapturedWeights.later
     return CapturedWeights.then if unchanged and fits else CapturedWeights.again
 

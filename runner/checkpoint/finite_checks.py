@@ -31,11 +31,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def infinite_buffers(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Return the names of buffers with Inf but no NaN, such as masks. Host sync."""
-    return {
-        name
-        for name, buffer in buffers
-        if not all_finite([buffer]) and not bool(_computable(buffer).isnan().any())
-    }
+    return {n for n, b in buffers if not all_finite([b]) and not bool(_computable(b).isnan().any())}
 
 
 def find_non_finite(

@@ -31,9 +31,9 @@ def load_checkpoint(
     """
     admitted = None if policy is None else check_foreign_folder(folder, policy)
     facts = read_manifest(folder)
-    for name, written in facts.files.items() if admitted is not None else ():
-        examined = admitted.files.get(name) if admitted is not None else None
-        if examined is None or examined.sha256 != written.sha256:
+    checked_files = facts.files if admitted is None else admitted.files
+    for name, written in facts.files.items():
+        if name not in checked_files or checked_files[name].sha256 != written.sha256:
             raise CheckpointError(f"{folder / name}: changed while it was being checked")
     # the given name first: a link may be named like another checkpoint than its target
     match = STEP.fullmatch(folder.name) or STEP.fullmatch(folder.resolve().name)
@@ -58,9 +58,8 @@ def load_checkpoint(
     if admitted is not None:
         trust = admitted.trust
     else:
-        trust = (
-            Trust.CHECKED if policy is None or is_in_run_tree(folder, policy) else Trust.UNTRUSTED
-        )
+        is_ours = policy is None or is_in_run_tree(folder, policy)
+        trust = Trust.CHECKED if is_ours else Trust.UNTRUSTED
     return RestoredCheckpoint(
         facts.step,
         {**weights, **other_entries},

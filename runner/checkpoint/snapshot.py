@@ -86,9 +86,8 @@ def write_tensors(snapshot: Snapshot, file: HashedFile) -> None:
     """Write the model as a safetensors file, one tensor at a time, without another copy."""
     # widest dtypes first, so that all tensors are aligned in a mapped file
     order = sorted(snapshot.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", TIED: json.dumps(snapshot.tied, sort_keys=True)}
-    }
+    metadata = {"format": "pt", TIED: json.dumps(snapshot.tied, sort_keys=True)}
+    header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for name, tensor in order:
         end = start + tensor.numel() * tensor.element_size()

@@ -174,11 +174,7 @@ class BatchValidator:
         if finding.bad is None:
             return finding.message
         bad, indices = finding.bad.nonzero().flatten().tolist(), self.indices(step)
-        names = ",".join(
-            str(indices[position])
-            for position in bad[:MAX_NAMED_SAMPLES]
-            if position < len(indices)
-        )
+        names = ",".join(str(indices[i]) for i in bad[:MAX_NAMED_SAMPLES] if i < len(indices))
         count = f"{len(bad)} of {len(finding.bad)} samples"
         more = ",…" * (len(bad) > MAX_NAMED_SAMPLES)
         return f"{finding.message}, in {count} (of the data set: {names}{more})"
@@ -211,10 +207,8 @@ class BatchValidator:
         *values, veto = entry.values.tolist()
         rows = list(zip(values[::2], values[1::2], strict=True))
         for finding in self.checks.findings(entry.limits, rows, {}):
-            if (
-                self.checks.policy(finding.check) is CheckPolicy.stop
-                and self.deferred_error is None
-            ):
+            stops = self.checks.policy(finding.check) is CheckPolicy.stop
+            if stops and self.deferred_error is None:
                 self.deferred_error = self._stop_error(entry.number, finding.check, finding.message)
             self._record_problem(
                 entry.number, finding.check, finding.message, "skipped" if veto else ""

@@ -65,11 +65,8 @@ class TableConfig:
     def __post_init__(self) -> None:
         for name in ("constant", "leak", "shared"):
             if getattr(self, name) is CheckPolicy.skip:
-                raise ConfigError(
-                    f"checks.table.{name}",
-                    "cannot be skip: a table has no batches",
-                    "use drop or stop",
-                )
+                problem = "cannot be skip: a table has no batches"
+                raise ConfigError(f"checks.table.{name}", problem, "use drop or stop")
 
 
 @dataclass

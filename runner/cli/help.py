@@ -68,9 +68,7 @@ def help_text() -> str:
     lines = []
     for group in [*defaults, *(g for g in groups if g not in defaults)]:
         marks = {name: "*" if defaults.get(group) == name else " " for name in groups[group]}
-        option_texts = {
-            f"{marks[name]} {name}": description for name, description in groups[group].items()
-        }
+        option_texts = {f"{marks[name]} {name}": text for name, text in groups[group].items()}
         lines.append(_format_table(f"  {group}", option_texts, 22))
     aliases = ", ".join(f"{alias}= for {group}=" for alias, group in GROUP_ALIASES.items())
     examples = [
@@ -100,6 +98,4 @@ def version_text() -> str:
 
 
 def _format_table(title: str, rows: dict[str, str], width: int) -> str:
-    return "\n".join(
-        [title, *(f"  {name:<{width}} {description}" for name, description in rows.items())]
-    )
+    return "\n".join([title, *(f"  {name:<{width}} {text}" for name, text in rows.items())])

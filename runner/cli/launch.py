@@ -215,9 +215,8 @@ def _run_and_report(
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
     except Exception as error:
-        message, code = _report_failure(
-            error, folder, _summary_mtime(folder) != mtime_before, results.existing_path
-        )
+        changed = _summary_mtime(folder) != mtime_before
+        message, code = _report_failure(error, folder, changed, results.existing_path)
         if number is None:
             results.exit_code = code
             return None
@@ -249,12 +248,10 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
         log.warning("%s", warning)
     for note in notes:
         log.info(note)
-    single_process = run_config.distributed.kind is DistributedKind.none
+    single = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
-    single_process = single_process or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
-    main = (
-        load_job(run_config.job.kind) if single_process else import_module(DISTRIBUTED_MODULE).main
-    )
+    single = single or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
+    main = load_job(run_config.job.kind) if single else import_module(DISTRIBUTED_MODULE).main
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None

@@ -29,6 +29,7 @@ from runner.security import secrets
 from runner.security.cli_overrides import CliOverrides, parse_overrides, resolve_config_folders
 from runner.security.config_files import ConfigFileChecker
 from runner.security.paths import check_links, check_output_path
+from runner.sweep.job_context import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from runner.overrides.recorded import ResumedRun
@@ -38,7 +39,6 @@ OWN_CONFIG_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "c
 """Config folders that are exempt from checks."""
 PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "plugins")
 HEADER = 500  # characters of a csv's first line, in a message
-JOB_VARIABLE = "RUNNER_JOB"  # set in a sweep's job, see runner.sweep.job_context
 
 
 @dataclass
@@ -72,10 +72,8 @@ class Request:
     @contextmanager
     def permissions(self) -> Iterator[None]:
         """Allow reading the permitted variables and config files within the context."""
-        readable, show_names = (
-            self.cli_overrides.security.readable_variables,
-            self.flags.cfg is not None,
-        )
+        readable = self.cli_overrides.security.readable_variables
+        show_names = self.flags.cfg is not None
         with secrets.environment_access(readable, show_names=show_names), self.files.at_work():
             yield
 
@@ -108,15 +106,10 @@ def check(arguments: Arguments) -> Request:
 
 def _check_request(request: Request) -> None:
     flags = request.flags
-    search_folders = [
-        Path(folder.removeprefix("file://")) for folder in request.cli_overrides.searchpath
-    ]
-    compose_config = partial(
-        compose_raw,
-        config_name=flags.config_name or "config",
-        folders=[*flags.config_folders, *search_folders],
-        conf=Path(flags.config_path or CONF),
-    )
+    search_folders = [Path(url.removeprefix("file://")) for url in request.cli_overrides.searchpath]
+    folders = [*flags.config_folders, *search_folders]
+    name, conf = flags.config_name or "config", Path(flags.config_path or CONF)
+    compose_config = partial(compose_raw, config_name=name, folders=folders, conf=conf)
 
     def compose(overrides: Sequence[str]) -> DictConfig:
         return compose_config([text for text in overrides if text != MULTIRUN_MODE], hydra_too=True)

@@ -20,12 +20,11 @@ from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.overrides.recorded import CHECKPOINTS
 from runner.overrides.spelling import parse_override
 from runner.record.storage import OLD_PREFIX
-from runner.training.summary import Summary
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 REPLAY_KEY = "replay.path"
 REPLAY_KEYS = ("job", "replay", "security", "monitoring", "hydra", "name")
 NAME_PATTERN = re.compile(r"[\w.-]+", re.ASCII)
-FINISHED_STATUSES = ("done", "stopped")
 BUILD_JOBS = (JobKind.train, *EVALUATION_JOBS, JobKind.benchmark, JobKind.verify)
 
 

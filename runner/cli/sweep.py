@@ -26,7 +26,8 @@ from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
 from runner.sweep.search import is_search, plan_search
-from runner.sweep.state import SUCCESS_STATUSES, SweepSession
+from runner.sweep.state import SweepSession
+from runner.training.summary import FINISHED_STATUSES
 
 log = logging.getLogger("runner")
 
@@ -108,9 +109,7 @@ def _compose_samples(
     Composing takes 0.3 s, so a plain value is set in a copy of the first config.
     """
     for job in jobs[1:]:
-        changed = next(
-            (text for text, first_text in zip(job, jobs[0], strict=True) if text != first_text), ""
-        )
+        changed = next((t for t, first in zip(job, jobs[0], strict=True) if t != first), "")
         if changed:
             yield _with_value(first, changed) or compose(job)
 
@@ -183,8 +182,6 @@ def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
         if session.sweep is None:  # with another launcher
-            failed = [row for row in comparison.rows if row.status not in SUCCESS_STATUSES]
-            return len(comparison.rows), [
-                f"{row.name}: {row.status}: {row.reason}" for row in failed
-            ]
+            failed = [row for row in comparison.rows if row.status not in FINISHED_STATUSES]
+            return len(comparison.rows), [f"{r.name}: {r.status}: {r.reason}" for r in failed]
     return len(jobs), failures

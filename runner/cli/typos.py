@@ -104,10 +104,8 @@ def _accepts(parts: Sequence[str], value: str) -> bool:
         node = _field_types(node).get(part)
     if isinstance(node, type) and issubclass(node, Enum):
         return value in node.__members__
-    return (
-        node in VALUE_PATTERNS
-        and re.fullmatch(VALUE_PATTERNS[node], value, re.IGNORECASE) is not None
-    )
+    pattern = VALUE_PATTERNS.get(node)
+    return pattern is not None and re.fullmatch(pattern, value, re.IGNORECASE) is not None
 
 
 @cache

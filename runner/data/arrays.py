@@ -155,11 +155,8 @@ def _convert_target(
         vocab = max(sizes.vocab, int(y.max()) + 1)
         return y.astype(np.int64), replace(sizes, vocab=vocab, classes=vocab)
     y = y[:, 0] if y.shape[1:] == (1,) else y
-    if (
-        y.ndim != 1
-        or (y.dtype.kind == "f" and (y != np.round(y)).any())
-        or not 0 <= y.min() <= y.max() < MAX_CLASSES
-    ):
+    is_fractional = y.dtype.kind == "f" and (y != np.round(y)).any()
+    if y.ndim != 1 or is_fractional or not 0 <= y.min() <= y.max() < MAX_CLASSES:
         raise DataError(f"{problem}; classification needs one whole number from 0 per sample")
     return y.astype(np.int64), replace(sizes, classes=int(y.max()) + 1)
 

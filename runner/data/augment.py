@@ -83,11 +83,7 @@ NAMES = tuple(OPERATIONS)
 
 
 def blend(
-    image: np.ndarray,
-    other_image: np.ndarray,
-    rng: np.random.Generator,
-    mixup: float,
-    cutmix: float,
+    image: np.ndarray, other: np.ndarray, rng: np.random.Generator, mixup: float, cutmix: float
 ) -> tuple[np.ndarray, float]:
     """Blend two images [height, width, channels]; return float32 pixels and the first's share.
 
@@ -96,7 +92,7 @@ def blend(
     use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
     alpha = cutmix if use_cutmix else mixup
     share = float(rng.beta(alpha, alpha))
-    first, second = image.astype(np.float32), other_image.astype(np.float32)
+    first, second = image.astype(np.float32), other.astype(np.float32)
     if not use_cutmix:
         return share * first + (1 - share) * second, share
     height, width = image.shape[:2]

@@ -129,10 +129,7 @@ def parse_column(
         column = column.cast(column.type.value_type)
     values = None if kind is CellKind.texts else _typed_values(column, kind)
     if values is not None:
-        bad = {
-            row: _describe_bad_number(f"{values[row]:g}", values[row])
-            for row in _not_float32(values)
-        }
+        bad = {i: _describe_bad_number(f"{values[i]:g}", values[i]) for i in _not_float32(values)}
         return ParsedColumn(values, bad)
     try:
         words, codes = _encode_texts(column)
@@ -148,7 +145,7 @@ def parse_column(
     for candidate in kinds.get(kind, (kind,)):
         parse, used_form, other_form = _choose_parser(candidate, form, words, codes)
         parsed = np.array([parse(word) for word in words])
-        unparsed = np.flatnonzero((is_missing(parsed) & ~empty)[codes])
+        unparsed = np.flatnonzero((missing_cells(parsed) & ~empty)[codes])
         if marker and kind is CellKind.any and _is_marker(words, codes[unparsed], present):
             max_unparsed = 1.0
         share = max(max_unparsed * present, bad_share * len(codes))
@@ -160,8 +157,7 @@ def parse_column(
             texts = {row: words[codes[row]] for row in unparsed.tolist()}
             values = parsed[codes]
             bad = {
-                row: _describe_bad_number(words[codes[row]], values[row])
-                for row in _not_float32(values)
+                i: _describe_bad_number(words[codes[i]], values[i]) for i in _not_float32(values)
             }
             if len(unparsed) > max_unparsed * present:
                 wrong = {row: _describe_wrong_kind(text, candidate) for row, text in texts.items()}
@@ -229,7 +225,7 @@ def id_reason(name: str, column: Any) -> str:
     form, _ = detect_date_form(words, np.ones(len(words)))
     for parse in (parse_number, partial(parse_time, form=form)):
         if not has_id_name:
-            unparsed = is_missing(np.array([parse(word) for word in words])).sum()
+            unparsed = missing_cells(np.array([parse(word) for word in words])).sum()
             if 2 * unparsed < len(words):
                 return ""
     distinctness = _describe_distinct(_without_missing(column.cast(value_type)))
@@ -261,7 +257,8 @@ def missing_cells(values: ColumnValues) -> np.ndarray:
     if isinstance(values, TextColumn):
         empty = np.array([not word for word in values.words])
         return np.asarray(empty[values.codes])
-    return is_missing(values)
+    missing: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
+    return missing
 
 
 def select_rows(values: ColumnValues, rows: np.ndarray | slice) -> ColumnValues:
@@ -271,9 +268,7 @@ def select_rows(values: ColumnValues, rows: np.ndarray | slice) -> ColumnValues:
     codes = values.codes[rows]
     words = sorted({values.words[code] for code in np.unique(codes).tolist()})
     code_of = {word: code for code, word in enumerate(words)}
-    return TextColumn(
-        tuple(words), np.array([code_of.get(word, 0) for word in values.words])[codes]
-    )
+    return TextColumn(tuple(words), np.array([code_of.get(w, 0) for w in values.words])[codes])
 
 
 def parse_number(word: str) -> float:
@@ -345,12 +340,6 @@ def extract_part(values: np.ndarray, part: str) -> np.ndarray:
         return values
     numbers: np.ndarray = np.where(np.isnat(values), np.nan, DATE_PARTS[part](values))
     return numbers
-
-
-def is_missing(values: np.ndarray) -> np.ndarray:
-    """Return a boolean mask of NaN or NaT."""
-    missing: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
-    return missing
 
 
 def is_text(arrow: Any) -> bool:

@@ -75,8 +75,7 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     mismatch = next((i for i, form in enumerate(forms) if form != forms[0]), None)
     if mismatch is not None:
         actual, first = (
-            ", ".join(f"{name} is {describe(leaf)}" for name, leaf in leaves[i])
-            for i in (mismatch, 0)
+            ", ".join(f"{n} is {describe(leaf)}" for n, leaf in leaves[i]) for i in (mismatch, 0)
         )
         other = f"in sample {indices[0]} of the same batch {first}"
         raise DataError(
@@ -161,11 +160,9 @@ def _declared_sizes(dataset: Any, name: str) -> dict[str, Any]:
         declared["vocab"] = vocab
     sizes = getattr(dataset, "sizes", None)
     declared.update(sizes if isinstance(sizes, dict) else {})
-    field_names, problem = [f.name for f in fields(Sizes)], ""
-    if unknown := [str(key) for key in declared if key not in field_names]:
-        problem = (
-            f"has an unknown {unknown[0]!r}; {suggestion(unknown[0], field_names, 'use one of')}"
-        )
+    names, problem = [f.name for f in fields(Sizes)], ""
+    if unknown := [str(key) for key in declared if key not in names]:
+        problem = f"has an unknown {unknown[0]!r}; {suggestion(unknown[0], names, 'use one of')}"
     elif declared.get("task", TASKS[0]) not in TASKS:
         problem = f"has an unknown task {declared['task']!r}; use one of {', '.join(TASKS)}"
     if problem:

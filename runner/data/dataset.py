@@ -19,10 +19,8 @@ from runner.techniques.base import Choice
 def class_labels(target: Any, sizes: Sizes) -> np.ndarray | None:
     """Return `target` as a vector if it has one class index per sample, else None."""
     target = np.asarray(target)
-    is_class_vector = (
-        sizes.task == "classification" and target.dtype.kind in "iu" and target.ndim == 1
-    )
-    return target if is_class_vector else None
+    has_classes = sizes.task == "classification" and target.dtype.kind in "iu" and target.ndim == 1
+    return target if has_classes else None
 
 
 def has_rare_class(counts: np.ndarray) -> bool:

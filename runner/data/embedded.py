@@ -38,11 +38,7 @@ def cancer(config: Cancer) -> TensorsDataset:
         measurements, labels = file["measurements"], file["labels"]
     parts = _split(len(measurements), config)
     means, deviations = fit_scale(measurements, parts[0])
-    names = [
-        f"{kind} {measurement}"
-        for kind in ("mean", "error of", "worst")
-        for measurement in MEASUREMENTS
-    ]
+    names = [f"{kind} {m}" for kind in ("mean", "error of", "worst") for m in MEASUREMENTS]
     columns = map(Column, names, means.tolist(), deviations.tolist())
     sizes = Sizes("classification", 30, classes=2, class_names=("malignant", "benign"))
     inputs = torch.from_numpy(scale(measurements, means, deviations))

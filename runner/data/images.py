@@ -252,13 +252,10 @@ class ImageFolder(Dataset):
         from PIL.Image import Resampling, Transpose
 
         side = min(image.size) / (1 if rng is None else MARGIN)
-        left, top = (
-            (length - side) * (0.5 if rng is None else rng.random()) for length in image.size
-        )
+        left, top = ((edge - side) * (0.5 if rng is None else rng.random()) for edge in image.size)
         # crop and resize at once: a long thin image never becomes a huge one
-        image = image.resize(
-            (self.size, self.size), Resampling.BILINEAR, (left, top, left + side, top + side)
-        )
+        box = (left, top, left + side, top + side)
+        image = image.resize((self.size, self.size), Resampling.BILINEAR, box)
         if rng is not None and rng.random() < 0.5:
             image = image.transpose(Transpose.FLIP_LEFT_RIGHT)
         return image

@@ -116,13 +116,9 @@ def labelled_files(
         raise ConfigError("data.path", f"{problem}; {note}" if note else problem, fix)
     if note:
         choices = (Choice("data.path", str(root), f"left out: {note}"),)
-    names, files = (
-        tuple(classes),
-        [file for class_files in classes.values() for file in class_files],
-    )
-    labels = np.repeat(
-        np.arange(len(names)), [len(class_files) for class_files in classes.values()]
-    )
+    names = tuple(classes)
+    files = [file for class_files in classes.values() for file in class_files]
+    labels = np.repeat(np.arange(len(names)), [len(paths) for paths in classes.values()])
     if opening.fitted is None:
         return files, labels, names, choices
     trained = opening.fitted.sizes.class_names

@@ -84,9 +84,7 @@ def convert_numbers(
     import pyarrow
 
     text_columns = [
-        _encode_column(name, column)
-        for name, column in columns.items()
-        if pyarrow.types.is_string(column.type)
+        _encode_column(name, c) for name, c in columns.items() if pyarrow.types.is_string(c.type)
     ]
     units = [choice for column in text_columns for choice in _strip_units(column)]
     numeric = [column for column in text_columns if _looks_numeric(column, config.most_bad)]
@@ -102,12 +100,10 @@ def convert_numbers(
         for column in numeric:
             column.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
     if decimal is None and thousands != "," and separator != "," and not has_points:
-        unambiguous = [column for column in numeric if column.count(COMMA, GROUPED_BY_COMMA)]
-        if unambiguous and not any(
-            c.count(POINT) or c.count(GROUPED_BY_COMMA, COMMA) for c in numeric
-        ):
-            example = unambiguous[0].example(COMMA)
-            reason = f"column {unambiguous[0].name!r} holds numbers such as {example}"
+        certain = [column for column in numeric if column.count(COMMA, GROUPED_BY_COMMA)]
+        if certain and not any(c.count(POINT) or c.count(GROUPED_BY_COMMA, COMMA) for c in numeric):
+            example = certain[0].example(COMMA)
+            reason = f"column {certain[0].name!r} holds numbers such as {example}"
             decimal, choices = ",", (Choice("data.decimal", "comma", reason),)
     if decimal is None and thousands is None:
         choices = tuple(choice for column in numeric for choice in _warn_ambiguous(column))

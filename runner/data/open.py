@@ -69,9 +69,8 @@ def open_data(
         from runner.security.registry import construct, instantiate_nested
 
         factory = resolve(config._target_, "data._target_")
-        dataset = construct(
-            factory, instantiate_nested(config.arguments, resolve, "data"), {}, "data"
-        )
+        arguments = instantiate_nested(config.arguments, resolve, "data")
+        dataset = construct(factory, arguments, {}, "data")
         return UserDataset(dataset, config._target_, config, opening)
     if missing := [field.name for field in fields(config) if getattr(config, field.name) == "???"]:
         key = f"data.{missing[0]}"

@@ -31,11 +31,7 @@ def suggestion(name: str, names: Iterable[str], introduction: str) -> str:
     sorted_names = sorted(names)
     if near := nearest(name, sorted_names):
         return f"did you mean {near!r}?"
-    return (
-        f"{introduction} {join_names(sorted_names, 10)}"
-        if sorted_names
-        else f"{introduction} nothing"
-    )
+    return f"{introduction} {join_names(sorted_names, 10) if sorted_names else 'nothing'}"
 
 
 def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:

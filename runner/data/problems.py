@@ -81,10 +81,7 @@ class TableProblems:
         if self.absent:  # the file is opened a second time
             return
         lists = {IGNORE_KEY: self.ignore, TYPES_KEY: self.types}
-        configured = [
-            *self.needed.items(),
-            *((key, n) for key, column_names in lists.items() for n in column_names),
-        ]
+        configured = [*self.needed.items(), *((k, n) for k, names in lists.items() for n in names)]
         if absent := [(key, name) for key, name in configured if name not in names]:
             self._replace(absent, names)
 
@@ -93,9 +90,7 @@ class TableProblems:
         near = dict.fromkeys(
             suggestion(n, names, "its columns are") for _, n in absent[:MAX_EXAMPLES]
         )
-        more = (
-            f", nor {join_names(f'{n!r} ({key})' for key, n in absent[1:])}" if absent[1:] else ""
-        )
+        more = f", nor {join_names(f'{n!r} ({k})' for k, n in absent[1:])}" if absent[1:] else ""
         self.columns = f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"
         self.absent = absent
         for key, name in absent:
@@ -155,10 +150,8 @@ class TableProblems:
         """Yield a text for each kind of row problem: cells first, then whole rows."""
         kinds = sorted(self.kinds.values(), key=lambda kind: (", column" not in kind[0], kind[1]))
         for text, rows in kinds[:MAX_KINDS]:
-            following = ", ".join(map(str, rows[1:MAX_EXAMPLES])) + ", …" * (
-                len(rows) > MAX_EXAMPLES
-            )
-            more = f" ({len(rows):,} {self.word}s in all: also {following})" if rows[1:] else ""
+            others = ", ".join(map(str, rows[1:MAX_EXAMPLES])) + ", …" * (len(rows) > MAX_EXAMPLES)
+            more = f" ({len(rows):,} {self.word}s in all: also {others})" if rows[1:] else ""
             yield f"{self.word} {rows[0]}{text}{more}"
         if len(kinds) > MAX_KINDS:
             yield f"and {len(kinds) - MAX_KINDS:,} more kinds of bad rows"
@@ -174,11 +167,8 @@ class TableProblems:
     def _fix(self, rows: bool) -> str:
         changes = self._changes()
         ways = ["correct them"] if rows or self.unreadable else []
-        ways += (
-            [f"fill missing values with {MISSING_KEY}=mean"]
-            if changes.get(MISSING_KEY) == "drop"
-            else []
-        )
+        if changes.get(MISSING_KEY) == "drop":
+            ways.append(f"fill missing values with {MISSING_KEY}=mean")
         can_ignore = isinstance(self.config, Tabular) and not self.columns_fixed
         if rows and can_ignore and self.has_bad_cells:
             ways.append(f"leave out a column with {IGNORE_KEY}")

@@ -48,9 +48,8 @@ def split_samples(
         return all_samples, all_samples[:0], ()
     rule, choices = _choose_rule(config, opening.split_rule, labels)
     if fitted is not None and fitted.folds and config.folds is None:
-        choices.append(
-            Choice("data.folds", fitted.folds, f"as before, with data.fold={fitted.fold}")
-        )
+        reason = f"as before, with data.fold={fitted.fold}"
+        choices.append(Choice("data.folds", fitted.folds, reason))
         config = replace(config, folds=fitted.folds, fold=fitted.fold)
     train, validation = _split_by_rule(rule, samples, config, what, labels, split_column)
     if rule == "time" and config.folds is not None:
@@ -90,11 +89,9 @@ def _split_by_rule(
         what = f"{what}: column {getattr(config, 'split_by', '')!r}"
         if rule == "group":
             return split_groups(split_column, share, seed, what, fold)
-        return (
-            split_times(split_column, share, what)
-            if fold is None
-            else fold_times(split_column, fold, what)
-        )
+        if fold is None:
+            return split_times(split_column, share, what)
+        return fold_times(split_column, fold, what)
     if rule == "stratified" and labels is not None and samples > 1:
         if fold is not None:  # sorted by class, so each fold gets its share of each class
             ranked = np.lexsort((split_hash(seed, np.arange(samples)), labels))
@@ -123,11 +120,7 @@ def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Spl
 
 
 def split_groups(
-    groups: np.ndarray,
-    validation: float,
-    split_seed: int,
-    what: str = "the data",
-    fold: Fold | None = None,
+    groups: np.ndarray, share: float, seed: int, what: str = "the data", fold: Fold | None = None
 ) -> SplitIndices:
     """Split by group: groups with the smallest hashes are held out, as near to the share as fits.
 
@@ -140,10 +133,10 @@ def split_groups(
     if len(sizes) < 2:
         raise DataError(f"{what}: has one value; training and validation need at least one each")
     if fold is not None:
-        return _fold_groups(codes, np.lexsort((split_hash(split_seed, first), -sizes)), fold, what)
-    remaining, held_out = len(groups) * validation, np.zeros(len(sizes), bool)
+        return _fold_groups(codes, np.lexsort((split_hash(seed, first), -sizes)), fold, what)
+    remaining, held_out = len(groups) * share, np.zeros(len(sizes), bool)
     # all but the last, so that training keeps a group
-    for group in np.argsort(split_hash(split_seed, first), kind="stable")[:-1].tolist():
+    for group in np.argsort(split_hash(seed, first), kind="stable")[:-1].tolist():
         if sizes[group] < 2 * remaining:  # with it the size is nearer to the share
             held_out[group] = True
             remaining -= sizes[group]

@@ -43,14 +43,8 @@ def find_split_paths(config: DataConfig, opening: OpenOptions) -> SplitPaths:
     """
     evaluates_all = opening.evaluates_all(config)  # other data than the training data: not split
     keys = {} if evaluates_all else PATH_KEYS
-    configured = {
-        split: getattr(config, key.partition(".")[2], None) for split, key in keys.items()
-    }
-    paths = {
-        split: existing_path(path, PATH_KEYS[split])
-        for split, path in configured.items()
-        if path is not None
-    }
+    configured = {s: getattr(config, key.partition(".")[2], None) for s, key in keys.items()}
+    paths = {s: existing_path(p, PATH_KEYS[s]) for s, p in configured.items() if p is not None}
     root = Path(getattr(config, "path", "")).expanduser()
     inner, sources = SplitPaths(), {"": root}
     if config._target_ is None and root.is_dir():
@@ -81,10 +75,7 @@ def open_split(
 ) -> tuple[Dataset, tuple[Choice, ...]]:
     """Open all samples of `split` with the fitted preprocessing; return them and the choices."""
     key = PATH_KEYS[split]
-    options: Any = {
-        "path": str(path),
-        **{name.partition(".")[2]: None for name in PATH_KEYS.values()},
-    }
+    options: Any = {"path": str(path), **{k.partition(".")[2]: None for k in PATH_KEYS.values()}}
     fitted = replace(fitted, source=source_of(config))
     try:
         split_opening = OpenOptions(opening.policy, fitted, evaluates=True)
@@ -120,8 +111,7 @@ def _saved_splits(root: Path, opening: OpenOptions, config: DataConfig) -> Split
     if not (splits := split_names(root)):
         return None
     folders = {
-        split: [n for n in splits if n.lower() in SPLIT_FOLDER_NAMES[split]]
-        for split in SPLIT_FOLDER_NAMES
+        s: [n for n in splits if n.lower() in SPLIT_FOLDER_NAMES[s]] for s in SPLIT_FOLDER_NAMES
     }
     if opening.evaluates_all(config) or len(folders["train"]) != 1:
         problem = f"{root} has the splits {', '.join(splits)}"

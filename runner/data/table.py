@@ -23,7 +23,6 @@ from runner.data.cells import (
     TextColumn,
     describe_form,
     id_reason,
-    is_missing,
     missing_cells,
     parse_column,
     parse_number,
@@ -229,11 +228,7 @@ def _pop_id_columns(
                 if reason := id_reason(name, content.columns[name]):
                     reasons[name] = reason
     advice = "not an input, but copied to predictions; to use it, set its data.types"
-    choices = [
-        Choice(TYPES_KEY, f"{n}: id", f"{reason}: {advice}")
-        for n, reason in reasons.items()
-        if reason
-    ]
+    choices = [Choice(TYPES_KEY, f"{n}: id", f"{r}: {advice}") for n, r in reasons.items() if r]
     columns = {name: content.columns.pop(name) for name in names if name in reasons}
     for name, column in columns.items():
         columns[name] = column.cast(getattr(column.type, "value_type", column.type))
@@ -252,7 +247,7 @@ def split_values(table: Table, split_by: str, rule: SplitRule | None) -> np.ndar
         return values.codes
     for parse in (parse_number, parse_time):
         times = np.array([parse(word) for word in values.words])
-        if not (missing := is_missing(times)).any():
+        if not (missing := missing_cells(times)).any():
             return np.asarray(times[values.codes])
     word = values.words[int(missing.argmax())]
     problem = (
@@ -266,13 +261,8 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, CellKind]:
     """Return the types that columns were fitted as: cells of a new file may suggest others."""
     kinds = dict.fromkeys(fitted.ids, CellKind.texts)
     for column in fitted.columns:
-        kind = (
-            CellKind.texts
-            if column.values
-            else CellKind.times
-            if column.part in DATE_PARTS
-            else CellKind.numbers
-        )
+        kind = CellKind.times if column.part in DATE_PARTS else CellKind.numbers
+        kind = CellKind.texts if column.values else kind
         # only its missing flag was fitted: it is a number or a date
         kinds.setdefault(column.name, CellKind.any if column.part == MISSING_FLAG else kind)
     if any(class_name(parse_number(name)) != name for name in fitted.sizes.class_names):

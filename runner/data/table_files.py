@@ -27,9 +27,7 @@ from runner.techniques.base import Choice
 log = logging.getLogger(__name__)
 
 # pyarrow's comparison is case-sensitive
-MISSING_FORMS = [
-    f for word in MISSING_WORDS for f in {word, word.upper(), word.title(), "NaN", "Na"}
-]
+MISSING_FORMS = [f for w in MISSING_WORDS for f in {w, w.upper(), w.title(), "NaN", "Na"}]
 PARQUET_BATCH_ROWS = 1 << 17  # decoded at a time
 BLOCK_BYTES = 1 << 22  # of csv that are parsed at a time: fewer, larger pieces are freed faster
 MEMORY_PER_BYTE = 4  # bytes of memory per byte of csv: "1," becomes a float64
@@ -326,18 +324,14 @@ def _decompress(path: Path) -> Any:
 
 def _choose_fallback_encoding(path: Path, encoding: str | None) -> Choice:
     """Fall back to cp1252 if it fits and no encoding is configured; DataError otherwise."""
-    line = _undecodable_line(path, tried_encoding := encoding or _encoding(path))
-    if (
-        encoding is None
-        and tried_encoding == "utf-8"
-        and not _undecodable_line(path, FALLBACK_ENCODING)
-    ):
+    line = _undecodable_line(path, tried := encoding or _encoding(path))
+    if encoding is None and tried == "utf-8" and not _undecodable_line(path, FALLBACK_ENCODING):
         fix = "set data.encoding=… if letters look wrong"
         choice = Choice("data.encoding", FALLBACK_ENCODING, f"not UTF-8 from line {line}; {fix}")
         log.warning("%s: read as %s: %s", path, FALLBACK_ENCODING, choice.reason)
         return choice
     fix = f"set its encoding, e.g. data.encoding={FALLBACK_ENCODING}"
-    raise DataError(f"{path}: line {line} is not {tried_encoding.upper()} text; {fix}")
+    raise DataError(f"{path}: line {line} is not {tried.upper()} text; {fix}")
 
 
 def _undecodable_line(path: Path, encoding: str) -> int:

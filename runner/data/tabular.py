@@ -134,9 +134,7 @@ def _move_unrepeated_to_ids(table: Table, train: np.ndarray, config: Tabular) ->
 
 def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:
     """Fit each column on the rows `train`: mean and standard deviation, or categories."""
-    return tuple(
-        column for name in table.columns for column in _fit_column(table, name, train, config)
-    )
+    return tuple(c for name in table.columns for c in _fit_column(table, name, train, config))
 
 
 def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
@@ -180,9 +178,8 @@ def encode(
                 inputs[rows, offset + positions] = 1.0
                 choices += unknown if fill is None or not column.others else ()
             else:
-                inputs[:, offset] = _standardise(
-                    table, column, extract_part(values, column.part), not fill
-                )
+                numbers = extract_part(values, column.part)
+                inputs[:, offset] = _standardise(table, column, numbers, not fill)
             offset += column.width
     return inputs, (*choices, *_gap_choices(gaps, fill or "as in training"))
 
@@ -235,15 +232,11 @@ def _category_positions(
 ) -> tuple[np.ndarray, list[Choice]]:
     """Return the input of the column that each row sets (the last one if unknown), and choices."""
     position_of = {word: position for position, word in enumerate(column.values)}
-    positions = np.array([position_of.get(word, len(position_of)) for word in values.words])[
-        values.codes
-    ]
+    positions = np.array([position_of.get(w, len(position_of)) for w in values.words])[values.codes]
     unknown = (positions == len(position_of)) & ~missing
     if not unknown.any():
         return positions, []
-    words = [
-        values.words[code][:MAX_CELL_CHARS] for code in np.unique(values.codes[unknown]).tolist()
-    ]
+    words = [values.words[c][:MAX_CELL_CHARS] for c in np.unique(values.codes[unknown]).tolist()]
     status = "not in training" if not column.others else "unknown or rare in training"
     reason = f"column {column.name!r}: categories {status}: {join_names(map(repr, words))}"
     value = f"{column.name}: {int(unknown.sum()):,} of {len(positions):,} rows"

@@ -94,10 +94,8 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     else:
         classes, sequence = fitted.sizes.class_names, fitted.sizes.sequence or sequence
     strata = labels if opening.labelled else None
-    train, validation, split_choices = split_samples(
-        opening, len(texts), config, str(path), strata, by
-    )
-    choices = (*choices, *split_choices)
+    train, validation, chosen = split_samples(opening, len(texts), config, str(path), strata, by)
+    choices = (*choices, *chosen)
     ids: Iterable[np.ndarray] = (np.frombuffer(encoded, np.uint8) for encoded in texts)
     vocab, padding, digest = PADDING + 1, None, ""
     if config.tokenizer is not None:

@@ -46,25 +46,19 @@ class UserDataset(Dataset):
     uses_global_rng = False  # whether a sample has drawn from Python's or NumPy's global generator
 
     def __init__(
-        self,
-        dataset: Any,
-        class_name: str,
-        config: DataConfig,
-        opening: OpenOptions = DEFAULT_OPENING,
+        self, dataset: Any, name: str, config: DataConfig, opening: OpenOptions = DEFAULT_OPENING
     ) -> None:
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
-                problem = f"{class_name} has no {method}, so its samples cannot be fetched by index"
+                problem = f"{name} has no {method}, so its samples cannot be fetched by index"
                 fix = "define __len__ and __getitem__ (a map-style data set)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset = dataset
-        self.train, self.validation, choices = split_samples(
-            opening, len(dataset), config, class_name
-        )
+        self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
         if opening.fitted is None:
             skip_bad = config.bad_samples is BadSamples.drop
             self.sizes, inferred = infer_sizes(
-                dataset, class_name, lambda index: self._time_samples([index])[0], skip_bad
+                dataset, name, lambda index: self._time_samples([index])[0], skip_bad
             )
             choices = (*choices, *inferred)
         else:
@@ -81,12 +75,10 @@ class UserDataset(Dataset):
         """Cast float64 samples to the dtype of the weights; for float64 weights cast all floats."""
         weights = [p.dtype for p in model.parameters() if p.is_floating_point()]
         self.dtype = next(iter(weights), self.dtype)
-        cast_dtypes = {dtype for dtype in self.dtypes if self._casts(dtype)}
-        if not cast_dtypes:
+        cast = {dtype for dtype in self.dtypes if self._casts(dtype)}
+        if not cast:
             return ()
-        own, *others = (
-            str(x).removeprefix("torch.") for x in (self.dtype, *sorted(cast_dtypes, key=str))
-        )
+        own, *others = (str(x).removeprefix("torch.") for x in (self.dtype, *sorted(cast, key=str)))
         reason = f"samples have {' and '.join(others)}; the weights of the model are {own}"
         return (Choice("data._target_", f"cast to {own}", reason),)
 
@@ -119,16 +111,14 @@ class UserDataset(Dataset):
         """Return the stacked samples; raise BadSample for labels or ids out of range."""
         if seeds is None:  # not augmented, but the data set may still draw random numbers
             seeds = sample_seeds(0, 0, indices)
-        sample_indices = indices.tolist()
+        rows = indices.tolist()
         with _global_generators():
-            samples = self._samples(sample_indices, seeds.tolist())
+            samples = self._samples(rows, seeds.tolist())
             batch = stack_pairs(samples)
             if batch is None:
-                columns = zip(*_as_pairs(samples, sample_indices), strict=True)
+                columns = zip(*_as_pairs(samples, rows), strict=True)
                 names = ("inputs", "target")
-                batch = tuple(
-                    stack(c, sample_indices, n) for c, n in zip(columns, names, strict=True)
-                )
+                batch = tuple(stack(c, rows, n) for c, n in zip(columns, names, strict=True))
         inputs, target = (tree_map(part, self._cast) for part in batch)
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
         if self.sizes.task != "regression" and isinstance(target, torch.Tensor):

@@ -368,10 +368,8 @@ def receive_batch(source: socket.socket) -> tuple[int, Any]:
         if not view.nbytes:
             return tensor.as_strided(view.size, view.stride)
         if view.start not in storages:
-            bytes_ = torch.frombuffer(
-                memory, dtype=torch.uint8, count=view.nbytes, offset=view.start
-            )
-            storages[view.start] = bytes_.untyped_storage()
+            raw = torch.frombuffer(memory, dtype=torch.uint8, count=view.nbytes, offset=view.start)
+            storages[view.start] = raw.untyped_storage()
         return tensor.set_(storages[view.start], view.offset, view.size, view.stride)
 
     value = loads_persistent(memory[start:end], fill)
@@ -382,10 +380,8 @@ def receive_batch(source: socket.socket) -> tuple[int, Any]:
 
 def _is_dense(tensor: Tensor) -> bool:
     dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    has_special_state = (
-        tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    )
-    return dense and not has_special_state
+    is_special = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return dense and not is_special
 
 
 def _anonymous_file() -> int:

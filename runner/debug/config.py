@@ -58,12 +58,10 @@ class GradientsConfig:
 
     enabled: bool = False  # report vanishing and exploding gradients and dead units
     every: int | None = bounded(None, min=1)  # steps between inspections; null: debug.every
-    vanishing: FaultThresholds = field(
-        default_factory=lambda: FaultThresholds(1e-8, 1e-4)
-    )  # of the layers' median
-    exploding: FaultThresholds = field(
-        default_factory=lambda: FaultThresholds(1e3, 1e2)
-    )  # of its own median so far
+    # of the layers' median
+    vanishing: FaultThresholds = field(default_factory=lambda: FaultThresholds(1e-8, 1e-4))
+    # of its own median so far
+    exploding: FaultThresholds = field(default_factory=lambda: FaultThresholds(1e3, 1e2))
     # inspections with only zeros until a ReLU unit is dead; 0: off, and steps stay compiled
     dead_after: int = bounded(3, min=0)
     dead_share: float = bounded(0.25, above=0, max=1)  # share of dead units that makes a fault

@@ -149,9 +149,8 @@ class _FixedTargetLoss(nn.Module):
                 _convert_to_double(value.to("cpu"))
             elif isinstance(value, Tensor):
                 setattr(objective_copy, key, _to_double(value))
-        self.loss: Callable[[Any], Any] = lambda output: objective_copy(
-            output, target
-        )  # a module's own weights are constants
+        # a module's own weights are constants
+        self.loss: Callable[[Any], Any] = lambda output: objective_copy(output, target)
 
     def forward(self, output: Any) -> Any:
         """Return the loss."""
@@ -287,11 +286,9 @@ def _find_mismatch(
         _seed_generators()
         # cloned, since some functions modify their arguments
         by_name = dict(zip(leaves, (value.clone() for value in values), strict=True))
-        replacements = iter(
-            [by_name.pop(n, t) for n, t in zip(list(leaves), tensors, strict=False)]
-        )
+        new_values = iter([by_name.pop(n, t) for n, t in zip(list(leaves), tensors, strict=False)])
         args, kwargs = tree_map_only(
-            Tensor, lambda t: next(replacements) if t.requires_grad else t.clone(), arguments
+            Tensor, lambda t: next(new_values) if t.requires_grad else t.clone(), arguments
         )
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         outputs = tree_leaves(functional_call(module, buffers | by_name, args, kwargs))

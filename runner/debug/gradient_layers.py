@@ -197,11 +197,8 @@ def _classify(
     if layer.non_finite:
         return LayerState.NOT_FINITE
     max_norm, max_ratio = config.exploding.absolute, config.exploding.relative
-    limits = [
-        max_norm,
-        max_ratio * usual_norm if max_ratio is not None and usual_norm else None,
-        math.inf,
-    ]
+    relative = max_ratio * usual_norm if max_ratio is not None and usual_norm else None
+    limits = [max_norm, relative, math.inf]
     if any(layer.norm > limit for limit in limits if limit is not None):
         return LayerState.EXPLODING
     min_rms, min_share = config.vanishing.absolute, config.vanishing.relative

@@ -135,11 +135,8 @@ class GradientsTool(DebugTool):
         """Read weights, updates, skip flag, dead units and statistics in one transfer."""
         weights = stacked_norms(inspection.old_weights)
         torch._foreach_sub_(inspection.old_weights, [p.detach() for _, p in inspection.named])
-        parts = [
-            weights,
-            stacked_norms(inspection.old_weights),
-            inspection.skipped.reshape(1).float(),
-        ]
+        flag = inspection.skipped.reshape(1).float()
+        parts = [weights, stacked_norms(inspection.old_weights), flag]
         detector = self.detector if self.detector is not None and self.detector.layers else None
         if detector is not None:
             parts.append(detector.count_dead(inspection.skipped))
@@ -159,9 +156,7 @@ class GradientsTool(DebugTool):
 
     def _classify(self, run: Run, step: int, layers: list[Layer]) -> None:
         usual_norms = {
-            name: median(norms)
-            for name, norms in self.norm_history.items()
-            if len(norms) >= MIN_INSPECTIONS
+            n: median(x) for n, x in self.norm_history.items() if len(x) >= MIN_INSPECTIONS
         }
         is_first = not self.layers
         self.layers = classify_layers(layers, self.settings, usual_norms)
@@ -203,9 +198,7 @@ class GradientsTool(DebugTool):
         """Return the layers in which the share of dead units is a fault."""
         share = self.settings.dead_share
         return {
-            n: (dead, units)
-            for n, (dead, units) in self.dead_units.items()
-            if dead >= share * units
+            n: (dead, size) for n, (dead, size) in self.dead_units.items() if dead >= share * size
         }
 
     def _report_untrained(self, run: Run, inspections: int) -> None:
@@ -228,9 +221,7 @@ class GradientsTool(DebugTool):
 
     def _write_scalars(self, run: Run, step: int) -> None:
         """Write scalars to TensorBoard."""
-        values = {
-            f"dead_units/{name}": dead / units for name, (dead, units) in self.dead_units.items()
-        }
+        values = {f"dead_units/{n}": dead / units for n, (dead, units) in self.dead_units.items()}
         for layer in select_weights(self.layers, MAX_CHARTS):
             for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
                 if value is not None:
@@ -320,9 +311,8 @@ class DeadUnitDetector(TorchFunctionMode):
         alive = output.detach().amax(other_dimensions) != 0
         layer = self.layers.get(self.current_layer)
         if layer is None or layer.zero_inspections.shape != alive.shape:
-            layer = self.layers[self.current_layer] = _UnitActivity(
-                torch.zeros_like(alive, dtype=torch.int32)
-            )
+            counts = torch.zeros_like(alive, dtype=torch.int32)
+            layer = self.layers[self.current_layer] = _UnitActivity(counts)
         layer.alive = alive if layer.alive is None else layer.alive | alive
         layer.samples += len(output)
 

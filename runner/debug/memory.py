@@ -69,9 +69,8 @@ class MemoryTool(DebugTool):
     def session(self, run: Run) -> Iterator[None]:
         """Record the allocator's history; write the findings at the end."""
         self.run, self.fault_counts = run, dict(run.history.counts)
-        self.next_inspection = min(
-            (run.progress.step // self.every + 1) * self.every, run.total_steps
-        )
+        following = (run.progress.step // self.every + 1) * self.every
+        self.next_inspection = min(following, run.total_steps)
         snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
         if snapshots:
             torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")

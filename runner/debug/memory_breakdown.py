@@ -67,9 +67,7 @@ class MemoryBreakdown:
         ranked = sorted(self.rows, key=lambda row: -row.total_bytes)
         for row in (*(row for row in ranked[:ROWS] if row.total_bytes), total):
             sizes = [*(getattr(row, part) for part in PARTS), row.total_bytes]
-            cells.append(
-                (row.name, row.kind, *(f"{size / MIB:.3f}" if size else "" for size in sizes))
-            )
+            cells.append((row.name, row.kind, *(f"{n / MIB:.3f}" if n else "" for n in sizes)))
         return markdown.table(("module", "class", *PARTS, "MiB in all"), cells)
 
 
@@ -147,13 +145,11 @@ def measure_breakdown(run: Run, saved: SavedTensors | None = None) -> MemoryBrea
 
     for name, module in run.model.named_modules():
         row = ModuleMemory(name or "(model)", type(module).__name__)
-        parameters = list(module.parameters(recurse=False))
-        row.parameters = count(parameters)
-        row.gradients = count(p.grad for p in parameters)
-        row.optimizer = count(
-            v for p in parameters for v in update.optimizer.state.get(p, {}).values()
-        )
-        row.average = count(averages.get(id(p)) for p in parameters)
+        params = list(module.parameters(recurse=False))
+        row.parameters = count(params)
+        row.gradients = count(p.grad for p in params)
+        row.optimizer = count(v for p in params for v in update.optimizer.state.get(p, {}).values())
+        row.average = count(averages.get(id(p)) for p in params)
         row.buffers = count(module.buffers(recurse=False))
         row.activations = activations.get(name, 0)
         result.rows.append(row)

@@ -276,10 +276,8 @@ class ProfileTool(DebugTool):
         if self.operators:
             largest = self.operators[0]
             measured.operators = sum(row["calls"] for row in self.operators) / self.trace_steps
-            measured.operator, measured.operator_ms = (
-                largest["name"],
-                largest["seconds"] / self.trace_steps * 1e3,
-            )
+            measured.operator = largest["name"]
+            measured.operator_ms = largest["seconds"] / self.trace_steps * 1e3
             measured.operator_share = largest["seconds"] / (self._operator_seconds() or 1.0)
         return measured
 
@@ -343,18 +341,11 @@ class ProfileTool(DebugTool):
         return _time_table("operator", rows, self._operator_seconds() / steps or 1.0)
 
 
-def _time_table(
-    heading: str, rows: Iterable[tuple[str, float, float]], total_seconds: float
-) -> str:
-    """Format names, calls and seconds with their share of `total_seconds` as a Markdown table."""
+def _time_table(heading: str, rows: Iterable[tuple[str, float, float]], total_s: float) -> str:
+    """Format names, calls and seconds with their share of `total_s` as a Markdown table."""
     cells = [
-        (
-            name,
-            f"{calls:,.4g}" if calls else "",
-            f"{seconds * 1e3:,.3g}",
-            f"{seconds / total_seconds:.1%}",
-        )
-        for name, calls, seconds in rows
+        (name, f"{calls:,.4g}" if calls else "", f"{s * 1e3:,.3g}", f"{s / total_s:.1%}")
+        for name, calls, s in rows
     ]
     return markdown.table((heading, "calls", "ms", "share"), cells)
 
@@ -454,7 +445,7 @@ def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int
         window = range(first, first + warmup + steps)
         pauses = any(number % interval == 0 for number in window for interval in pause_intervals)
         if not pauses and not any(
-            (number + 1) % interval == 0 for number in window for interval in tool_intervals
+            (n + 1) % interval == 0 for n in window for interval in tool_intervals
         ):
             return steps, first
     return steps, step

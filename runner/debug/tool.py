@@ -95,13 +95,10 @@ class DebugTool(Hook):
         if self.failure:
             return
         self.failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+        message, step = f"debug tool {self.name}: {self.failure}", run.progress.step
+        action = "tool disabled, the run continues"
         run.history.add(
-            "tool_failed",
-            f"debug tool {self.name}: {self.failure}",
-            step=run.progress.step,
-            category="code",
-            action="tool disabled, the run continues",
-            error=error,
+            "tool_failed", message, step=step, category="code", action=action, error=error
         )
 
 

@@ -52,8 +52,5 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "device")
         if self.deterministic and self.cudnn_benchmark:
-            raise ConfigError(
-                "device.cudnn_benchmark",
-                "conflicts with device.deterministic: it picks kernels by timing",
-                "turn one of the two off",
-            )
+            problem = "conflicts with device.deterministic: it picks kernels by timing"
+            raise ConfigError("device.cudnn_benchmark", problem, "turn one of the two off")

@@ -44,12 +44,8 @@ def parallelise(world: World, builder: RunBuilder) -> NamedTechniques:
     builder.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if builder.forward is not builder.model:
         raise UsageError("distributed: a technique has replaced the model's forward; disable it")
-    world.shards, world.validation_forward, world.no_sync, world.trained_weights = (
-        None,
-        None,
-        nullcontext,
-        [],
-    )
+    world.shards = world.validation_forward = None
+    world.no_sync, world.trained_weights = nullcontext, []
     world.sample_flop = _sample_flop(builder)
     if world.config.kind is DistributedKind.ddp:
         ddp = DdpTechnique(True)
@@ -202,10 +198,8 @@ def count_collectives(run: Run) -> dict[str, dict[str, int]]:
 
     compiled = run.compilation is not None
     parameters = [*run.model.parameters(), *run.update.parameters]
-    gradients, phase_seconds = (
-        [parameter.grad for parameter in parameters],
-        dict(run.stopwatch.phase_seconds),
-    )
+    gradients = [parameter.grad for parameter in parameters]
+    phase_seconds = dict(run.stopwatch.phase_seconds)
     try:
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             with OperatorObserver(count_call):

@@ -41,9 +41,7 @@ class ProcessStats(Hook):
         """Write waiting and memory of each process to TensorBoard's group `ranks`."""
         if run.world is not None:
             memories = memory.peak_process_bytes(), memory.peak_device_bytes(run.device) or 0
-            by_rank = run.world.all_gather(
-                (_waiting_share(run), *(size / 2**20 for size in memories))
-            )
+            by_rank = run.world.all_gather((_waiting_share(run), *(n / 2**20 for n in memories)))
             names = ("waiting", "peak_process_mib", "peak_device_mib")
             for rank, values in enumerate(by_rank):
                 scalars = {f"{rank}/{name}": x for name, x in zip(names, values, strict=True) if x}
@@ -84,20 +82,17 @@ def describe_processes(run: Run, world: World, gathered: bool = True) -> dict[st
     own = _describe_process(run, world)
     ranks = world.all_gather(own) if gathered else [own]
     work = [rank["work_ms"] for rank in ranks]
-    facts = {
-        **world.describe(),
-        "communication": mean(rank["communication"] for rank in ranks),
-        "ranks": ranks,
-    }
+    communication = mean(rank["communication"] for rank in ranks)
+    stats = {**world.describe(), "communication": communication, "ranks": ranks}
     if gathered:
-        facts["imbalance"] = max(work) / mean(work) if any(work) else None
+        stats["imbalance"] = max(work) / mean(work) if any(work) else None
         for key in ("samples_per_second", "peak_process_bytes", "peak_device_bytes"):
-            facts[key] = sum(rank[key] for rank in ranks)
+            stats[key] = sum(rank[key] for rank in ranks)
         for key in ("flops_per_second", "peak_flops_per_second"):
             known = [rank[key] for rank in ranks if rank[key]]
-            facts[key] = sum(known) if len(known) == len(ranks) else None
-        facts["mfu"] = _mfu(facts)
-    return facts
+            stats[key] = sum(known) if len(known) == len(ranks) else None
+        stats["mfu"] = _mfu(stats)
+    return stats
 
 
 def _describe_process(run: Run, world: World) -> dict[str, Any]:

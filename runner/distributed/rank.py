@@ -9,9 +9,8 @@ import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.connection import wait
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from traceback import format_exception
 
 import torch
@@ -30,7 +29,7 @@ from runner.errors import Interrupted, UsageError
 from runner.jobs import doctor, train
 from runner.jobs.config import JobKind
 from runner.masking import mask_secrets
-from runner.parent_death import die_with_parent
+from runner.parent_death import die_with_parent, watch_parent
 from runner.record.console import close_logging, set_up_logging
 from runner.record.text import escape_control_chars
 from runner.security.secrets import redact_errors
@@ -93,9 +92,8 @@ def _run_to_outcome(
             finally:
                 block_signals()  # until the outcome is written
     except KeyboardInterrupt as error:
-        outcome = RankOutcome.from_error(
-            place.rank, interruption_before_run(error, " before the first step")
-        )
+        cause = interruption_before_run(error, " before the first step")
+        outcome = RankOutcome.from_error(place.rank, cause)
     except BaseException as error:
         outcome = RankOutcome.from_error(place.rank, as_lost(error) if is_lost(error) else error)
         if outcome.kind == "error" and outcome.exit_code == 1:
@@ -177,11 +175,5 @@ def _end_with_parent() -> None:
     On Linux the kernel also kills stopped processes, through the fork server: see `preload.py`.
     """
     die_with_parent()
-    if (parent := multiprocessing.parent_process()) is None:
-        return
-
-    def wait_for_parent() -> None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    Thread(target=wait_for_parent, daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+        watch_parent(parent.sentinel, partial(os.kill, os.getpid(), signal.SIGKILL))

@@ -133,7 +133,7 @@ class Shards:
             differing = sorted(model.keys() ^ state.keys())
             raise KeyError(f"the model's weights differ: {differing[0]}")
         self.model.load_state_dict(
-            {name: value for name, value in model.items() if name not in self.names}, strict=False
+            {n: v for n, v in model.items() if n not in self.names}, strict=False
         )
         for name in self.names:
             number = self._indices[id(state[name])]

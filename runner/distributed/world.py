@@ -195,9 +195,8 @@ class World:
         local_bad, local_square = update.local_part()
         veto = update.zero if veto is None else veto.to(loss.device)
         parts = [loss, veto, local_bad, local_square]
-        total, vetoed, bad, squares = self.all_reduce_sum(
-            torch.stack([p.to(loss.dtype) for p in parts])
-        )
+        stacked = torch.stack([p.to(loss.dtype) for p in parts])
+        total, vetoed, bad, squares = self.all_reduce_sum(stacked)
         norm, skipped = update.measure(total, None if self.shards is None else squares.sqrt())
         vetoed_or_bad = ((vetoed + bad) > 0).to(skipped.dtype)
         return total, norm, torch.maximum(skipped, vetoed_or_bad)

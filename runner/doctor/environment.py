@@ -56,15 +56,10 @@ class DoctorCheck:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        passed: bool,
-        finding: str,
-        fix: str,
-        failure: CheckStatus = CheckStatus.warn,
+        cls, name: str, ok: bool, finding: str, fix: str, failure: CheckStatus = CheckStatus.warn
     ) -> DoctorCheck:
         """Return a check; the fix is included unless it is good."""
-        return cls(name, CheckStatus.ok, finding) if passed else cls(name, failure, finding, fix)
+        return cls(name, CheckStatus.ok, finding) if ok else cls(name, failure, finding, fix)
 
 
 def run_checks(device: Device, outputs: Path) -> list[DoctorCheck]:
@@ -114,9 +109,8 @@ def read_requirements() -> tuple[list[str], str]:
 def check_python(version: tuple[int, int, int], supported: str) -> DoctorCheck:
     """Check that the project supports this Python version."""
     text, fix = ".".join(map(str, version)), f"use a Python {supported}"
-    return DoctorCheck.of(
-        "python", SpecifierSet(supported).contains(text), text, fix, CheckStatus.fail
-    )
+    fits = SpecifierSet(supported).contains(text)
+    return DoctorCheck.of("python", fits, text, fix, CheckStatus.fail)
 
 
 def check_packages(requirements: Sequence[str]) -> DoctorCheck:

@@ -97,13 +97,9 @@ class Resources(Hook):
                 f"{share:.0%} of the memory was in use (device.clean_above={self.clean_above:g}); "
                 f"{self.cleaned_share:.0%} after cleaning"
             )
+            first = before is None
             run.history.add(
-                "memory_cleaned",
-                message,
-                step=step,
-                category="memory",
-                action="cleaned",
-                say=before is None,
+                "memory_cleaned", message, step=step, category="memory", action="cleaned", say=first
             )
 
     def _check_memory_limit(self, run: Run, step: int) -> Verdict | None:
@@ -138,10 +134,8 @@ class Resources(Hook):
         return stop_for(run, "memory_stop", message, way_out, step, "memory")
 
     def _read_memory_limit(self) -> MemoryLimit:
-        self.memory_limit, self.process_bytes = (
-            resources.tightest_memory_limit(),
-            memory.process_bytes(),
-        )
+        self.memory_limit = resources.tightest_memory_limit()
+        self.process_bytes = memory.process_bytes()
         return self.memory_limit
 
     def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:
@@ -188,14 +182,8 @@ def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, categor
     """Record that a limit ends the run, with how to resume it; return STOP."""
     resume_hint = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
     run.stop_reason = f"{message}; resume{resume_hint}{way_out}"
-    run.history.add(
-        kind,
-        message,
-        step=step,
-        category=category,
-        severity="error",
-        action="a checkpoint is saved and the run ends",
-    )
+    action = "a checkpoint is saved and the run ends"
+    run.history.add(kind, message, step=step, category=category, severity="error", action=action)
     return Verdict.STOP
 
 

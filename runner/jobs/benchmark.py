@@ -79,11 +79,8 @@ def _hydra_arguments() -> tuple[Sequence[str], Sequence[Path], str]:
     hydra_config = HydraConfig.get()
     folders = [s.path for s in hydra_config.runtime.config_sources if s.provider == "command-line"]
     name = hydra_config.job.config_name or "config"
-    return (
-        provenance.literal_overrides(hydra_config.overrides.task),
-        [Path(folder) for folder in folders],
-        name,
-    )
+    overrides = provenance.literal_overrides(hydra_config.overrides.task)
+    return overrides, [Path(folder) for folder in folders], name
 
 
 def _measure_attribution(

@@ -102,9 +102,7 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
         evaluation = evaluate(run)
     finally:
         run.forward = forward
-    changed = describe_changes(
-        watched_forward.changes.read()
-    )  # the only host synchronisation for this
+    changed = describe_changes(watched_forward.changes.read())  # the only host sync for this
     if changed:
         run.history.add(
             "outputs", f"outputs on the validation set: {changed}", step=run.progress.step,
@@ -122,8 +120,5 @@ def _quantize(run: Run) -> None:
         run.progress.metrics = run.quantized.evaluation.metrics
     for row in technique_statuses(run):
         if run.strict and row.requested and not row.engaged:
-            raise ConfigError(
-                f"optimization.{row.name}",
-                f"did not engage: {row.reason}",
-                "switch it off or set optimization.strict=false",
-            )
+            fix = "switch it off or set optimization.strict=false"
+            raise ConfigError(f"optimization.{row.name}", f"did not engage: {row.reason}", fix)

@@ -142,34 +142,28 @@ def _write_traced(
     run: Run, model: nn.Module, inputs: Inputs, samples: int, kind: ExportKind, path: Path
 ) -> float:
     """Export and reload; return the largest difference from the model's outputs."""
-    half_batch = slice_rows(
-        inputs, slice(max(1, samples // 2))
-    )  # checks that the batch size is dynamic
+    half = slice_rows(inputs, slice(max(1, samples // 2)))  # checks that the batch size is dynamic
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             reloaded = WRITERS[kind](model, inputs, path)
             differences = [
-                _largest_difference(call_model(model, x), reloaded(x)) for x in (inputs, half_batch)
+                _largest_difference(call_model(model, x), reloaded(x)) for x in (inputs, half)
             ]
     except (OSError, RunnerError):
         raise
     except Exception as error:  # tracers raise any type
         path.unlink(missing_ok=True)
         weight_only = "optimization.quantization.mode=weight_only, or " if run.quantized else ""
-        raise ConfigError(
-            EXPORT_KEY,
-            f"{kind.name} does not take this model: {_root_cause(error)}",
-            f"try {weight_only}another format; the metrics are in summary.json",
-        ) from error
+        problem = f"{kind.name} does not take this model: {_root_cause(error)}"
+        fix = f"try {weight_only}another format; the metrics are in summary.json"
+        raise ConfigError(EXPORT_KEY, problem, fix) from error
     largest = max(difference for difference, _ in differences)
     tolerance = TOLERANCE if run.quantized is None else INT8_TOLERANCE
     if any(not difference <= tolerance * scale for difference, scale in differences):
         path.unlink(missing_ok=True)
-        raise ConfigError(
-            EXPORT_KEY,
-            f"the outputs of the {kind.name} file differ from the model's by {largest:.2g}",
-            "its forward depends on the data or is random; try another format",
-        )
+        problem = f"the outputs of the {kind.name} file differ from the model's by {largest:.2g}"
+        fix = "its forward depends on the data or is random; try another format"
+        raise ConfigError(EXPORT_KEY, problem, fix)
     return largest
 
 
@@ -246,11 +240,9 @@ def _largest_difference(expected: Any, actual: Any) -> tuple[float, float]:
     """Return the largest difference between two outputs, and the largest value of the first."""
     expected_tensors, actual_tensors = _tensor_leaves(expected), _tensor_leaves(actual)
     expected_shapes = [tuple(x.shape) for x in expected_tensors]
-    actual_shapes = [tuple(x.shape) for x in actual_tensors]
-    if expected_shapes != actual_shapes or not expected_tensors:
-        raise ValueError(
-            f"outputs of shape {actual_shapes}, where the model's are {expected_shapes}"
-        )
+    shapes = [tuple(x.shape) for x in actual_tensors]
+    if expected_shapes != shapes or not expected_tensors:
+        raise ValueError(f"outputs of shape {shapes}, where the model's are {expected_shapes}")
     pairs = zip(expected_tensors, actual_tensors, strict=True)
     largest = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
     return largest, max(1e-6, *(float(x.double().abs().max()) for x in expected_tensors))

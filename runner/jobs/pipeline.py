@@ -92,9 +92,7 @@ def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ..
         zip(columns, torch.split(inputs.double(), [c.width for c in columns], 1), strict=True)
     )
     categories = [cells[column].argmax(1) for column in columns if column.values]
-    missing_masks = {
-        column.name: cells[column][:, 0] > 0 for column in columns if column.part == MISSING_FLAG
-    }
+    missing_masks = {c.name: cells[c][:, 0] > 0 for c in columns if c.part == MISSING_FLAG}
     numbers = [
         (cells[column][:, 0] * column.deviation + column.mean).masked_fill(
             missing_masks.get(column.name, torch.tensor(False)), torch.nan

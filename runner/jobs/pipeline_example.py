@@ -68,10 +68,7 @@ def read_table(path: str, count: int, preprocessing: JsonDict) -> tuple[Tensor, 
         dialect = csv.Sniffer().sniff(file.readline(), delimiters=",;\t|")
         file.seek(0)
         rows = list(islice(csv.DictReader(file, delimiter=dialect.delimiter), count))
-    values = [
-        [parse_cell(row[column["name"]], column, preprocessing) for column in numbers]
-        for row in rows
-    ]
+    values = [[parse_cell(row[c["name"]], c, preprocessing) for c in numbers] for row in rows]
     indices = [
         [c["values"].index(cell) if cell in c["values"] else -1
          for c in categories for cell in [row[c["name"]] if row[c["name"]].strip() else ""]]

@@ -67,9 +67,7 @@ def predict_batches(run: Run, loader: BatchLoader | None = None) -> Iterator[Pre
                 run.bad_samples.record_batch(loader)
             if loader.empty:
                 continue
-            parts = apply_in_parts(
-                run, batch, lambda part: logits(call_model(forward, part[0])).cpu()
-            )
+            parts = apply_in_parts(run, batch, lambda p: logits(call_model(forward, p[0])).cpu())
             samples = np.array(loader.indices(number))
             columns = _prediction_columns(torch.cat(parts), run.sizes)
             yield {**_sample_columns(loader.fetch.source, samples, columns), **columns}

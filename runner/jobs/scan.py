@@ -55,11 +55,8 @@ class ScanRow:
     @property
     def digest(self) -> str:
         """sha256 of a single file; "" for a folder."""
-        return (
-            next(iter(self.assessment.files.values())).sha256
-            if len(self.assessment.files) == 1
-            else ""
-        )
+        files = list(self.assessment.files.values())
+        return files[0].sha256 if len(files) == 1 else ""
 
     @property
     def size(self) -> int:

@@ -17,9 +17,7 @@ def main(config: RunConfig, folder: Path, components: Components | None = None) 
         try:
             return train(run)
         finally:
-            if (
-                run.writes and (folder / SUMMARY_FILE).exists()
-            ):  # else it ended before training began
+            if run.writes and (folder / SUMMARY_FILE).exists():  # else it ended before training
                 report.write_recorded_report(folder)
 
 

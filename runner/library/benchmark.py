@@ -26,12 +26,7 @@ from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.process import UnguardedScript, exit_if_imported
 from runner.build import Components
 from runner.errors import UsageError
-from runner.library.arguments import (
-    Loss,
-    check_trainable,
-    device_of,
-    loss_objective,
-)
+from runner.library.arguments import Loss, check_trainable, device_of, loss_objective
 from runner.library.pipeline import dotted_class_name, make_dataset, with_components
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
@@ -89,9 +84,7 @@ def benchmark_optimizations(
         replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
         for arm in built_arms
     ]
-    built_arms += [
-        _technique_arm(technique, name, built_arms) for name, technique in named_techniques.items()
-    ]
+    built_arms += [_technique_arm(t, name, built_arms) for name, t in named_techniques.items()]
     check_budget(settings, len(built_arms))
     _check_importable(*model.modules(), loss_fn, data, *named_techniques.values())
     objective = loss_fn and loss_objective(loss_fn)

@@ -53,11 +53,7 @@ class InferenceResult:
 
 
 def safe_inference(
-    model: nn.Module | Optimized,
-    batch: Inputs,
-    *,
-    sanitise: bool = True,
-    **options: Any,
+    model: nn.Module | Optimized, batch: Inputs, *, sanitise: bool = True, **options: Any
 ) -> InferenceResult:
     """Return the model's output for `batch`: a tensor, a tuple by position or a dict by name.
 

@@ -48,9 +48,8 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     """
     load_overrides = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
     load_overrides += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
-    config = compose(
-        merge_recorded_overrides([*overrides, *load_overrides], sweeps=False).overrides
-    )
+    merged = merge_recorded_overrides([*overrides, *load_overrides], sweeps=False)
+    config = compose(merged.overrides)
     policy = FilePolicy.of(config.security, run_tree_folders(None))
     stored = Checkpointer(None, 1, policy=policy, best_first=True).read_preprocessing(Path(run))
     if stored is None:

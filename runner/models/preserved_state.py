@@ -5,21 +5,14 @@ from __future__ import annotations
 import io
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import count
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    GeneratorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -130,7 +123,7 @@ class _StateSnapshot:
             return items
         if isinstance(item, tuple | frozenset):
             return item
-        if isinstance(item, GeneratorType):
+        if isinstance(item, types.GeneratorType):
             self.opaque.append("a generator")
         elif isinstance(item, io.IOBase):
             if item not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -218,7 +211,7 @@ def _copy_iterator(value: Any) -> Any:
     return copy(value) if isinstance(value, ITERATOR_TYPES) else value
 
 
-def _read_cell(cell: CellType) -> Any:
+def _read_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # empty

@@ -111,11 +111,9 @@ def _find_weight_file(folder: Path) -> Path:
     from runner.security.files.formats import is_model_name
 
     others = sorted(p.name for p in folder.iterdir() if is_model_name(p.name))
-    raise ConfigError(
-        KEY,
-        f"{folder} has no checkpoint and none of {', '.join(WEIGHT_FILES)} in it",
-        f"name one of its files: {list_names(others)}" if others else "name a file",
-    )
+    problem = f"{folder} has no checkpoint and none of {', '.join(WEIGHT_FILES)} in it"
+    fix = f"name one of its files: {list_names(others)}" if others else "name a file"
+    raise ConfigError(KEY, problem, fix)
 
 
 def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
@@ -192,11 +190,8 @@ def _find_state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
             return dict(state)
     keys = f" with {list_names(map(str, content))}" if nested else ""
     places = f"at the top or under {', '.join(STATE_DICT_KEYS)}"
-    raise ConfigError(
-        KEY,
-        f"{path} ({kind}){keys} holds no named tensors, {places}",
-        "save model.state_dict(), with safetensors or torch.save",
-    )
+    problem = f"{path} ({kind}){keys} holds no named tensors, {places}"
+    raise ConfigError(KEY, problem, "save model.state_dict(), with safetensors or torch.save")
 
 
 def list_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:

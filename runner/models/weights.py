@@ -136,11 +136,8 @@ def _map_tied(names: list[str], tensors: Mapping[str, Any], mapping: WeightMappi
     present = [name for name in names if name in tensors]
     fresh = [name for name in names if name in mapping.fresh]
     if present and fresh:
-        raise ConfigError(
-            EXCEPT_KEY,
-            f"{fresh[0]} is left out, but is the same tensor as {present[0]}, which is loaded",
-            "name both, or neither",
-        )
+        problem = f"{fresh[0]} is left out, but is the same tensor as {present[0]}, which is loaded"
+        raise ConfigError(EXCEPT_KEY, problem, "name both, or neither")
     if not present:
         missing = f"{_shape_text(mapping.model_state[names[0]])}is not in the file"
         mapping.misfits |= dict.fromkeys(() if fresh else names, missing)

@@ -70,9 +70,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
         count, *gradients = ctx.saved_tensors
         scale = upstream / count.clamp(min=1)  # without targets the gradients are 0, not NaN
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        input_gradients = (
-            None if dtype is None else (gradient * scale).to(dtype) for gradient, dtype in pairs
-        )
+        input_gradients = (None if dtype is None else (g * scale).to(dtype) for g, dtype in pairs)
         return (*input_gradients, None, None, None, None)
 
 

@@ -94,7 +94,7 @@ class MetricState:
         if not self.is_started:
             predicted, target = self.batch
             self.metrics = {
-                name: metric.clone().to(predicted.device) for name, metric in self.metrics.items()
+                name: m.clone().to(predicted.device) for name, m in self.metrics.items()
             }
             for metric in self.metrics.values():
                 if target.is_floating_point():

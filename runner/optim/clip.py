@@ -33,9 +33,7 @@ class GradientClipper:
         self.value, self.adaptive = config.clip_value, config.clip_adaptive
         self.per_group = config.clip_per_group
         excluded = _last_linear(model)
-        self.adaptive_mask = [
-            [parameter not in excluded for parameter in group] for group in groups
-        ]
+        self.adaptive_mask = [[p not in excluded for p in group] for group in groups]
 
     def clip_gradients(
         self,
@@ -97,8 +95,8 @@ def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the norms of rows, one tensor at a time: there is no foreach kernel for them."""
     dims = [tuple(range(1, t.ndim)) or None for t in tensors]
     return [
-        torch.linalg.vector_norm(t, dim=dim, keepdim=dim is not None)
-        for t, dim in zip(tensors, dims, strict=True)
+        torch.linalg.vector_norm(t, dim=d, keepdim=d is not None)
+        for t, d in zip(tensors, dims, strict=True)
     ]
 
 

@@ -35,21 +35,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     A normalisation layer with all parameters frozen stays in evaluation mode, so that its running
     statistics are used and do not change (as in Keras).
     """
-    named_parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False))
     key = "optimizer.freeze"
-    frozen = [n for p in patterns for n in match_names(p, named_parameters, key, "parameters")]
+    frozen = [n for p in patterns for n in match_names(p, named, key, "parameters")]
     for name in frozen:
-        named_parameters[name].requires_grad_(False)
+        named[name].requires_grad_(False)
     for module in model.modules():
         parameters = [*module.parameters(recurse=False)]
         statistics = getattr(module, "running_mean", None) is not None
         if statistics and parameters and not any(p.requires_grad for p in parameters):
             layer: Any = module
             layer.train = MethodType(_stay_in_evaluation, module)
-    if not any(p.requires_grad for p in named_parameters.values()):
-        problem = (
-            f"{', '.join(patterns)} leaves none of {len(named_parameters)} parameters trainable"
-        )
+    if not any(p.requires_grad for p in named.values()):
+        problem = f"{', '.join(patterns)} leaves none of {len(named)} parameters trainable"
         raise ConfigError("optimizer.freeze", problem, "freeze fewer")
 
 
@@ -63,10 +61,8 @@ def match_names(pattern: str, names: Iterable[str], key: str, kind: str) -> list
     forms = [f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*")]
     matched = [name for name in available if any(fnmatchcase(name, form) for form in forms)]
     if not matched:
-        suffixes = {
-            name.split(".", n)[-1] for name in available for n in range(name.count(".") + 1)
-        }
-        candidates = suffixes | {tail.rpartition(".")[0] for tail in suffixes} - {""}
+        endings = {name.split(".", n)[-1] for name in available for n in range(name.count(".") + 1)}
+        candidates = endings | {tail.rpartition(".")[0] for tail in endings} - {""}
         near = difflib.get_close_matches(pattern.removesuffix(".*"), sorted(candidates), 3)
         examples = ", ".join(near or available[:6])
         examples += ", …" if not near and len(available) > 6 else ""

@@ -49,11 +49,9 @@ class FusedKernel:
         is_known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         groups = optimizer.param_groups
         is_plain = all(g.get("fused") and not g.get("amsgrad") for g in groups)
-        is_plain = is_plain and all(
-            len({(p.dtype, p.device) for p in g["params"]}) == 1 for g in groups
-        )
+        is_uniform = all(len({(p.dtype, p.device) for p in g["params"]}) == 1 for g in groups)
         has_kernels = hasattr(torch, "_fused_adamw_") and hasattr(torch, "_fused_sgd_")
-        return is_known and is_plain and has_kernels
+        return is_known and is_plain and is_uniform and has_kernels
 
     def step(self, divisors: list[Tensor | None], skipped: Tensor) -> None:
         """Update, unless `skipped` is 1; each group's gradients are divided by its divisor."""

@@ -13,9 +13,8 @@ def gradient_values(parameters: list[Tensor]) -> list[Tensor]:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if all(gradient.layout is torch.strided for gradient in gradients):
         return gradients
-    return [
-        g.values() if g.is_sparse else g for g in coalesced_gradients(parameters) if g is not None
-    ]
+    coalesced = coalesced_gradients(parameters)
+    return [g.values() if g.is_sparse else g for g in coalesced if g is not None]
 
 
 def coalesced_gradients(parameters: list[Tensor]) -> list[Tensor | None]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from runner.optim.origin import is_torch_class
 
-Optimizer = torch.optim.Optimizer
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
 """State that fused kernels access at the weight's size without checking it."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
@@ -94,9 +94,7 @@ def _select_entries(
 ) -> dict[str, Any]:
     """Return the entries of options that are on; ValueError if a needed one is missing."""
     entries = {
-        name: value
-        for name, value in entries.items()
-        if value is not None and group.get(OPTION_OF.get(name, ""), True)
+        k: v for k, v in entries.items() if v is not None and group.get(OPTION_OF.get(k, ""), True)
     }
     needed = {name for name, option in OPTION_OF.items() if group.get(option)}
     needed |= optimizer.state[weight].keys() if weight in optimizer.state else set()

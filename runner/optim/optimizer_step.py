@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from runner.checkpoint.finite_checks import all_finite
 from runner.optim.buffers import LARGEST, BufferSnapshot
@@ -24,7 +25,6 @@ from runner.stability.config import StabilityConfig
 if TYPE_CHECKING:
     from runner.distributed.sharded import Shards
     from runner.optim.clip import GradientClipper
-    from runner.optim.optimizer_state import Optimizer
 
 
 class OptimizerStep:

@@ -9,11 +9,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 # their hooks keep the state complete for callers of step()

@@ -7,13 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from runner.optim.optimizer_state import (
-    Optimizer,
-    align_state,
-    check_optimizer_state,
-    fill_momentum,
-)
+from runner.optim.optimizer_state import align_state, check_optimizer_state, fill_momentum
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.origin import uses_torch_step
 

@@ -55,9 +55,7 @@ class StepGraph:
         if update.lr is not None:  # an owner may change an adopted optimizer
             options = {**options, "guard_filter_fn": _select_guards}
         self._step = torch.compile(
-            _build_step(forward, objective, update, self.targets),
-            fullgraph=True,
-            options=options,
+            _build_step(forward, objective, update, self.targets), fullgraph=True, options=options
         )
 
     @staticmethod
@@ -77,11 +75,8 @@ class StepGraph:
         """
         update = self.update
         update.recheck_step()
-        if (
-            batch_size_of(batch[1]) != self.samples
-            or update.kernel is None
-            or not update.has_single_lr
-        ):
+        size = batch_size_of(batch[1])
+        if size != self.samples or update.kernel is None or not update.has_single_lr:
             return False
         return self.index_limit is None or not compiler.out_of_range(batch[1], self.index_limit)
 
@@ -152,23 +147,13 @@ def _mark_static(update: OptimizerStep, targets: TargetCheck) -> None:
     """Mark the tensors that a step changes as static: else CUDA graphs are not recorded."""
     kernel = update.kernel
     state = (
-        [t for group in kernel.groups for t in (*group.first_moments, *group.second_moments)]
-        if kernel
-        else []
+        [t for g in kernel.groups for t in (*g.first_moments, *g.second_moments)] if kernel else []
     )
-    counters = [
-        update.updates,
-        targets.any_wrong,
-        targets.wrong_value,
-        *([kernel.step_count] if kernel else []),
-    ]
+    counters = [update.updates, targets.any_wrong, targets.wrong_value]
+    counters += [kernel.step_count] if kernel else []
     flags = [update.loss_limit, update.norm_limit, update.zero, update.one]
-    for tensor in (
-        *state,
-        *counters,
-        *flags,
-        *update.average,
-    ):  # the model's own are static already
+    # the model's own are static already
+    for tensor in (*state, *counters, *flags, *update.average):
         torch._dynamo.mark_static_address(tensor)
 
 
@@ -183,10 +168,7 @@ def _select_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def _build_step(
-    forward: Callable[..., Any],
-    objective: Objective,
-    update: OptimizerStep,
-    targets: TargetCheck,
+    forward: Callable[..., Any], objective: Objective, update: OptimizerStep, targets: TargetCheck
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return the function that becomes the graph; all of its Python runs during tracing."""
     parameters = update.parameters
@@ -214,12 +196,9 @@ def _build_step(
             kernel.step_count.add_(applied)
             update.updates.add_(applied)
             iterator = iter(gradients)
-            for group, divisor, share in zip(
-                kernel.groups, divisors, update.lr_shares, strict=True
-            ):
+            for group, scale, share in zip(kernel.groups, divisors, update.lr_shares, strict=True):
                 group_gradients = [
-                    _scale_gradient(next(iterator), divisor, group.options)
-                    for _ in group.parameters
+                    _scale_gradient(next(iterator), scale, group.options) for _ in group.parameters
                 ]
                 group_lr = lr if share == 1.0 else lr * share
                 (_adam_update if kernel.adam else _sgd_update)(

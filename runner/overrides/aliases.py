@@ -77,16 +77,7 @@ OPTION_KEYS = ("name", "type", "kind", "class", "arch")
 OPTION_BY_SUFFIX = {".csv": "tabular", ".tsv": "tabular", ".parquet": "tabular", ".npz": "arrays"}
 """The data option that reads a file, by suffix."""
 
-TORCHVISION_PREFIXES = (
-    "convnext",
-    "densenet",
-    "efficientnet",
-    "mobilenet",
-    "resnet",
-    "swin",
-    "vgg",
-    "vit",
-)
+TORCHVISION_PREFIXES = tuple("convnext densenet efficientnet mobilenet resnet swin vgg vit".split())
 """Prefixes of torchvision model names."""
 
 TORCH_OPTIMIZERS = tuple(

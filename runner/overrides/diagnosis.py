@@ -77,11 +77,8 @@ def explain_error(
         return translate(error, folders)
     key_overrides = [o for o in parsed if o.key not in groups and "/" not in o.key]
     wrong_keys = (_check_key(override, suggester, config) for override in key_overrides)
-    return (
-        _check_run_named(parsed)
-        or next(filter(None, wrong_keys), None)
-        or translate(error, folders)
-    )
+    problem = _check_run_named(parsed) or next(filter(None, wrong_keys), None)
+    return problem or translate(error, folders)
 
 
 @dataclass(frozen=True)
@@ -403,10 +400,8 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
         fix = f"use one of {', '.join(fields)}"
     elif "<enum" in problem:
         members = get_type_hints(inner.object_type)[leaf].__members__
-        problem, fix = (
-            problem.partition(" a valid")[0] + " valid",
-            f"use one of {', '.join(members)}",
-        )
+        problem = problem.partition(" a valid")[0] + " valid"
+        fix = f"use one of {', '.join(members)}"
     if (column := key.removeprefix("data.types.")) != key:
         fix = f"to leave the column out, use data.ignore=[{column}]"
     return ConfigError(f"{file}{key}", problem, fix)

@@ -138,9 +138,7 @@ def _is_argument(override: CliOverride, group: str) -> bool:
 def with_argument_keys(keys: set[str]) -> set[str]:
     """Return the keys, and those under which `+model.width` is recorded for a user's class."""
     pairs = [key.partition(".") for key in keys]
-    return keys | {
-        f"{group}.arguments.{name}" for group, _, name in pairs if group in USER_CLASS_GROUPS
-    }
+    return keys | {f"{g}.arguments.{name}" for g, _, name in pairs if g in USER_CLASS_GROUPS}
 
 
 def sweep_overrides(overrides: Sequence[str]) -> list[Override]:

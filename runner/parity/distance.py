@@ -172,9 +172,7 @@ class Tolerance:
             self.step_bounds[key] = [P90_FACTOR * d.error for d in steps]
             relative_errors = [_ratio(d.error, d.size) for d in steps]
             typical_errors.setdefault(key.kind, []).append(median(relative_errors))
-        self.typical_bounds = {
-            kind: factor * median(values) for kind, values in typical_errors.items()
-        }
+        self.typical_bounds = {k: factor * median(values) for k, values in typical_errors.items()}
 
     def bounds(
         self, key: TensorKey, steps: Sequence[Difference], kind_norm: Sequence[float]
@@ -189,11 +187,8 @@ class Tolerance:
         """Raise the bounds to at least those of `other`."""
         for key, share in other.relative_bounds.items():
             self.relative_bounds[key] = max(self.relative_bounds.get(key, 0.0), share)
-            pairs = zip(
-                self.step_bounds.get(key, other.step_bounds[key]),
-                other.step_bounds[key],
-                strict=True,
-            )
+            theirs = other.step_bounds[key]
+            pairs = zip(self.step_bounds.get(key, theirs), theirs, strict=True)
             self.step_bounds[key] = [max(pair) for pair in pairs]
         for kind, share in other.typical_bounds.items():
             self.typical_bounds[kind] = max(self.typical_bounds.get(kind, 0.0), share)
@@ -207,20 +202,18 @@ def judge_tensors(distances: Distances, tolerance: Tolerance) -> Iterator[Parity
         bounds = tolerance.bounds(key, steps, kind_norms[key.kind])
         exceeding = [i for i, d in enumerate(steps) if not d.error <= bounds[i]]
         has_kinks = key.kind in (ErrorKind.grad_norm, ErrorKind.gradient)
-        kink_steps = [
-            i for i in exceeding if has_kinks and steps[i].error <= KINK_ERROR * steps[i].size
-        ]
-        if len(kink_steps) > len(steps) // STEPS_PER_KINK:
-            kink_steps = []
+        kinks = [i for i in exceeding if has_kinks and steps[i].error <= KINK_ERROR * steps[i].size]
+        if len(kinks) > len(steps) // STEPS_PER_KINK:
+            kinks = []
         ratios = [_ratio(d.error, bound) for d, bound in zip(steps, bounds, strict=True)]
-        for i in kink_steps:
+        for i in kinks:
             ratios[i] = -1.0
-        failed_steps = [i for i in exceeding if i not in kink_steps]
+        failed_steps = [i for i in exceeding if i not in kinks]
         worst = failed_steps[0] if failed_steps else ratios.index(max(ratios))
         error, size, _ = steps[worst]
         size = size if size and math.isfinite(size) else 1.0
         kind, name = key.kind.name, key.name
-        yield ParityRow(worst + 1, kind, name, error / size, bounds[worst] / size, len(kink_steps))
+        yield ParityRow(worst + 1, kind, name, error / size, bounds[worst] / size, len(kinks))
 
 
 def compare_steps(

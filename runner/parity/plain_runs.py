@@ -70,11 +70,8 @@ class PlainRuns:
     """The baseline's steps and their errors by precision; measured once for many candidates."""
 
     def __init__(self, baseline: RunConfig, steps: int | None, given: Components | None) -> None:
-        self.baseline, self.requested_steps, self.given = (
-            without_side_effects(baseline),
-            steps,
-            given,
-        )
+        self.baseline = without_side_effects(baseline)
+        self.requested_steps, self.given = steps, given
         self.clip_norm: float | None = None  # replaces a limit that no gradient reaches
         self._records: dict[tuple[bool, int | None], PlainRecord] = {}
         self._randomness: dict[bool, bool] = {}

@@ -110,11 +110,9 @@ class ParityReference:
             note = f"passes in {precise.precision}, too"
             return replace(result, notes=[*result.notes, note], not_judged=precise.not_judged)
         reduced = " and ".join(name for name in result.techniques if name in PRECISION_TECHNIQUES)
+        notes = [*precise.notes, f"seen without {reduced}, in {precise.precision}"]
         return replace(
-            precise,
-            techniques=result.techniques,
-            precision=result.precision,
-            notes=[*precise.notes, f"seen without {reduced}, in {precise.precision}"],
+            precise, techniques=result.techniques, precision=result.precision, notes=notes
         )
 
     def _judge(self, config: RunConfig) -> Parity:
@@ -357,9 +355,7 @@ def _find_culprits(reference: ParityReference, config: RunConfig, result: Parity
     names = result.techniques
     if len(names) == 1:
         return replace(result, culprits=names)
-    verdicts = {
-        name: reference.judge_once(keep_techniques(config, [name])).verdict for name in names
-    }
+    verdicts = {n: reference.judge_once(keep_techniques(config, [n])).verdict for n in names}
     culprits = [name for name, verdict in verdicts.items() if verdict is Agreement.fail]
     if not culprits:
         culprits = list(names)

@@ -33,8 +33,5 @@ class MonitoringConfig:
                 fix = f"{'|'.join(SINKS)}, or {{_target_: package.Class}}"
                 raise ConfigError("monitoring.sinks", f"unknown sink {item!r}", fix)
         if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(
-                "monitoring.log_level",
-                f"unknown level {self.log_level!r}",
-                "debug|info|warning|error",
-            )
+            problem = f"unknown level {self.log_level!r}"
+            raise ConfigError("monitoring.log_level", problem, "debug|info|warning|error")

@@ -152,9 +152,7 @@ def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple
     Faults of the recorder and the checkpointer appear only in `counts`.
     """
     return [
-        (kind, _describe_faults([f for f in faults if f.kind == kind], count))
-        for kind, count in counts.items()
-        if count
+        (k, _describe_faults([f for f in faults if f.kind == k], n)) for k, n in counts.items() if n
     ]
 
 
@@ -169,10 +167,8 @@ def _describe_faults(faults: list[Fault], count: int) -> str:
     for fault in faults:
         actions[fault.action] += fault.count
     del actions[""]
-    action_texts = [
-        f"{action} ({n:,})" if len(actions) > 1 else action for action, n in actions.items()
-    ]
-    return "; ".join([text, *action_texts[:SHOWN_ACTIONS]])
+    texts = [f"{action} ({n:,})" if len(actions) > 1 else action for action, n in actions.items()]
+    return "; ".join([text, *texts[:SHOWN_ACTIONS]])
 
 
 def fault_table(faults: Iterable[Fault]) -> str:

@@ -122,9 +122,7 @@ def hparam_columns(
     `optimization`, with the value in `overrides`. Keys without a scalar value have no column.
     """
     override_keys = [key for key in overrides if key.partition(".")[0] not in NON_HPARAM_GROUPS]
-    values = {
-        key: settings.get(key, overrides.get(key)) for key in (*HPARAM_COLUMNS, *override_keys)
-    }
+    values = {k: settings.get(k, overrides.get(k)) for k in (*HPARAM_COLUMNS, *override_keys)}
     values = {key: x.value if isinstance(x, Enum) else x for key, x in values.items()}
     columns = {
         key: value

@@ -52,9 +52,7 @@ def changed_command(changes: Mapping[str, str]) -> str:
     arguments = _arguments()
     keys = tuple(f"{key.lstrip('+')}." for key in changes)
     unchanged = [
-        text
-        for text in arguments or ()
-        if not f"{text.partition('=')[0].lstrip('+')}.".startswith(keys)
+        t for t in arguments or () if not f"{t.partition('=')[0].lstrip('+')}.".startswith(keys)
     ]
     prefix = [] if arguments is None else ["python", "-m", "runner"]
     return shlex.join([*prefix, *unchanged, *(f"{key}={value}" for key, value in changes.items())])

@@ -40,9 +40,7 @@ class Recorder:
         self.folder = folder
         self.config = config
         self.faults: dict[str, int] = {}  # records not written, by kind: metrics, tensorboard
-        self.sink_writers: list[
-            SinkWriter
-        ] = []  # writers of `monitoring.sinks`, which receive each row
+        self.sink_writers: list[SinkWriter] = []  # of `monitoring.sinks`; they receive each row
         self._metrics_file: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0

@@ -218,9 +218,8 @@ def open_regular(path: Path) -> BinaryIO:
 
     Use it for folders that may belong to another user.
     """
-    return os.fdopen(
-        _require_regular(os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC), path), "rb"
-    )
+    descriptor = os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC)
+    return os.fdopen(_require_regular(descriptor, path), "rb")
 
 
 def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:

@@ -95,9 +95,7 @@ class TensorBoard:
         latest values become columns. TensorBoard shows five columns by default: `foremost` are
         flagged as differing, so that they come first.
         """
-        types = {
-            name: HPARAM_TYPES.get(type(value), HPARAM_NUMBER) for name, value in values.items()
-        }
+        types = {name: HPARAM_TYPES.get(type(v), HPARAM_NUMBER) for name, v in values.items()}
         infos = [
             api_pb2.HParamInfo(name=_clean(name), type=data_type, differs=name in foremost)
             for name, (data_type, _) in types.items()

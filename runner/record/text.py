@@ -64,10 +64,8 @@ def describe_error(error: BaseException) -> tuple[str, str, int]:
     frames = list(walk_tb(error.__traceback__))
     # by module name, since generated torch code lies in a cache folder
     user_frames = [row for row in frames if _top_package(row[0]) not in LIBRARY_PACKAGES]
-    project_frames = [
-        row for row in user_frames if not _source_file(row[0]).startswith(INSTALLED_PREFIXES)
-    ]
-    frame, line = (project_frames or user_frames or frames)[-1]
+    project = [r for r in user_frames if not _source_file(r[0]).startswith(INSTALLED_PREFIXES)]
+    frame, line = (project or user_frames or frames)[-1]
     text = "; ".join([summarize_error(error), *getattr(error, "__notes__", [])])
     return " ".join(text.split()), _source_file(frame), line
 
@@ -133,13 +131,8 @@ def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = ""
     Raises ValueError or TypeError naming the value that does not fit its type.
     """
     hints, field_names = _types(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return kind(
-        **{
-            name: _convert(hints[name], value, f"{path}{name}")
-            for name, value in values.items()
-            if name in field_names
-        }
-    )
+    known = {name: value for name, value in values.items() if name in field_names}
+    return kind(**{name: _convert(hints[name], x, f"{path}{name}") for name, x in known.items()})
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:

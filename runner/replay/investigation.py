@@ -217,12 +217,10 @@ def advice(replay: Replay) -> list[str]:
         reason = f"could not be repeated: {failed}" if failed else "was good this time"
         return [f"The step {reason}. Machine, versions or random numbers differ."]
     capture = Path(replay.capture)
-    siblings = [
-        p for p in list_captures(capture.parent.parent.parent) if p.parent == capture.parent
-    ]
-    if cause.phase is StepPhase.weights and siblings and siblings[0].name < capture.name:
-        number = int(siblings[0].name.removeprefix("step_"))
-        steps.append(f"Step {number} of this run was captured earlier: replay.path={siblings[0]}")
+    others = [p for p in list_captures(capture.parent.parent.parent) if p.parent == capture.parent]
+    if cause.phase is StepPhase.weights and others and others[0].name < capture.name:
+        number = int(others[0].name.removeprefix("step_"))
+        steps.append(f"Step {number} of this run was captured earlier: replay.path={others[0]}")
     if blame is not None and blame.techniques:
         off = " ".join(f"optimization.{name}.enabled=false" for name in blame.techniques)
         steps.append(f"To continue now: {off}")

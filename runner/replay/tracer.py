@@ -112,9 +112,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parameters = {id(p): name for name, p in model.named_parameters()}
         # thread → [(autograd sequence number, frame from there on)]; numbers are per thread
         self.frames_by_sequence: dict[int, list[tuple[int, ModuleFrame | None]]] = {}
-        self.locations: dict[
-            tuple[int, int], SourceLocation | None
-        ] = {}  # (thread, sequence number) → line
+        # (thread, sequence number) → line
+        self.locations: dict[tuple[int, int], SourceLocation | None] = {}
         self.forced_owner: Owner | None = None  # set by `assign_to`
         for buffer in model.buffers():  # checked by `find_bad_weights`; non-finite ones are masks
             self.origins[_storage_key(buffer)] = NonFiniteEvent("", None, None, maybe_mask=True)

@@ -18,6 +18,7 @@ from runner.record.storage import read_record, replace_text
 from runner.record.text import json_safe
 from runner.report.naming import compares_speed
 from runner.security.paths import check_links
+from runner.training.summary import FINISHED_STATUSES
 
 if TYPE_CHECKING:
     from runner.report.replicates import MeanEstimate
@@ -27,8 +28,6 @@ log = logging.getLogger("runner")
 
 JSON_FILE, MARKDOWN_FILE, HTML_FILE = "comparison.json", "comparison.md", "comparison.html"
 TENSORBOARD_RUN = "comparison"  # the TensorBoard run
-FINISHED_STATUSES = ("done", "stopped")
-"""Statuses of a job that ended normally; any other is a failure with a reason."""
 METRIC_PREFIX = "metric:"  # prefix of a metric's name in a column's key
 BEST_KEY = f"{METRIC_PREFIX}best"  # best value of the monitored metric
 MAX_DEPTH = 50  # nesting accepted in a record; ours have five levels
@@ -146,17 +145,15 @@ class ComparisonRow:
     @property
     def best(self) -> float | None:
         """The best value of the monitored metric."""
-        if "metric:best" in self.estimates:
-            return self.estimates["metric:best"].mean
+        if BEST_KEY in self.estimates:
+            return self.estimates[BEST_KEY].mean
         return number_at(self.summary, "best")
 
     @property
     def metrics(self) -> dict[str, float]:
         """The final metrics with finite values."""
         final = self.summary.get("metrics")
-        values = (
-            {str(key): finite(x) for key, x in final.items()} if isinstance(final, dict) else {}
-        )
+        values = {str(k): finite(x) for k, x in final.items()} if isinstance(final, dict) else {}
         return {key: value for key, value in values.items() if value is not None}
 
     @property
@@ -301,11 +298,9 @@ def _replicates_entry(row: ComparisonRow, finished: set[str]) -> dict[str, Any] 
         "over": row.averaged_over.partition(";")[0],
         "runs": len(finished.intersection(row.run_names)),
         "metrics": {
-            key.removeprefix("metric:"): x
-            for key, x in estimates.items()
-            if key.startswith("metric:")
+            k.removeprefix("metric:"): x for k, x in estimates.items() if k.startswith("metric:")
         },
-        "speed": {key: x for key, x in estimates.items() if key in SUMMARY_PATHS},
+        "speed": {k: x for k, x in estimates.items() if k in SUMMARY_PATHS},
         "speedup": estimates.get("speedup"),
     }
 

@@ -73,9 +73,7 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
         command = text_at(read_json(root / SWEEP_FILE), "command")
     else:
         root, kind = Path(os.path.commonpath([folder.absolute() for folder in folders])), "runs"
-        rows = [
-            row for folder in folders for row in _find_rows(folder.absolute(), notes, MAX_DEPTH)
-        ]
+        rows = [r for folder in folders for r in _find_rows(folder.absolute(), notes, MAX_DEPTH)]
         rows = list({row.folder or id(row): row for row in rows}.values())  # each folder once
         command = shlex.join(["python", "-m", "runner.report", *map(str, folders)])
     if not rows:
@@ -300,9 +298,7 @@ def _set_speedups(rows: list[ComparisonRow], notes: list[str]) -> tuple[str, lis
     comparable = max(groups.values(), key=len, default=[])  # the first of several equally large
     if len({configuration_key(row) for row in comparable}) < 2:  # no speed-up between seeds
         return "", rows
-    plain = [
-        row for row in comparable if overrides_by_key(row.overrides).get("optimization") == "none"
-    ]
+    plain = [r for r in comparable if overrides_by_key(r.overrides).get("optimization") == "none"]
     reference = (plain or comparable)[0]
     reference_configuration = configuration_key(reference)
     reference_rates = {

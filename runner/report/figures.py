@@ -140,13 +140,8 @@ def draw_series(
     attributes = {"role": "img", "aria_label": description, "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
     plot = tag("svg", draw_plot(series, scales, (y_title, x_title)), class_="plot", **attributes)
     legend = [
-        tag(
-            "li",
-            draw_legend_sample(item),
-            tag("span", item.label),
-            tag("span", item.text, class_="value"),
-        )
-        for item in series
+        tag("li", draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
+        for x in series
     ]
     return join(plot, tag("ul", *legend, class_="legend"))
 
@@ -262,14 +257,8 @@ def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, fl
     if len(shared) < 2:
         return [], []
     values_by_step = {step: [points_by_step[step] for points_by_step in values] for step in shared}
-    points = [
-        (step, sum(values_at_step) / len(values_at_step))
-        for step, values_at_step in values_by_step.items()
-    ]
-    return points, [
-        (step, min(values_at_step), max(values_at_step))
-        for step, values_at_step in values_by_step.items()
-    ]
+    points = [(step, sum(values) / len(values)) for step, values in values_by_step.items()]
+    return points, [(step, min(values), max(values)) for step, values in values_by_step.items()]
 
 
 def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
@@ -305,9 +294,7 @@ def _loss_curve(row: ComparisonRow, root: Path | None) -> Curve:
 def loss_axis_limit(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
     """Return the highest loss of curves that did not diverge; inf if none did."""
     valid_rows = {row.name for row in comparison.rows if row.is_valid}
-    initial_losses = sorted(
-        abs(curve[0][1]) for name, curve in curves.items() if name in valid_rows
-    )
+    initial_losses = sorted(abs(c[0][1]) for name, c in curves.items() if name in valid_rows)
     if not initial_losses:
         return math.inf
     limit = DIVERGENCE_FACTOR * initial_losses[(len(initial_losses) - 1) // 2]

@@ -26,17 +26,12 @@ def name_rows(rows: Sequence[Sequence[str]], folders: Sequence[str]) -> list[str
     if not varied:
         names = list(suffixes)
     elif len(varied) == 1:
-        names = _names_by_value(
-            varied[0].rpartition(".")[2], [row.get(varied[0]) for row in overrides]
-        )
+        names = _names_by_value(varied[0].rpartition(".")[2], [r.get(varied[0]) for r in overrides])
     else:
         last_parts = {key: key.rpartition(".")[2] for key in varied}
         part_counts = Counter(last_parts.values())
         short_keys = {key: x if part_counts[x] == 1 else key for key, x in last_parts.items()}
-        names = [
-            " ".join(f"{short_keys[key]}={row[key]}" for key in varied if key in row)
-            for row in overrides
-        ]
+        names = [" ".join(f"{short_keys[k]}={r[k]}" for k in varied if k in r) for r in overrides]
     names = [name or DEFAULT_NAME for name in names]
     counts = Counter(names)
     names = [
@@ -66,9 +61,7 @@ def varied_keys(overrides: Sequence[Mapping[str, str]]) -> list[str]:
 def _names_by_value(key: str, values: Sequence[str | None]) -> list[str]:
     """Return the bare values if all are words, else `key=value`."""
     bare = all(value is None or _is_word(value) for value in values)
-    return [
-        DEFAULT_NAME if value is None else value if bare else f"{key}={value}" for value in values
-    ]
+    return [DEFAULT_NAME if v is None else v if bare else f"{key}={v}" for v in values]
 
 
 def _is_word(value: str) -> bool:

@@ -266,9 +266,7 @@ def _machine_facts(comparison: Comparison) -> list[tuple[str, str]]:
     stopped = f"; {result.stopped}" if result.stopped else ""
     control_ratio = (control.ratio, control.interval) if control else (None, None)
     rows = {name: str(version) for name, version in result.versions.items()}
-    rows |= {
-        str(key).replace("_", " "): _format_value(value) for key, value in result.machine.items()
-    }
+    rows |= {str(key).replace("_", " "): _format_value(v) for key, v in result.machine.items()}
     rows |= {
         "CPUs taken by others": format.share(result.load.others),
         "reference against itself": format.times_interval(*control_ratio),

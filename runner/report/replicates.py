@@ -44,9 +44,7 @@ class MeanEstimate:
 def configuration_key(row: ComparisonRow) -> tuple[str, ...]:
     """Return the overrides except seed and fold keys; equal for replicates."""
     values_by_key = overrides_by_key(row.overrides)
-    return tuple(
-        f"{key}={value}" for key, value in values_by_key.items() if key not in REPLICATE_KEYS
-    )
+    return tuple(f"{key}={v}" for key, v in values_by_key.items() if key not in REPLICATE_KEYS)
 
 
 def replicate_key(row: ComparisonRow) -> tuple[str | None, ...]:
@@ -94,9 +92,7 @@ def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]
 def _describe_replicates(rows: list[ComparisonRow]) -> str:
     """Describe what the rows vary over, as `3 seeds`; "" for one row or if two are the same run."""
     overrides = [overrides_by_key(row.overrides) for row in rows]
-    counts = {
-        key: len({row.get(key) for row in overrides}) for key in (*REPLICATE_KEYS, "data.folds")
-    }
+    counts = {key: len({r.get(key) for r in overrides}) for key in (*REPLICATE_KEYS, "data.folds")}
     varied = [key for key in REPLICATE_KEYS if counts[key] > 1]
     are_distinct = len({tuple(row.get(key) for key in varied) for row in overrides}) == len(rows)
     if not (varied and are_distinct) or counts["data.folds"] > 1:

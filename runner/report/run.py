@@ -101,13 +101,8 @@ def render_report(summary: Summary, folder: Path | None = None) -> str:
         if heading == "result" and folder is not None and (folder / CURVES_FILE).is_file():
             parts.append(f"![losses and the monitored metric by step]({CURVES_FILE})")
     if (columns := summary.columns) and summary.job not in VERBS:
-        column_rows = [
-            (x.column, x.taken_for, "" if x.missing is None else x.missing) for x in columns
-        ]
-        parts += [
-            "## Columns",
-            md.table(COLUMN_HEADS, column_rows),
-        ]
+        cells = [(x.column, x.taken_for, "" if x.missing is None else x.missing) for x in columns]
+        parts += ["## Columns", md.table(COLUMN_HEADS, cells)]
     origin = [("code", describe_git(summary.git))] if summary.git else []
     origin += [("config hash", summary.config_hash), *summary.versions.items()]
     parts += ["## Origin", md.table(("", ""), origin)]
@@ -230,10 +225,8 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
     duration = f"in {seconds(summary.wall_seconds)}"
     if verb is not None:
         qualifier = f"weights of step {summary.steps:,}, " if summary.steps else ""
-        data_rows = [
-            (x.key, f"{x.value}: {x.reason}") for x in summary.choices if x.key in DATA_CHOICES
-        ]
-        return [*rows, (verb, f"{qualifier}{duration}"), *([] if full else data_rows)]
+        data = [(x.key, f"{x.value}: {x.reason}") for x in summary.choices if x.key in DATA_CHOICES]
+        return [*rows, (verb, f"{qualifier}{duration}"), *([] if full else data)]
     untested = summary.checkpoint.best is not None and not summary.tested
     kinds = "" if full or not summary.columns else f"{_count_column_kinds(summary)} (report.md)"
     trained = (

@@ -104,14 +104,8 @@ class Scale:
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             powers = [10.0**e for e in range(first, last + 1)]
-            candidates = [
-                m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high
-            ]
-            in_range = (
-                candidates
-                if len(candidates) <= max_ticks
-                else [x for x in candidates if x in powers]
-            )
+            options = [m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high]
+            in_range = options if len(options) <= max_ticks else [x for x in options if x in powers]
             return in_range[:: max(1, math.ceil(len(in_range) / max_ticks))]
         step = 10.0 ** math.floor(math.log10((self.high - self.low) / max_ticks))
         step *= next(m for m in (1, 2, 5, 10) if (self.high - self.low) / (step * m) <= max_ticks)

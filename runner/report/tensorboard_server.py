@@ -53,9 +53,7 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
 
 def link_runs(folders: Sequence[Path], logdir: Path) -> list[str]:
     """Update the symlinks in `logdir` to the runs that exist now. Returns the runs' names."""
-    runs_by_name = _name_runs(
-        sorted({path for folder in folders for path in _find_runs(folder.absolute())})
-    )
+    runs_by_name = _name_runs(sorted({path for f in folders for path in _find_runs(f.absolute())}))
     for path, subfolders, files in os.walk(logdir, topdown=False):
         for name in (*subfolders, *files):
             link = Path(path, name)
@@ -75,9 +73,7 @@ def link_runs(folders: Sequence[Path], logdir: Path) -> list[str]:
 def _find_runs(folder: Path) -> Iterator[Path]:
     """Yield the folders that hold event files."""
     for path, subfolders, files in os.walk(folder):
-        subfolders[:] = [
-            name for name in subfolders if name not in SKIPPED_FOLDERS and name[0] != "."
-        ]
+        subfolders[:] = [n for n in subfolders if n not in SKIPPED_FOLDERS and n[0] != "."]
         if any(name.startswith(EVENT_FILE_PREFIX) for name in files):
             yield Path(path)
 
@@ -106,7 +102,7 @@ def _label_runs(members: Sequence[Path]) -> dict[Path, str]:
     """Label the runs of an experiment by their differing overrides; "" for a single run."""
     runs = [run for run in members if run.name != TENSORBOARD_RUN]
     overrides = [
-        [text for text in recorded_overrides(run) if _config_group(text) not in NON_HPARAM_GROUPS]
+        [t for t in recorded_overrides(run) if _config_group(t) not in NON_HPARAM_GROUPS]
         for run in runs
     ]
     is_single = len(members) == 1

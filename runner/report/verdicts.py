@@ -119,9 +119,7 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
     if not measured:
         return [f"Nothing could be compared with {reference}."]
     same_work = [row for row in measured if not row.other_work]
-    others = [_describe_other_work(row, reference) for row in measured if row.other_work][
-        :MAX_NAMES
-    ]
+    others = [_describe_other_work(r, reference) for r in measured if r.other_work][:MAX_NAMES]
     faster = [row for row in same_work if _claim(row) == "faster"]
     other_sentences = [*_describe_slower_arms(benchmark, same_work, reference), *others]
     if not same_work:
@@ -261,15 +259,11 @@ def _describe_best(comparison: Comparison) -> list[str]:
     if comparison.has_replicates:
         return _describe_best_replicates(metrics[0], comparison.by_configuration)
     values = sorted({row.best or 0.0 for row in rows})
-    extremes = [
+    ends = [
         f"{metric(extreme)} ({join_names([row.name for row in rows if row.best == extreme])})"
         for extreme in (values[0], values[-1])
     ]
-    text = (
-        f"from {extremes[0]} to {extremes[1]}"
-        if len(values) > 1
-        else f"{metric(values[0])} in each"
-    )
+    text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in each"
     return [f"Best {metrics[0]}: {text}."]
 
 
@@ -296,9 +290,9 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
     if low == high:
         value = f"{metric(low.mean)} ± {metric(low.spread)}"
         return [f"Best {monitor} over {over} each: {value} in every configuration.", *single_note]
-    overlap_note = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
+    overlap = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
     return [
-        f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{overlap_note}.",
+        f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{overlap}.",
         *single_note,
     ]
 
@@ -308,13 +302,11 @@ def _describe_fastest(rows: list[ComparisonRow], reference: str, speed_varies: b
     if len(rows) < 2:
         return []
     fastest = max(row.speedup or 0.0 for row in rows)
-    fastest_names = [
-        row.name for row in rows if (row.speedup or 0.0) >= fastest * (1 - EQUAL_SPEED_TOLERANCE)
-    ]
-    text = f"{join_names(fastest_names)} processed samples {times(fastest)} as fast as {reference}"
-    if reference in fastest_names:
-        text = f"{join_names(fastest_names)} processed samples fastest"
-    if len(fastest_names) == len(rows):
+    names = [r.name for r in rows if (r.speedup or 0.0) >= fastest * (1 - EQUAL_SPEED_TOLERANCE)]
+    text = f"{join_names(names)} processed samples {times(fastest)} as fast as {reference}"
+    if reference in names:
+        text = f"{join_names(names)} processed samples fastest"
+    if len(names) == len(rows):
         if not speed_varies:
             return []
         text = f"No run was more than {100 * EQUAL_SPEED_TOLERANCE:.0f} % slower than another"

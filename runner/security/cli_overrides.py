@@ -70,9 +70,7 @@ def parse_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
     """
     parsed = [override for text in overrides if (override := parse_override(text)) is not None]
     check_job_count(parsed)
-    values = {
-        override.key_or_group: override.value() for override in parsed if not override.is_delete()
-    }
+    values = {o.key_or_group: o.value() for o in parsed if not o.is_delete()}
     cli = CliOverrides(_read_security(parsed), values)
     for override in parsed if not cli.off else ():
         _check_hydra_key(override)
@@ -124,17 +122,14 @@ def _check_hydra_key(override: Override) -> None:
         names = ", ".join(one.removeprefix("hydra.") for one in CLI_HYDRA_KEYS)
         raise SecurityError(f"{key}: is refused: allowed Hydra keys are {names}")
     for one in value.list if isinstance(value, ChoiceSweep) else [value]:
-        for leaf_key, leaf in iterate_leaves(
-            one.text if isinstance(one, QuotedString) else one, key
-        ):
-            if leaf_key.rpartition(".")[2] in FACTORY_KEYS:
+        for path, leaf in iterate_leaves(one.text if isinstance(one, QuotedString) else one, key):
+            if path.rpartition(".")[2] in FACTORY_KEYS:
                 raise SecurityError(
-                    f"{leaf_key}: {leaf} is refused: choose an option of the group, "
-                    "hydra/launcher=…"
+                    f"{path}: {leaf} is refused: choose an option of the group, hydra/launcher=…"
                 )
             is_instantiated = is_below(key, ("hydra.launcher", "hydra.sweeper"))
             if is_instantiated and isinstance(leaf, str) and "${" in leaf:
-                raise SecurityError(f"{leaf_key}: {leaf} is refused: interpolation is not allowed")
+                raise SecurityError(f"{path}: {leaf} is refused: interpolation is not allowed")
 
 
 def resolve_config_folders(
@@ -178,8 +173,7 @@ def _count_values(override: Override) -> int:
     if not isinstance(value, RangeSweep):
         return 1  # a glob has at most as many values as there are files
     start, stop, step = (
-        float("nan" if number is None else number)
-        for number in (value.start, value.stop, value.step)
+        float("nan" if n is None else n) for n in (value.start, value.stop, value.step)
     )
     count = (stop - start) / step if step else float("nan")
     if not isfinite(count):
@@ -197,21 +191,17 @@ def parse_security_overrides(overrides: Sequence[str]) -> SecurityConfig:
 def _read_security(parsed: Sequence[Override]) -> SecurityConfig:
     """Return the `security` group as typed, on top of its defaults."""
     config = OmegaConf.structured(SecurityConfig)
-    for override in parsed:
-        key = override.key_or_group
-        if "security" not in (key.partition(".")[0], *(override.package or "").split(".")):
+    for item in parsed:
+        key = item.key_or_group
+        if "security" not in (key.partition(".")[0], *(item.package or "").split(".")):
             continue
-        if override.is_sweep_override():
+        if item.is_sweep_override():
             raise SecurityError(f"{key}: cannot be swept: all jobs of a sweep share it")
-        if "${" in (override.input_line or ""):
+        if "${" in (item.input_line or ""):
             raise SecurityError(f"{key}: interpolation is not allowed here; write the value")
-        if (
-            override.package is not None
-            or override.is_delete()
-            or isinstance(override.value(), dict)
-        ):
+        if item.package is not None or item.is_delete() or isinstance(item.value(), dict):
             raise SecurityError(f"{key}: is refused: type security=LEVEL, security.KEY=VALUE")
-        _set_security_key(config, key, override.value())
+        _set_security_key(config, key, item.value())
     security: SecurityConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
     return security
 

@@ -153,9 +153,7 @@ class ConfigFileChecker:
         )
 
     def _is_builtin(self, path: str) -> bool:
-        return any(
-            Path(os.path.realpath(path)).is_relative_to(folder) for folder in self.builtin_folders
-        )
+        return any(Path(os.path.realpath(path)).is_relative_to(f) for f in self.builtin_folders)
 
 
 def check_foreign_file(path: str, group: str, package: str, config: Any) -> None:
@@ -197,9 +195,7 @@ def check_security_group(config: DictConfig, cli_security: SecurityConfig) -> No
     if level not in SecurityLevel.__members__ or LEVELS.index(SecurityLevel[level]) < least:
         raise _permission_error("security.level", level)
     for name in ("trusted", "environment", "allow_pickle", "pinned"):
-        additional = [
-            str(one) for one in group.get(name) or () if one not in getattr(cli_security, name)
-        ]
+        additional = [str(x) for x in group.get(name) or () if x not in getattr(cli_security, name)]
         if additional:
             raise _permission_error(f"security.{name}", f"[{','.join(additional)}]")
 

@@ -68,9 +68,7 @@ def load_pretrained(folder: Path, key: str, loader: Callable[..., T], **options:
 def vocabulary_digest(folder: Path) -> str:
     """Return one sha256 of the vocabulary files; "" if there are none."""
     files = [*folder.glob(VOCABULARY_FILES[0])]
-    files = files or sorted(
-        file for pattern in VOCABULARY_FILES[1:] for file in folder.glob(pattern)
-    )
+    files = files or sorted(f for pattern in VOCABULARY_FILES[1:] for f in folder.glob(pattern))
     digest = hashlib.sha256()
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())

@@ -60,10 +60,8 @@ class SpikeConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "stability.spike")
         if self.at_least > self.window:
-            raise ConfigError(
-                "stability.spike.at_least",
-                f"must be ≤ stability.spike.window={self.window}, got {self.at_least}",
-            )
+            problem = f"must be ≤ stability.spike.window={self.window}, got {self.at_least}"
+            raise ConfigError("stability.spike.at_least", problem)
 
 
 @dataclass

@@ -63,9 +63,7 @@ class StabilityController:
         self.vetoed: list[int] = []  # steps that a hook skipped, not yet reported
         self.due = NO_STEP  # the next step after which `apply_limits` must be called
         # buffers that are non-finite by design, such as masks, do not make a checkpoint bad
-        self.initially_nonfinite = {
-            n for n, buffer in model.named_buffers() if not all_finite([buffer])
-        }
+        self.initially_nonfinite = {n for n, b in model.named_buffers() if not all_finite([b])}
 
     # -- called by the loop --------------------------------------------------------------------
 

@@ -94,9 +94,7 @@ class SpikeDetector:
         """Set limits for steps beyond `after`, and drop limits of steps up to `reported` only."""
         if not self.baselines:
             return
-        new = SpikeLimits(
-            after, **{name: baseline.limit() for name, baseline in self.baselines.items()}
-        )
+        new = SpikeLimits(after, **{n: baseline.limit() for n, baseline in self.baselines.items()})
         last = self.limits[-1]
         if (new.loss, new.grad_norm) != (last.loss, last.grad_norm):
             self.limits.append(new)

@@ -171,9 +171,8 @@ def launch_on_ray(
         remote = OmegaConf.create({**RAY_REMOTE, **_to_dict(launcher.ray_cfg.remote)})
         task, state = partial(_run_on_ray, launcher.task_function), Singleton.get_state()
         context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
-        with InterruptHandler(
-            "ending the jobs"
-        ) as interrupts:  # after init: Ray has its own handlers
+        # after init: Ray has its own handlers
+        with InterruptHandler("ending the jobs") as interrupts:
             for number, overrides in enumerate(job_overrides, initial_job_idx):
                 config = context.config_loader.load_sweep_config(launcher.config, list(overrides))
                 with open_dict(config):

@@ -86,8 +86,7 @@ def _package_files(package: str) -> Iterator[Path]:
 def describe_hardware() -> dict[str, Any]:
     """Return processor and GPUs, as known without torch."""
     gpus = sorted(
-        path.read_text(errors="replace").split("IRQ")[0]
-        for path in NVIDIA_GPUS.glob("*/information")
+        p.read_text(errors="replace").split("IRQ")[0] for p in NVIDIA_GPUS.glob("*/information")
     )
     visible = {k: os.environ[k] for k in sorted(os.environ) if k.endswith("_VISIBLE_DEVICES")}
     return {"cpu": cpu_name(), "system": platform.machine(), "gpus": gpus, "visible": visible}

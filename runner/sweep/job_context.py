@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
+from runner.parent_death import watch_parent
+
 JOB_VARIABLE = "RUNNER_JOB"
 ORPHAN_GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
 
@@ -51,12 +53,11 @@ def take_job_context() -> JobContext:
         return JobContext()
     try:
         message = json.loads(_read_stdin())
-        context = JobContext(
-            [str(o) for o in message["overrides"]], message["folder_trusted"] is True
-        )
+        overrides = [str(o) for o in message["overrides"]]
+        context = JobContext(overrides, message["folder_trusted"] is True)
     except (ValueError, LookupError, TypeError, RecursionError):
         return JobContext()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    watch_parent(0, _end)
     return context
 
 
@@ -68,10 +69,7 @@ def _read_stdin() -> bytes:
     return b""
 
 
-def _end_with_parent() -> None:
-    with suppress(OSError):
-        while os.read(0, 1):  # blocks until the other end closes; nothing more is written
-            pass
+def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # the job saves a checkpoint
     threading.Event().wait(ORPHAN_GRACE_S)
     os.killpg(0, signal.SIGKILL)

@@ -17,10 +17,9 @@ from runner.device import cgroup
 from runner.errors import StorageError
 from runner.record.storage import safe_opener
 from runner.sweep.job_context import parent_death_pipe
-from runner.sweep.state import SUCCESS_STATUSES
 from runner.training.signals import END_SIGNALS
+from runner.training.summary import FINISHED_STATUSES, Summary
 from runner.training.summary import SUMMARY_FILE as SUMMARY_FILE
-from runner.training.summary import Summary
 
 if TYPE_CHECKING:
     from runner.sweep.fork import ForkedProcess
@@ -33,9 +32,8 @@ GRACE_S = 20.0  # for a checkpoint, before a job is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
 )
-INTERRUPTED_CODES = {
-    code for number in END_SIGNALS for code in (128 + number, -number)
-}  # exit codes
+# exit codes
+INTERRUPTED_CODES = {code for number in END_SIGNALS for code in (128 + number, -number)}
 TIME_PREFIX = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
@@ -151,7 +149,7 @@ class JobProcess:
     def end_status(self) -> tuple[str, str]:
         """Return status and reason, from exit code, summary and log."""
         code, summary = self.handle.returncode, self._summary()
-        succeeded = summary is not None and summary.status in SUCCESS_STATUSES
+        succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
         if self.requested_status and code != 0:
             return self.requested_status, self.requested_reason + (f"; {reason}" if reason else "")
@@ -160,7 +158,7 @@ class JobProcess:
         if code == 0:
             with suppress(StorageError):  # it had ended earlier, before the sweep could record it
                 ended = Summary.read(self.folder)
-                if ended.status in SUCCESS_STATUSES:
+                if ended.status in FINISHED_STATUSES:
                     return ended.status, ended.reason
             problem = "exited with code 0, but left no record of its end"
             return ("failed", problem) if self.writes_summary else ("done", "")
@@ -197,12 +195,7 @@ def _spawn(
     command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
-        command,
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        env=environment,
+        command, stdin=stdin, stdout=output, stderr=output, start_new_session=True, env=environment
     )
 
 

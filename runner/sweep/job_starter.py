@@ -55,9 +55,7 @@ class JobStarter:
     def arguments(self, overrides: Sequence[str]) -> list[str]:
         """Return the arguments that run one job alone."""
         hydra_arguments = [
-            text
-            for text in self.hydra_overrides
-            if not text.lstrip("+~").startswith(DROPPED_PREFIXES)
+            t for t in self.hydra_overrides if not t.lstrip("+~").startswith(DROPPED_PREFIXES)
         ]
         return [*self.session.flags, *map(without_arguments, overrides), *hydra_arguments]
 
@@ -73,11 +71,9 @@ class JobStarter:
         """
         folder = self.session.folder / plan.job.folder
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
-        safe_path_flag = (
-            [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
-        )
+        safe_flag = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
         return JobProcess.start(
-            [sys.executable, *safe_path_flag, "-m", "runner", *self.arguments(plan.job.overrides)],
+            [sys.executable, *safe_flag, "-m", "runner", *self.arguments(plan.job.overrides)],
             job_environment(self.settings.jobs),
             folder,
             self.settings.timeout_s,

@@ -24,8 +24,8 @@ from runner.sweep.config import JobSweeperConfig, LauncherConfig
 from runner.sweep.job_starter import JobStarter, open_sweep, plan_job
 from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import SUCCESS_STATUSES, Job
-from runner.training.summary import Summary
+from runner.sweep.state import Job
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 log = logging.getLogger("runner")
 
@@ -134,11 +134,8 @@ class JobStream:
     def _record(self) -> None:
         """Update the sweep's record: planned jobs, and earlier ones not yet matched."""
         planned = [plan.job for plan, _ in self.composed]
-        self.sweep.jobs = [
-            *self._batches,
-            *planned,
-            *(self.planner.unmatched if self._remaining else []),
-        ]
+        unmatched = self.planner.unmatched if self._remaining else []
+        self.sweep.jobs = [*self._batches, *planned, *unmatched]
 
     def _log_earlier_jobs(self) -> None:
         """Log what earlier processes did, after all jobs are planned."""
@@ -166,7 +163,7 @@ def _result(job: Job, folder: Path, config: DictConfig, tolerant: bool) -> JobRe
     run_folder = folder / job.folder
     result = JobReturn(job.overrides, config, working_dir=str(run_folder), task_name="runner")
     result.status, result.return_value = JobStatus.COMPLETED, None
-    if job.status in SUCCESS_STATUSES:
+    if job.status in FINISHED_STATUSES:
         with suppress(StorageError):
             result.return_value = Summary.read(run_folder).monitored
     elif not tolerant:

@@ -12,8 +12,8 @@ from pathlib import Path
 from runner.checkpoint.lock import is_locked
 from runner.errors import SecurityError, StorageError, UsageError
 from runner.sweep.job_context import ORPHAN_GRACE_S
-from runner.sweep.state import SUCCESS_STATUSES, SWEEP_FILE, Job, Sweep
-from runner.training.summary import Summary
+from runner.sweep.state import SWEEP_FILE, Job, Sweep
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 log = logging.getLogger("runner")
 
@@ -138,7 +138,7 @@ class Planner:
         job_folder = self.folder / job.folder
         if job.hash == earlier.hash != "":
             job.tries, job.seconds, job.started = earlier.tries, earlier.seconds, earlier.started
-            plan.done = earlier.status in SUCCESS_STATUSES and _has_finished(job_folder)
+            plan.done = earlier.status in FINISHED_STATUSES and _has_finished(job_folder)
             if plan.done or earlier.failed:  # unchanged until it starts again
                 job.status, job.reason, job.ended = earlier.status, earlier.reason, earlier.ended
                 job.exit_code = earlier.exit_code
@@ -149,7 +149,7 @@ class Planner:
 
 def _has_finished(folder: Path) -> bool:
     try:
-        return Summary.read(folder).status in SUCCESS_STATUSES
+        return Summary.read(folder).status in FINISHED_STATUSES
     except StorageError:
         return False
 

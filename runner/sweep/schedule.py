@@ -16,9 +16,9 @@ from runner.errors import CheckpointError, Interrupted, StorageError
 from runner.sweep.config import LauncherConfig
 from runner.sweep.job_process import GRACE_S, JobProcess
 from runner.sweep.plan import JobPlan, archive_job, can_continue
-from runner.sweep.state import RUNNING, SKIPPED, SUCCESS_STATUSES, Job, Sweep, utc_now
+from runner.sweep.state import RUNNING, SKIPPED, Job, Sweep, utc_now
 from runner.training.signals import InterruptHandler
-from runner.training.summary import Summary
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 log = logging.getLogger("runner")
 
@@ -143,19 +143,14 @@ class Schedule:
         job.exit_code = process.handle.returncode
         job.status, job.reason = process.end_status()
         job.seconds, job.ended = job.seconds + process.seconds, utc_now()
-        unusable = (
-            plan.continues and job.exit_code == CHECKPOINT_ERROR and not process.wrote_summary
-        )
+        invalid = plan.continues and job.exit_code == CHECKPOINT_ERROR and not process.wrote_summary
         retries_used = self.retry_counts.get(job.number, 0)
-        retries = (
-            may_retry
-            and job.status in RETRIED_STATUSES
-            and (unusable or retries_used < self.settings.retries)
-        )
-        if retries:  # an unusable checkpoint would fail each time
-            self.retry_counts[job.number] = retries_used + (not unusable)
+        retry_left = invalid or retries_used < self.settings.retries
+        retries = may_retry and job.status in RETRIED_STATUSES and retry_left
+        if retries:  # an invalid checkpoint would fail each time
+            self.retry_counts[job.number] = retries_used + (not invalid)
             folder = self.folder / job.folder
-            plan.continues = not unusable and can_continue(plan, folder)
+            plan.continues = not invalid and can_continue(plan, folder)
             plan.replaces = not plan.continues
             self.retrying.appendleft(plan)
         self._report_end(plan, process.seconds, retries)
@@ -168,7 +163,7 @@ class Schedule:
         self.sweep.write(self.folder)
         line = f"{job.title}: {job.status} in {seconds:.1f} s"
         line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
-        log.log(logging.INFO if job.status in SUCCESS_STATUSES else logging.ERROR, "%s", line)
+        log.log(logging.INFO if job.status in FINISHED_STATUSES else logging.ERROR, "%s", line)
         if job.failed and not retries and self.settings.fail_fast and not self.stop_reason:
             self.stop_reason = f"fail_fast: #{job.number} {job.status}"
             for _, process in self.running:

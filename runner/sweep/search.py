@@ -18,13 +18,14 @@ from runner.errors import StorageError, UsageError, install_command
 from runner.record.recorder import LONGEST_ROW, METRICS
 from runner.record.storage import open_regular, replace_text
 from runner.record.text import json_safe
+from runner.report.search import SEARCH_FILE
 from runner.sweep.config import LauncherConfig, SearchSweeperConfig
 from runner.sweep.job_starter import JobStarter, open_sweep, plan_job
 from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.schedule import Schedule
-from runner.sweep.state import RUNNING, SUCCESS_STATUSES, Job, current_session
+from runner.sweep.state import RUNNING, Job, current_session
 from runner.training.signals import PRUNED, request_stop, take_stop_request
-from runner.training.summary import Summary
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 
-SEARCH_FILE = "search.json"
 RUN_MODE = "hydra.mode=RUN"  # for trials, whose recipe would start another search
 
 
@@ -112,11 +112,9 @@ class TrialJobs:
         self._record_ended_jobs()
         trial_count = len(self.study.trials())
         if trial_count:
-            target, unfinished_count = self.study.plan.settings.trials, len(self.unfinished)
-            text = f"{trial_count - unfinished_count} of {target} trials are done"
-            text += (
-                f", {unfinished_count} that were cut off are run again" if unfinished_count else ""
-            )
+            target, unfinished = self.study.plan.settings.trials, len(self.unfinished)
+            text = f"{trial_count - unfinished} of {target} trials are done"
+            text += f", {unfinished} that were cut off are run again" if unfinished else ""
             log.info("%s: %s", self.study.path, text)
 
     def _record_ended_jobs(self) -> None:
@@ -130,7 +128,7 @@ class TrialJobs:
             except StorageError:
                 continue
             if job.status != RUNNING or (
-                summary.status not in SUCCESS_STATUSES and trial is not None
+                summary.status not in FINISHED_STATUSES and trial is not None
             ):
                 continue
             job.status, job.reason = summary.status, summary.reason
@@ -165,7 +163,7 @@ class TrialJobs:
 
     def _record_trial(self, trial: Trial, job: Job) -> None:
         value = self._final_value(job)
-        pruned = job.status in SUCCESS_STATUSES and job.reason.startswith(PRUNED)
+        pruned = job.status in FINISHED_STATUSES and job.reason.startswith(PRUNED)
         status = "pruned" if pruned else "done" if value is not None else "failed"
         self.study.record_end(trial, status, value, job.reason)
 
@@ -202,7 +200,7 @@ class TrialJobs:
 
     def _final_value(self, job: Job) -> float | None:
         """Return the monitored metric; None, with the job's status set, if it is not comparable."""
-        if job.status not in SUCCESS_STATUSES:
+        if job.status not in FINISHED_STATUSES:
             return None
         metric, folder = self.study.plan.metric, self.folder / job.folder
         try:

@@ -20,10 +20,10 @@ from runner.config import RunConfig
 from runner.errors import ConfigError
 from runner.objectives.base import LOWER_IS_BETTER
 from runner.overrides.spelling import CliOverride, parse_override
+from runner.report.replicates import REPLICATE_KEYS
 from runner.sweep.config import Direction, Sampler, SearchConfig
 
 EXAMPLE = "'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'model.width=choice(32,64)'"
-REPLICATES = ("seed", "data.fold", "data.split_seed")
 CLASSIFICATION_DATA = ("digits", "cancer", "stdlib_parts", "images", "text")
 LANGUAGE_MODELLING_DATA = ("stdlib_text", "tokens")
 MAX_GRID_POINTS = 10_000  # of a grid
@@ -90,14 +90,10 @@ def read_space(overrides: Sequence[str], search: SearchConfig) -> SearchSpace:
     if not varied:
         fix = f"give a range of values: {EXAMPLE}"
         raise ConfigError("search", "there is nothing to vary", fix)
-    shared = [
-        str(o) for key, o in by_key.items() if key not in varied and not _is_search_setting(o)
-    ]
+    shared = [str(o) for k, o in by_key.items() if k not in varied and not _is_search_setting(o)]
     if search.metric is not None:
         shared.append(f"training.monitor={search.metric}")
-    parameters = {
-        f"{o.sign}{key}": _parse_parameter(o, search.sampler) for key, o in varied.items()
-    }
+    parameters = {f"{o.sign}{k}": _parse_parameter(o, search.sampler) for k, o in varied.items()}
     space = SearchSpace(parameters, tuple(shared))
     if search.sampler is Sampler.grid and (space.points or 0) > MAX_GRID_POINTS:
         problem = f"a grid of {space.points:,} combinations, more than {MAX_GRID_POINTS:,}"
@@ -114,7 +110,7 @@ def _is_search_setting(override: CliOverride) -> bool:
 def _parse_parameter(override: CliOverride, sampler: Sampler) -> BaseDistribution:
     key = override.key
     value: Any = override.parsed.value()
-    if key in REPLICATES:
+    if key in REPLICATE_KEYS:
         problem = "is not a hyperparameter: the best value would be chance"
         fix = f"set one value; then compare the best command over {key}=0,1,2"
         raise ConfigError(key, problem, fix)

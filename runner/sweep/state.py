@@ -17,12 +17,11 @@ from runner.errors import StorageError, UsageError
 from runner.overrides.groups import without_arguments
 from runner.record.storage import read_record, write_or_log
 from runner.record.text import dataclass_from_json
+from runner.training.summary import FINISHED_STATUSES
 
 SWEEP_FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
 MAX_NAME_BYTES = 240  # bytes of a path component; file systems allow 255
-SUCCESS_STATUSES = ("done", "stopped")
-"""Statuses that are not run again. Others: interrupted failed killed timeout oom skipped"""
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Job:
     @property
     def failed(self) -> bool:
         """Whether it ended badly; a job that never started has not."""
-        return self.status not in (*SUCCESS_STATUSES, WAITING, RUNNING, SKIPPED)
+        return self.status not in (*FINISHED_STATUSES, WAITING, RUNNING, SKIPPED)
 
     @property
     def title(self) -> str:

@@ -130,12 +130,8 @@ class StudyFile:
             "points": plan.space.points,
             "best": self.study.best_trial.number if done else None,
             "parameters": [
-                {
-                    "key": key,
-                    "text": parameter_text(distribution),
-                    "importance": importance.get(key),
-                }
-                for key, distribution in plan.space.parameters.items()
+                {"key": k, "text": parameter_text(distribution), "importance": importance.get(k)}
+                for k, distribution in plan.space.parameters.items()
             ],
             "trials": [_trial_entry(trial, self.folder) for trial in trials],
         }

@@ -34,11 +34,8 @@ def apply(config: Accumulation, builder: RunBuilder) -> str | None:
 
 def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int, str]:
     """Return the micro-batch for the fewest even parts that fit in memory, and the reason."""
-    batch, free, cpu = (
-        builder.batch_size,
-        memory.allocatable_bytes(builder.device),
-        builder.device.kind == "cpu",
-    )
+    batch, cpu = builder.batch_size, builder.device.kind == "cpu"
+    free = memory.allocatable_bytes(builder.device)
     if config.micro_batch is not None:
         return largest_slice(batch, min(config.micro_batch, batch)), "the accumulation technique"
     try:
@@ -69,12 +66,10 @@ def _step_bytes(builder: RunBuilder) -> tuple[int, int]:
     )
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     optimizer_bytes = gradient_bytes * (MOMENTS_PER_WEIGHT + builder.ema)
-    copy_bytes = 0
+    copied = 0
     if builder.device.kind == "cpu":  # on other devices checkpoints are copied to the host
-        copy_bytes = optimizer_bytes + sum(
-            t.nbytes for t in (*model.parameters(), *model.buffers())
-        )
-    return gradient_bytes + optimizer_bytes + copy_bytes, (large - small) // samples
+        copied = optimizer_bytes + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    return gradient_bytes + optimizer_bytes + copied, (large - small) // samples
 
 
 def engaged(config: Accumulation, run: Run) -> Evidence:

@@ -62,11 +62,8 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
 def _skip_reason(config: Amp, builder: RunBuilder) -> str | None:
     """Return why an optimization level skips it in a run too short to measure, or None."""
     capabilities = builder.device.capabilities
-    fast = (
-        capabilities.fp16_fast
-        if config.dtype is Precision.fp16
-        else capabilities.bf16_fast or capabilities.fp16_fast
-    )
+    fast = capabilities.fp16_fast
+    fast = fast or (config.dtype is not Precision.fp16 and capabilities.bf16_fast)
     if fast or not (builder.measure_gains or ENABLED in builder.recorded):
         return None
     reason = f"{builder.device.name} has no fast {config.dtype.value} product, and "
@@ -95,16 +92,14 @@ def engaged(config: Amp, run: Run) -> Evidence:
     from runner.techniques.layer_evidence import product_dtypes
 
     products = product_dtypes(run)
-    low_precision = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())
+    lowered = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())
     facts: dict[str, Any] = {
         "products": _count_dtypes(dtype for types in products.values() for dtype in types),
         "weights": _count_dtypes(p.dtype for p in run.model.parameters()),
     }
     if run.update.scale is not None:
         facts["loss_scale"] = float(run.update.scale.value)
-    return Evidence.of_share(
-        low_precision, len(products), "layers with all products in 16 bits", **facts
-    )
+    return Evidence.of_share(lowered, len(products), "layers with all products in 16 bits", **facts)
 
 
 def _count_dtypes(dtypes: Iterable[torch.dtype]) -> dict[str, int]:

@@ -27,10 +27,7 @@ def apply_techniques(
     """
     applied: NamedTechniques = []
     not_applied: list[TechniqueStatus] = []
-    extra = [
-        (target.rpartition(".")[2], _build_extra(target, instances, resolve))
-        for target in config.extra
-    ]
+    extra = [(t.rpartition(".")[2], _build_extra(t, instances, resolve)) for t in config.extra]
     for name, technique in [*config.techniques(), *extra]:
         if not technique.enabled:
             not_applied.append(TechniqueStatus(name, False, False, "not requested"))
@@ -79,8 +76,5 @@ def _strict_error(rows: list[TechniqueStatus]) -> ConfigError:
     first, *more = rows
     reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
     off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)
-    return ConfigError(
-        f"optimization.{first.name}",
-        f"cannot engage: {reason}",
-        f"set {off}, or optimization.strict=false",
-    )
+    fix = f"set {off}, or optimization.strict=false"
+    return ConfigError(f"optimization.{first.name}", f"cannot engage: {reason}", fix)

@@ -129,9 +129,7 @@ class RunParts:
     # by technique, for evidence
     technique_facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
-    fallback_reasons: dict[str, str] = field(
-        default_factory=dict
-    )  # reasons by technique that was given up
+    fallback_reasons: dict[str, str] = field(default_factory=dict)  # by technique given up
     switches: list[Switch] = field(default_factory=list)  # of techniques whose gain is measured
 
 

@@ -63,9 +63,7 @@ def _find_output_layer(builder: RunBuilder, inputs: Any) -> tuple[nn.Module | No
     """Return the layer that outputs the model's logits, if it runs once, and their shape."""
     outputs: list[tuple[nn.Module, Any]] = []
     layers = [m for m in builder.model.modules() if type(m) in (nn.Linear, OutputLayer)]
-    with probe.forward_hooks(
-        layers, after=lambda layer, _, output: outputs.append((layer, output))
-    ):
+    with probe.forward_hooks(layers, after=lambda layer, _, out: outputs.append((layer, out))):
         logits = find_logits(probe.forward(builder, inputs))
     last = next((layer for layer, output in outputs if output is logits), None)
     once = sum(layer is last for layer, _ in outputs) == 1

@@ -51,9 +51,8 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     builder.recoveries.append(compilation.recover)
     builder.scope.callback(compilation.stop)
     whole_step_measured = any(switch.name == "whole_step" for switch in builder.switches)
-    if (
-        builder.whole_step_options is None or whole_step_measured
-    ):  # both are measured, so each compiles
+    # both are measured, so each compiles
+    if builder.whole_step_options is None or whole_step_measured:
         min_steps = 2 * minimum_steps(builder) if whole_step_measured else 0
         measured = builder.add_trial(
             "compile", compilation.set_enabled, initially_on=False, min_steps=min_steps

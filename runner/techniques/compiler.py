@@ -224,9 +224,7 @@ def count_compiled_operators() -> dict[str, int]:
     from torch._inductor.codecache import PyCodeCache
 
     files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
-    names = [
-        name for file in files for name in OPERATOR_CALL.findall(file.read_text(errors="replace"))
-    ]
+    names = [name for f in files for name in OPERATOR_CALL.findall(f.read_text(errors="replace"))]
     return dict(Counter(f"aten::{name}" for name in names))
 
 
@@ -248,14 +246,8 @@ def compilation_facts() -> dict[str, Any]:
     details = {
         "broken_at": breaks[:10],
         "why_broken": [summarize_message(reason) for reason in reasons[:10]],
-        "failed": [
-            summarize_message(str(metrics.fail_reason))
-            for metrics in forward
-            if metrics.fail_reason
-        ][:5],
-        "why_recompiled": [
-            shorten(str(metrics.recompile_reason), 200) for metrics in recompiled[:5]
-        ],
+        "failed": [summarize_message(str(m.fail_reason)) for m in forward if m.fail_reason][:5],
+        "why_recompiled": [shorten(str(m.recompile_reason), 200) for m in recompiled[:5]],
     }
     return {
         "graphs": int(counters["stats"]["unique_graphs"]),

@@ -209,11 +209,8 @@ class AutoConfig:
         techniques = [name for name, _ in Optimization().techniques()] if self.without else []
         for name in self.without:
             if name not in techniques:
-                raise ConfigError(
-                    "optimization.auto.without",
-                    f"unknown technique {name!r}",
-                    f"use {', '.join(techniques)}",
-                )
+                fix = f"use {', '.join(techniques)}"
+                raise ConfigError("optimization.auto.without", f"unknown technique {name!r}", fix)
 
 
 @dataclass

@@ -90,9 +90,7 @@ def compile_break_even(builder: RunBuilder) -> tuple[int, str]:
         seconds = ASSUMED_STEP_S
         measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
     share = f"{COLD_COMPILE_S:.0f} s of compiling may take {MAX_COMPILE_SHARE:.0%} of the run"
-    return _round_to_two_digits(
-        COLD_COMPILE_S / MAX_COMPILE_SHARE / seconds
-    ), f"{measured}; {share}"
+    return _two_digits(COLD_COMPILE_S / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
 
 
 def _compile_rule(builder: RunBuilder) -> tuple[int, str]:
@@ -102,10 +100,10 @@ def _compile_rule(builder: RunBuilder) -> tuple[int, str]:
     else:
         flop = 3e6 * cost.mflop * builder.batch_size / builder.micro_batch
         steps = MIN_RUN_FLOP.get(builder.device.kind, MIN_RUN_FLOP_ACCELERATOR) / max(flop, 1.0)
-    return _round_to_two_digits(steps), f"by rule: {cost}"
+    return _two_digits(steps), f"by rule: {cost}"
 
 
-def _round_to_two_digits(steps: float) -> int:
+def _two_digits(steps: float) -> int:
     return int(float(f"{steps:.1e}"))  # the inputs are no more precise
 
 

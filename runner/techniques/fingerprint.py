@@ -109,6 +109,5 @@ class MeasuredTechnique(Technique):
         facts = {"measured": ", ".join(self.changes) or "nothing", **evidence.facts}
         if not self.changes:
             return Evidence(False, "claims to be engaged; nothing measurable changed", facts)
-        return replace(
-            evidence, reason="; ".join(filter(None, (CLAIM, evidence.reason))), facts=facts
-        )
+        reason = "; ".join(filter(None, (CLAIM, evidence.reason)))
+        return replace(evidence, reason=reason, facts=facts)

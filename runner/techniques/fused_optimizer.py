@@ -31,18 +31,15 @@ def engaged(config: FusedOptimizer, run: Run) -> Evidence:
     weights: Counter[str] = Counter()
     for group in optimizer.param_groups:
         weights[_implementation(optimizer, group)] += len(group["params"])
-    implementation = weights.most_common(1)[0][0]
+    kind = weights.most_common(1)[0][0]
     guard = "host reads a flag" if update.revertible is None else "taken back on the device"
-    facts = {
-        "implementation": implementation,
-        "guard": "in the kernel" if update.in_kernel else guard,
-    }
+    facts = {"implementation": kind, "guard": "in the kernel" if update.in_kernel else guard}
     counted = "weights updated by a fused kernel"
     evidence = Evidence.of_share(weights["fused"], weights.total(), counted, **facts)
     if weights["fused"]:
         return evidence
     name = type(optimizer).__name__
-    reason = f"{name} has no fused kernel for these options: {implementation}"
+    reason = f"{name} has no fused kernel for these options: {kind}"
     return replace(evidence, reason=reason)
 
 

@@ -91,10 +91,8 @@ def engaged(config: Pipeline, run: Run) -> Evidence:
         evidence = Evidence.of_share(ready, requested, "batches ready when requested", **facts)
         wait_without_workers = facts.get("wait_share_without_workers", 1.0)
         return replace(evidence, engaged=ready > 0 or facts["wait_share"] < wait_without_workers)
-    is_refused = any(c.key == "data.device_prefetch" and not c.value for c in run.choices)
+    refused = any(c.key == "data.device_prefetch" and not c.value for c in run.choices)
     is_off = run.settings.get("data.device_prefetch") is False
-    facts["copied_aside"] = uses_stream = (
-        run.device.kind == "cuda" and not is_refused and not is_off
-    )
+    facts["copied_aside"] = uses_stream = run.device.kind == "cuda" and not refused and not is_off
     reason = "" if uses_stream else "no prefetching workers: they cost more than they save"
     return Evidence(uses_stream, reason, facts)

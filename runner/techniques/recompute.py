@@ -88,7 +88,7 @@ def engaged(config: Recompute, run: Run) -> Evidence:
     recompute.recomputed.clear()
     with torch.compiler.set_stance("force_eager"):  # few samples, as a step may not fit
         saved = measure_saved(samples) * run.micro_batch // samples
-        recomputed_count = len(recompute.recomputed)
+        recomputed = len(recompute.recomputed)
         recompute.disabled = True
         try:
             saved_without = measure_saved(samples) * run.micro_batch // samples
@@ -101,14 +101,10 @@ def engaged(config: Recompute, run: Run) -> Evidence:
     if run.compilation is not None and run.compilation.mode:
         facts["compiled_held_bytes"] = compiled = measure_saved(None)
         # a graph without recomputation saves about as much as eager without it
-        is_smaller = 0 < compiled < SAVING_RATIO * saved_without
-        return Evidence(
-            is_smaller, "" if is_smaller else "the compiled graph saves no memory", facts
-        )
-    facts["recomputed_blocks"] = recomputed_count
-    return Evidence.of_share(
-        recomputed_count, block_count, "blocks ran again in the backward", **facts
-    )
+        smaller = 0 < compiled < SAVING_RATIO * saved_without
+        return Evidence(smaller, "" if smaller else "the compiled graph saves no memory", facts)
+    facts["recomputed_blocks"] = recomputed
+    return Evidence.of_share(recomputed, block_count, "blocks ran again in the backward", **facts)
 
 
 @dataclass

@@ -58,9 +58,7 @@ def apply(config: System, builder: RunBuilder) -> str | None:
             reasons["cudnn_benchmark"] = None
     if all(reasons.values()):
         return "; ".join(f"{name}: {why}" for name, why in reasons.items())
-    builder.technique_facts["system"] = {
-        f"{name}_left_alone": why for name, why in reasons.items() if why
-    }
+    builder.technique_facts["system"] = {f"{n}_left_alone": w for n, w in reasons.items() if w}
     return None
 
 
@@ -93,9 +91,7 @@ def engaged(config: System, run: Run) -> Evidence:
     """Read the settings back from the process."""
     settings = run.device.settings
     facts: dict[str, Any] = {key: settings[key] for key in ("threads", "affinity", "priority")}
-    facts["waiting"] = {
-        key: os.environ[key] for key in WAIT_VARIABLES if key in os.environ
-    } or "spin"
+    facts["waiting"] = {k: os.environ[k] for k in WAIT_VARIABLES if k in os.environ} or "spin"
     facts["allocator"] = allocator.malloc_name()
     facts |= run.technique_facts.get("system", {})
     problems = []
@@ -123,15 +119,9 @@ def flush_denormals(scope: ExitStack) -> str | None:
     an update full of them took 21 times as long. `torch.set_flush_denormal` sets the calling thread
     only (torch 2.13), so OpenMP's threads, in which operators run, are set separately.
     """
-    paths = [
-        path
-        for path in allocator.loaded_libraries()
-        if Path(path).name.startswith(OPENMP_LIBRARIES)
-    ]
+    paths = [p for p in allocator.loaded_libraries() if Path(p).name.startswith(OPENMP_LIBRARIES)]
     libraries = [ctypes.CDLL(path) for path in paths]
-    parallel_regions = [
-        library.GOMP_parallel for library in libraries if hasattr(library, "GOMP_parallel")
-    ]
+    parallel_regions = [lib.GOMP_parallel for lib in libraries if hasattr(lib, "GOMP_parallel")]
     if not parallel_regions:
         return "operator threads are not accessible"
     for kind in (np.float32, np.float64):

@@ -34,10 +34,8 @@ def engaged(config: Tf32, run: Run) -> Evidence:
         "cudnn": torch.backends.cudnn.allow_tf32,
         "products_are_rounded": rounds_to_tf32(run.device.torch),
     }
-    is_rounded = all(facts.values())
-    return Evidence(
-        is_rounded, "" if is_rounded else "fp32 products keep their whole mantissa", facts
-    )
+    rounded = all(facts.values())
+    return Evidence(rounded, "" if rounded else "fp32 products keep their whole mantissa", facts)
 
 
 def rounds_to_tf32(device: torch.device) -> bool:

@@ -49,9 +49,8 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
     _allow_gradients_in_graphs(builder.scope, dynamo_config)
     builder.whole_step_options = {"cpp_wrapper": config.cpp_wrapper}
     if builder.device.kind != "cpu":
-        builder.whole_step_options = dict(
-            torch._inductor.list_mode_options(compiler.select_modes("auto", builder)[0])
-        )
+        mode = compiler.select_modes("auto", builder)[0]
+        builder.whole_step_options = dict(torch._inductor.list_mode_options(mode))
     # the graph uses this optimizer's state, and the optimizer runs steps outside of the graph
     builder.optimizer_options.update(fused)
     builder.add_trial("whole_step", GraphHolder().set_enabled, initially_on=False)

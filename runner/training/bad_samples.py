@@ -49,9 +49,8 @@ class BadSampleTracker:
             if usable not in fetches.values():  # data that a trained model is applied to
                 fetches = {"": usable}
             problems = {(n, i): text for n, x in fetches.items() for i, text in x.bad.items()}
-            check_bad_share(
-                problems, sum(len(x.order.indices) for x in fetches.values()), self.config
-            )
+            total = sum(len(x.order.indices) for x in fetches.values())
+            check_bad_share(problems, total, self.config)
         return empty
 
     def make_skipped_step(self) -> Step:

@@ -30,7 +30,5 @@ class TrainingConfig:
                 "training.steps", "is given together with training.epochs", "name one"
             )
         if self.micro_batch is not None and self.micro_batch > self.batch_size:
-            raise ConfigError(
-                "training.micro_batch",
-                f"must be ≤ training.batch_size={self.batch_size}, got {self.micro_batch}",
-            )
+            problem = f"must be ≤ training.batch_size={self.batch_size}, got {self.micro_batch}"
+            raise ConfigError("training.micro_batch", problem)

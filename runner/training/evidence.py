@@ -44,10 +44,7 @@ def build_summary(
         throughput=run.stopwatch.throughput(
             run.sizes.sequence if run.objective.unit == "tokens" else None
         ),
-        memory=MemoryPeaks(
-            memory.peak_process_bytes(),
-            memory.peak_device_bytes(run.device),
-        ),
+        memory=MemoryPeaks(memory.peak_process_bytes(), memory.peak_device_bytes(run.device)),
         techniques=technique_statuses(run),
         tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
         skipped_steps=progress.skipped,

@@ -32,15 +32,11 @@ class GracePeriod:
     """
 
     def __init__(
-        self,
-        run: Run,
-        interrupts: InterruptHandler,
-        signal_number: int,
-        resume_hint: Callable[[], str],
+        self, run: Run, interrupts: InterruptHandler, received: int, resume_hint: Callable[[], str]
     ) -> None:
         """`resume_hint` returns text on how to resume the run."""
         self.run, self.interrupts = run, interrupts
-        self.signal_number, self.resume_hint = signal_number, resume_hint
+        self.signal_number, self.resume_hint = received, resume_hint
         self.children: list[psutil.Process] = []
 
     def wait_for_step(self, next_signal: Callable[[float], int | None]) -> None:

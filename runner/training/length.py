@@ -25,11 +25,9 @@ def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
     size = config.training.batch_size
     steps = samples // size if config.data.drop_last else -(-samples // size)
     if steps == 0:
-        raise ConfigError(
-            "training.batch_size",
-            f"{size} exceeds the {samples} training samples, with data.drop_last=true",
-            "use a smaller batch or data.drop_last=false",
-        )
+        problem = f"{size} exceeds the {samples} training samples, with data.drop_last=true"
+        fix = "use a smaller batch or data.drop_last=false"
+        raise ConfigError("training.batch_size", problem, fix)
     if size > samples:
         log.warning(
             "training.batch_size=%d exceeds the %d training samples: each batch holds all of them",

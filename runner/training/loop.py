@@ -25,18 +25,14 @@ from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
 from runner.training.evaluation import evaluate
-from runner.training.evidence import (
-    build_summary,
-    collect_evidence,
-    technique_statuses,
-)
+from runner.training.evidence import build_summary, collect_evidence, technique_statuses
 from runner.training.hook import Evaluation, Verdict, check_hooks
 from runner.training.recovery import is_out_of_memory, translate_oom
 from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
 from runner.training.run import Run, check_run
 from runner.training.signals import InterruptHandler
 from runner.training.step import call_hooks, enter_session, make_step, overrides_event, record_step
-from runner.training.summary import Summary
+from runner.training.summary import FINISHED_STATUSES, Summary
 
 if TYPE_CHECKING:
     from runner.training.grace import GracePeriod
@@ -95,7 +91,7 @@ def _read_ended_summary(run: Run) -> Summary | None:
     if run.folder is not None:
         with suppress(StorageError):  # missing or damaged
             summary = Summary.read(run.folder)
-            if summary.status in ("done", "stopped") and summary.steps == run.progress.step:
+            if summary.status in FINISHED_STATUSES and summary.steps == run.progress.step:
                 return summary
     return None
 
@@ -359,11 +355,8 @@ def _enforce_strict(run: Run) -> None:
     collect_evidence(run)
     for row in technique_statuses(run):
         if row.requested and not row.engaged:
-            raise ConfigError(
-                f"optimization.{row.name}",
-                f"did not engage: {row.reason}",
-                "switch it off or set optimization.strict=false",
-            )
+            fix = "switch it off or set optimization.strict=false"
+            raise ConfigError(f"optimization.{row.name}", f"did not engage: {row.reason}", fix)
 
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:

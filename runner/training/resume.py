@@ -147,11 +147,9 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             "the data or the batch size changed: an epoch used to have %d steps",
             state["steps_per_epoch"],
         )
-    if (threads_before := state["threads"]) != (threads_now := run.device.threads):
+    if (then := state["threads"]) != (now := run.device.threads):
         log.warning(
-            "threads: %d before, %d now: last bits may differ; see device.threads",
-            threads_before,
-            threads_now,
+            "threads: %d before, %d now: last bits may differ; see device.threads", then, now
         )
     reason = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
     run.choices.append(Choice("checkpoint.resume", str(restored.path), reason))
@@ -212,12 +210,8 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     progress.rollbacks += 1
     if progress.best_step != progress.step:  # the best checkpoint is of this step, and stays
         run.saved_step = min(run.saved_step, progress.step - 1)  # its weights were replaced
-    run.history.add(
-        "rollback",
-        f"rolled back to step {restored.step}, learning rate times {backoff * factor:g}",
-        step=progress.step,
-        category="numerics",
-    )
+    message = f"rolled back to step {restored.step}, learning rate times {backoff * factor:g}"
+    run.history.add("rollback", message, step=progress.step, category="numerics")
     return True
 
 
@@ -241,9 +235,8 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
             log.warning("%s", error)
             restored, step = None, None if folder is None else int(folder.name.rpartition("_")[2])
         if restored is not None:
-            nonfinite = find_non_finite(
-                restored.model, restored.state["update"], run.stability.nonfinite_by_design
-            )
+            by_design = run.stability.nonfinite_by_design
+            nonfinite = find_non_finite(restored.model, restored.state["update"], by_design)
             if nonfinite is not None:
                 log.warning(
                     "the checkpoint of step %d is not usable: %s is not finite", step, nonfinite

@@ -95,17 +95,13 @@ class Run(RunParts):
     trials: Trials | None = None  # of techniques whose gain is measured
     batch_validator: BatchValidator | None = None  # checks each batch before its step
     captures: CaptureRecorder | None = None  # writes bad steps for job=replay
-    bad_samples: BadSampleTracker | None = (
-        None  # counts bad samples, which data.bad_samples=drop leaves out
-    )
+    bad_samples: BadSampleTracker | None = None  # counts those that data.bad_samples=drop omits
 
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
     evaluation_batch: int | None = None  # samples per forward, once a whole batch did not fit
     operators: Mapping[str, int] | None = None  # calls of each operator in one step, once profiled
-    quantized: Quantized | None = (
-        None  # set by the quantization technique if it is smaller and accurate
-    )
+    quantized: Quantized | None = None  # set by quantization if it is smaller and accurate
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # of process and device

@@ -63,9 +63,7 @@ def _hooked_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for hook in due:
                 stack.enter_context(_StepContext(hook, run))
-            result = _eager_step(
-                run, batch, [hook for hook in due if overrides_event(hook, "on_gradients")]
-            )
+            result = _eager_step(run, batch, [h for h in due if overrides_event(h, "on_gradients")])
         return result
     except BaseException:
         if result is not None:  # the update was made: a run that continues must not repeat it
@@ -112,12 +110,9 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
             run.stability.vetoed.append(step.number)
-    if (
-        run.world is None
-        and run.batch_validator is not None
-        and run.batch_validator.veto is not None
-    ):
-        step.skipped = torch.maximum(step.skipped, run.batch_validator.veto)
+    validator = run.batch_validator
+    if run.world is None and validator is not None and validator.veto is not None:
+        step.skipped = torch.maximum(step.skipped, validator.veto)
     run.update.apply(step.grad_norm, step.skipped)
     run.stopwatch.split("optimizer")
     return step, verdict
@@ -130,9 +125,8 @@ def _graph_step(run: Run, graph: StepGraph, batch: Batch) -> Step | None:
     if not graph.steps:
         log.info("compiling the step: seconds, or up to a minute the first time")
     try:
-        loss, norm, skipped = graph(
-            batch, None if run.batch_validator is None else run.batch_validator.veto
-        )
+        veto = None if run.batch_validator is None else run.batch_validator.veto
+        loss, norm, skipped = graph(batch, veto)
     except Exception as error:
         from runner.techniques import compiler
 

@@ -16,6 +16,8 @@ from runner.techniques.base import Choice, TechniqueStatus
 from runner.training.hook import Cost
 
 SUMMARY_FILE = "summary.json"
+FINISHED_STATUSES = ("done", "stopped")
+"""Statuses of a run that ended normally and is not run again; others are failures with a reason."""
 STATUS_HEAD_BYTES = 64  # bytes at the start of the file that contain the status
 
 

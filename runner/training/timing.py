@@ -116,9 +116,7 @@ class Stopwatch:
         p50, p95 = np.percentile(self.settled_step_seconds(), [50, 95]).tolist()
         total = self.settled_seconds or self.total_seconds
         rate = self.samples / total if self.count > SETTLING else 0.0
-        shares = self._device_split() or {
-            x: seconds / total for x, seconds in self.phase_seconds.items()
-        }
+        shares = self._device_split() or {x: s / total for x, s in self.phase_seconds.items()}
         exposed = min(self.exposed_share, shares["backward"])
         shares["backward"] -= exposed
         shares["waiting"] += exposed

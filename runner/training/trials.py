@@ -118,8 +118,8 @@ class Trial:
         """Return (seconds with, seconds without) per step, by pair of blocks."""
         pairs = zip(self.fastest[::2], self.fastest[1::2], strict=True)
         return [
-            (b, a) if number % 2 else (a, b)
-            for number, (a, b) in enumerate(pairs)
+            (b, a) if i % 2 else (a, b)
+            for i, (a, b) in enumerate(pairs)
             if a is not None and b is not None
         ]
 
@@ -203,11 +203,9 @@ class Trials:
         """Switch each technique on or off for `step`."""
         for name, switch in self.switches.items():
             trial = self.find(name)
-            on = (
-                switch.initially_on
-                if trial is None
-                else trial.uses_technique(step, switch.initially_on)
-            )
+            on = switch.initially_on
+            if trial is not None:
+                on = trial.uses_technique(step, on)
             if on is not switch.on:
                 switch.set_enabled(run, on)
                 switch.on = on

@@ -205,13 +205,9 @@ class EqualityCheck:
         if (first := self.first_failure) is None:
             return result
         saved = self.checkpoint_steps
-        return replace(
-            result,
-            first=f"{first.key} in {self.precision}",
-            distance=first.distance,
-            limit=first.limit,
-            cause=likely_cause(first.key, self.precision, distributed, facts, saved),
-        )
+        cause = likely_cause(first.key, self.precision, distributed, facts, saved)
+        name = f"{first.key} in {self.precision}"
+        return replace(result, first=name, distance=first.distance, limit=first.limit, cause=cause)
 
 
 def largest_by_group(values: Values) -> dict[tuple[str, str], float]:

@@ -132,11 +132,9 @@ def _apply_selection(
     given: Components, config: RunConfig, names: Sequence[str], reason: str
 ) -> Components:
     value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
-    return replace(
-        given,
-        optimization=enable_techniques(config.optimization, names),
-        chosen=[Choice(KEY, value, escape_control_chars(reason))],
-    )
+    choice = Choice(KEY, value, escape_control_chars(reason))
+    enabled = enable_techniques(config.optimization, names)
+    return replace(given, optimization=enabled, chosen=[choice])
 
 
 def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
@@ -199,9 +197,8 @@ def _run_search(config: RunConfig, given: Components, estimate: RunEstimate) -> 
     excluded = {*estimate.exclusions, *pinned_techniques(config.optimization)}
     candidates = make_candidates(excluded)
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
-    settings = BenchmarkConfig(
-        warmup_steps=WARMUP_STEPS, block_s=BLOCK_S, timeout_s=max(MIN_TIMEOUT_S, auto.budget_s)
-    )
+    timeout_s = max(MIN_TIMEOUT_S, auto.budget_s)
+    settings = BenchmarkConfig(warmup_steps=WARMUP_STEPS, block_s=BLOCK_S, timeout_s=timeout_s)
     _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
     options = MeasureOptions(settings, given=given, announce=_announce)
     steps, step_s = estimate.steps, estimate.step_seconds
@@ -253,15 +250,13 @@ def _time_steps(run: Run) -> float:
 def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
     """Return the techniques that cannot have an effect or are excluded, each with the reason."""
     with torch.no_grad():
-        attention_calls = record_calls(
-            partial(call_model, run.forward, run.train.at(0)[0]), run.model
-        )
+        calls = record_calls(partial(call_model, run.forward, run.train.at(0)[0]), run.model)
     has_convolution = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
     no_attention = "the model does not call scaled_dot_product_attention"
     no_effect = {
         "channels_last": "" if has_convolution else "no 2-d convolution",
-        "attention": "" if attention_calls else no_attention,
+        "attention": "" if calls else no_attention,
         "pipeline": "the data is in memory" if in_memory else "",
         "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
     }

@@ -362,10 +362,8 @@ class Search:
         starts_s = sum(map(self._estimate_start_s, rows)) + 2 * self.start_s
         seconds = max(FINAL_S, self._remaining_s() - starts_s)
         processes = self.options.settings.processes
-        start_limit_s = self._seconds_until_stop
-        round_ = self._measure(
-            rows, seconds, FINAL_HALF_WIDTH, processes, start_limit_s, CONTROL_ARM
-        )
+        limit_s = self._seconds_until_stop
+        round_ = self._measure(rows, seconds, FINAL_HALF_WIDTH, processes, limit_s, CONTROL_ARM)
         if (control := round_.ratio([NONE], [CONTROL_ARM])) is not None:
             self.noise_floor = max(self.noise_floor, control.ratio - 1, 1 / control.ratio - 1)
         for row in rows:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from runner.benchmark.blocks import WorkerFailure
 from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
+from runner.parent_death import watch_parent
 
 EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
 UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script
@@ -211,7 +211,7 @@ def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     redirect_output(child.log)
-    threading.Thread(target=_end_with_parent, args=(child.parent_death_pipe,), daemon=True).start()
+    watch_parent(child.parent_death_pipe.fileno())
     os.environ.clear()  # the fork server's may be stale; PYTHONSAFEPATH was for the start only
     os.environ.update(child.environment)
     main(child, *arguments)
@@ -231,9 +231,3 @@ def redirect_output(log: Path | None) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable()
-
-
-def _end_with_parent(parent_death_pipe: Connection) -> None:
-    with suppress(EOFError, OSError):
-        parent_death_pipe.recv_bytes()  # blocks until the parent's end closes; nothing is ever sent
-    os.killpg(0, signal.SIGKILL)

@@ -52,8 +52,7 @@ def join_ranks(
     spec, safe_path = replace(spec, config=config), SAFE_PATH in os.environ
     context = multiprocessing.get_context("spawn")
     other_ranks = [
-        context.Process(target=_train_rank, args=(spec, payload, place, safe_path))
-        for place in places[1:]
+        context.Process(target=_train_rank, args=(spec, payload, p, safe_path)) for p in places[1:]
     ]
     try:
         with worker_environment():

@@ -47,16 +47,13 @@ class TurnHook(Hook):
     """Lets a run continue for one turn at a time.
 
     `next_request(answer)` sends the last turn's answer and blocks for the next request: the seconds
-    of a turn, or `FINISH`. `process_start` is in the time of `time.perf_counter`.
+    of a turn, or `FINISH`. `started` is in the time of `time.perf_counter`.
     """
 
     def __init__(
-        self,
-        settings: BenchmarkConfig,
-        next_request: Callable[[Any], float | str],
-        process_start: float,
+        self, settings: BenchmarkConfig, next_request: Callable[[Any], float | str], started: float
     ) -> None:
-        self.next_request, self.process_start = next_request, process_start
+        self.next_request, self.process_start = next_request, started
         self.warmup_steps = max(settings.warmup_steps, MIN_TURN_STEPS + 1)
         self.training_log = TrainingLog()
         # `next_action` is called after this many steps and this time

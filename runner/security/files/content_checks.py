@@ -40,11 +40,7 @@ def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTens
     """Return all tensors with their key paths. Raises FileRefusal for anything but plain data."""
     tensors: list[LocatedTensor] = []
     _visit(content, (), limits.depth, {}, tensors)
-    total = sum(
-        part.numel() * part.element_size()
-        for _, tensor in tensors
-        for part in _strided_parts(tensor)
-    )
+    total = sum(p.numel() * p.element_size() for _, t in tensors for p in _strided_parts(t))
     if total > limits.may_expand(size):
         evidence = f"its tensors would take {total:,} bytes, and the file has {size:,}"
         raise FileRefusal("tensor.expanded", "", evidence, "save them with .clone()")
@@ -52,24 +48,20 @@ def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTens
 
 
 def _visit(
-    value: Any,
-    key_path: KeyPath,
-    depth: int,
-    visited: dict[int, bool],
-    tensors: list[LocatedTensor],
+    value: Any, path: KeyPath, depth: int, visited: dict[int, bool], tensors: list[LocatedTensor]
 ) -> None:
     """Visit nested values depth first; `visited`: id → whether all of it was visited."""
     if type(value) in PLAIN or visited.get(id(value)):
         return
-    if id(value) in visited or len(key_path) > depth:
+    if id(value) in visited or len(path) > depth:
         problem = f"contains itself, or is nested more than {depth} deep"
-        raise FileRefusal("content.depth", format_key_path(key_path[:4]), problem, SAVE_AGAIN)
+        raise FileRefusal("content.depth", format_key_path(path[:4]), problem, SAVE_AGAIN)
     visited[id(value)] = False
-    for key, child in _children(value, key_path):
-        _visit(child, (*key_path, key), depth, visited, tensors)
+    for key, child in _children(value, path):
+        _visit(child, (*path, key), depth, visited, tensors)
     if type(value) in TENSORS:
-        _check_tensor(value, key_path)
-        tensors.append((key_path, value))
+        _check_tensor(value, path)
+        tensors.append((path, value))
     visited[id(value)] = True
 
 
@@ -135,7 +127,7 @@ def format_key_path(key_path: KeyPath) -> str:
 def check_values(tensors: list[LocatedTensor]) -> list[Reason]:
     """Return a warning for each tensor with NaN, infinities or very large numbers."""
     warnings = []
-    for key_path, tensor in tensors:
+    for path, tensor in tensors:
         numbers = _float_values(tensor.detach())
         if numbers is None:
             continue
@@ -145,9 +137,7 @@ def check_values(tensors: list[LocatedTensor]) -> list[Reason]:
         code, evidence = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
         if not (math.isfinite(low) and math.isfinite(high)):
             code, evidence = "weights.not_finite", f"holds {'NaN' if low != low else 'an infinity'}"
-        warnings.append(
-            Reason(code, Severity.WARNING, format_key_path(key_path), evidence, WAY_OUT)
-        )
+        warnings.append(Reason(code, Severity.WARNING, format_key_path(path), evidence, WAY_OUT))
     if len(warnings) > MAX_WARNINGS:
         more = f"{len(warnings) - MAX_WARNINGS:,} more tensors like these"
         warnings[MAX_WARNINGS:] = [Reason("weights.more", Severity.WARNING, "", more)]

@@ -43,10 +43,7 @@ def encode(
 
 
 def _encode(
-    value: Any,
-    path: str,
-    ancestors: tuple[int, ...],
-    convert_tensor: Callable[[str, Tensor], Tensor],
+    value: Any, path: str, parents: tuple[int, ...], convert_tensor: Callable[[str, Tensor], Tensor]
 ) -> Any:
     if type(value) in _PLAIN_TYPES:
         return value
@@ -54,21 +51,20 @@ def _encode(
         return convert_tensor(path, _detach(value, path))
     if isinstance(value, np.ndarray):
         return convert_tensor(path, _from_numpy(value, path))
-    if id(value) in ancestors:
+    if id(value) in parents:
         raise TypeError(f"{path} contains itself, which a checkpoint cannot store")
-    ancestors = (*ancestors, id(value))
+    parents = (*parents, id(value))
     if (converted := _simplify(value)) is not value:
-        return _encode(converted, path, ancestors, convert_tensor)
+        return _encode(converted, path, parents, convert_tensor)
     if isinstance(value, Mapping):
         pairs = [(_encode_key(key, path), item) for key, item in value.items()]
         if len(dict(pairs)) != len(pairs):
             raise TypeError(f"{path} has two keys with the same name in a checkpoint")
         return {
-            key: _encode(item, _child_path(path, key), ancestors, convert_tensor)
-            for key, item in pairs
+            k: _encode(item, _child_path(path, k), parents, convert_tensor) for k, item in pairs
         }
     if isinstance(value, list | tuple | deque):
-        items = [_encode(x, f"{path}[{i}]", ancestors, convert_tensor) for i, x in enumerate(value)]
+        items = [_encode(x, f"{path}[{i}]", parents, convert_tensor) for i, x in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
         return {_encode_key(item, path) for item in value}

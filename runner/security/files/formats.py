@@ -85,11 +85,9 @@ def identify_format(data: Data, name: str) -> str:
     if not kind and head and suffix in PICKLE_SUFFIXES:
         kind = "pickle"  # torch's loader reports what is wrong
     if not kind:
-        evidence = (
-            f"begins with {head[:8].hex(' ')}, which matches no known format"
-            if head
-            else "is empty"
-        )
+        evidence = "is empty"
+        if head:
+            evidence = f"begins with {head[:8].hex(' ')}, which matches no known format"
         raise FileRefusal("format.unknown", "", evidence, f"{FORMATS_HINT}; {CONVERT}")
     expected = FORMAT_OF_SUFFIX.get(suffix, kind)
     if expected != kind:

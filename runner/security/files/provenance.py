@@ -188,9 +188,7 @@ def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
         _check_digests(assessment, parent, names, SUMS_FILE)
         recorded = _check_digests(assessment, parent, names, MANIFEST)
         loadable = {
-            Path(name).name
-            for name in names
-            if assessment.files[name].format != OTHER or is_model_name(name)
+            Path(n).name for n in names if assessment.files[n].format != OTHER or is_model_name(n)
         }
         checked = checked and loadable <= set(recorded)
     if assessment.refusals:

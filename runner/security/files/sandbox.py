@@ -17,13 +17,13 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self
 
 from runner.findings import Reason, Severity
+from runner.parent_death import watch_parent
 from runner.security.files.file_bytes import LINUX, FileBytes, map_bytes
 from runner.security.files.formats import printable
 from runner.security.files.policy import FileLimits
@@ -193,7 +193,7 @@ def _refusal_answer(code: str, where: str, evidence: str) -> tuple[str, list[Rea
 def serve() -> None:
     """Answer each line of standard input; end when it closes, as when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    watch_parent(0)  # even during an examination
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep libraries' output out of the answers
     import torch
@@ -212,17 +212,15 @@ def serve() -> None:
         size = os.fstat(descriptor).st_size
         _limit_time_and_memory(limits, size)
         data, path = map_bytes(descriptor, size), f"/dev/fd/{descriptor}"
-        examination = examine(data, path, name, limits, deep=request["deep"])
-        rows = [
-            [r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in examination.reasons
-        ]
-        print(json.dumps({"format": examination.format, "reasons": rows}), file=answers, flush=True)
-        examination.content = None
+        result = examine(data, path, name, limits, deep=request["deep"])
+        rows = [[r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in result.reasons]
+        print(json.dumps({"format": result.format, "reasons": rows}), file=answers, flush=True)
+        result.content = None
         if isinstance(data, mmap.mmap):
             with suppress(BufferError):
                 data.close()
         os.close(descriptor)
-        del data, examination
+        del data, result
         gc.collect()
 
 
@@ -249,11 +247,3 @@ def _lower_limit(resource_id: int, value: int) -> None:
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
     resource.setrlimit(resource_id, (value, hard))
-
-
-def _end_with_parent() -> None:
-    """Kill the process group when standard input closes, even during an examination."""
-    poll = select.poll()
-    poll.register(0, 0)  # a hang-up is always reported
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)

@@ -75,9 +75,7 @@ class Scanner:
                 assessment.refuse([_unopened_reason("file.unreadable", name, str(error), loadable)])
                 continue
             assessment.files[name] = facts
-            assessment.refuse(
-                reasons if is_single else [_prefix_name(name, reason) for reason in reasons]
-            )
+            assessment.refuse(reasons if is_single else [_prefix_name(name, r) for r in reasons])
             if report is not None:
                 report(facts.size)
         set_trust(assessment, item.path, self.policy)
@@ -135,10 +133,8 @@ def list_folder(path: Path) -> ScanItem:
     """Return a file, or a folder judged as a whole."""
     if not os.path.isdir(path):
         if os.path.exists(path) and not os.path.isfile(path):
-            return ScanItem(
-                path,
-                findings=[_unopened_reason("file.special", path.name, SPECIAL_FILE, refuse=True)],
-            )
+            reason = _unopened_reason("file.special", path.name, SPECIAL_FILE, refuse=True)
+            return ScanItem(path, findings=[reason])
         return ScanItem(path, files={path.name: path})
     item = ScanItem(path, "checkpoint" if _is_checkpoint(path) else "folder")
     for folder, names in _walk(path):
@@ -190,11 +186,8 @@ def _add_file(item: ScanItem, name: str, path: Path, roots: list[Path]) -> None:
         if path.is_symlink():
             target = path.resolve()
             if not target.exists() or not any(target.is_relative_to(root) for root in roots):
-                item.findings.append(
-                    _unopened_reason(
-                        "link.outside", name, f"a link that leads to {target}", is_model
-                    )
-                )
+                evidence = f"a link that leads to {target}"
+                item.findings.append(_unopened_reason("link.outside", name, evidence, is_model))
             elif target.is_file() and is_model and path.suffix != target.suffix:
                 item.files[name] = path  # a loader uses the name it is given
             # else it is visited at its real place
