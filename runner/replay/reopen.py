@@ -87,6 +87,9 @@ def reopen_run(
         yield run, _move_batch(run, capture.batch)
 
 
+reopened = reopen_run  # imported by the reproduce.py of earlier versions
+
+
 def with_weights(capture: Capture, folder: Path, trusted: Sequence[str] = ()) -> Capture:
     """Return the capture with the weights before the step, so that opening it repeats no steps.
 
