@@ -60,14 +60,9 @@ def load_checkpoint(
     else:
         is_ours = policy is None or is_in_run_tree(folder, policy)
         trust = Trust.CHECKED if is_ours else Trust.UNTRUSTED
+    model, differences = {**weights, **other_entries}, _differences(folder, facts)
     return RestoredCheckpoint(
-        facts.step,
-        {**weights, **other_entries},
-        state,
-        folder,
-        differences=_differences(folder, facts),
-        sha256=digest,
-        trust=trust,
+        facts.step, model, state, folder, differences=differences, sha256=digest, trust=trust
     )
 
 

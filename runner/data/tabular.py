@@ -73,16 +73,10 @@ def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsD
         labels, sizes, inferred = fit_target(target, config, table, train)
         sizes = replace(sizes, in_features=encoded.shape[1])
         choices = (*choices, *inferred)
+    inputs, targets = torch.from_numpy(encoded), torch.from_numpy(labels)
+    parts, choices = (train, validation), (*choices, *rule)
     return TensorsDataset(
-        torch.from_numpy(encoded),
-        torch.from_numpy(labels),
-        sizes,
-        (train, validation),
-        (*choices, *rule),
-        columns,
-        table.rows,
-        "data.ignore",
-        table.ids,
+        inputs, targets, sizes, parts, choices, columns, table.rows, "data.ignore", table.ids
     )
 
 

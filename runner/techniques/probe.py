@@ -77,13 +77,9 @@ def preserve_builder_state(builder: RunBuilder) -> AbstractContextManager[None]:
 
     Raises NotRestorable on entry if that is not possible.
     """
+    device, safe = builder.device.torch, large_parameters(builder.model)
     return preserve_state(
-        builder.model,
-        builder.forward,
-        builder.objective,
-        device=builder.device.torch,
-        safe=large_parameters(builder.model),
-        complete=True,
+        builder.model, builder.forward, builder.objective, device=device, safe=safe, complete=True
     )
 
 

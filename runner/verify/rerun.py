@@ -90,16 +90,10 @@ def compare_runs(
         changes.insert(0, "config: changed by typed overrides or by this version's defaults")
     if not any(key.startswith("data") for key, _ in _read_facts(recorded)):
         notes.append("the run has no digest of its data: changed data would not be detected")
+    counts = {"metric": len(metrics), "weights": int(step is not None)}
+    cause = (changes or [UNEXPLAINED])[0] if names else ""
     return RerunEquality(
-        str(recorded),
-        summary.steps,
-        {"metric": len(metrics), "weights": int(step is not None)},
-        names,
-        was,
-        now,
-        changes,
-        (changes or [UNEXPLAINED])[0] if names else "",
-        notes,
+        str(recorded), summary.steps, counts, names, was, now, changes, cause, notes
     )
 
 
