@@ -40,6 +40,8 @@ PRECISION_FACTOR = 10.0
 """Factor on the single process's distance from fp64."""
 MIN_LIMIT = 1e-12
 """Limit of a value that shows no rounding in the steps made."""
+OWN_MINIMUM = PRECISION_FACTOR * 2.0**-23
+"""The same limit in the run's own precision: roundings of fp32."""
 ROUNDING_TECHNIQUES = "tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split()
 """Techniques that change rounding or lack fp64 kernels: own precision only."""
 OPTIMIZER_OPTIONS = "optimizer.param_groups."  # are given by the config
@@ -118,7 +120,9 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
             limits = check.limits_by_rounding(single, exact_config, fp64=True)
             check.compare(FP64, single, without_reduced_precision(config), fp64, limits)
             single_own = check.train("one own", single_config, own_precision)
-            limits = measured_limits(single.values, single_own.values, PRECISION_FACTOR)
+            limits = measured_limits(
+                single.values, single_own.values, PRECISION_FACTOR, OWN_MINIMUM
+            )
         check.compare(OWN_PRECISION, single, config, own_precision, limits)
     return check.result(steps, config.distributed, size, single.facts)
 
@@ -168,8 +172,9 @@ class EqualityCheck:
         """Return each value's limit, from a run with weights changed by one rounding."""
         precision = ReferencePrecision(True, fp64=fp64, perturb=True)
         perturbed = self.train("perturbed", config, precision)
-        factor = ROUNDING_FACTOR if fp64 else COARSE_FACTOR
-        return measured_limits(single.values, perturbed.values, factor)
+        if fp64:
+            return measured_limits(single.values, perturbed.values, ROUNDING_FACTOR)
+        return measured_limits(single.values, perturbed.values, COARSE_FACTOR, OWN_MINIMUM)
 
     def compare(
         self,
@@ -263,8 +268,10 @@ def compare_values(
         yield Distance(key, distance, limits.get(key, MIN_LIMIT))
 
 
-def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKey, float]:
-    """Return `factor` times the largest distance, per metric and per kind of tensor.
+def measured_limits(
+    exact: Values, other: Values, factor: float, minimum: float = MIN_LIMIT
+) -> dict[ValueKey, float]:
+    """Return `factor` times the largest distance, per metric and per kind of tensor, + `minimum`.
 
     By kind, so that the limit is not near zero for a value that rounding happened to spare.
     """
@@ -274,7 +281,7 @@ def measured_limits(exact: Values, other: Values, factor: float) -> dict[ValueKe
         kinds[key] = kind = f"{key.kind} {key.name if key.kind == 'metric' else ''}"
         if distance < inf:
             largest[kind] = max(largest.get(kind, 0.0), distance)
-    return {key: factor * largest.get(kind, 0.0) + MIN_LIMIT for key, kind in kinds.items()}
+    return {key: factor * largest.get(kind, 0.0) + minimum for key, kind in kinds.items()}
 
 
 def worst_by_kind(precision: str, distances: list[Distance]) -> list[WorstDistance]:

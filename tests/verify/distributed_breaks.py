@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
+from runner.distributed import world as module
 from runner.distributed.world import World
 from runner.optim.optimizer_step import OptimizerStep
 from runner.techniques.base import Evidence, RunBuilder, Technique
@@ -57,9 +59,11 @@ class WrongPart(Break):
 
     def plant(self, builder: RunBuilder) -> None:
         right = World.local_slice
+        # the sampler has bound the method before a technique is applied: its code is replaced
+        module.right_slice = FunctionType(right.__code__, right.__globals__)  # type: ignore[attr-defined]
 
-        def local_slice(world: World, samples: int) -> slice:
-            mine = right(world, samples)
+        def local_slice(self: World, samples: int) -> slice:
+            mine = right_slice(self, samples)  # type: ignore[name-defined]  # noqa: F821
             return slice(0, mine.stop - mine.start)
 
-        World.local_slice = local_slice  # type: ignore[method-assign]
+        right.__code__ = local_slice.__code__  # type: ignore[attr-defined]
