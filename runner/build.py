@@ -471,11 +471,8 @@ class _Build:
         """Restore a checkpoint, if configured; `auto` takes the run's own folder."""
         resume, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATION_JOBS
         if resume != "none":
-            if restore(run, None if resume == "auto" else Path(resume), trains):
-                if trains:
-                    log.info("continuing after step %s", f"{run.progress.step:,}")
-            else:
-                log.info("checkpoint.resume=auto: no checkpoint found; starting a new run")
+            if restore(run, None if resume == "auto" else Path(resume), trains) and trains:
+                log.info("continuing after step %s", f"{run.progress.step:,}")
         if run.switches:
             from runner.training.trials import prepare_trials
 

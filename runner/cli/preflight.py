@@ -219,11 +219,14 @@ def _resume_folder(
     if config.job.kind is not JobKind.train or config.checkpoint.resume != "auto":
         return None
     if request.names_run_folder:
+        if not any(planned.glob("checkpoints/step_*")):
+            note = f"checkpoint.resume=auto: no checkpoint in {planned}; starting afresh"
+            request.notes.append(note)
         return None
     from runner.cli.resume import find_unfinished_run
 
     folder = find_unfinished_run(planned, config_hash(config))
-    not_found = f"no unfinished run of this config under {planned.parent}"
+    not_found = f"no unfinished run of this config under {planned.parent}; starting afresh"
     note = not_found if folder is None else f"continuing {folder}"
     request.notes.append(f"checkpoint.resume=auto: {note}")
     return folder

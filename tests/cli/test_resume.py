@@ -227,7 +227,7 @@ def test_auto_says_when_it_starts_afresh() -> None:
     make_run(f"{HOME}/run", [], step=12)
     request = auto("seed=7")
     assert request.arguments == ["checkpoint.resume=auto", "seed=7"]
-    assert "no unfinished run" in request.notes[0]
+    assert "starting afresh" in request.notes[0]
     assert auto("hydra.run.dir=outputs/here").arguments[-1] == "hydra.run.dir=outputs/here"
 
 
