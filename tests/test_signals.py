@@ -124,7 +124,7 @@ def test_a_signal_does_not_wait_for_a_compiler_and_ends_it(tmp_path: Path, again
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     if again:
-        wait_until(lambda: "once more" in (folder / "run.log").read_text(), process)
+        wait_until(lambda: "again to stop" in (folder / "run.log").read_text(), process)
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
