@@ -94,7 +94,7 @@ def find_capture(path: Path) -> Path:
     Raises CheckpointError if the path does not exist, UsageError if it is neither.
     """
     if not path.exists():
-        raise CheckpointError(f"replay.path: no such folder: {path} (looked from {Path.cwd()})")
+        raise CheckpointError(f"replay.path: no such folder: {path} (relative to {Path.cwd()})")
     folder = (path.parent if path.is_file() else path).absolute()
     is_checkpoint = folder.parent.name == "checkpoints"
     if (folder / NAME).is_file() and not is_checkpoint:

@@ -66,7 +66,7 @@ def _find_run(path: Path) -> Path | None:
         fix = f"; did you mean {path.with_name(nearest_name)}?" if nearest_name else ""
         if path.exists():
             fix = f"; to start from weights in a file: model.weights={path}"
-        problem = f"there is no folder {path} (looked from {Path.cwd()})"
+        problem = f"there is no folder {path} (relative to {Path.cwd()})"
         raise CheckpointError(f"{RESUME_KEY}: {problem}{fix}")
     folder = path
     for pattern in (STEP_FOLDER, re.compile(CHECKPOINTS)):

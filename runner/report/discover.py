@@ -49,7 +49,7 @@ READ_ERRORS = (OSError, ValueError, AttributeError, RecursionError)
 UNPAIRED_NOTE = "one run each, not interleaved: only a hint; job=benchmark interleaves them"
 PAIRED_NOTE = (
     "speed-ups compare runs of the same seed or fold, not interleaved, so they include other load "
-    "on the machine; job=benchmark measures"
+    "on the machine; job=benchmark interleaves them"
 )
 
 

@@ -157,7 +157,7 @@ def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
     if floor:
         about += f" No difference in the hatched strip, ± {format.share(floor)}, is claimed."
     if comparison.kind != "benchmark" and any(row.averaged_over for row in rows):
-        about = f"Samples per second as a ratio to {reference}: the mean over runs of the same "
+        about = f"Samples per second as a ratio to {reference}: geometric mean of runs of the same "
         about += "seed or fold, with its 95 % interval."
     elif comparison.kind == "sweep":
         about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."

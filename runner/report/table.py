@@ -116,13 +116,13 @@ def _file_lines(comparison: Comparison) -> Iterator[Text]:
     if root is None or not (root / JSON_FILE).exists():
         return
     folder = format.short_path(root)
-    lines = {"files:      ": folder}
+    lines = {"files:       ": folder}
     if comparison.search is not None and (best := comparison.search.best) is not None:
-        lines = {"the best:   ": best.command, **lines}
+        lines = {"the best:    ": best.command, **lines}
     if (root / HTML_FILE).exists():
-        lines["the page:   "] = f"{folder}/{HTML_FILE}"
+        lines["the page:    "] = f"{folder}/{HTML_FILE}"
     if (root / TENSORBOARD_RUN).exists():
-        lines["look at it: "] = f"python -m runner.report --tensorboard {shlex.quote(folder)}"
+        lines["TensorBoard: "] = f"python -m runner.report --tensorboard {shlex.quote(folder)}"
     for name, text in lines.items():
         printable = escape_control_chars(text)
         yield Text.assemble((name, "dim"), printable, no_wrap=True, overflow="ignore")
