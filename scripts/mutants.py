@@ -113,7 +113,7 @@ def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int | No
     The process is forked from this one, which has imported torch: that saves most of its start.
     """
     output = root / "pytest.log"
-    arguments = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
+    arguments = ["-q", "-m", "", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
     child = multiprocessing.get_context("fork").Process(
         target=_pytest, args=(root, arguments, output)
     )
