@@ -83,7 +83,7 @@ def expand_segments(scope: ExitStack) -> str | None:
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         if key in os.environ:
             return f"{key} is set"
-    setting = torch.cuda.memory._set_allocator_settings
+    setting = torch._C._accelerator_setAllocatorSettings  # in torch 2.11 and later
     try:
         setting("expandable_segments:True")
     except (RuntimeError, ValueError) as error:

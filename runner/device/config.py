@@ -41,7 +41,7 @@ class DeviceConfig:
     memory_fraction: float | None = bounded(None, above=0, max=1)
     # share of memory in use above which caches are freed; null: never
     clean_above: float | None = bounded(0.9, above=0, max=1)
-    tf32: bool | None = None  # fp32 products in TF32; null: optimization.tf32 decides
+    tf32: bool | None = None  # TF32 for fp32 operations; null: only by optimization.tf32
     cudnn_benchmark: bool = False  # CUDA: cuDNN times its kernels and uses the fastest
     deterministic: bool = False  # deterministic kernels only; an operator without one is an error
     # intra-op CPU threads; null: chosen by optimization.system if enabled, else torch's default

@@ -63,11 +63,14 @@ class Device:
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if self.kind == "cuda":
+            from runner.device import numerics
+
+            precision = numerics.read_fp32_precision()
             settings |= {
                 "cudnn_benchmark": torch.backends.cudnn.benchmark,
                 "cudnn_deterministic": torch.backends.cudnn.deterministic,
-                "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
-                "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+                "tf32_matmul": precision["cuda.matmul"] == "tf32",
+                "tf32_cudnn": "tf32" in (precision["cudnn.conv"], precision["cudnn.rnn"]),
                 "memory_fraction": torch.cuda.get_per_process_memory_fraction(self.torch),
             }
         elif self.kind == "mps":
@@ -260,8 +263,8 @@ def _set_numerics(
         numerics.set_deterministic(kind, scope)
     if kind == "cuda":
         numerics.set_cudnn_benchmark(config.cudnn_benchmark, scope)
-        if config.tf32 is not None:
-            numerics.set_tf32(config.tf32, scope)
+        # null is off: torch's default would convolve in TF32; the technique tf32 switches it on
+        numerics.set_tf32(bool(config.tf32), scope)
     if config.memory_fraction is not None:
         numerics.set_memory_fraction(config.memory_fraction, torch_device, scope)
 

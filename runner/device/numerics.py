@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,6 +11,16 @@ import torch
 
 # Makes cuBLAS deterministic with 24 MiB; the alternative, ":16:8", is slower.
 CUBLAS_WORKSPACE = ":4096:8"
+FP32_SWITCHES: dict[str, Any] = {
+    "cuda.matmul": torch.backends.cuda.matmul,
+    "cudnn.conv": torch.backends.cudnn.conv,
+    "cudnn.rnn": torch.backends.cudnn.rnn,
+    "mkldnn.matmul": torch.backends.mkldnn.matmul,
+    "mkldnn.conv": torch.backends.mkldnn.conv,
+    "mkldnn.rnn": torch.backends.mkldnn.rnn,
+}
+"""Owners of an `fp32_precision`: ieee, tf32 or bf16; none if unset, which computes as ieee."""
+GPU_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 
 def set_deterministic(kind: str, scope: ExitStack) -> None:
@@ -35,15 +46,39 @@ def set_cudnn_benchmark(enabled: bool, scope: ExitStack) -> None:
 
 
 def set_tf32(enabled: bool, scope: ExitStack) -> None:
-    """Set whether fp32 products and convolutions may round inputs to 10 mantissa bits.
+    """Set whether fp32 products and convolutions of a GPU may round inputs to 10 mantissa bits.
 
-    The newer `fp32_precision` is not used: after it torch refuses to read these flags, which its
-    own compiler reads.
+    torch's own default is false for products and true for convolutions and recurrent layers.
     """
-    # the level is restored, since it has three values and the flag only two
-    scope.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    torch.backends.cuda.matmul.allow_tf32 = enabled
-    _set_flag(torch.backends.cudnn, "allow_tf32", enabled, scope)
+    set_fp32_precision(dict.fromkeys(GPU_SWITCHES, "tf32" if enabled else "ieee"), scope)
+
+
+def read_fp32_precision() -> dict[str, str]:
+    """Return each of FP32_SWITCHES as it applies now. Reading them never raises.
+
+    The older flags (`allow_tf32`, `get_float32_matmul_precision`) raise after any code of the
+    process has set an `fp32_precision` that they cannot express.
+    """
+    return {name: switch.fp32_precision for name, switch in FP32_SWITCHES.items()}
+
+
+def set_fp32_precision(values: Mapping[str, str], scope: ExitStack) -> None:
+    """Set some of FP32_SWITCHES; `scope` restores all."""
+    before = read_fp32_precision()
+    scope.callback(_write_fp32_precision, before)
+    _write_fp32_precision(before | dict(values))
+
+
+def _write_fp32_precision(values: Mapping[str, str]) -> None:
+    """Write the older flags, too: torch's compiler reads them, and raises where they differ."""
+    level = "medium" if values["mkldnn.matmul"] == "bf16" else "high"
+    uses_tf32 = values["cuda.matmul"] == "tf32"
+    torch.set_float32_matmul_precision(level if uses_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = values["cudnn.conv"] == values["cudnn.rnn"] == "tf32"
+    for name, switch in FP32_SWITCHES.items():
+        switch.fp32_precision = "none"  # follows `torch.backends.fp32_precision`, if that is set
+        if switch.fp32_precision != values[name]:
+            switch.fp32_precision = values[name]
 
 
 def set_memory_fraction(fraction: float, device: torch.device, scope: ExitStack) -> None:

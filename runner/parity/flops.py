@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -12,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from runner.device import numerics
 from runner.device.device import Device
 
 T = 1e12
@@ -43,26 +45,43 @@ class PeakFlops:
     source: str
 
 
-# Dense products (half of the numbers "with sparsity"), accumulated in fp32. The first entry whose
-# name is part of the device's name applies, so longer names come first.
-DATA_SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
-    ("B200", {"16 bits": 2250 * T, "tf32": 1125 * T, "fp32": 75 * T}, "NVIDIA HGX B200"),
-    ("H200 NVL", {"16 bits": 835 * T, "tf32": 417 * T, "fp32": 60 * T}, "NVIDIA H200"),
-    ("H200", {"16 bits": 989 * T, "tf32": 494 * T, "fp32": 67 * T}, "NVIDIA H200"),
-    ("H100 NVL", {"16 bits": 835 * T, "tf32": 417 * T, "fp32": 60 * T}, "NVIDIA H100"),
-    ("H100 PCIe", {"16 bits": 756 * T, "tf32": 378 * T, "fp32": 51 * T}, "NVIDIA H100 PCIe"),
-    ("H100", {"16 bits": 989 * T, "tf32": 494 * T, "fp32": 67 * T}, "NVIDIA H100"),
-    ("A100", {"16 bits": 312 * T, "tf32": 156 * T, "fp32": 19.5 * T}, "NVIDIA A100"),
-    ("A40", {"16 bits": 149.7 * T, "tf32": 74.8 * T, "fp32": 37.4 * T}, "NVIDIA A40"),
-    ("A10G", {}, ""),  # a different chip from the A10, without published dense numbers
-    ("A10", {"16 bits": 125 * T, "tf32": 62.5 * T, "fp32": 31.2 * T}, "NVIDIA A10"),
-    ("L40S", {"16 bits": 362 * T, "tf32": 183 * T, "fp32": 91.6 * T}, "NVIDIA L40S"),
-    ("L40", {"16 bits": 181 * T, "tf32": 90.5 * T, "fp32": 90.5 * T}, "NVIDIA L40"),
-    ("L4", {"16 bits": 121 * T, "tf32": 60 * T, "fp32": 30.3 * T}, "NVIDIA L4"),
-    ("V100-PCIE", {"fp16": 112 * T, "fp32": 14 * T}, "NVIDIA V100"),
-    ("V100", {"fp16": 125 * T, "fp32": 15.7 * T}, "NVIDIA V100"),
-    ("T4", {"fp16": 65 * T, "fp32": 8.1 * T}, "NVIDIA T4"),
-    ("MI300X", {"16 bits": 1307 * T, "fp32": 163.4 * T}, "AMD Instinct MI300X"),
+@dataclass(frozen=True)
+class DataSheet:
+    """Peak FLOP/s by dtype, in dense products (half of "with sparsity") accumulated in fp32."""
+
+    names: str  # a regular expression for the whole name of the device, without its brand
+    rates: dict[str, float]
+    source: str
+
+
+def _rates(half: float, tf32: float, fp32: float) -> dict[str, float]:
+    rates = {"bf16": half, "fp16": half, "tf32": tf32, "fp32": fp32}
+    return {name: rate * T for name, rate in rates.items()}
+
+
+DATA_SHEETS = (
+    DataSheet("GB200", _rates(2500, 1250, 80), "NVIDIA GB200 NVL72"),
+    DataSheet("B200", _rates(2250, 1125, 75), "NVIDIA HGX B200"),
+    DataSheet("GH200 (480GB|144G HBM3e)", _rates(989, 494, 67), "NVIDIA GH200"),
+    DataSheet("H200 NVL", _rates(835, 417, 60), "NVIDIA H200"),
+    DataSheet("H200", _rates(989, 494, 67), "NVIDIA H200"),
+    DataSheet("H100 NVL", _rates(835, 417, 60), "NVIDIA H100"),
+    DataSheet("H100 PCIe", _rates(756, 378, 51), "NVIDIA H100 PCIe"),
+    DataSheet("H100 80GB HBM3", _rates(989, 494, 67), "NVIDIA H100"),
+    DataSheet(
+        "A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe", _rates(312, 156, 19.5), "NVIDIA A100"
+    ),
+    DataSheet("A40", _rates(149.7, 74.8, 37.4), "NVIDIA A40"),
+    DataSheet("A10", _rates(125, 62.5, 31.2), "NVIDIA A10"),
+    DataSheet("L40S", _rates(362, 183, 91.6), "NVIDIA L40S"),
+    DataSheet("L40", _rates(181, 90.5, 90.5), "NVIDIA L40"),
+    DataSheet("L4", _rates(121, 60, 30.3), "NVIDIA L4"),
+    DataSheet("V100-PCIE-(16|32)GB", {"fp16": 112 * T, "fp32": 14 * T}, "NVIDIA V100"),
+    DataSheet("V100-SXM[23]-(16|32)GB", {"fp16": 125 * T, "fp32": 15.7 * T}, "NVIDIA V100"),
+    DataSheet("T4", {"fp16": 65 * T, "fp32": 8.1 * T}, "NVIDIA T4"),
+    DataSheet(
+        "MI300X", {"bf16": 1307 * T, "fp16": 1307 * T, "fp32": 163.4 * T}, "AMD Instinct MI300X"
+    ),
 )
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -78,13 +97,23 @@ def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak
         return None
     if device.kind == "cpu":
         return _measure_peak(dtype, torch.get_num_threads()) if measure else None
-    if name == "fp32" and device.kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+    if device.kind != "cuda" or (sheet := data_sheet(device.name)) is None:
+        return None
+    precision = numerics.read_fp32_precision()
+    uses_tf32 = any(precision[switch] == "tf32" for switch in numerics.GPU_SWITCHES)
+    if name == "fp32" and uses_tf32 and "tf32" in sheet.rates:
         name = "tf32"
-    for part, rates, sheet in DATA_SHEETS if device.kind == "cuda" else ():
-        if part in device.name:
-            rate = rates.get(name) or (rates.get("16 bits") if name in ("bf16", "fp16") else None)
-            return PeakFlops(rate, name, f"data sheet of {sheet}, dense") if rate else None
-    return None
+    rate = sheet.rates.get(name)
+    return PeakFlops(rate, name, f"data sheet of {sheet.source}, dense") if rate else None
+
+
+def data_sheet(name: str) -> DataSheet | None:
+    """Return the data sheet of the device that torch calls `name`; None for a similar name.
+
+    A part of a device (MIG, vGPU) and a mobile variant have longer names, and other rates.
+    """
+    name = re.sub(r"^(NVIDIA|Tesla|AMD Instinct) ", "", name)
+    return next((sheet for sheet in DATA_SHEETS if re.fullmatch(sheet.names, name)), None)
 
 
 @cache

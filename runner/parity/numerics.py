@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.data.nested import tree_map
+from runner.device import numerics
 from runner.optim.optimizer_step import LossScaler
 from runner.training.run import Run
 
@@ -29,9 +30,7 @@ class Numerics:
     """The rounding of a run's matrix products, read from torch's switches."""
 
     autocast_dtype: torch.dtype | None
-    # of fp32 matrices: highest | high (TF32) | medium (TF32, bf16 on some CPUs)
-    matmul_precision: str
-    cudnn_tf32: bool
+    fp32_precision: dict[str, str]  # of the device's kernels, by switch: ieee | tf32 | bf16
     weight_dtype: torch.dtype  # as used in forward and backward
     loss_scale: float | None
 
@@ -41,8 +40,11 @@ class Numerics:
         parts = [_dtype_name(self.weight_dtype)]
         if self.autocast_dtype is not None:
             parts.append(f"{_dtype_name(self.autocast_dtype)} products")
-        elif self.matmul_precision != "highest":
-            parts.append(f"fp32 products at {self.matmul_precision!r} precision")
+        else:
+            for precision in ("tf32", "bf16"):
+                switches = [k for k, value in self.fp32_precision.items() if value == precision]
+                if switches:
+                    parts.append(f"{' and '.join(switches)} in {precision.upper()}")
         return ", ".join(parts)
 
     def rounds_like(self, other: Numerics) -> bool:
@@ -57,34 +59,33 @@ def read_numerics(run: Run) -> Numerics:
             stack.enter_context(context())
         autocast_enabled = torch.is_autocast_enabled(run.device.kind)
         autocast = torch.get_autocast_dtype(run.device.kind) if autocast_enabled else None
+    switches = numerics.read_fp32_precision().items()
+    on_gpu = run.device.kind == "cuda"
     dtypes = [p.dtype for p in run.model.parameters() if p.is_floating_point()]
     return Numerics(
         autocast_dtype=autocast,
-        matmul_precision=torch.get_float32_matmul_precision(),
-        cudnn_tf32=run.device.kind == "cuda" and torch.backends.cudnn.allow_tf32,
+        fp32_precision={
+            name: "ieee" if value == "none" else value
+            for name, value in switches
+            if (name in numerics.GPU_SWITCHES) is on_gpu
+        },
         weight_dtype=max(dtypes, key=lambda dtype: ROUNDOFF.get(dtype, 0.0), default=torch.float32),
         loss_scale=None if run.update.scale is None else float(run.update.scale.value),
     )
 
 
 @contextmanager
-def apply_numerics(numerics: Numerics, run: Run) -> Iterator[None]:
-    """Make a plain run round as `numerics`, using only torch's own switches."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        torch.set_float32_matmul_precision(numerics.matmul_precision)
-        if run.device.kind == "cuda":
-            torch.backends.cudnn.allow_tf32 = numerics.cudnn_tf32
-        if numerics.autocast_dtype is not None:
+def apply_numerics(target: Numerics, run: Run) -> Iterator[None]:
+    """Make a plain run round as `target`, using only torch's own switches."""
+    with ExitStack() as scope:
+        numerics.set_fp32_precision(target.fp32_precision, scope)
+        if target.autocast_dtype is not None:
             run.contexts.append(
-                partial(torch.autocast, run.device.kind, dtype=numerics.autocast_dtype)
+                partial(torch.autocast, run.device.kind, dtype=target.autocast_dtype)
             )
-        if numerics.loss_scale is not None:
-            run.update.scale = LossScaler(numerics.loss_scale, run.update.device)
+        if target.loss_scale is not None:
+            run.update.scale = LossScaler(target.loss_scale, run.update.device)
         yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def convert_run_to_fp64(run: Run) -> None:

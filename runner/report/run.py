@@ -296,9 +296,18 @@ def _speed_rows(summary: Summary) -> TableRows:
         ("spent on", shares and shares + rank_note),
         ("peak memory", peak and peak + rank_note),
         ("device", str(summary.device.get("name") or summary.device.get("kind") or "")),
+        ("precision", _format_tf32(summary.device)),
         ("processes", _format_processes(facts) if facts else ""),
         ("in all", total_peak and total_peak + _format_flops(facts)),
     ]
+
+
+def _format_tf32(device: dict[str, Any]) -> str:
+    """Say where fp32 on a GPU is more precise than in a plain loop; "" elsewhere."""
+    settings = device.get("settings", {})
+    if not device.get("capabilities", {}).get("tf32") or settings.get("tf32_cudnn", True):
+        return ""
+    return "TF32 off; a plain loop convolves in TF32 (torch's default), so a CNN differs from it"
 
 
 def _format_processes(facts: dict[str, Any]) -> str:

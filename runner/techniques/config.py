@@ -164,7 +164,7 @@ class CompileMode(Enum):
 class Compile(BuiltIn):
     """The model compiled by torch.compile; pays back over many steps."""
 
-    mode: CompileMode = CompileMode.auto  # auto: max_autotune without CUDA graphs; CPU: default
+    mode: CompileMode = CompileMode.auto  # auto: default; autotuned in long runs on a GPU
     regional: bool = False  # compile each repeated block alone: much faster to compile
     min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: estimated break-even
 

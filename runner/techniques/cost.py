@@ -20,6 +20,7 @@ from runner.techniques.base import ForwardCost, RunBuilder
 from runner.training.recovery import is_out_of_memory, release_references
 
 COLD_COMPILE_S = 30.0  # cold compile time of a small transformer
+AUTOTUNE_S = 300.0  # assumed: cold max-autotune of a small transformer takes minutes
 MAX_COMPILE_SHARE = 0.1  # share of a run that futile compiling may cost
 TIMED_FORWARDS = 6  # the same on each machine; the first ones are never the fastest
 ASSUMED_STEP_S = 0.01  # per step, of a model that cannot be timed
@@ -91,6 +92,18 @@ def compile_break_even(builder: RunBuilder) -> tuple[int, str]:
         measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
     share = f"{COLD_COMPILE_S:.0f} s of compiling may take {MAX_COMPILE_SHARE:.0%} of the run"
     return _two_digits(COLD_COMPILE_S / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
+
+
+def autotuning_mode(builder: RunBuilder) -> tuple[str, str]:
+    """Return the compiler's mode on a GPU and the reason: it autotunes only in a long run.
+
+    AUTOTUNE_S may take at most MAX_COMPILE_SHARE of the run, as COLD_COMPILE_S of default mode.
+    """
+    steps, reason = compile_break_even(builder)
+    required = _two_digits(steps * AUTOTUNE_S / COLD_COMPILE_S)
+    pays = builder.total_steps >= required
+    mode = "max-autotune-no-cudagraphs" if pays else "default"
+    return mode, f"{builder.total_steps:,} steps; autotuning from {required:,} on ({reason})"
 
 
 def _compile_rule(builder: RunBuilder) -> tuple[int, str]:

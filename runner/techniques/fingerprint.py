@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runner.device import numerics
 from runner.errors import UsageError
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.probe import OperatorObserver, enter_contexts, saved_bytes, trial_step
@@ -43,7 +44,7 @@ def fingerprint(builder: RunBuilder) -> dict[str, Any]:
             autocast,
             torch.get_num_threads(),
             torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
+            numerics.read_fp32_precision(),
             torch.backends.cudnn.benchmark,
         ],
         **_step_effects(builder),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from runner.device import numerics
 from runner.device.device import Device
 from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import Tf32
@@ -21,17 +22,16 @@ def apply(config: Tf32, builder: RunBuilder) -> str | None:
     """Allow TF32 in matmul and cuDNN, until the run closes."""
     if builder.requested_tf32 is not None:
         return f"device.tf32={str(builder.requested_tf32).lower()} decides"
-    from runner.device import numerics
-
     numerics.set_tf32(True, builder.scope)
     return None
 
 
 def engaged(config: Tf32, run: Run) -> Evidence:
     """Return the flags, and whether a product of fp32 matrices is rounded to TF32."""
+    precision = numerics.read_fp32_precision()
     facts: dict[str, Any] = {
-        "matmul": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn": torch.backends.cudnn.allow_tf32,
+        "matmul": precision["cuda.matmul"] == "tf32",
+        "cudnn": precision["cudnn.conv"] == precision["cudnn.rnn"] == "tf32",
         "products_are_rounded": rounds_to_tf32(run.device.torch),
     }
     rounded = all(facts.values())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runner import optimize, profile_model, system_info
 from runner.errors import UsageError
-from runner.parity.flops import peak_flops
+from runner.parity.flops import data_sheet, peak_flops
 
 
 class Attends(nn.Module):
@@ -72,13 +72,35 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
         device = fast.lazy.run.device
     for name, dtype, tera in (
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H100 NVL", torch.bfloat16, 835),
+        ("NVIDIA H200", torch.bfloat16, 989),
+        ("NVIDIA GH200 480GB", torch.bfloat16, 989),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA GB200", torch.bfloat16, 2500),  # not the B200
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A100 80GB PCIe", torch.bfloat16, 312),
+        ("A100-SXM4-40GB", torch.bfloat16, 312),  # of older drivers
+        ("Tesla V100-SXM2-16GB", torch.float16, 125),
+        ("Tesla V100-PCIE-32GB", torch.float16, 112),
         ("NVIDIA L40S", torch.bfloat16, 362),  # not the L4
         ("Tesla T4", torch.float16, 65),
     ):
         profile = peak_flops(replace(device, kind="cuda", name=name), dtype)
         assert profile is not None and profile.flops_per_second == pytest.approx(tera * 1e12)
-    unknown = replace(device, kind="cuda", name="NVIDIA Unheard-of")
-    assert peak_flops(unknown, torch.float16) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA Unheard-of", "NVIDIA RTX A1000", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA RTX A4000",
+        "NVIDIA T400 4GB", "Quadro T400", "NVIDIA A10G", "NVIDIA A100X", "NVIDIA B300 SXM6 AC",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA L40S-48Q",
+        "NVIDIA GeForce RTX 4090", "NVIDIA H20", "Tesla V100S-PCIE-32GB", "NVIDIA DGX GB200",
+    ],
+)  # fmt: skip
+def test_a_gpu_whose_name_only_contains_that_of_a_data_sheet_has_no_peak(name: str) -> None:
+    assert data_sheet(name) is None
 
 
 def test_the_table_names_the_slowest_operators_and_the_record_is_plain() -> None:
