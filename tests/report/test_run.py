@@ -89,6 +89,17 @@ def test_the_table_holds_what_one_wants_to_know_and_fits(
     assert "0: the data is in memory" in full and "AdamW runs in one kernel" in full
 
 
+def test_fp32_on_a_gpu_without_tf32_is_reported_to_differ_from_a_plain_loop() -> None:
+    def words(tf32: bool, **device: object) -> str:
+        settings = {"settings": {"tf32_matmul": tf32, "tf32_cudnn": tf32}}
+        return " ".join(shown(replace(SUMMARY, device={**device, **settings}), None).split())
+
+    ampere = {"kind": "cuda", "name": "a GPU", "capabilities": {"tf32": True}}
+    assert "precision TF32 off; a plain loop convolves in TF32" in words(False, **ampere)
+    assert "TF32" not in words(True, **ampere)
+    assert "TF32" not in words(False, kind="cuda", capabilities={"tf32": False})
+
+
 def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
     tmp_path: Path,
 ) -> None:

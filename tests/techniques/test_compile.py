@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from runner import train
 from runner.build import Components
 from runner.errors import DataError
 from runner.record.console import close_logging, set_up_logging
-from runner.techniques import compiler
+from runner.techniques import compiler, cost
 from tests import runs
 from tests.techniques.test_evidence import Blocks
 
@@ -140,3 +143,58 @@ def test_the_cache_is_one_folder_per_torch_and_cpu_unless_it_is_named(
     monkeypatch.setattr(compiler, "cpu_flags", lambda: frozenset({"another"}))
     assert compiler.cache_folder({"XDG_CACHE_HOME": "/cache"}) != here
     assert compiler.cache_folder({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == Path("/mine")
+
+
+# -- the mode --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_builder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A builder on a GPU whose default mode pays from 100 steps on."""
+    monkeypatch.setattr(cost, "compile_break_even", lambda builder: (100, "by rule"))
+    choices: dict[str, tuple[str, str]] = {}
+    with ExitStack() as scope:
+        yield SimpleNamespace(
+            device=SimpleNamespace(kind="cuda"),
+            cuda_graphs=False,
+            total_steps=100,
+            scope=scope,
+            choices=choices,
+            choose=lambda key, decide: choices.setdefault(key, decide())[0],
+        )
+
+
+def test_auto_on_a_gpu_is_default_mode_and_autotunes_where_the_run_pays_for_it(
+    gpu_builder: Any,
+) -> None:
+    required = 100 * cost.AUTOTUNE_S / cost.COLD_COMPILE_S
+    gpu_builder.total_steps = int(required) - 1
+    assert compiler.select_modes("auto", gpu_builder) == ["default"]
+    mode, reason = gpu_builder.choices["optimization.compile.mode"]
+    assert mode == "default" and "autotuning from 1,000 on" in reason
+    gpu_builder.choices.clear()
+    gpu_builder.total_steps = int(required)
+    autotuned = ["max-autotune-no-cudagraphs", "default"]
+    assert compiler.select_modes("auto", gpu_builder) == autotuned
+    gpu_builder.total_steps = 1  # a resumed run keeps its choice
+    assert compiler.select_modes("auto", gpu_builder) == autotuned
+    assert compiler.select_modes("max-autotune", gpu_builder) == ["max-autotune", "default"]
+    gpu_builder.device.kind = "cpu"
+    assert compiler.select_modes("auto", gpu_builder) == ["default"]
+
+
+def test_autotuning_prints_no_tables_until_the_run_ends(gpu_builder: Any) -> None:
+    from torch._inductor import config as inductor_config
+    from torch._inductor import select_algorithm
+
+    def prints() -> list[bool]:
+        return [select_algorithm.PRINT_AUTOTUNE, inductor_config.max_autotune_report_choices_stats]
+
+    before = prints()
+    assert all(before)
+    compiler.select_modes("default", gpu_builder)
+    assert prints() == before
+    compiler.select_modes("max-autotune", gpu_builder)
+    assert not any(prints())
+    gpu_builder.scope.close()
+    assert prints() == before
