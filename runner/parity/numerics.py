@@ -30,7 +30,8 @@ class Numerics:
     """The rounding of a run's matrix products, read from torch's switches."""
 
     autocast_dtype: torch.dtype | None
-    fp32_precision: dict[str, str]  # of the device's kernels, by switch: ieee | tf32 | bf16
+    # of the device's kernels: switch and ieee | tf32 | bf16
+    fp32_precision: tuple[tuple[str, str], ...]
     weight_dtype: torch.dtype  # as used in forward and backward
     loss_scale: float | None
 
@@ -42,7 +43,7 @@ class Numerics:
             parts.append(f"{_dtype_name(self.autocast_dtype)} products")
         else:
             for precision in ("tf32", "bf16"):
-                switches = [k for k, value in self.fp32_precision.items() if value == precision]
+                switches = [name for name, value in self.fp32_precision if value == precision]
                 if switches:
                     parts.append(f"{' and '.join(switches)} in {precision.upper()}")
         return ", ".join(parts)
@@ -64,11 +65,11 @@ def read_numerics(run: Run) -> Numerics:
     dtypes = [p.dtype for p in run.model.parameters() if p.is_floating_point()]
     return Numerics(
         autocast_dtype=autocast,
-        fp32_precision={
-            name: "ieee" if value == "none" else value
+        fp32_precision=tuple(
+            (name, "ieee" if value == "none" else value)
             for name, value in switches
             if (name in numerics.GPU_SWITCHES) is on_gpu
-        },
+        ),
         weight_dtype=max(dtypes, key=lambda dtype: ROUNDOFF.get(dtype, 0.0), default=torch.float32),
         loss_scale=None if run.update.scale is None else float(run.update.scale.value),
     )
@@ -78,7 +79,7 @@ def read_numerics(run: Run) -> Numerics:
 def apply_numerics(target: Numerics, run: Run) -> Iterator[None]:
     """Make a plain run round as `target`, using only torch's own switches."""
     with ExitStack() as scope:
-        numerics.set_fp32_precision(target.fp32_precision, scope)
+        numerics.set_fp32_precision(dict(target.fp32_precision), scope)
         if target.autocast_dtype is not None:
             run.contexts.append(
                 partial(torch.autocast, run.device.kind, dtype=target.autocast_dtype)

@@ -153,7 +153,7 @@ def test_the_numerics_of_a_run_name_reduced_precision_and_apply_it_to_another(
         assert switch in reduced.name and reduced.name.endswith(f"in {name}")
         assert not reduced.rounds_like(plain)
         before = numerics.read_fp32_precision()
-        unset = dict.fromkeys(reduced.fp32_precision, "ieee")
+        unset = tuple((name, "ieee") for name, _ in reduced.fp32_precision)
         with apply_numerics(replace(reduced, fp32_precision=unset), run):
             assert read_numerics(run).name == "fp32"
         assert numerics.read_fp32_precision() == before
