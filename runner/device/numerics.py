@@ -11,13 +11,14 @@ import torch
 
 # Makes cuBLAS deterministic with 24 MiB; the alternative, ":16:8", is slower.
 CUBLAS_WORKSPACE = ":4096:8"
+_BACKENDS: Any = torch.backends  # its stubs lack parts of these modules
 FP32_SWITCHES: dict[str, Any] = {
-    "cuda.matmul": torch.backends.cuda.matmul,
-    "cudnn.conv": torch.backends.cudnn.conv,
-    "cudnn.rnn": torch.backends.cudnn.rnn,
-    "mkldnn.matmul": torch.backends.mkldnn.matmul,
-    "mkldnn.conv": torch.backends.mkldnn.conv,
-    "mkldnn.rnn": torch.backends.mkldnn.rnn,
+    "cuda.matmul": _BACKENDS.cuda.matmul,
+    "cudnn.conv": _BACKENDS.cudnn.conv,
+    "cudnn.rnn": _BACKENDS.cudnn.rnn,
+    "mkldnn.matmul": _BACKENDS.mkldnn.matmul,
+    "mkldnn.conv": _BACKENDS.mkldnn.conv,
+    "mkldnn.rnn": _BACKENDS.mkldnn.rnn,
 }
 """Owners of an `fp32_precision`: ieee, tf32 or bf16; none if unset, which computes as ieee."""
 GPU_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")

@@ -23,6 +23,7 @@ from runner.techniques import tf32
 from runner.techniques.config import Tf32
 from tests import runs
 
+BACKENDS: Any = torch.backends
 GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 USER_SETTINGS = [
     ("cuda.matmul.fp32_precision", "tf32"),
@@ -128,12 +129,12 @@ def test_any_setting_by_a_users_module_is_read_overridden_and_restored(
 
 
 def test_a_switch_that_followed_a_wider_one_follows_it_after_the_run(gpu: None) -> None:
-    torch.backends.fp32_precision = "tf32"
+    BACKENDS.fp32_precision = "tf32"
     with ExitStack() as scope:
         select_gpu(scope)
         assert values() == ["ieee"] * 3
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    torch.backends.fp32_precision = "ieee"
+    BACKENDS.fp32_precision = "ieee"
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
@@ -164,7 +165,7 @@ def test_expandable_segments_are_set_without_a_deprecated_call(
 ) -> None:
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(key, raising=False)
-    settings = []
+    settings: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     with warnings.catch_warnings(), ExitStack() as scope:
         warnings.simplefilter("error")
