@@ -136,12 +136,14 @@ def resume(place: Workplace) -> None:
 # -- a device-side assert, and what a user's code may contain --------------------------------------
 
 USER = "gpu_checks.user_code"
-OWN_DATA = (f"data._target_={USER}.WrongLabels", "data.workers=0")
 TABLE = ("data=cancer", "training.steps=20")
 DEVICE_ASSERT = (
     Command(
-        "wrong_labels",
-        (*TRUSTED, *OWN_DATA, "model=mlp", "optimization=none", "checks=off", "training.steps=100"),
+        "wrong_index",
+        (
+            *TRUSTED, "data=cancer", f"model._target_={USER}.LateIndexNet", "optimization=none",
+            "training.steps=60",
+        ),
         exit_code=1,
     ),
     Command("tf32_switch", (*TRUSTED, *TABLE, f"model._target_={USER}.Tf32Net")),
@@ -152,17 +154,17 @@ DEVICE_ASSERT = (
         (*QUICK, *TABLE, "device=auto"),
         variables={"CUDA_VISIBLE_DEVICES": ""},
     ),
-)
+)  # fmt: skip
 
 
 def device_assert(place: Workplace) -> None:
-    """A wrong label ends a run as `failed` with its reason; user code of other kinds trains."""
+    """An assert in a kernel ends a run as `failed` with its reason; other user code trains."""
     failed, *others = DEVICE_ASSERT
     place.run(*DEVICE_ASSERT)
     summary = place.summary(failed.name, "failed")
-    place.record(wrong_labels={"reason": summary["reason"], "steps": summary["steps"]})
+    place.record(wrong_index={"reason": summary["reason"], "steps": summary["steps"]})
     require(summary["reason"], "the summary of the failed run has no reason")
-    require(summary["steps"] > 0, "the label was noticed before the first step")
+    require(summary["steps"] > 0, "it failed before the first step")
     history = place.read_json(failed.name, "debug", "history.json")
     require(history, "the history of the failed run is empty")
     for command in others:

@@ -20,7 +20,7 @@ from runner.training.timing import SETTLING
 MODEL = (
     *PLAIN, "model=gpt", "model.width=768", "model.depth=12", "model.heads=12", "data=synthetic",
     "data.form=tokens", "data.sequence=1024", "data.vocab=50304", "data.samples=512",
-    "data.drop_last=true", "training.batch_size=64", "training.validate_every=20",
+    "data.drop_last=true", "training.batch_size=32", "training.validate_every=20",
 )  # fmt: skip
 LEVELS = {  # in the order of their worth, should time run out
     "ultra": (*MEASURED, "training.steps=80"),

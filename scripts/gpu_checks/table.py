@@ -20,7 +20,7 @@ CHECKS = (
         "micro_batches", "commands", 90,
         "CUDA graphs are refused where a step has several backward passes",
     ),
-    Check("device_assert", "commands", 90, "a wrong label ends a run as failed, with a reason"),
+    Check("device_assert", "commands", 90, "an assert in a kernel ends a run as failed"),
     Check("resume", "commands", 150, "a killed and resumed run ends in the same bits"),
     Check("out_of_memory", "training", 120, "a batch that does not fit is halved, and no more"),
     Check("gpu_tests", "commands", 120, "all tests marked gpu pass"),

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-FEATURES, CLASSES = 6, 3
 
+class LateIndexNet(nn.Module):
+    """Looks up a row beyond its table from the 7th training forward on.
 
-class WrongLabels:
-    """A label beyond the classes from the 200th sample fetched on, so within training."""
+    On a GPU that is an assert in a kernel, after which every call to the device raises.
+    """
 
-    sizes = {"task": "classification", "in_features": FEATURES, "classes": CLASSES}
+    def __init__(self, in_features: int, classes: int, good_steps: int = 6) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, in_features)
+        self.head = nn.Linear(in_features, classes)
+        self.good_steps, self.forwards = good_steps, 0
 
-    def __init__(self, samples: int = 600, good: int = 200) -> None:
-        self.samples, self.good, self.fetched = samples, good, 0
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.fetched += 1
-        target = index % CLASSES if self.fetched <= self.good else 99
-        return torch.full((FEATURES,), float(index % CLASSES)), target
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += self.training
+        row = 3 if self.forwards <= self.good_steps else 99
+        rows = torch.full((len(x),), row, device=x.device)
+        return self.head(x.flatten(1) + self.table(rows))
 
 
 class Tf32Net(nn.Module):

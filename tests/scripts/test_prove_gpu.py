@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -490,3 +491,18 @@ def test_a_check_that_a_cpu_can_make_holds_on_it(name: str, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / name / "facts.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Synchronization debug mode is a prototype feature and does not yet detect all calls",
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.",
+        "Please use the new API settings to control TF32 behavior",
+        "\nOnline softmax is disabled on the fly since Inductor decides to split the reduction.",
+    ],
+)
+def test_what_torch_warns_of_on_a_gpu_is_no_error_in_a_test(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=1)
+    with pytest.raises(UserWarning, match="another"):
+        warnings.warn("another " + text, UserWarning, stacklevel=1)
