@@ -237,7 +237,10 @@ def main() -> int:
     if arguments.dry_run:
         dry_run(CHECKS, "cuda", FOLDER)
         return 0
-    earlier = json.loads(arguments.resume.read_text())["checks"] if arguments.resume else {}
+    try:
+        earlier = json.loads(arguments.resume.read_text())["checks"] if arguments.resume else {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--resume {arguments.resume} is not a file written by --out: {error}")
     machine = read_machine()
     if machine["gpu"] is None:
         reason = machine.get("problem") or f"torch {machine['torch']} sees no CUDA device"

@@ -129,30 +129,40 @@ note("ends")
 NOTED = "note('starts'); time.sleep(0.2); note('ends')"
 
 
-def most_at_once(folder: Path, name: str = "") -> int:
-    """The largest number of checks that ran at once, or while `name` ran."""
+def most_beside(folder: Path, name: str) -> int:
+    """The largest number of checks that ran while `name` ran, itself included."""
     running: set[str] = set()
     most = 0
     for line in (folder / "notes").read_text().splitlines():
         who, event = line.split()
         (running.add if event == "starts" else running.discard)(who)
-        if not name or name in running:
+        if name in running:
             most = max(most, len(running))
     return most
 
 
-def test_three_checks_run_side_by_side_and_no_more(tmp_path: Path) -> None:
+def test_three_checks_run_side_by_side_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, start = 0, prove_gpu.Prover._start
+
+    def counted(self: prove_gpu.Prover, one: Check) -> None:
+        nonlocal most
+        start(self, one)
+        most = max(most, len(self.running))
+
+    monkeypatch.setattr(prove_gpu.Prover, "_start", counted)
     checks = [check(f"c{i}", TOGETHER) for i in range(3)]
     checks += [check(f"c{i}", NOTED) for i in range(3, 6)]
     assert set(verdicts(prove(tmp_path, checks)).values()) == {"ok"}
-    assert most_at_once(tmp_path) == 3
+    assert most == 3
 
 
 def test_a_check_of_times_runs_alone(tmp_path: Path) -> None:
     names = ("a", "b", "timed", "c", "d")
     checks = [check(name, NOTED, alone=name == "timed") for name in names]
     assert set(verdicts(prove(tmp_path, checks)).values()) == {"ok"}
-    assert most_at_once(tmp_path, "timed") == 1
+    assert most_beside(tmp_path, "timed") == 1
 
 
 ORPHAN = """
@@ -479,7 +489,7 @@ def test_a_command_with_another_exit_code_fails_with_its_output(tmp_path: Path) 
     "name",
     [
         *("doctor", "device_assert", "sweep", "group_of_one", "evaluate_and_predict"),
-        *("micro_batches", "debug_full", "resume", "sync_free", "kernels"),
+        *("micro_batches", "debug_full", "sync_free", "kernels"),
     ],
 )
 def test_a_check_that_a_cpu_can_make_holds_on_it(name: str, tmp_path: Path) -> None:
@@ -491,6 +501,32 @@ def test_a_check_that_a_cpu_can_make_holds_on_it(name: str, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / name / "facts.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_exactly_passes_and_a_file_that_says_otherwise_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = (*commands.RESUME_OF, "data=digits", "model=mlp", "model.dropout=0.2", "verify.steps=8")
+    monkeypatch.setattr(commands, "RESUME", (Command("mlp", (*of, "optimization=basic")),))
+    place = Workplace("cpu", tmp_path)
+    commands.resume(place)
+    assert place.facts["mlp"]["verdict"] == "exact" and place.facts["mlp"]["compared"]
+
+    path = tmp_path / "mlp" / "verify.json"
+    path.write_text(path.read_text().replace('"exact"', '"FAIL"'))
+    monkeypatch.setattr(Workplace, "run", lambda *_: None)
+    with pytest.raises(CheckFailed, match="mlp"):
+        commands.resume(place)
+
+
+def test_a_resume_file_of_another_kind_is_refused(
+    gpu_machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gpu_machine / "other.json").write_text("[1]")
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, [], f"--resume={gpu_machine / 'other.json'}")
+    assert "other.json is not a file written by --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
