@@ -186,7 +186,7 @@ def test_no_check_starts_or_continues_beyond_the_limit(
 ) -> None:
     monkeypatch.setattr(prove_gpu, "RESERVE_S", 1.0)
     monkeypatch.setattr(prove_gpu, "LEAST_S", 0.5)
-    sleeping = [check(f"c{i}", "time.sleep(300)") for i in range(5)]
+    sleeping = [check(f"c{i}", "time.sleep(10)") for i in range(5)]
     records = prove(tmp_path, sleeping, limit_s=3.0)
     names = [f"c{i}" for i in range(5)]
     assert verdicts(records) == dict.fromkeys(names[:3], "failed") | dict.fromkeys(
