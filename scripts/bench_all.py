@@ -111,11 +111,15 @@ def section(title: str, command: str, printed: str) -> str:
 
 
 def write(sections: dict[str, str]) -> None:
-    """Put them into the page, in the order of `COMMANDS`; those not measured now stay."""
+    """Put them into the page, in the order of `COMMANDS`; other sections stay, after these."""
     parts = PAGE.read_text().split("\n## ")[1:] if PAGE.exists() else []
     old = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in parts}
     known = {**old, **sections}
-    kept = [known[title] for title in COMMANDS if title in known]
+    titles = [
+        *(title for title in COMMANDS if title in known),
+        *(title for title in old if title not in COMMANDS),
+    ]
+    kept = [known[title] for title in titles]
     PAGE.write_text("\n".join([HEAD, *kept]))
 
 
