@@ -25,7 +25,7 @@ def join_world(config: RunConfig, place: RankInfo, scope: ExitStack) -> World:
 
     ConfigError if two processes have one GPU, unless the backend is gloo.
     """
-    world = World(place, config.distributed, _device_type(config))
+    world = World(place, config.distributed, device_type(config))
     scope.push(lambda kind, error, trace: world.close(error))
     identity = {"config": config_hash(config)[:12], "torch": torch.__version__}
     identities = world.all_gather(identity)
@@ -45,7 +45,7 @@ def gpu_index(config: RunConfig, place: RankInfo) -> int | None:
     It is `device.index`, or that of its local rank. A process may see one GPU alone, as with
     `srun --gpus-per-task=1`, Ray and Kubernetes; then that is its own.
     """
-    if _device_type(config).type != "cuda":
+    if device_type(config).type != "cuda":
         return None
     index = config.device.index
     return place.local_rank % max(1, torch.cuda.device_count()) if index is None else index
@@ -64,15 +64,11 @@ def _check_own_gpus(gpus: Sequence[str], typed_index: int | None) -> None:
         first = gpus.index(gpu)
         if not gpu or first == rank:
             continue
-        problem = f"processes {first} and {rank} would share GPU {gpu}, and nccl needs one for each"
-        fix = "start fewer processes, or use distributed.backend=gloo"
+        key, value, fix = "distributed.processes", "", "start fewer processes"
         if typed_index is not None:
-            problem, fix = (
-                f"is {typed_index}: {problem}",
-                "leave it out, or use distributed.backend=gloo",
-            )
-            raise ConfigError("device.index", problem, fix)
-        raise ConfigError("distributed.processes", problem, fix)
+            key, value, fix = "device.index", f"is {typed_index}: ", "leave it out"
+        problem = f"processes {first} and {rank} would share GPU {gpu}, and nccl needs one for each"
+        raise ConfigError(key, value + problem, f"{fix}, or use distributed.backend=gloo")
 
 
 def join_from_program(
@@ -122,7 +118,7 @@ def _thread_count(place: RankInfo) -> int:
     return max(1, cores // place.local_size)
 
 
-def _device_type(config: RunConfig) -> Any:
+def device_type(config: RunConfig) -> Any:
     """Return the type of device that the run will select, without selecting it."""
     kind = config.device.kind
     cuda = kind is DeviceKind.cuda or (kind is DeviceKind.auto and torch.cuda.is_available())

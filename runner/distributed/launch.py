@@ -25,12 +25,12 @@ from runner.device.config import DeviceKind
 from runner.device.device import choose_device_kind
 from runner.distributed.agent import Agent
 from runner.distributed.config import Backend, DistributedConfig, DistributedKind
-from runner.distributed.join import gpu_index
+from runner.distributed.join import device_type, gpu_index
 from runner.distributed.outcome import RANKS_FOLDER, MachineReport, RunVerdict, judge_reports
 from runner.distributed.rank import STACKS_FOLDER, run_rank, run_rank_process
 from runner.distributed.rank_info import RankInfo, detect_rank
 from runner.distributed.rendezvous import join_rendezvous
-from runner.distributed.world import open_store
+from runner.distributed.world import choose_backend, open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import load_job, train
 from runner.jobs.config import JobKind
@@ -163,7 +163,8 @@ def run_attempt(
     with tempfile.TemporaryDirectory(prefix="runner-") as folder_name:
         with join_rendezvous(config, processes, len(losses)) as rendezvous:
             limits = config.distributed.timeout_s, config.checkpoint.grace_s
-            agent = Agent(Path(folder_name), *limits, rendezvous.exchange)
+            uses_nccl = choose_backend(config.distributed, device_type(config).type) == "nccl"
+            agent = Agent(Path(folder_name), *limits, rendezvous.exchange, uses_nccl)
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
             outcome_folder = agent.outcome_folder
             places = [

@@ -46,8 +46,7 @@ class World:
         self.place, self.rank, self.size = place, place.rank, place.size
         self.config, self.device = config, device
         self.host = socket.gethostname()
-        backend = config.backend.value if config.backend is not None else None
-        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        self.backend = choose_backend(config, device.type)
         if device.type != "cuda" and self.backend == "nccl":
             problem = "nccl needs GPUs, and there are none"
             raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
@@ -120,7 +119,7 @@ class World:
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
-        if dist.is_initialized() and not self.has_left:
+        if dist.is_initialized() and not (self.has_left or self.lost):
             dist.destroy_process_group()
 
     # -- this process's part -------------------------------------------------------------------
@@ -311,6 +310,19 @@ class World:
         """The faults after which all processes were restarted, by kind."""
         return Counter(kind for kind, _ in self.place.losses)
 
+    @property
+    def has_stalled_device(self) -> bool:
+        """Whether the device may wait for a lost process forever: NCCL's kernels have no end.
+
+        Then nothing may wait for the device or save what it holds, which may be part of a sum. The
+        process ends at once, and all restart from the last checkpoint.
+        """
+        return self.lost and self.backend == "nccl"
+
+    def means_loss(self, error: BaseException) -> bool:
+        """Whether the error means that another process has ended or does not answer."""
+        return is_lost(error)
+
     def leave(self, error: BaseException) -> None:
         """Stop taking part in collectives; this process finishes alone, e.g. saves a checkpoint.
 
@@ -348,9 +360,10 @@ class World:
 
     def convert_lost(self, error: BaseException) -> ProcessLost:
         """Return ProcessLost for an error that `is_lost`, naming the process if no agent does."""
+        self.lost = True
         if isinstance(error, ProcessLost):
             return error
-        lost, self.lost = as_lost(error), True
+        lost = as_lost(error)
         if self.place.outcome_folder is None:
             self._outcomes.publish(RankOutcome.from_error(self.rank, lost))
             lost = self._outcomes.name_cause(lost)
@@ -367,6 +380,12 @@ def open_store(place: RankInfo, timeout: timedelta) -> TCPStore:
     """Open the store shared by all processes; it stays open for this process's lifetime."""
     is_host = place.rank == 0 and not place.hosted
     return TCPStore(place.address, place.port, place.size, is_host, timeout, wait_for_workers=False)
+
+
+def choose_backend(config: DistributedConfig, device_type: str) -> str:
+    """Return the configured backend, or the default one of the device: nccl or gloo."""
+    default = "nccl" if device_type == "cuda" else "gloo"
+    return default if config.backend is None else config.backend.value
 
 
 def is_lost(error: BaseException) -> bool:
