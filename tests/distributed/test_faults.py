@@ -50,7 +50,7 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_p
     assert "process_lost" not in whole.summary["faults"]
 
 
-@pytest.mark.parametrize("lost", ["0:forward", "1:backward"])
+@pytest.mark.parametrize("lost", ["1:backward", pytest.param("0:forward", marks=pytest.mark.slow)])
 def test_after_a_loss_under_nccl_the_device_is_not_used_and_all_restart_from_the_last_checkpoint(
     tmp_path: Path, lost: str
 ) -> None:
@@ -60,10 +60,13 @@ def test_after_a_loss_under_nccl_the_device_is_not_used_and_all_restart_from_the
     assert (whole.code, killed.code) == (0, 0), killed.output
     assert not [file.read_text() for file in killed.folder.glob("used-*")]
     assert not (killed.folder / "checkpoints" / "step_00000006").exists()
-    assert "all processes restart from checkpoints/step_00000004" in killed.output
+    # that of step 4 may still be in the making when its writer is killed
+    sources = ("checkpoints/step_00000004", "the beginning")[: 1 if lost[0] == "1" else 2]
+    assert any(f"all processes restart from {source}" in killed.output for source in sources)
     assert digest(killed.folder) == digest(whole.folder)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_under_nccl_is_reported_and_saved_by_that_one_alone(
     tmp_path: Path,
 ) -> None:
