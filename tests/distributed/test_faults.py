@@ -60,9 +60,8 @@ def test_after_a_loss_under_nccl_the_device_is_not_used_and_all_restart_from_the
     assert (whole.code, killed.code) == (0, 0), killed.output
     assert not [file.read_text() for file in killed.folder.glob("used-*")]
     assert not (killed.folder / "checkpoints" / "step_00000006").exists()
-    # that of step 4 may still be in the making when its writer is killed
-    sources = ("checkpoints/step_00000004", "the beginning")[: 1 if lost[0] == "1" else 2]
-    assert any(f"all processes restart from {source}" in killed.output for source in sources)
+    if lost[0] == "1":  # else that of step 4 may still be in the making
+        assert "all processes restart from checkpoints/step_00000004" in killed.output
     assert digest(killed.folder) == digest(whole.folder)
 
 
