@@ -143,9 +143,9 @@ def run_rank(
                     or Components()
                 )
             return train.main(config, run_folder, replace(components, world=world))
-        except ProcessLost as error:
+        except ProcessLost as lost:
             if world.has_stalled_device:  # the interpreter's own exit could wait for the device
-                atexit.register(exit_process, error.exit_code)
+                atexit.register(exit_process, lost.exit_code)
             raise
         except (KeyboardInterrupt, Interrupted):
             if error := world.find_error():  # because of it torchrun signals this process
