@@ -36,8 +36,8 @@ bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.order record.storage models.preserved_state
 device record
-distributed.rank_info distributed.outcome distributed.world distributed.commit
 security
+distributed.rank_info distributed.outcome distributed.world distributed.commit
 checkpoint
 data.batch data.nested objectives.base
 training.hook techniques.base

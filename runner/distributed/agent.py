@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from runner import fork_server
-from runner.distributed.outcome import MachineReport, RankEnd, RankOutcome
+from runner.distributed.outcome import LOST_KINDS, MachineReport, RankEnd, RankOutcome
 from runner.training.signals import (
     ADVANCE_SIGNALS,
     END_SIGNALS,
@@ -52,12 +52,16 @@ class Agent:
         timeout_s: float,
         grace_s: float,
         exchange: Callable[[bool], bool] = bool,
+        uses_nccl: bool = False,
     ) -> None:
         """`outcome_folder` is the folder in which processes write their outcomes.
 
         A process has `grace_s` to end after a signal. `exchange` is called repeatedly with whether
-        a process has failed here, and returns whether one has failed on any machine.
+        a process has failed here, and returns whether one has failed on any machine. With
+        `uses_nccl`, processes that remain may wait for their device forever, and have nothing to
+        save.
         """
+        self.uses_nccl = uses_nccl
         self.outcome_folder, self.timeout_s, self.grace_s = outcome_folder, timeout_s, grace_s
         self.exchange = exchange
         self.processes: dict[int, ForkServerProcess] = {}  # by rank
@@ -160,7 +164,9 @@ class Agent:
 
     def _hang_deadline(self, rank: int, outcomes: Mapping[int, RankOutcome]) -> float:
         """Return the time at which a process that has not ended counts as hung."""
-        if rank in outcomes and outcomes[rank].kind != "running":  # it may be saving a checkpoint
+        stalls = self.uses_nccl and rank in outcomes and outcomes[rank].kind in LOST_KINDS
+        if rank in outcomes and outcomes[rank].kind != "running" and not stalls:
+            # it may be saving a checkpoint
             since = self._ending_since.setdefault(rank, time.monotonic())
             return since + max(self.timeout_s, SAVE_S)
         limits = [self._signal_time + self.grace_s + RECORD_S] if self._signal_time else []
@@ -168,8 +174,17 @@ class Agent:
             another_hung = any(outcome.kind == "hung" for outcome in outcomes.values())
             all_trained = len(outcomes) == len(self.processes)
             wait_s = self.timeout_s if all_trained and not another_hung else END_S
+            if self.uses_nccl:  # after an error of its own a process reports it, and may save
+                wait_s = min(wait_s, END_S if self._has_silent_failure(outcomes) else SAVE_S)
             limits.append(self._failure_time + wait_s)
         return min(limits)
+
+    def _has_silent_failure(self, outcomes: Mapping[int, RankOutcome]) -> bool:
+        """Whether a process was killed, or noticed that another one was."""
+        return any(
+            code and (rank not in outcomes or outcomes[rank].kind in ("running", *LOST_KINDS))
+            for rank, code in self.exit_codes().items()
+        )
 
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 def synchronise_batchnorm(builder: RunBuilder) -> None:
     """Make each BatchNorm normalise by the batch of all processes; module names are unchanged.
 
-    On CUDA by torch's SyncBatchNorm, which refuses CPU tensors; on a CPU by one all-gather in the
-    forward and one all-reduce in the backward of each layer.
+    On any device by one all-gather in the forward and one all-reduce in the backward of each layer.
+    torch's SyncBatchNorm counts samples that stand in for none, and waits for the host.
     """
     layers = [m for m in builder.model.modules() if isinstance(m, _BatchNorm)]
     if not layers or builder.world is None:
-        return
-    if builder.device.kind == "cuda":
-        builder.model = nn.SyncBatchNorm.convert_sync_batchnorm(builder.model)  # type: ignore[no-untyped-call]
-        builder.forward = builder.model
         return
     for layer in layers:
         layer.forward = partial(_forward, layer, builder.world)  # type: ignore[method-assign]
@@ -40,10 +36,12 @@ def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:
         mean, variance = layer.running_mean, layer.running_var
         use_batch = mean is None or variance is None  # no running statistics
         return F.batch_norm(x, mean, variance, layer.weight, layer.bias, use_batch, 0, layer.eps)
-    count = 0 if world.is_stand_in else x.numel() // x.shape[1]
-    y, mean, variance, total_count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]
-    if not torch.compiler.is_compiling() and total_count <= 1:
+    values = x.numel() // x.shape[1]  # per channel
+    # with one value this process has one sample or a stand-in, so each sample has one value
+    if not torch.compiler.is_compiling() and values <= 1 and world.count_samples() <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
+    count = 0 if world.is_stand_in else values
+    y, mean, variance, total_count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, count)  # type: ignore[no-untyped-call]
     _update_running_statistics(layer, mean, variance * (total_count / (total_count - 1)))
     normalised: Tensor = y
     return normalised
@@ -82,13 +80,15 @@ class _Normalise(torch.autograd.Function):
         x, scale, mean, variance, n = ctx.saved_tensors
         dx, dtype = None, mean.dtype
         x_wide, dy = x.to(dtype), gradients[0].to(dtype)
+        inverse_std = torch.rsqrt(variance + ctx.eps)  # CUDA's kernel takes it and mean as saved
         _, products, sums = torch.ops.aten.native_batch_norm_backward(
-            dy, x_wide, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
-        )
+            dy, x_wide, scale, mean, variance, mean, inverse_std, False, ctx.eps,
+            [False, True, True],
+        )  # fmt: skip
         if ctx.needs_input_grad[0]:
             total = torch.stack([products, sums])
             dist.all_reduce(total)
-            factor = scale * torch.rsqrt(variance + ctx.eps)
+            factor = scale * inverse_std
             # stand-in samples were not part of mean and variance
             slope, level = -factor * total * (ctx.counts / n).to(dtype)
             dx = F.batch_norm(x_wide, mean, variance, slope, level, False, 0, ctx.eps)
@@ -114,11 +114,11 @@ def _merge_statistics(mean: Tensor, variance: Tensor, count: int) -> tuple[Tenso
 def _update_running_statistics(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
     if layer.running_mean is None or layer.running_var is None:
         return
-    momentum = layer.momentum
+    momentum: Tensor | float = 0.0 if layer.momentum is None else layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if momentum is None:  # cumulative mean over all batches
-            momentum = 1.0 / float(layer.num_batches_tracked)
-    momentum = momentum or 0.0
-    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
-    layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
+        if layer.momentum is None:  # cumulative mean over all batches
+            momentum = layer.num_batches_tracked.double().reciprocal()
+    for statistic, value in ((layer.running_mean, mean), (layer.running_var, variance)):
+        weight = momentum.to(statistic.dtype) if isinstance(momentum, Tensor) else momentum
+        statistic.lerp_(value.to(statistic.dtype), weight)

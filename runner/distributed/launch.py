@@ -24,12 +24,13 @@ from runner.config import RunConfig
 from runner.device.config import DeviceKind
 from runner.device.device import choose_device_kind
 from runner.distributed.agent import Agent
-from runner.distributed.config import DistributedConfig, DistributedKind
+from runner.distributed.config import Backend, DistributedConfig, DistributedKind
+from runner.distributed.join import device_type, gpu_index
 from runner.distributed.outcome import RANKS_FOLDER, MachineReport, RunVerdict, judge_reports
 from runner.distributed.rank import STACKS_FOLDER, run_rank, run_rank_process
 from runner.distributed.rank_info import RankInfo, detect_rank
 from runner.distributed.rendezvous import join_rendezvous
-from runner.distributed.world import open_store
+from runner.distributed.world import choose_backend, open_store
 from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
 from runner.jobs import load_job, train
 from runner.jobs.config import JobKind
@@ -162,23 +163,25 @@ def run_attempt(
     with tempfile.TemporaryDirectory(prefix="runner-") as folder_name:
         with join_rendezvous(config, processes, len(losses)) as rendezvous:
             limits = config.distributed.timeout_s, config.checkpoint.grace_s
-            agent = Agent(Path(folder_name), *limits, rendezvous.exchange)
+            uses_nccl = choose_backend(config.distributed, device_type(config).type) == "nccl"
+            agent = Agent(Path(folder_name), *limits, rendezvous.exchange, uses_nccl)
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
             outcome_folder = agent.outcome_folder
             places = [
                 replace(p, outcome_folder=outcome_folder, losses=reasons) for p in rendezvous.places
             ]
             agent.run(begin, {place.rank: (config, folder, components, place) for place in places})
-            report = agent.report({place.rank: _process_name(place) for place in places})
+            report = agent.report({place.rank: _process_name(config, place) for place in places})
             verdict = rendezvous.agree_on_verdict(report, partial(_judge_run, folder))
     if verdict.kind != "done":
         raise _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
     return "" if rendezvous.node == 0 else f"{places[0].address}: {verdict.folder}"
 
 
-def _process_name(place: RankInfo) -> str:
+def _process_name(config: RunConfig, place: RankInfo) -> str:
     host = f" on {socket.gethostname()}" if place.local_size < place.size else ""
-    cuda = f" (cuda:{place.local_rank})" if torch.cuda.is_available() else ""
+    index = gpu_index(config, place)
+    cuda = "" if index is None else f" (cuda:{index})"
     return f"process {place.rank}{host}{cuda}"
 
 
@@ -292,9 +295,11 @@ def count_processes(config: RunConfig) -> int:
     gpus = torch.cuda.device_count() if config.device.kind is not DeviceKind.cpu else 0
     if requested is None:
         return max(1, gpus)
-    if config.device.kind is DeviceKind.cuda and requested > gpus:
+    shares_gpus = gpus and config.distributed.backend is Backend.gloo
+    if requested > gpus and (gpus or config.device.kind is DeviceKind.cuda) and not shares_gpus:
         if not gpus:
             choose_device_kind(config.device.kind)
         problem = f"is {requested}, but there are {gpus} GPUs"
-        raise ConfigError("distributed.processes", problem, f"use {gpus} or less")
+        fix = f"use {gpus} or less, or share them by distributed.backend=gloo"
+        raise ConfigError("distributed.processes", problem, fix)
     return requested

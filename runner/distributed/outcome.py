@@ -29,6 +29,7 @@ T = TypeVar("T")
 OUTCOME_FILE = "outcome-{}.json"
 RANKS_FOLDER = "ranks"  # subfolder for files of ranks other than 0
 CAUSE_KINDS = ("error", "restart", "interrupted")  # outcomes that make other processes end
+LOST_KINDS = ("lost", "hung")  # outcomes of processes that noticed the end of another one
 REPORT_S = 2.0  # for others to report after one is lost
 POLL_S = 0.05
 

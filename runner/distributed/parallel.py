@@ -44,7 +44,7 @@ def parallelise(world: World, builder: RunBuilder) -> NamedTechniques:
     builder.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if builder.forward is not builder.model:
         raise UsageError("distributed: a technique has replaced the model's forward; disable it")
-    world.shards = world.validation_forward = None
+    world.shards = world.validation_forward = world.usable_samples = None
     world.no_sync, world.trained_weights = nullcontext, []
     world.sample_flop = _sample_flop(builder)
     if world.config.kind is DistributedKind.ddp:
@@ -134,8 +134,9 @@ class DdpTechnique(Technique):
             return Evidence(False, "there is one process")
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
-        sums = [float(gradient.double().sum()) for gradient in gradients]
-        same = all(other == sums for other in run.world.all_gather(sums))
+        sums = [gradient.double().sum() for gradient in gradients]
+        values = torch.stack(sums).tolist() if sums else []  # host sync: evidence, once per run
+        same = all(other == values for other in run.world.all_gather(values))
         reason = "" if same else "gradients differ between processes"
         sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""))
         buckets = [int(size) for size in sizes.split(",") if size.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from runner.distributed.outcome import RANKS_FOLDER, RankOutcome
 from runner.distributed.rank_info import RankInfo
 from runner.distributed.world import World, as_lost, is_lost
 from runner.doctor.links import measure_links
-from runner.errors import Interrupted, UsageError
+from runner.errors import Interrupted, ProcessLost, UsageError
 from runner.jobs import doctor, train
 from runner.jobs.config import JobKind
 from runner.masking import mask_secrets
@@ -142,6 +143,10 @@ def run_rank(
                     or Components()
                 )
             return train.main(config, run_folder, replace(components, world=world))
+        except ProcessLost as lost:
+            if world.has_stalled_device:  # the interpreter's own exit could wait for the device
+                atexit.register(exit_process, lost.exit_code)
+            raise
         except (KeyboardInterrupt, Interrupted):
             if error := world.find_error():  # because of it torchrun signals this process
                 raise error from None

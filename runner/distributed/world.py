@@ -23,6 +23,7 @@ from runner.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
 from runner.distributed.rank_info import RankInfo
 from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
+from runner.security.pickle_transfer import dumps_persistent
 
 if TYPE_CHECKING:
     from runner.distributed.commit import CheckpointCommit
@@ -45,8 +46,7 @@ class World:
         self.place, self.rank, self.size = place, place.rank, place.size
         self.config, self.device = config, device
         self.host = socket.gethostname()
-        backend = config.backend.value if config.backend is not None else None
-        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        self.backend = choose_backend(config, device.type)
         if device.type != "cuda" and self.backend == "nccl":
             problem = "nccl needs GPUs, and there are none"
             raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
@@ -60,6 +60,9 @@ class World:
         self.has_left = False  # this process works alone from now on
         self.sample_flop: float | None = None  # FLOPs per sample, if known
         self.is_stand_in = False  # this micro-batch has no own samples, and does not count
+        self._micro_batch: tuple[int, int, int] | None = None  # see `begin_micro_batch`
+        # of the current batch, by rank, if some may have been left out
+        self.usable_samples: list[int] | None = None
         self.trained_weights: list[tuple[str, Tensor]] = []  # they get a gradient in each step
         self._stacks: StackWriter | None = None
         if place.address in ("127.0.0.1", "localhost", "::1"):
@@ -116,7 +119,7 @@ class World:
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
-        if dist.is_initialized() and not self.has_left:
+        if dist.is_initialized() and not (self.has_left or self.lost):
             dist.destroy_process_group()
 
     # -- this process's part -------------------------------------------------------------------
@@ -135,8 +138,33 @@ class World:
         If its part, or the `own` samples left of it, are too few, some are empty.
         """
         part = self.local_slice(samples)
+        return self._split_part(part, samples, micro_batch, own)
+
+    def _split_part(self, part: slice, samples: int, micro_batch: int, own: int) -> list[slice]:
         own = min(own, part.stop - part.start)
         return _split_evenly(own, max(1, -(-self.max_local_samples(samples) // micro_batch)))
+
+    def begin_micro_batch(
+        self, samples: int, micro_batch: int, number: int, is_stand_in: bool
+    ) -> None:
+        """Begin micro-batch `number` (from 0) of a batch of so many samples."""
+        self.is_stand_in, self._micro_batch = is_stand_in, (samples, micro_batch, number)
+
+    def count_samples(self) -> int:
+        """Return the samples of the current micro-batch over all processes, without a collective.
+
+        Outside of a step, at least one for each process.
+        """
+        if self._micro_batch is None:
+            return self.size
+        samples, micro_batch, number = self._micro_batch
+        parts = _split_evenly(samples, self.size)
+        own = self.usable_samples or [samples] * self.size
+        micro_batches = (
+            self._split_part(part, samples, micro_batch, usable)[number]
+            for part, usable in zip(parts, own, strict=True)
+        )
+        return sum(each.stop - each.start for each in micro_batches)
 
     def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None:
         """Raise ConfigError if a training batch has fewer samples than there are processes."""
@@ -229,15 +257,19 @@ class World:
             return [*numbers]
         if self._stacks is not None:
             self._stacks.reset_timer()
-        flags = torch.tensor(numbers)
+        flags = torch.tensor(numbers)  # host sync: none, it stays on the CPU
         with self._timed_collective():
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return flags.tolist()
+        return flags.tolist()  # host sync: none, the tensor is on the CPU
 
     def all_gather(self, value: T) -> list[T]:
-        """Return each process's value by rank; only its own after `leave`."""
+        """Return each process's value by rank; only its own after `leave`.
+
+        UsageError if it has a tensor of a device, however deeply nested.
+        """
         if self.has_left:
             return [value]
+        _refuse_device_tensors("World.all_gather", value)
         values: list[Any] = [None] * self.size
         with self._timed_collective():
             dist.all_gather_object(values, value)
@@ -255,7 +287,9 @@ class World:
         choice_and_error: list[Any] = [None, None]
         if self.is_rank_zero:
             try:
-                choice_and_error[0] = decide()
+                decision = decide()
+                _refuse_device_tensors("World.broadcast_choice", decision)
+                choice_and_error[0] = decision
             except RunnerError as error:
                 choice_and_error[1] = error
         with self._timed_collective():
@@ -275,6 +309,19 @@ class World:
     def faults(self) -> Counter[str]:
         """The faults after which all processes were restarted, by kind."""
         return Counter(kind for kind, _ in self.place.losses)
+
+    @property
+    def has_stalled_device(self) -> bool:
+        """Whether the device may wait for a lost process forever: NCCL's kernels have no end.
+
+        Then nothing may wait for the device or save what it holds, which may be part of a sum. The
+        process ends at once, and all restart from the last checkpoint.
+        """
+        return self.lost and self.backend == "nccl"
+
+    def means_loss(self, error: BaseException) -> bool:
+        """Whether the error means that another process has ended or does not answer."""
+        return is_lost(error)
 
     def leave(self, error: BaseException) -> None:
         """Stop taking part in collectives; this process finishes alone, e.g. saves a checkpoint.
@@ -313,9 +360,10 @@ class World:
 
     def convert_lost(self, error: BaseException) -> ProcessLost:
         """Return ProcessLost for an error that `is_lost`, naming the process if no agent does."""
+        self.lost = True
         if isinstance(error, ProcessLost):
             return error
-        lost, self.lost = as_lost(error), True
+        lost = as_lost(error)
         if self.place.outcome_folder is None:
             self._outcomes.publish(RankOutcome.from_error(self.rank, lost))
             lost = self._outcomes.name_cause(lost)
@@ -334,6 +382,12 @@ def open_store(place: RankInfo, timeout: timedelta) -> TCPStore:
     return TCPStore(place.address, place.port, place.size, is_host, timeout, wait_for_workers=False)
 
 
+def choose_backend(config: DistributedConfig, device_type: str) -> str:
+    """Return the configured backend, or the default one of the device: nccl or gloo."""
+    default = "nccl" if device_type == "cuda" else "gloo"
+    return default if config.backend is None else config.backend.value
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether the error means that another process has ended or does not answer."""
     if isinstance(error, ProcessLost | dist.DistError):
@@ -350,6 +404,20 @@ def as_lost(error: BaseException) -> ProcessLost:
     hung = "imed out" in text or "timeout" in text
     problem = "does not answer within distributed.timeout_s" if hung else "has ended"
     return ProcessLost(f"another process {problem} ({text.rpartition('] ')[2][:200]})", hung)
+
+
+def _refuse_device_tensors(call: str, value: object) -> None:
+    """Raise UsageError if the pickle of `value` would have a tensor that is not on the CPU."""
+
+    def check_device(each: Any) -> None:  # pickle calls it before it pickles an object
+        if isinstance(each, Tensor) and each.device.type != "cpu":
+            shape = f"of shape {[*each.shape]} on {each.device}"
+            raise UsageError(
+                f"{call}: a tensor {shape} would arrive on the sender's device; "
+                "pass tensors on the CPU, or reduce them by all_reduce_sum"
+            )
+
+    dumps_persistent(value, check_device)
 
 
 def refuse_lost(run: Run, error: Exception) -> bool:

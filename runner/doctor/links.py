@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.device.capabilities import usable_cores
+from runner.distributed.join import gpu_uuid
 from runner.doctor.environment import CheckStatus, DoctorCheck
 from runner.format import size
 
@@ -61,9 +62,9 @@ class LinkReport:
         text = f"{len(local_ranks)} processes on {cores} cores"
         fix = f"distributed.processes={cores}: each needs a core"
         yield DoctorCheck.of("cores", len(local_ranks) <= cores or not cpu, text, fix)
-        local_gpus = sorted({facts["device"] for facts in local_ranks if not cpu})
+        local_gpus = {facts["gpu"] for facts in local_ranks if not cpu}
         have_own_gpu = cpu or len(local_gpus) == len(local_ranks)
-        text = f"{len(local_ranks)} processes on {', '.join(local_gpus) or 'the CPU'}"
+        text = f"{len(local_ranks)} processes on {'the CPU' if cpu else f'{len(local_gpus)} GPUs'}"
         fix = "distributed.processes= at most the number of GPUs"
         yield DoctorCheck.of("devices", have_own_gpu, text, fix, CheckStatus.fail)
 
@@ -73,6 +74,7 @@ def measure_links(world: World, device: torch.device) -> LinkReport:
     rank_facts = {
         "host": world.host,
         "device": str(device),
+        **({"gpu": uuid} if (uuid := gpu_uuid(device.index)) else {}),
         "torch": torch.__version__,
         **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         "local rank": world.place.local_rank,

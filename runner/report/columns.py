@@ -82,6 +82,12 @@ COLUMNS = (
     ),
     _numeric_column("data_wait", "waits for data", format.share),
     _numeric_column("processes", "processes", format.rate, _process_count),
+    ReportColumn(
+        "device",
+        "device",
+        lambda row: 0.0 if row.device else None,
+        lambda row: row.device or format.NONE,
+    ),
 )
 """Most important first: the last ones are dropped where there is no room. Metrics follow."""
 

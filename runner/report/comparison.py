@@ -94,6 +94,7 @@ class ComparisonRow:
     measured: ArmResult | None = None  # in a benchmark
     judged_on: str = ""  # data (and objective): metrics are comparable only if equal
     workload: str = ""  # device, data and model: ratios are taken only if equal
+    device: str = ""  # the GPUs that a sweep assigned to it
     # for a configuration that ran several times; see `Comparison.by_configuration`
     averaged_over: str = ""  # what the mean is taken over: `3 seeds`
     run_names: list[str] = field(default_factory=list)  # names of its runs

@@ -199,7 +199,7 @@ def _read_job_row(
             overrides, status or "skipped", reason or "never started", folder=str(folder)
         )
         return replace(row, command=_command(overrides))
-    row = _read_run_row(folder, overrides)
+    row = replace(_read_run_row(folder, overrides), device=text_at(job, "device"))
     if row.finished and status == "killed":  # the sweep ended before it recorded the job's end
         return row
     if status and status not in ("running", row.status):

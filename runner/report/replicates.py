@@ -79,6 +79,7 @@ def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]
     over = _describe_replicates(finished)
     row = replace((finished or runs)[0], name=name, overrides=list(overrides), folder="")
     row.averaged_over, row.run_names = over or "1 run", [run.name for run in runs]
+    row.device = "; ".join(dict.fromkeys(run.device for run in runs if run.device))
     if 0 < len(finished) < len(runs):
         row.averaged_over += f"; {len(runs) - len(finished)} of {len(runs)} failed"
     if over:

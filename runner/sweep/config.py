@@ -91,7 +91,7 @@ class LauncherConfig:
     """`hydra/launcher=isolated`: a new process for each job."""
 
     _target_: str = "hydra_plugins.runner_plugins.IsolatedLauncher"  # set by the option
-    jobs: int = bounded(1, min=1)  # jobs at a time
+    jobs: int = bounded(1, min=1)  # jobs at a time; if several, they take the GPUs in turn
     timeout_s: float | None = bounded(None, above=0)  # seconds per job; null: no limit
     retries: int = bounded(0, min=0)  # retries of a job that failed, was killed or timed out
     fail_fast: bool = False  # end the sweep, and its running jobs, at the first failure

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -17,7 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from runner import fork_server
 from runner.checkpoint.lock import lock
 from runner.composing import typed
+from runner.config import RunConfig
 from runner.device.capabilities import usable_cores
+from runner.device.config import DeviceKind
+from runner.device.gpu_assignment import VISIBLE_DEVICES, assign_gpus, describe_gpus, list_gpus
+from runner.distributed.config import DistributedKind
 from runner.errors import RunnerError
 from runner.jobs.config import JobKind
 from runner.overrides.groups import without_arguments
@@ -51,6 +55,7 @@ class JobStarter:
     settings: LauncherConfig
     hydra_overrides: list[str]  # overrides of Hydra keys, as typed
     use_fork: bool  # fork jobs from a process with preloaded imports
+    gpus: list[str] = field(default_factory=list)  # to assign to jobs that run at the same time
 
     def arguments(self, overrides: Sequence[str]) -> list[str]:
         """Return the arguments that run one job alone."""
@@ -71,10 +76,11 @@ class JobStarter:
         """
         folder = self.session.folder / plan.job.folder
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
+        environment = {**job_environment(self.settings.jobs), **self._assign_gpus(plan)}
         safe_flag = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
         return JobProcess.start(
             [sys.executable, *safe_flag, "-m", "runner", *self.arguments(plan.job.overrides)],
-            job_environment(self.settings.jobs),
+            environment,
             folder,
             self.settings.timeout_s,
             [f"{key}={quote_for_hydra(str(folder))}"],
@@ -82,6 +88,21 @@ class JobStarter:
             folder_trusted=not self.session.resumed,
             start_process=fork.fork_job if self.use_fork else None,
         )
+
+    def _assign_gpus(self, plan: JobPlan) -> dict[str, str]:
+        """Return the variable that shows a job its GPUs alone; {} if it selects devices itself."""
+        plan.job.device = ""
+        if not (self.gpus and plan.gpu_processes):
+            return {}
+        jobs, count = self.settings.jobs, len(self.gpus)
+        if jobs * plan.gpu_processes > count and not self.session.warned_of_shared_gpus:
+            self.session.warned_of_shared_gpus = True
+            needed = f"{jobs} jobs at a time need {jobs * plan.gpu_processes}"
+            fix = f"hydra.launcher.jobs={max(1, count // plan.gpu_processes)} gives each its own"
+            log.warning("%d GPUs, but %s: jobs share them; %s", count, needed, fix)
+        gpus = assign_gpus(self.gpus, plan.job.number, plan.gpu_processes)
+        plan.job.device = describe_gpus(gpus)
+        return {VISIBLE_DEVICES: ",".join(gpus)}
 
     def start_fork_server(self) -> None:
         """Start the fork server with the imports of jobs, if jobs are forked; idempotent."""
@@ -112,7 +133,8 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
                 session.earlier_jobs = load_previous_jobs(session.folder)
                 session.sweep = Sweep(session.command, session.hash, started=utc_now())
             session.sweep.start = (StartMethod.fork if use_fork else StartMethod.spawn).name
-            starter = JobStarter(session, session.sweep, settings, hydra_overrides, use_fork)
+            gpus = list_gpus(os.environ) if settings.jobs > 1 else []
+            starter = JobStarter(session, session.sweep, settings, hydra_overrides, use_fork, gpus)
             if not session.earlier_jobs:
                 starter.start_fork_server()  # imports while jobs are composed
             wait_for_running_jobs(session.folder, session.earlier_jobs)
@@ -130,11 +152,26 @@ def plan_job(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
     job = Job(number, overrides, subdir)
     try:
         checked = typed(config.copy())
-        job.hash = job_hash(checked, OmegaConf.to_container(config.hydra.job.env_set, resolve=True))
+        variables: Any = OmegaConf.to_container(config.hydra.job.env_set, resolve=True)
+        job.hash = job_hash(checked, variables)
     except (RunnerError, OmegaConfBaseException) as error:
         return JobPlan(job, error=secrets.mask_words(str(error)))
     trains = checked.job.kind is JobKind.train
-    return JobPlan(job, trains, writes_summary=trains or checked.job.kind is JobKind.evaluate)
+    return JobPlan(
+        job,
+        trains,
+        writes_summary=trains or checked.job.kind is JobKind.evaluate,
+        gpu_processes=0 if VISIBLE_DEVICES in variables else _count_gpu_processes(checked),
+    )
+
+
+def _count_gpu_processes(config: RunConfig) -> int:
+    """Return how many GPUs the launcher is to assign; 0 if the job may select its devices."""
+    device, distributed = config.device, config.distributed
+    if device.index is not None or device.kind not in (DeviceKind.auto, DeviceKind.cuda):
+        return 0
+    one_process = distributed.kind is DistributedKind.none
+    return 1 if one_process else distributed.processes or 0  # null: one per GPU, all of them
 
 
 def job_environment(jobs: int) -> dict[str, str]:

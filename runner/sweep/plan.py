@@ -33,6 +33,7 @@ class JobPlan:
     done: bool = False  # finished by an earlier process
     continues: bool = False  # resumes from the checkpoint in its folder
     replaces: bool = False  # its folder has other content
+    gpu_processes: int = 0  # processes that need a GPU each; 0: it selects its devices itself
 
 
 def find_sweep(
@@ -141,7 +142,7 @@ class Planner:
             plan.done = earlier.status in FINISHED_STATUSES and _has_finished(job_folder)
             if plan.done or earlier.failed:  # unchanged until it starts again
                 job.status, job.reason, job.ended = earlier.status, earlier.reason, earlier.ended
-                job.exit_code = earlier.exit_code
+                job.exit_code, job.device = earlier.exit_code, earlier.device
             plan.continues = not plan.done and can_continue(plan, job_folder)
         plan.replaces = not (plan.done or plan.continues) and job_folder.exists()
         return plan

@@ -122,6 +122,7 @@ class Schedule:
         self.sweep.write(self.folder)
         again = f", try {job.tries}" if job.tries > 1 else ""
         again += ", from its checkpoint" if plan.continues else ""
+        again += f", on {job.device}" if job.device else ""
         log.info("%s: started%s", job.title, again)
 
     def _poll_jobs(self) -> None:

@@ -40,6 +40,7 @@ class Job:
     tries: int = 0
     exit_code: int | None = None  # of the last try; -9: killed by signal 9
     command: str = ""  # runs the job alone
+    device: str = ""  # the GPUs that the launcher assigned to it; "": it selected its devices
 
     @property
     def failed(self) -> bool:
@@ -115,6 +116,7 @@ class SweepSession:
     # jobs of an earlier process, not matched yet
     earlier_jobs: list[Job] = field(default_factory=list)
     search_plan: Any = None  # a SearchPlan, if the jobs are trials
+    warned_of_shared_gpus: bool = False
     # override that selects another sweeper
     sweeper_overrides: list[str] = field(default_factory=list)
 

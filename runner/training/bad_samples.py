@@ -36,9 +36,10 @@ class BadSampleTracker:
             return False
         bad, empty = usable.last.bad, loader.empty
         if run.world is not None:
-            gathered = run.world.all_gather((bad, empty))
+            gathered = run.world.all_gather((bad, len(usable.last.indices)))
             bad = {index: text for each, _ in gathered for index, text in each.items()}
-            empty = all(is_empty for _, is_empty in gathered)
+            run.world.usable_samples = [count for _, count in gathered]
+            empty = not any(run.world.usable_samples)
         for problem in (new_problems := usable.add(bad)):
             run.history.add(
                 "bad_samples", problem, step=run.progress.step, category="data",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from runner.data.batch import Batch, batch_size_of, call_model, slice_rows, split_batch
+from runner.data.nested import tree_map
 from runner.errors import UsageError
 from runner.models import modes
 from runner.random_state import exclusive_random_state
@@ -54,11 +55,14 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
             if not loader.empty and (run.world is None or _has_own_samples(run.world, samples)):
                 totals = reduce(_add_sums, part_sums, totals)
     if run.world is not None:
+        totals = tree_map(totals, lambda x: x.cpu())  # host sync: once per validation, to pickle
         totals = reduce(_add_sums, run.world.all_gather(totals), {})
     values = run.objective.all_metrics(totals)
     metrics = {f"{split_name}/{name}": x for name, x in values.items()}
     confusion = run.objective.confusion(totals)
-    return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
+    if confusion is not None:
+        confusion = confusion.cpu()  # host sync: once per validation
+    return Evaluation(run.progress.step, metrics, confusion)
 
 
 def _batch_sums(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:

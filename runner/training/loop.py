@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ def train(run: Run) -> Summary:
         with ExitStack() as stack:
             for hook in run.hooks:
                 enter_session(stack, hook, run)
-            with redact_errors(), translate_oom("while training"):
+            with redact_errors(), translate_oom("while training"), _translate_lost(run):
                 _train(run)
             collect_evidence(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
@@ -157,14 +157,16 @@ def _train(run: Run) -> None:
         except KeyboardInterrupt:
             interrupts.end_grace()
             _leave_world(run, interrupts.error())
-            if interrupts.wait_interrupted:  # a second signal saves nothing
-                _save_and_stop(run)
+            if interrupts.wait_interrupted and not _has_stalled_device(run):
+                _save_and_stop(run)  # a second signal saves nothing
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # a checkpoint is saved, or saving has just failed
         except RunnerError as error:  # an unfinished step has changed only buffers
             interrupts.end_grace()
             _leave_world(run, error)
+            if _has_stalled_device(run):
+                raise
             update.abandon()
             gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
             if run.shards is None or gave_up:
@@ -193,6 +195,7 @@ def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
     process_lost = isinstance(error, ProcessLost | RestartRequired)
+    process_lost = process_lost or run.world is not None and run.world.means_loss(error)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if process_lost or has_other_cause or is_out_of_memory(error):
         return
@@ -224,6 +227,16 @@ def _leave_world(run: Run, error: RunnerError) -> None:
     """Stop waiting for the other processes of the run, if there are any."""
     if run.world is not None:
         run.world.leave(error)
+
+
+def _has_stalled_device(run: Run) -> bool:
+    """Whether the device may wait forever for a lost process; see `World.has_stalled_device`."""
+    return run.world is not None and run.world.has_stalled_device
+
+
+def _translate_lost(run: Run) -> AbstractContextManager[None]:
+    """Return a context that raises ProcessLost for errors that mean it, e.g. NCCL's at a read."""
+    return nullcontext() if run.world is None else run.world.translate_lost()
 
 
 def _signal_notice(run: Run) -> str:

@@ -206,7 +206,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
         weight = run.update.zero if empty else run.objective.weight(part[1])
         if world is not None:
-            world.is_stand_in = empty
+            world.begin_micro_batch(samples, run.micro_batch, number - 1, is_stand_in=empty)
         with _gradient_sync(run, last=number == len(parts)):
             loss = _weighted_loss(_forward(run, part), weight, batch_weight)
             run.stopwatch.split("forward")

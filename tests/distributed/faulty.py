@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner import Hook
+from runner.device.device import Device
 from runner.errors import DataError
 from runner.training.hook import Evaluation, Report, Step, Verdict
 
@@ -127,6 +129,37 @@ class Net(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
 
+class _StalledDevice(TorchDispatchMode):
+    """A device whose kernels wait for a lost process: each use of it is written to a file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, use: str) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{use}\n")
+
+
+def _stall_after_loss(run: Any, backend: str, folder: Path) -> None:
+    """Report another backend, and count what uses the device once a process is lost."""
+    world, device = run.world, _StalledDevice(folder / f"used-{run.world.rank}")
+    world.backend, own_leave = backend, world.leave
+    synchronize, save = Device.synchronize, run.checkpointer.save
+
+    def leave(error: BaseException) -> None:
+        own_leave(error)
+        device.__enter__()
+        Device.synchronize = lambda own: (device.note("synchronize"), synchronize(own))[1]
+        run.checkpointer.save = lambda *args: (device.note("save"), save(*args))[1]
+
+    world.leave = leave
+
+
 class Watch(Hook):
     @contextmanager
     def session(self, run: Any) -> Iterator[None]:
@@ -134,6 +167,8 @@ class Watch(Hook):
         visits["begun"] = 1
         folder = Path(os.environ["FAULT_FOLDER"])
         (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        if "BACKEND" in os.environ:
+            _stall_after_loss(run, os.environ["BACKEND"], folder)
         planted("session")
         yield
         planted("end")

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from threading import Barrier, local
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.distributed.batchnorm import _forward
+from runner.distributed.batchnorm import _forward, synchronise_batchnorm
+from runner.distributed.world import World
 
 WAIT_S = 60
 Together = Callable[[list[Callable[[], Any]]], list[Any]]
@@ -53,9 +56,11 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Together:
     return run
 
 
-def synchronised(layer: nn.BatchNorm2d, is_stand_in: bool = False) -> nn.BatchNorm2d:
+def synchronised(
+    layer: nn.BatchNorm2d, is_stand_in: bool = False, samples: int = 2
+) -> nn.BatchNorm2d:
     own = copy.deepcopy(layer)
-    world = SimpleNamespace(is_stand_in=is_stand_in)
+    world = SimpleNamespace(is_stand_in=is_stand_in, count_samples=lambda: samples)
     own.forward = partial(_forward, own, world)  # type: ignore[method-assign, arg-type]
     return own
 
@@ -136,5 +141,96 @@ def test_the_gradient_is_the_derivative(together: Together) -> None:
 def test_one_value_per_channel_and_evaluation_are_torchs(together: Together) -> None:
     layer, x = nn.BatchNorm2d(3), torch.randn(1, 3, 1, 1)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        together([partial(synchronised(layer), x)])
+        together([partial(synchronised(layer, samples=1), x)])
     assert torch.equal(synchronised(layer.eval())(x), layer(x))
+
+
+def test_a_micro_batch_of_one_value_per_channel_is_refused_by_all_processes(
+    together: Together,
+) -> None:
+    layer, x = nn.BatchNorm2d(3), torch.randn(1, 3, 1, 1)
+
+    def train(is_stand_in: bool) -> None:
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+            synchronised(layer, is_stand_in, samples=1)(x)
+
+    together([partial(train, False), partial(train, True)])
+    # one sample in each of two processes, and one sample of four values
+    together([partial(synchronised(layer), x), partial(synchronised(layer), x)])
+    one = synchronised(layer, samples=1)
+    together([partial(one, torch.randn(1, 3, 2, 2))])
+    assert bool(one.running_var.isfinite().all())
+
+
+@pytest.mark.parametrize("usable", [None, [1, 0, 0], [2, 1, 1]])
+def test_a_process_knows_the_samples_of_each_micro_batch_of_all(usable: list[int] | None) -> None:
+    worlds = [World.__new__(World) for _ in range(3)]
+    for rank, world in enumerate(worlds):
+        world.rank, world.size, world.usable_samples = rank, 3, usable
+    for samples, micro_batch in product(range(3, 12), range(1, 5)):
+        own = [samples] * 3 if usable is None else usable
+        parts = [
+            world.micro_batch_slices(samples, micro_batch, count)
+            for world, count in zip(worlds, own, strict=True)
+        ]
+        for number, part in enumerate(zip(*parts, strict=True)):
+            for world in worlds:
+                world.begin_micro_batch(samples, micro_batch, number, is_stand_in=False)
+                assert world.count_samples() == sum(each.stop - each.start for each in part)
+
+
+def test_on_a_gpu_each_layer_is_normalised_by_the_same_code() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    device = SimpleNamespace(kind="cuda")
+    builder: Any = SimpleNamespace(model=model, forward=model, device=device, world=World)
+    synchronise_batchnorm(builder)
+    assert builder.model is model and type(model[1]) is nn.BatchNorm2d
+    forward: Any = model[1].forward
+    assert forward.func is _forward
+
+
+class _CheckBackwardArguments(TorchDispatchMode):
+    """What CUDA's kernel asserts: the statistics of the forward, saved by the caller."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            self.calls += 1
+            mean, variance, saved_mean, saved_inverse_std = args[3:7]
+            torch.testing.assert_close(saved_mean, mean)
+            torch.testing.assert_close(saved_inverse_std, (variance + args[8]).rsqrt())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_kernel_of_the_backward_gets_the_saved_statistics_that_cuda_requires(
+    together: Together,
+) -> None:
+    layer, mode = synchronised(nn.BatchNorm2d(3)), _CheckBackwardArguments()
+
+    def train() -> None:
+        y = layer(torch.randn(4, 3, 2, 2, requires_grad=True))
+        with torch.autograd.set_multithreading_enabled(False), mode:
+            y.sum().backward()
+
+    together([train])
+    assert mode.calls == 1
+
+
+class _RefuseReads(TorchDispatchMode):
+    """Raises where a number of a tensor comes to the host, which on a GPU waits."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_no_number_is_read_by_the_host(together: Together, momentum: float | None) -> None:
+    def train(is_stand_in: bool) -> None:
+        layer = synchronised(nn.BatchNorm2d(3, momentum=momentum), is_stand_in, samples=2)
+        x = torch.randn(1, 3, 1, 2, requires_grad=True)
+        with torch.autograd.set_multithreading_enabled(False), _RefuseReads():
+            layer(x).sum().backward()
+
+    together([partial(train, False), partial(train, True)])

@@ -11,10 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from runner.distributed.agent import Agent
+from runner.distributed.outcome import RankOutcome
 from tests.distributed import runs
 from tests.distributed.runs import digest
 
@@ -44,6 +48,60 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_p
     ]
     assert killed.summary["faults"] == {"process_lost": 2}
     assert "process_lost" not in whole.summary["faults"]
+
+
+@pytest.mark.parametrize("lost", ["1:backward", pytest.param("0:forward", marks=pytest.mark.slow)])
+def test_after_a_loss_under_nccl_the_device_is_not_used_and_all_restart_from_the_last_checkpoint(
+    tmp_path: Path, lost: str
+) -> None:
+    whole = runs.run(tmp_path / "whole", "", NO_WORKERS)
+    typed = "distributed.restarts=1", "distributed.timeout_s=300", NO_WORKERS
+    killed = runs.run(tmp_path / "killed", f"{lost}:kill:7", *typed, BACKEND="nccl")
+    assert (whole.code, killed.code) == (0, 0), killed.output
+    assert not [file.read_text() for file in killed.folder.glob("used-*")]
+    assert not (killed.folder / "checkpoints" / "step_00000006").exists()
+    if lost[0] == "1":  # else that of step 4 may still be in the making
+        assert "all processes restart from checkpoints/step_00000004" in killed.output
+    assert digest(killed.folder) == digest(whole.folder)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_under_nccl_is_reported_and_saved_by_that_one_alone(
+    tmp_path: Path,
+) -> None:
+    done = runs.run(
+        tmp_path / "run", "1:backward:raise:6", "distributed.timeout_s=300", BACKEND="nccl"
+    )
+    assert done.code == 1
+    assert "process 1: ValueError: planted" in done.message
+    assert not (done.folder / "used-0").exists()
+    assert list((done.own(1) / "debug" / "captures").glob("step_00000006"))
+
+
+@pytest.mark.parametrize(
+    ("uses_nccl", "outcomes", "codes", "seconds"),
+    [
+        (False, {0: "running", 1: "running"}, {0: None, 1: -9}, 100),
+        (True, {0: "running", 1: "running"}, {0: None, 1: -9}, 5),
+        (True, {0: "running"}, {0: None, 1: 1}, 5),
+        (True, {0: "running", 1: "lost"}, {0: None, 1: 1}, 5),
+        (True, {0: "running", 1: "error"}, {0: None, 1: 1}, 30),  # it may write a capture
+        (False, {0: "lost", 1: "running"}, {0: None, 1: -9}, 100),  # it saves a checkpoint
+        (True, {0: "lost", 1: "running"}, {0: None, 1: -9}, 5),
+        (True, {0: "interrupted", 1: "interrupted"}, {0: None, 1: 143}, 100),
+    ],
+)
+def test_a_process_that_remains_under_nccl_is_not_waited_for(
+    uses_nccl: bool, outcomes: dict[int, str], codes: dict[int, int | None], seconds: float,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    agent = Agent(tmp_path, timeout_s=100, grace_s=1000, uses_nccl=uses_nccl)
+    process: Any = SimpleNamespace
+    agent.processes = {rank: process(pid=rank, exitcode=code) for rank, code in codes.items()}
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    agent._failure_time = 1000.0
+    reported = {rank: RankOutcome(rank, kind) for rank, kind in outcomes.items()}
+    assert agent._hang_deadline(0, reported) == 1000.0 + seconds
 
 
 @pytest.mark.slow

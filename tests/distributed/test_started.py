@@ -26,14 +26,19 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 SHORT = (*runs.QUICK, "data=cancer", "model=mlp", "training.steps=30")
 OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 FAULT = """
+import atexit
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from runner import Hook, errors
 
 class Fault(Hook):
     @contextmanager
     def session(self, run):
         self.fail(run, "session", 0)
+        if "BACKEND" in os.environ:
+            run.world.backend = os.environ["BACKEND"]
+            atexit.register(Path(f"exit-{run.world.rank}").touch)
         yield
 
     def on_step(self, run, step):
@@ -65,12 +70,12 @@ def started(folder: Path, *typed: str, **variables: str) -> subprocess.Completed
 
 
 def start_faulty(
-    folder: Path, flag: str, fault: tuple[str, str], *typed: str
+    folder: Path, flag: str, fault: tuple[str, str], *typed: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "own.py").write_text(FAULT)
     own = ("debug.hooks=[own.Fault]", "security.trusted=[own]", "distributed.timeout_s=60")
     command = (flag, "-m", "runner", "distributed=ddp", *SHORT, *own, *typed)
-    return started(folder, *command, EVENT=fault[0], ERROR=fault[1])
+    return started(folder, *command, EVENT=fault[0], ERROR=fault[1], **variables)
 
 
 def told(run: Path) -> dict:
@@ -93,6 +98,18 @@ def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_agai
     assert (run / "ranks" / "1" / "run.log").exists()
     alone = runs.trained(*SHORT[len(runs.QUICK) :])
     assert summary["metrics"]["val/loss"] == pytest.approx(alone.metrics["val/loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_after_a_loss_under_nccl_rank_zero_saves_nothing_and_does_not_wait_at_its_exit(tmp_path):
+    fault = ("on_step", "kill")
+    done = start_faulty(tmp_path, "--max-restarts=0", fault, "checkpoint.every=10", BACKEND="nccl")
+    assert done.returncode == 1, done.stderr  # torchrun's own
+    (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
+    assert told(run)["status"] == "failed" and "process 1" in told(run)["reason"]
+    assert told(run)["checkpoint"]["last"] == "checkpoints/step_00000012"  # the best so far
+    assert not [*run.glob("checkpoints/step_0000001[3-5]")]
+    assert not [*tmp_path.glob("exit-*")]
 
 
 @pytest.mark.slow
