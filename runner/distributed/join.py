@@ -58,7 +58,7 @@ def config_for_rank(config: RunConfig, place: RankInfo) -> RunConfig:
     Only rank 0 shows progress.
     """
     device = config.device
-    if device.threads is None and device.kind is not DeviceKind.cuda and place.local_size > 1:
+    if device.threads is None and place.local_size > 1:
         device = replace(device, threads=_thread_count(place))
     if _device_type(config).type == "cuda":
         device = replace(device, index=place.local_rank)
