@@ -129,10 +129,11 @@ def _copy(tensor: Tensor, target: Tensor | None, contiguous: bool) -> Tensor:
         or target.shape != tensor.shape
         or not (contiguous or target.stride() == tensor.stride())
     ):
-        target = torch.empty_like(
-            tensor,
-            device="cpu",
-            memory_format=torch.contiguous_format if contiguous else torch.preserve_format,
-            pin_memory=tensor.is_cuda,  # so that copies run while the host enqueues the next
-        )
+        memory_format = torch.contiguous_format if contiguous else torch.preserve_format
+        if tensor.is_cuda:
+            from runner.checkpoint.pinned_memory import pinned_tensor_like  # most runs need none
+
+            target = pinned_tensor_like(tensor, memory_format)
+        else:
+            target = torch.empty_like(tensor, device="cpu", memory_format=memory_format)
     return target.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from runner.data.batch import Batch
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset
-from runner.data.nested import tensors, tree_map
 from runner.data.order import BatchSampler
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
@@ -97,6 +95,10 @@ def make_loader(
         prefetch = config.prefetch or PREFETCH
         limits = config.timeout_s, config.worker_restarts
         pool = Workers(fetch, workers, prefetch, *limits, freeze_objects=persistent)
+        if pin:  # without workers a batch is fetched in this thread, and pinned when it is moved
+            from runner.data.device_transfer import pin_batch
+
+            pool.prepare = pin_batch
     return BatchLoader(fetch, repeat, placements, [*source.choices, *choices], pool, persistent)
 
 
@@ -228,33 +230,9 @@ def _choose_workers(
 def make_batch_mover(
     device: torch.device, pin: bool, aside: bool
 ) -> Callable[[Batch], Batch] | None:
-    """Return a function that copies a batch to the device; None on the CPU.
-
-    With `aside` it copies on its own stream while the device computes the previous step, which
-    the host has only queued.
-    """
+    """Return a function that copies a batch to the device; None on the CPU."""
     if device.type == "cpu":
         return None
+    from runner.data.device_transfer import batch_mover
 
-    def copy(tensor: Tensor) -> Tensor:
-        # unpinned memory may be freed during the copy, so that copy blocks the host
-        return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)
-
-    def move(batch: Batch) -> Batch:
-        moved: Batch = tree_map(batch, copy)
-        return moved
-
-    if not aside:
-        return move
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def move_on_stream(batch: Batch) -> Batch:
-        with torch.cuda.stream(stream):
-            moved = move(batch)
-        compute_stream = torch.cuda.current_stream(device)
-        compute_stream.wait_stream(stream)  # the device waits, the host does not
-        for tensor in tensors(moved):  # keeps the allocator from reusing its memory early
-            tensor.record_stream(compute_stream)
-        return moved
-
-    return move_on_stream
+    return batch_mover(device, pin, aside)

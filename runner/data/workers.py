@@ -28,7 +28,9 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -83,6 +85,10 @@ class Workers:
         self.pending: list[deque[Key]] = []  # by worker: batches requested and not yet received
         self.round = 0  # number of the pass; answers to requests of an earlier one are dropped
         self.at_exit: multiprocessing.util.Finalize | None = None
+        # applied to each batch in a thread, to the next one while the loop uses the current one
+        self.prepare: Callable[[Any], Any] | None = None
+        self.executor: ThreadPoolExecutor | None = None
+        self.next_prepared: Future[Any] | None = None
         self.requested = self.ready = 0  # batches requested by the loop; those that were ready
         self.stack_file = -1  # anonymous file to which a hung worker writes its stack
 
@@ -94,7 +100,10 @@ class Workers:
         """
         if not self.processes:
             self._start_all()
+        if self.prepare is not None and self.executor is None:
+            self.executor = ThreadPoolExecutor(1, "data pinning")
         self.round += 1
+        self.next_prepared = None
         for pending in self.pending:
             pending.clear()
         worker_order: deque[int] = deque()  # which workers owe the next batches
@@ -104,13 +113,37 @@ class Workers:
             self._request(worker, key)
             worker_order.append(worker)
             worker = (worker + 1) % self.count
-            if len(worker_order) == self.count * self.ahead:
-                yield self._receive(worker_order.popleft())
-        while worker_order:
-            yield self._receive(worker_order.popleft())
+            in_flight = len(worker_order) + (self.next_prepared is not None)
+            if in_flight == self.count * self.ahead:
+                yield self._take(worker_order)
+        while worker_order or self.next_prepared is not None:
+            yield self._take(worker_order)
+
+    def _take(self, worker_order: deque[int]) -> Any:
+        """Return the next batch, and prepare the one after it if that has arrived."""
+        if self.executor is None or self.prepare is None:
+            return self._receive(worker_order.popleft())
+        submit = partial(self.executor.submit, self.prepare)  # type: ignore[call-arg]
+        current = self.next_prepared or self._prepare(worker_order.popleft(), submit)
+        self.next_prepared = None
+        if worker_order and wait([self.sockets[worker_order[0]]], 0):
+            self.next_prepared = self._prepare(worker_order.popleft(), submit)
+        return current.result()
+
+    def _prepare(self, worker: int, submit: Callable[[Any], Future[Any]]) -> Future[Any]:
+        """Receive a batch and prepare it in the thread; its error is raised when its turn comes."""
+        try:
+            return submit(self._receive(worker))
+        except RunnerError as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def close(self) -> None:
         """Kill every worker; they have no state to save."""
+        if self.executor is not None:
+            self.executor.shutdown()
+            self.executor = self.next_prepared = None
         if self.at_exit is not None:
             self.at_exit()
             self.at_exit = None

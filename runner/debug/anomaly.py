@@ -196,9 +196,8 @@ class AnomalyTool(DebugTool):
         """
         checked: list[float] = []
         others: list[float] = []
-        laps = run.stopwatch.step_seconds()
-        first = self.start_step + run.stopwatch.count - len(laps) + 1
-        for step, seconds in enumerate(laps.tolist(), first):
+        for number, seconds in run.stopwatch.numbered_step_seconds():
+            step = self.start_step + number + 1
             if step > self.start_step + SETTLING and step not in self.shared_steps:
                 (checked if step % self.every == 0 else others).append(seconds)
         if not checked or not others:

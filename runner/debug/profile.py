@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch._C._autograd import DeviceType
 
@@ -34,6 +33,12 @@ LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
 MAX_OPERATORS = 15  # operators in a table
 SEARCH_STEPS = 1000  # steps to search for a place for the window
 COMPILED_GRAPH = "compiled graph"
+# rows of a trace that are calls of the GPU's runtime or driver, or the profiler's own work
+RUNTIME_ROW = re.compile(
+    r"(cuda|cu|hip|hsa)[A-Z_]\w*$|ProfilerStep|Activity Buffer Request$|Buffer Flush$"
+    r"|Command Buffer Full$|Lazy Function Loading$|Runtime Triggered Module Loading$"
+    r"|Instrumentation$|Resource$"
+)
 
 DATA_WAIT_SHARE = 0.2  # share of a step
 LONG_PHASE_SHARE = 0.25  # share of a step, of the optimizer or of what is between steps
@@ -196,12 +201,14 @@ class ProfileTool(DebugTool):
         self.seconds_before = dict(run.stopwatch.phase_seconds)
         try:
             self.window = ProfilerWindow(run, self.settings, self.totals, steps)
+            run.stopwatch.inspects_next = True
         except RuntimeError as error:  # another profiler is active
             self._record_failure(run, error)
         self.seconds += perf_counter() - start
 
     def _close_window(self, run: Run, window: ProfilerWindow) -> None:
         self.window, self.next_step = None, math.inf
+        run.stopwatch.inspects_next = False
         start = perf_counter()
         try:
             window.stop()
@@ -256,15 +263,16 @@ class ProfileTool(DebugTool):
         seconds_by_phase["other"] = max(0.0, seconds_by_phase["other"] - self.other_tools_seconds)
         if not any(seconds_by_phase.values()):
             seconds_by_phase = dict(run.stopwatch.phase_seconds)
+        speed = run.stopwatch.throughput(None)
+        if run.stopwatch.on_accelerator and any(speed.split.values()):
+            seconds_by_phase = speed.split  # by the device, without profiled steps
         total = sum(seconds_by_phase.values())
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
         measured = StepMeasurements(
             split={phase: seconds / total for phase, seconds in seconds_by_phase.items()}
             if total
             else {},
-            step_ms=float(np.median(run.stopwatch.settled_step_seconds())) * 1e3
-            if run.stopwatch.count
-            else 0.0,
+            step_ms=speed.step_ms.p50,
             busy=self.busy,
             workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
             in_memory=bool(workers and "in memory" in workers.reason),
@@ -406,18 +414,28 @@ class ProfilerWindow:
         """Return operators by self time, and the share of time in which a GPU computed."""
         on_gpu = self.run.device.kind == "cuda"
         self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
-        events = [e for e in self.profiler.key_averages() if not e.is_user_annotation]
-        kernels = [e for e in events if e.device_type != DeviceType.CPU]
+        events = list(self.profiler.key_averages())
+        kernels = [
+            e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation
+        ]
         operators = [
             {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
             for e in events
-            if e.device_type == DeviceType.CPU
-            and not e.key.startswith(("cuda", "hip", "ProfilerStep"))
+            if is_operator(e)
         ]
         operators.sort(key=lambda row: -row["seconds"])
         busy_seconds = sum(e.self_device_time_total for e in kernels) / 1e6
         known = kernels and self.seconds
         return operators, min(1.0, busy_seconds / self.seconds) if known else None
+
+
+def is_operator(event: Any) -> bool:
+    """Whether a profiler's row is an operator: no kernel, and no call that launches one or waits.
+
+    The time of a kernel is that of the operator that launched it.
+    """
+    is_on_host = event.device_type == DeviceType.CPU and not event.is_user_annotation
+    return is_on_host and RUNTIME_ROW.match(event.key) is None
 
 
 def operator_name(key: str) -> str:

@@ -116,7 +116,7 @@ def _guard_event(event: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(event)
     def guarded(self: DebugTool, run: Run, *arguments: Any) -> Any:
         if not self.failure:
-            with self.isolate_errors(run):
+            with self.isolate_errors(run), run.stopwatch.exclude_time(keep_phase=True):
                 return event(self, run, *arguments)
         return None if arguments else DebugTool.cost(self, run)
 
@@ -130,6 +130,8 @@ def _guard_context(make_context: Callable[..., AbstractContextManager[Any]]) -> 
         entered: AbstractContextManager[Any] = nullcontext()
         if not self.failure:
             with self.isolate_errors(run):
+                if make_context.__name__ == "around":
+                    run.stopwatch.inspect_step()
                 context = make_context(self, run)
                 context.__enter__()
                 entered = context

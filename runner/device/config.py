@@ -39,7 +39,7 @@ class DeviceConfig:
     index: int | None = None  # number of the CUDA device; null: the current one
     # share of GPU memory that the process may use; null: all
     memory_fraction: float | None = bounded(None, above=0, max=1)
-    # share of memory in use above which caches are freed; null: never
+    # share of memory in use (of a GPU: by tensors) above which caches are freed; null: never
     clean_above: float | None = bounded(0.9, above=0, max=1)
     tf32: bool | None = None  # TF32 for fp32 operations; null: only by optimization.tf32
     cudnn_benchmark: bool = False  # CUDA: cuDNN times its kernels and uses the fastest

@@ -201,12 +201,16 @@ def allocatable_bytes(device: Device) -> int:
 
 
 def used_share(device: Device) -> float:
-    """Return the share of the device's (or host's) memory that this process uses, 0 to 1."""
+    """Return the share of the device's (or host's) memory that this process uses, 0 to 1.
+
+    On an accelerator that of its tensors: what the allocator caches is reused, and freeing it would
+    only make the next step reserve it again.
+    """
     share = device.memory_fraction or 1.0
     if device.kind == "cuda":
-        return torch.cuda.memory_reserved(device.torch) / (device.memory_bytes * share)
+        return torch.cuda.memory_allocated(device.torch) / (device.memory_bytes * share)
     if device.kind == "mps":
-        return torch.mps.driver_allocated_memory() / (device.memory_bytes * share)
+        return torch.mps.current_allocated_memory() / (device.memory_bytes * share)
     resident = process_bytes() / device.memory_bytes
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY or (used := status_bytes("VmSize")) is None:

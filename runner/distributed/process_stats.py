@@ -55,16 +55,14 @@ def _count_waiting(watch: Stopwatch) -> Iterator[None]:
         yield
         return
     start = perf_counter()
-    if watch.sampling:
-        watch.marks.append(("", watch.mark()))  # the enclosing phase ends later
+    watch.mark_wait("")  # the enclosing phase ends later
     try:
         yield
     finally:
         seconds = perf_counter() - start
         watch.phase_seconds["waiting"] += seconds
         watch.now += seconds
-        if watch.sampling:
-            watch.marks.append(("waiting", watch.mark()))
+        watch.mark_wait("waiting")
 
 
 def describe_processes(run: Run, world: World, gathered: bool = True) -> dict[str, Any]:
@@ -141,7 +139,9 @@ def _matmul_dtype(run: Run) -> torch.dtype:
 
 
 def _mean_step_ms(run: Run) -> float:
-    return 1e3 * float(run.stopwatch.settled_step_seconds().mean()) if run.stopwatch.count else 0.0
+    """Return the mean of the timed steps; 0 before the first was read."""
+    seconds = run.stopwatch.settled_step_seconds()
+    return 1e3 * float(seconds.mean()) if len(seconds) else 0.0
 
 
 def _waiting_share(run: Run) -> float:

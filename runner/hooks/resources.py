@@ -27,8 +27,8 @@ KEY = "stability.watch"
 class Resources(Hook):
     """Cleans memory, warns, stops the run in time, and detects leaks.
 
-    - Above device.clean_above (share of memory used by the process or on the device): clean, in 50
-      ms. Logged once while it stays above; `memory_cleaned` in `faults`.
+    - Above device.clean_above (share of memory used by the process, or by tensors on the device):
+      clean, in 50 ms. Logged once while it stays above; `memory_cleaned` in `faults`.
     - Above stop_above (share of the memory of machine, container or `ulimit -v`): save and end the
       run, as the kernel would kill it without a checkpoint.
     - A nearly full disk, swapping, and a hot GPU: each logged once.

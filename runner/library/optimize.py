@@ -231,6 +231,7 @@ class TrainingLoop(Closeable):
         step, _ = make_step(run, (inputs, target))
         run.progress.step += 1
         run.stopwatch.stop(batch_size_of(target))
+        run.stopwatch.pause(wait=False)  # what the loop does until the next call does not count
         self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
         return step
 
@@ -240,6 +241,7 @@ class TrainingLoop(Closeable):
         if run is None:
             raise UsageError("optimize_training_loop: no batch yet, or it is closed")
         run.device.synchronize()
+        run.stopwatch.pause()
         run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
         techniques = self.lazy.statuses()
         summary = build_summary(run, "running")

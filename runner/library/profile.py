@@ -16,6 +16,7 @@ from torch import nn
 from runner.composing import compose
 from runner.data.batch import Inputs, call_model
 from runner.data.nested import tensors
+from runner.debug.profile import is_operator
 from runner.device.device import Device, select
 from runner.device.memory import peak_memory as peak_memory
 from runner.format import count_noun, share, size
@@ -183,7 +184,7 @@ def _measure_times(run_call: Callable[[], None], device: Device, runs: int) -> n
 
 
 def _measure_operators(run_call: Callable[[], None], device: Device) -> dict[str, float]:
-    """Return the slowest operators of a call in ms; on a GPU by kernel time."""
+    """Return the slowest operators of a call in ms; on a GPU by the time of their kernels."""
     gpu = device.kind == "cuda"
 
     def run_calls() -> None:
@@ -192,6 +193,10 @@ def _measure_operators(run_call: Callable[[], None], device: Device) -> dict[str
 
     attribute = "self_device_time_total" if gpu else "self_cpu_time_total"  # µs
     events = profile_step(run_calls, device, kineto=gpu)
-    times = {event.key: getattr(event, attribute) / 1e3 / PROFILED_CALLS for event in events}
+    times = {
+        event.key: getattr(event, attribute) / 1e3 / PROFILED_CALLS
+        for event in events
+        if is_operator(event)
+    }
     slowest = sorted(times.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
     return {name: ms for name, ms in slowest if ms}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,7 @@ class Stability(Closeable):
             guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
             self._execute(optimizer)
             if self.captures is not None:
-                self.captures.random_state = random_state()
+                self.captures.record_random_state()
         finally:
             self._write()
         return StepReport(number, step.loss, step.grad_norm, step.skipped, faults)
@@ -253,7 +254,13 @@ class StepCaptures:
     def __init__(self, folder: Path, at_most: int, guarded: GuardedOptimizer) -> None:
         self.folder, self.at_most, self.guarded = folder, at_most, guarded
         self.recent: dict[int, tuple[Any, dict[str, Any]]] = {}  # batch and random state by step
+        self.record_random_state()
+
+    def record_random_state(self) -> None:
+        """Record the generators of host and device, from which the next step starts."""
         self.random_state = random_state()
+        if (state := device_random_state(self.guarded.update.device)) is not None:
+            self.random_state["device"] = state
 
     def remember(self, step: int, batch: Any, delay: int) -> None:
         """Keep a batch for `delay` steps, until the host knows how its step went."""
@@ -310,7 +317,8 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
 
     `path` is the capture's folder, `model` has the same architecture (a copy gets the step's
     weights), `loss_fn(output, target)` is the loop's loss. Random generators start from their state
-    at the end of the previous step. Raises CheckpointError, SecurityError or UsageError.
+    at the end of the previous step, the device's too if the model is on the same kind of device.
+    Raises CheckpointError, SecurityError or UsageError.
     """
     check_model_arguments("replay_step", model, loss_fn=loss_fn)
     capture = open_capture(Path(path))
@@ -327,12 +335,32 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
     trainable = [p for p in model_copy.parameters() if p.requires_grad]
     dummy = torch.optim.SGD(trainable, lr=0.0)
     lazy = LazyRun("replay_step", model_copy, "none", threads, None, {}, dummy, loss_fn)
-    with preserve_random_state():
+    with preserve_random_state(), ExitStack() as scope:
         try:
             run = lazy.build_run(inputs, target)
+            device, device_state = run.device.torch, capture.random.get("device")
+            if device_state is not None and capture.manifest.device.get("kind") == device.type:
+                if (before := device_random_state(device)) is not None:
+                    scope.callback(set_device_random_state, device, before)
+                set_device_random_state(device, device_state)
             torch.set_rng_state(capture.random["torch"])
             random.setstate(capture.random["python"])
             np.random.set_state(capture.random["numpy"])
             return trace_step(run, move_to_device((inputs, target), run.device.torch))
         finally:
             lazy.close()
+
+
+def device_random_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's generator, which the host keeps; None of a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.mps.get_rng_state() if device.type == "mps" else None
+
+
+def set_device_random_state(device: torch.device, state: Tensor) -> None:
+    """Restore the state of an accelerator's generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)

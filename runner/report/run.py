@@ -287,6 +287,7 @@ def _speed_rows(summary: Summary) -> TableRows:
     if speed.tokens_per_second is not None:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
     step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at the 95th percentile"
+    step += f" of {count_noun(speed.step_ms.steps, 'step')}" if speed.step_ms.steps else ""
     shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
     peak = _format_peaks(memory.peak_process_bytes, memory.peak_device_bytes)
     total_peak = _format_peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))

@@ -217,6 +217,7 @@ def _save_and_stop(run: Run, error: RunnerError | None = None, only_finite: bool
     not saved: at the last step the same command would take them for the result.
     """
     _process_reports(run, wait=True)
+    run.stopwatch.pause()
     if error is not None:
         _leave_world(run, error)
     save(run, final=not only_finite)
@@ -273,14 +274,17 @@ def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler) -> None:
     step, is_last = progress.step, progress.step >= run.total_steps
     improved, verdict = False, Verdict.KEEP
     if is_last:
+        run.stopwatch.pause()
         _handle_last_report(run)
     if step and (is_last or step % run.validate_every == 0) and progress.validated_step < step:
+        run.stopwatch.pause()
         interrupts.begin_wait()  # a validation changes nothing, so a signal may end it
         evaluation = evaluate(run)
         interrupts.end_wait()
         improved, verdict = _update_best(run, evaluation)
     checkpoint_due = step > 0 and step % run.checkpoint_every == 0
     if improved or checkpoint_due:
+        run.stopwatch.pause()
         _apply_verdict(run, _process_reports(run, wait=True))  # act on earlier steps first
     if improved or (checkpoint_due and run.saved_step < step):
         save(run, best=improved)
@@ -380,6 +384,7 @@ def _apply_verdict(run: Run, verdict: Verdict) -> None:
 
 def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
     controller = run.stability
+    run.stopwatch.pause()
     if verdict is Verdict.STOP:
         run.stop_reason = run.stop_reason or "a hook requested a stop"
     elif controller.decision is None:

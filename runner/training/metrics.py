@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ class _Window:
     earlier: list[list[float]]  # rows already read by a checkpoint within the window
     rows: Tensor  # [steps, 3]: loss, gradient norm, skipped
     ready: torch.Event | None  # recorded after an asynchronous copy
-    seconds: float
+    elapsed: float | Callable[[], float]  # seconds spent in steps until its end
     samples: int
 
 
@@ -52,8 +53,11 @@ class StepMetricsReader:
         self.steps += (step.loss, step.grad_norm, step.skipped)
         self.samples += samples
 
-    def close(self, seconds: float) -> None:
-        """Close the window and start its copy; `seconds` is the time spent in steps so far."""
+    def close(self, seconds: float | Callable[[], float]) -> None:
+        """Close the window and start its copy; `seconds` is the time spent in steps so far.
+
+        A function is called for it when the window is read.
+        """
         rows = self._take_rows()
         ready = None
         if rows.device.type != "cpu":
@@ -61,11 +65,8 @@ class StepMetricsReader:
             rows = host.copy_(rows, non_blocking=True)
             ready = torch.Event(self.device)
             ready.record()
-        window = _Window(
-            self.first, self.earlier, rows, ready, seconds - self.seconds, self.samples
-        )
-        self.windows.append(window)
-        self.earlier, self.samples, self.seconds = [], 0, seconds
+        self.windows.append(_Window(self.first, self.earlier, rows, ready, seconds, self.samples))
+        self.earlier, self.samples = [], 0
 
     def reports(self, wait: bool) -> list[Report]:
         """Return reports of the windows that have arrived; with `wait`, of all closed ones."""
@@ -74,7 +75,9 @@ class StepMetricsReader:
             window = self.windows.popleft()
             if window.ready is not None:
                 window.ready.synchronize()  # host sync, rarely a wait: the copy is one window old
-            rows = window.earlier + window.rows.tolist()
+            rows = window.earlier + window.rows.tolist()  # host sync: none, they have arrived
+            before = self.seconds
+            self.seconds = window.elapsed() if callable(window.elapsed) else window.elapsed
             self.reported.append((window.first, rows))
             self.skipped += [n for n, row in enumerate(rows, window.first) if row[2] > 0]
             arrived.append(
@@ -84,7 +87,7 @@ class StepMetricsReader:
                     grad_norm=[row[1] for row in rows],
                     skipped=[row[2] > 0 for row in rows],
                     lr=0.0,
-                    seconds=window.seconds,
+                    seconds=self.seconds - before,
                     samples=window.samples,
                 )
             )

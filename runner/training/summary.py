@@ -23,20 +23,26 @@ STATUS_HEAD_BYTES = 64  # bytes at the start of the file that contain the status
 
 @dataclass
 class StepTime:
-    """Milliseconds per step, percentiles over the steps after the first few."""
+    """Milliseconds per step, percentiles over the steps after the first few.
+
+    On an accelerator over a sample of them, timed by the device.
+    """
 
     p50: float = 0.0
     p95: float = 0.0
+    steps: int = 0  # behind the percentiles
 
 
 @dataclass
 class Throughput:
-    """Speed of the training steps, without validation and checkpoints."""
+    """Speed of the training steps, without validation, checkpoints and debug tools."""
 
     samples_per_second: float = 0.0
     tokens_per_second: float | None = None
     step_ms: StepTime = field(default_factory=StepTime)
     split: dict[str, float] = field(default_factory=dict)  # share of data, forward, backward, …
+    seconds: float = 0.0  # of the steps after the first few, until the device has finished them
+    samples: int = 0  # of these steps
 
 
 @dataclass

@@ -32,11 +32,12 @@ def load() -> Iterator[Callable[..., BatchLoader]]:
 
     def make(source: Dataset, config: DataConfig | None = None, **changes: Any) -> BatchLoader:
         options: dict[str, Any] = {
-            "batch_size": 8, "seed": 3, "shuffle": True, "repeat": True, "augment": True,
+            "device": torch.device("cpu"), "batch_size": 8, "seed": 3, "shuffle": True,
+            "repeat": True, "augment": True,
         } | changes  # fmt: skip
         config = config or DataConfig(kind="any", workers=0)
         indices = options.pop("indices", source.train)
-        loader = make_loader(source, indices, device=torch.device("cpu"), config=config, **options)
+        loader = make_loader(source, indices, config=config, **options)
         made.append(loader)
         return loader
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from runner import train
-from runner.data.config import DataConfig
+from runner.data.config import BadSamples, DataConfig
 from runner.data.loader import BatchLoader
 from runner.data.user_dataset import UserDataset
 from runner.data.workers import receive_batch, send_batch
@@ -60,9 +60,15 @@ def raiser(error: BaseException) -> Callable[[int], Any]:
     return fail
 
 
-def workers(load: Load, at: Callable[[int], Any], count: int = 2, **changes: Any) -> BatchLoader:
+CPU = torch.device("cpu")
+
+
+def workers(
+    load: Load, at: Callable[[int], Any], count: int = 2, device: torch.device = CPU, **changes: Any
+) -> BatchLoader:
     source = UserDataset(Faulty(at), "Faulty", DataConfig(kind="own"))
-    return load(source, DataConfig(kind="any", workers=count, **changes), batch_size=4)
+    config = DataConfig(kind="any", workers=count, **changes)
+    return load(source, config, batch_size=4, device=device)
 
 
 @pytest.fixture
@@ -297,3 +303,51 @@ def test_workers_end_with_their_owner(how: str) -> None:
     assert owner.wait(timeout=20) == (-signal.SIGKILL if how == "kill" else 0)
     assert not psutil.wait_procs(left, timeout=10)[1]
     owner.stdout.close()
+
+
+@pytest.mark.parametrize("bad_samples", ["stop", "drop"])
+def test_batches_of_workers_are_pinned_in_another_thread_and_in_order(
+    load: Load, same: Callable[[Any, Any], bool], monkeypatch: pytest.MonkeyPatch, bad_samples: str
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        return tensor.clone()
+
+    plain = workers(load, lambda index: None, bad_samples=BadSamples(bad_samples)).batches(0)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr("runner.data.loader.make_batch_mover", lambda *_: None)
+    cuda = torch.device("cuda")
+    loader = workers(load, lambda index: None, device=cuda, bad_samples=BadSamples(bad_samples))
+    batches = loader.batches(0)
+    for number in range(25):
+        assert same(next(plain), next(batches))
+        if loader.usable is not None:  # the record is of the batch that the loop has
+            assert sorted(loader.usable.last.indices) == sorted(loader.indices(number))
+        time.sleep(0.005)  # a step, in which the next batch arrives
+    assert len(threads) >= 2 * 25 and threading.main_thread() not in threads
+    assert len(set(threads)) == 1 and threads[0].is_alive()
+    assert loader.pool is not None
+    ready, requested = loader.ready()
+    assert requested <= 26 and ready > 0
+    in_flight = sum(map(len, loader.pool.pending)) + (loader.pool.next_prepared is not None)
+    assert in_flight < loader.pool.count * loader.pool.ahead
+    loader.close()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+
+
+def test_an_error_of_a_batch_that_is_pinned_ahead_is_raised_in_its_turn(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr("runner.data.loader.make_batch_mover", lambda *_: None)
+    loader = workers(load, raiser(ValueError("planted")), device=torch.device("cuda"))
+    first_bad = next(n for n in range(10) if 7 in loader.indices(n))
+    batches = loader.batches(0)
+    for _ in range(first_bad):
+        next(batches)
+        time.sleep(0.05)  # the bad batch arrives during the step before it
+    with pytest.raises(DataError, match="planted"):
+        next(batches)

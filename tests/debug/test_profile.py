@@ -5,16 +5,25 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 
 from runner import Hook, Summary, profile, train
 from runner.build import Components
 from runner.debug.config import DebugConfig
-from runner.debug.profile import ProfileTool, StepMeasurements, find_bottlenecks, operator_name
+from runner.debug.profile import (
+    ProfilerWindow,
+    ProfileTool,
+    StepMeasurements,
+    find_bottlenecks,
+    is_operator,
+    operator_name,
+)
 from runner.debug.tool import DebugTool
 from runner.training.hook import Step
 from runner.training.run import Run
@@ -190,3 +199,34 @@ def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
     wide = "model=mlp model.width=1536 training.batch_size=256 optimizer=sgd device=cuda".split()
     tool, _, _ = profiled(*wide, FUSED, folder=tmp_path)
     assert 0 < (tool.busy or 0) <= 1 and tool.operators[0]["seconds"] > 0
+
+
+def profiler_row(key: str, ms: float, on_device: bool = False, user: bool = False) -> Any:
+    kind = DeviceType.CUDA if on_device else DeviceType.CPU
+    return SimpleNamespace(
+        key=key, count=3, device_type=kind, is_user_annotation=user,
+        self_device_time_total=ms * 1e3, self_cpu_time_total=ms * 1e3,
+    )  # fmt: skip
+
+
+def test_kernels_launches_and_the_profilers_own_rows_are_no_operators() -> None:
+    operators = ["aten::mm", "custom::step", "cumulative", "## Call CompiledFxGraph f ##"]
+    others = ["cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"]
+    others += ["cudaGraphLaunch", "hipLaunchKernel", "hipExtModuleLaunchKernel", "ProfilerStep#3"]
+    others += ["Activity Buffer Request", "Lazy Function Loading", "cuda_stream_wait"]
+    assert all(is_operator(profiler_row(key, 1)) for key in operators)
+    assert not any(is_operator(profiler_row(key, 1)) for key in others)
+    assert not is_operator(profiler_row("ampere_sgemm_128x64", 1, on_device=True))
+    assert not is_operator(profiler_row("my section", 1, user=True))
+
+
+def test_the_operators_of_a_window_on_a_gpu_are_those_that_launch_kernels() -> None:
+    rows = [profiler_row("aten::mm", 2), profiler_row("cuLaunchKernel", 0)]
+    rows.append(profiler_row("ampere_sgemm_128x64", 2, on_device=True))
+    window = object.__new__(ProfilerWindow)
+    window.run = SimpleNamespace(device=SimpleNamespace(kind="cuda"))  # type: ignore[assignment]
+    window.profiler = SimpleNamespace(key_averages=lambda: rows)  # type: ignore[assignment]
+    window.seconds = 0.004
+    operators, busy = window.read_operators()
+    assert [(row["name"], row["calls"]) for row in operators] == [("aten::mm", 3)]
+    assert busy == pytest.approx(0.5)

@@ -229,6 +229,7 @@ def test_processes_and_jobs_share_the_cores(by, variables, threads, monkeypatch)
     config = config_for_rank(compose(["device=cpu"]), place)
     assert config.device.threads == threads
     assert config_for_rank(compose(["device=cpu", "device.threads=5"]), place).device.threads == 5
+    assert config_for_rank(compose(["device=cuda"]), place).device.threads == threads
 
 
 @pytest.mark.slow

@@ -8,16 +8,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runner import Hook, build, compose, train
 from runner.build import Components
 from runner.errors import ConfigError, StorageError
+from runner.hooks.resources import Resources
 from runner.jobs.train import main as train_job
-from runner.training.hook import Step
+from runner.training.hook import Report, Step
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
@@ -212,3 +215,39 @@ def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path: Path) -> None:
         train(run)
     load = next(row for row in runs.rows(tmp_path, "system") if "gpu_celsius" in row)
     assert 10 < load["gpu_celsius"] < 110 and load["gpu_mhz"] > 0 and load["gpu_gib"] > 0
+
+
+class Card:
+    """Stands in for `torch.cuda`: tensors and the allocator's cache, as shares of the memory."""
+
+    def __init__(self, allocated: float, reserved: float) -> None:
+        self.allocated, self.reserved, self.emptied = allocated, reserved, 0
+
+    def memory_allocated(self, device: Any) -> int:
+        return round(1000 * self.allocated)
+
+    def memory_reserved(self, device: Any) -> int:
+        return round(1000 * self.reserved)
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+        self.reserved = self.allocated
+
+
+@pytest.mark.parametrize(
+    ("allocated", "emptied"), [(0.5, 0), (0.89, 0), (0.95, 1)], ids=["half", "below", "above"]
+)
+def test_memory_that_the_allocator_keeps_for_the_next_step_is_not_freed(
+    monkeypatch: pytest.MonkeyPatch, allocated: float, emptied: int
+) -> None:
+    card = Card(allocated, 0.97)
+    for name in ("memory_allocated", "memory_reserved", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, getattr(card, name))
+    with runs.opened(*QUICK, "checkpoint=off", "stability.watch.enabled=false") as run:
+        run.device = replace(run.device, kind="cuda", memory_bytes=1000)
+        watch = next(hook for hook in run.hooks if isinstance(hook, Resources))
+        for number in range(1, 6):
+            card.reserved = 0.97  # as the next steps need it again
+            watch.on_report(run, Report(number, [1.0], [1.0], [False], 0.1, 0.5, 32))
+    assert card.emptied == emptied
+    assert run.history.counts.get("memory_cleaned", 0) == emptied

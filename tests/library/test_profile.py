@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 
 from runner import optimize, profile_model, system_info
 from runner.errors import UsageError
+from runner.library import profile
 from runner.parity.flops import data_sheet, peak_flops
 
 
@@ -141,3 +145,16 @@ def test_system_info_is_what_the_doctor_sees() -> None:
     assert info["device"]["kind"] in ("cpu", "cuda", "mps")
     assert info["memory"]["total"] > 0
     assert {row["name"] for row in info["techniques"]} >= {"amp", "compile", "tf32"}
+
+
+def test_on_a_gpu_the_time_of_a_kernel_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(key: str, kind: DeviceType, device_us: float) -> Any:
+        return SimpleNamespace(
+            key=key, device_type=kind, is_user_annotation=False, self_device_time_total=device_us
+        )
+
+    rows = [row("aten::mm", DeviceType.CPU, 6000), row("cuLaunchKernel", DeviceType.CPU, 6000)]
+    rows.append(row("ampere_sgemm_128x64", DeviceType.CUDA, 6000))
+    monkeypatch.setattr(profile, "profile_step", lambda *_, **__: rows)
+    gpu: Any = SimpleNamespace(kind="cuda")
+    assert profile._measure_operators(lambda: None, gpu) == {"aten::mm": 2.0}

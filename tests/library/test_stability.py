@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runner import Stability
 from runner.errors import CheckpointError, ConfigError, GaveUp, UsageError
-from runner.library.stability import replay_step
+from runner.library.stability import device_random_state, replay_step, set_device_random_state
 from runner.replay.results import StepPhase
 from runner.stability.config import Action, BadStepKind, RecoveryRule, SpikeConfig, StabilityConfig
 
@@ -189,3 +189,56 @@ def test_a_mistake_names_the_argument(
     with pytest.raises(ConfigError, match="stability.clip_norm"):
         Stability(["stability.clip_norm=-1"])
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+class DeviceDropout(nn.Module):
+    """Drops values by a mask from the generator of a device, which the host's states do not set."""
+
+    generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.rand(x.shape, generator=DeviceDropout.generator)
+        masks.append(mask)
+        return x * mask
+
+
+masks: list[Tensor] = []
+
+
+def test_a_replay_draws_the_random_numbers_of_the_device_again(
+    net: nn.Module, batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = DeviceDropout.generator.manual_seed(5)
+    module = "runner.library.stability"
+    monkeypatch.setattr(f"{module}.device_random_state", lambda device: generator.get_state())
+    monkeypatch.setattr(
+        f"{module}.set_device_random_state", lambda device, state: generator.set_state(state)
+    )
+    masks.clear()
+    model = nn.Sequential(DeviceDropout(), net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen = [*batches[:3], poisoned(batches[3]), *batches[4:8]]
+    with Stability(folder=tmp_path, every=3) as stability:  # reported two steps later
+        loop(model, optimizer, seen, stability, kept=True)
+    of_bad_step, before = masks[3], generator.get_state()
+    replay_step(tmp_path / "debug/captures/step_00000004", model, loss_of)
+    assert torch.equal(masks[-1], of_bad_step) and len(masks) == len(seen) + 1
+    assert torch.equal(generator.get_state(), before)  # the caller's
+
+
+def test_the_random_state_of_a_device_is_read_and_set_by_its_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states: dict[str, Tensor] = {"cuda:1": torch.ones(16), "mps": torch.zeros(44)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)])
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states["mps"])
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: states.update({str(device): state})
+    )
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: states.update(mps=state))
+    assert device_random_state(torch.device("cpu")) is None
+    for name in list(states):
+        device = torch.device(name)
+        assert device_random_state(device) is states[name]
+        set_device_random_state(device, torch.arange(3))
+        assert states[name].tolist() == [0, 1, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -345,7 +346,7 @@ class Late(StepMetricsReader):
         def synchronize(self) -> None:
             pass
 
-    def close(self, seconds: float) -> None:
+    def close(self, seconds: float | Callable[[], float]) -> None:
         super().close(seconds)
         self.windows[-1].ready = self.Arrived()  # type: ignore[assignment]
 
