@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from runner.data.batch import call_model
 from runner.errors import UsageError
 from runner.library.arguments import Loss, as_batch, check_loss, check_model_arguments
+from runner.optim.gradients import disable_autocast
 from runner.optim.optimizer import Optimizer
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.user_optimizer import adopt_optimizer, sync_state
@@ -99,10 +100,11 @@ class GuardedOptimizer:
         self.scope.close()
 
     def apply(self, loss: Tensor) -> Step:
-        """Run backward, then apply or skip the update."""
-        loss.backward()  # type: ignore[no-untyped-call]
-        loss = loss.detach()
-        norm, skipped = self.update.measure(loss)
-        self.update.apply(norm, skipped)
+        """Run backward, then apply or skip the update; outside of the caller's autocast."""
+        with disable_autocast(self.update.device.type):
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss = loss.detach()
+            norm, skipped = self.update.measure(loss)
+            self.update.apply(norm, skipped)
         self.steps += 1
         return Step(self.steps, loss, norm, skipped)

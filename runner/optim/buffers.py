@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.checkpoint.finite_checks import is_statistic
 
 LARGEST = torch.finfo(torch.float32).max
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by their bytes."""
 Slot = tuple[dict[str, Tensor | None], str]
 
 
@@ -44,11 +48,11 @@ class BufferSnapshot:
         if current is None or not self._matches_saved(current):
             self._save_all()
             return
-        if self.saved:
-            with torch.no_grad():
-                torch._foreach_copy_(self.saved, current[: len(self.saved)])
         if not all(map(is_, current, self.last_tensors)):
             self._record_tensors()
+        with torch.no_grad():
+            for buffers, saved in self.groups:
+                torch._foreach_copy_(saved, buffers)
 
     def restore(self, skipped: Tensor | None = None) -> None:
         """Restore the saved buffers; with a flag only if it is 1, without a host sync.
@@ -57,16 +61,21 @@ class BufferSnapshot:
         """
         current = self._current_by_slot()
         if current is None or not self._matches_saved(current):
-            if skipped is None or skipped.item():
+            if skipped is None or skipped.item():  # host sync: a forward changed a buffer's shape
                 self._reassign_saved()
             return
+        if skipped is not None and skipped.device.type == "cpu":
+            if not skipped.item():  # host value: the device is the CPU
+                return
+            skipped = None
+        usual = all(map(is_, current, self.last_tensors))
+        groups = self.groups if usual else _group_by_type(current, self.saved)
         with torch.no_grad():
-            if skipped is not None:
-                skip = skipped.bool()
-                for buffer, saved in zip(current, self.saved, strict=False):
-                    torch.where(skip, saved, buffer, out=buffer)
-            elif self.saved:
-                torch._foreach_copy_(current[: len(self.saved)], self.saved)
+            for buffers, saved in groups:
+                if skipped is None:
+                    torch._foreach_copy_(buffers, saved)
+                else:
+                    restore_where(skipped, buffers, saved)
 
     def are_finite(self) -> Tensor:
         """Return a 0-d bool on the device: statistics that were finite at first are so now.
@@ -121,6 +130,8 @@ class BufferSnapshot:
             None if i < len(self.saved) and buffer is not None and buffer.requires_grad else buffer
             for i, buffer in enumerate(buffers[name] for buffers, name in self.slots)
         ]
+        current = [buffers[name] for buffers, name in self.slots[: len(self.saved)]]
+        self.groups = _group_by_type(current, self.saved)
 
     def _reassign_saved(self) -> None:
         """Replace buffers that changed by copies of the saved ones, and delete new ones."""
@@ -140,6 +151,47 @@ class BufferSnapshot:
                     current.copy_(original)
                 else:
                     buffers[name] = original.clone()
+
+
+def restore_where(skipped: Tensor, buffers: list[Tensor], saved: list[Tensor]) -> None:
+    """Copy `saved` to `buffers` if the flag is 1, bit by bit; all are of one dtype. No host sync.
+
+    Integers wrap around, so that their difference restores any bits; floats with a NaN would not.
+    """
+    if saved[0].dtype not in INTEGERS.values():
+        for buffer, old in zip(buffers, saved, strict=True):
+            torch.where(skipped.bool(), old, buffer, out=buffer)
+        return
+    differences = torch._foreach_sub(saved, buffers)
+    torch._foreach_mul_(differences, skipped.to(saved[0].dtype))
+    torch._foreach_add_(buffers, differences)
+
+
+def _group_by_type(
+    buffers: Sequence[Tensor | None], saved: list[Tensor]
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return buffers and their saved copies by dtype and device, as integers where possible.
+
+    Kernels for lists are fast only if all have one dtype. The views share the buffers' memory.
+    """
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for buffer, old in zip(buffers, saved, strict=False):
+        if buffer is None:
+            continue
+        pair = [buffer.detach(), old]
+        if old.itemsize in INTEGERS and all(map(_is_plain, pair)):
+            pair = [tensor.view(INTEGERS[old.itemsize]) for tensor in pair]
+        group = groups.setdefault((pair[1].dtype, old.device), ([], []))
+        group[0].append(pair[0])
+        group[1].append(pair[1])
+    return list(groups.values())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory can be viewed as integers."""
+    is_lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    is_plain = tensor.layout is torch.strided and not is_lazy
+    return is_plain and not is_traceable_wrapper_subclass(tensor)
 
 
 def _writable(buffers: list[Tensor | None]) -> list[Tensor]:
@@ -162,4 +214,4 @@ def _signature(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, b
 def _is_finite(buffer: Tensor) -> bool:
     """Whether it holds only finite numbers. Host sync."""
     is_checkable = buffer.is_floating_point() and buffer.itemsize > 1 and buffer.numel() > 0
-    return is_checkable and bool(buffer.isfinite().all())
+    return is_checkable and bool(buffer.isfinite().all())  # host sync: a buffer's first save

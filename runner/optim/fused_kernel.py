@@ -111,6 +111,7 @@ class FusedKernel:
         state = self.optimizer.state
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.adam and any(state[p] for p in parameters):
+            # host sync: the counters of a loaded state
             if len({float(state[p]["step"]) if state[p] else -1.0 for p in parameters}) > 1:
                 return False
         self._build_groups()
@@ -175,7 +176,7 @@ class RevertibleStep:
         originals = weights + [values[key] for values, key in entries]
         copies = [torch.empty_like(tensor) for tensor in originals]
         torch._foreach_copy_(copies, originals)
-        self.optimizer.step()
+        self.optimizer.step()  # host sync: Rprop reads a scheduled rate, at a first update only
         skip = skipped.bool()
         for current, original in zip(weights + [v[key] for v, key in entries], copies, strict=True):
             torch.where(skip, original, current, out=current)
@@ -187,7 +188,7 @@ class RevertibleStep:
         self, known_keys: set[tuple[int, str]], parameters: list[Tensor], skipped: Tensor
     ) -> None:
         """Delete state created by a skipped step, so that the next one creates it again."""
-        if not skipped.item():  # host sync, at a parameter's first update only
+        if not skipped.item():  # host sync: at a parameter's first update only
             return
         for parameter in parameters:
             values = self.optimizer.state[parameter]

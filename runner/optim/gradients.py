@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 from runner.errors import UsageError
+
+
+def disable_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Return a context without autocast, for a backward: within one it rounds fp32 gradients."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def gradient_values(parameters: list[Tensor]) -> list[Tensor]:
@@ -22,7 +31,7 @@ def coalesced_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
     gradients = [parameter.grad for parameter in parameters]
     for i, gradient in enumerate(gradients):
         if gradient is not None and gradient.is_sparse:
-            gradients[i] = parameters[i].grad = gradient.coalesce()  # host sync
+            gradients[i] = parameters[i].grad = gradient.coalesce()  # host sync: rows of a sparse gradient
     return gradients
 
 

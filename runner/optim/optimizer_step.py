@@ -82,9 +82,10 @@ class OptimizerStep:
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
         has_shares = len(set(self.lr_shares)) > 1 or self.lr_shares[0] != 1.0
-        self.lr_share_tensor = (
-            torch.tensor(self.lr_shares, device=self.device) if has_shares else None
-        )
+        self.lr_share_tensor: Tensor | None = None
+        if has_shares:
+            shares = torch.tensor(self.lr_shares, device=self.device)  # host sync: at the start
+            self.lr_share_tensor = shares
         sync_free = self.in_kernel or self.device.type == "cpu"  # no host sync to read the flag
         is_revertible = not sync_free and RevertibleStep.supports(optimizer, model, self.scheduled)
         self.revertible = RevertibleStep(optimizer) if is_revertible else None
@@ -196,6 +197,10 @@ class OptimizerStep:
             self.kernel.write_counter()  # parameters now differ in their step count
             self.kernel = None
         divisors = self.divisors(norm)
+        if any(d is not None and d.dtype is torch.float64 for d in divisors):
+            # kernels take a divisor in float32 only
+            divide_gradients(self.groups, divisors)
+            divisors = [None] * len(divisors)
         if self.kernel is not None:
             self.kernel.step(divisors, skipped)
         else:
@@ -226,13 +231,13 @@ class OptimizerStep:
         self.buffers.restore(skipped)
 
     def _apply_on_host(self, norm: Tensor, skipped: Tensor) -> None:
-        if skipped.item():  # host sync on an accelerator
+        if skipped.item():  # host sync: an update that no kernel skips and that cannot be reverted
             self.buffers.restore()
             return
         divide_gradients(self.groups, self.divisors(norm))
         if self.scheduled:
-            self._set_lr(self.lr_at(int(self.updates.item())))
-        self.optimizer.step()
+            self._set_lr(self.lr_at(int(self.updates.item())))  # host value: its counter is there
+        self.optimizer.step()  # host sync: Adafactor reads a norm for each weight
         if self.scheduled:
             self.updates += 1
         if self.average:
@@ -287,7 +292,8 @@ class OptimizerStep:
     def lr_at(self, updates: int) -> float:
         """Return the learning rate of the update that follows `updates` updates."""
         if self.lr is None:
-            return float(self.optimizer.param_groups[0]["lr"])
+            rate = self.optimizer.param_groups[0]["lr"]
+            return float(rate)  # host sync: an owner's rate as a tensor, when it is reported
         return self.lr * self.backoff * self.factors[min(updates, len(self.factors) - 1)]
 
     def set_backoff(self, share: float) -> None:
@@ -314,6 +320,7 @@ class OptimizerStep:
     def _set_schedule(self) -> None:
         if self.scheduled and (self.in_kernel or self.revertible is not None):
             lrs = [self.lr_at(u) for u in range(len(self.factors) + 1)]
+            # host sync: the table of rates, at the start and after a rollback
             self.lr_table = torch.tensor(lrs, dtype=torch.float32, device=self.device)
             self.current_lr = torch.zeros((), dtype=torch.float32, device=self.device)
             if self.lr_share_tensor is None:
@@ -321,7 +328,7 @@ class OptimizerStep:
             else:
                 self.group_lrs = torch.zeros_like(self.lr_share_tensor)
                 self._set_lrs(self.group_lrs.unbind())
-        else:
+        elif self.lr is not None:
             self._set_lr(self.lr_at(0))
 
     def _set_lr(self, lr: float) -> None:
@@ -335,12 +342,18 @@ class OptimizerStep:
     @property
     def has_single_lr(self) -> bool:
         """Whether all groups follow one learning rate; an owner may set several."""
-        groups = self.optimizer.param_groups
-        return self.lr is not None or len({float(group["lr"]) for group in groups}) == 1
+        if self.lr is not None:
+            return True
+        first, *rest = [group["lr"] for group in self.optimizer.param_groups]
+        return all(
+            rate is first or float(rate) == float(first)  # host sync: an owner's rates as tensors
+            for rate in rest
+        )
 
     def write_owner_lr(self) -> None:
         """Write the owner's current rate to the table that a whole step reads."""
-        self.lr_table.fill_(self.lr_at(0))
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.lr_table.fill_(rate.reshape(()) if isinstance(rate, Tensor) else rate)
         self.updates.zero_()
 
     def align_state(self) -> None:

@@ -18,7 +18,7 @@ from runner.data.batch import Batch, batch_size_of, call_model
 from runner.errors import DataError
 from runner.objectives.base import Objective
 from runner.optim.fused_kernel import KernelGroup
-from runner.optim.gradients import tensor_norms
+from runner.optim.gradients import disable_autocast, tensor_norms
 from runner.optim.optimizer_step import OptimizerStep
 from runner.techniques import compiler
 
@@ -182,8 +182,9 @@ def _build_step(
         loss = objective(call_model(forward, inputs), target)
         if [buffer.shape for buffer in update.buffers.current()] != [old.shape for old in before]:
             raise RuntimeError("its forward adds, removes or resizes a buffer")
-        scaled = loss if update.scale is None else loss * update.scale.value
-        gradients = list(torch.autograd.grad(scaled, parameters))
+        with disable_autocast(update.device.type):
+            scaled = loss if update.scale is None else loss * update.scale.value
+            gradients = list(torch.autograd.grad(scaled, parameters))
         with torch.no_grad():
             loss = loss.detach()
             norm, skipped = update.norm_and_skip(loss, tensor_norms(gradients))

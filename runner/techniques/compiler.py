@@ -141,6 +141,7 @@ def select_modes(mode: str, builder: RunBuilder) -> list[str]:
 
 def prepare(scope: ExitStack) -> None:
     """Reset the compiler, shorten its messages, and cache compiled code on disk."""
+    from torch._functorch import config as functorch_config
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -148,6 +149,8 @@ def prepare(scope: ExitStack) -> None:
     scope.enter_context(warnings.catch_warnings())
     for message in TRACER_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    # as in eager mode: else layers that opt out of autocast would get gradients in 16 bits
+    scope.enter_context(functorch_config.patch(backward_pass_autocast="off"))
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     reset_counters()

@@ -75,6 +75,11 @@ def _allow_gradients_in_graphs(scope: ExitStack, dynamo_config: Any) -> None:
     for name in ("trace_autograd_ops", "specialize_float"):
         scope.callback(setattr, dynamo_config, name, getattr(dynamo_config, name))
         setattr(dynamo_config, name, True)
+    # the graph leaves autocast before its backward: cached all the same, by the call's arguments
+    calls = [f"torch.amp.autocast_mode._{end}_autocast" for end in ("enter", "exit")]
+    inductor_config: Any = torch._inductor.config
+    cacheable = inductor_config.unsafe_marked_cacheable_functions | dict.fromkeys(calls, "1")
+    scope.enter_context(inductor_config.patch(unsafe_marked_cacheable_functions=cacheable))
 
 
 def engaged(config: WholeStep, run: Run) -> Evidence:
