@@ -197,7 +197,9 @@ class BatchChecks:
         values = _as_real(tensors[limit.leaf])
         values = values if values.is_floating_point() else values.long()  # uint8 has no -1
         bad = self._out_of_range(limit.leaf, values, limit.low, limit.high)
-        return bad.reshape(len(values), -1).any(1).cpu()
+        return (
+            bad.reshape(len(values), -1).any(1).cpu()
+        )  # host sync: only for a batch on the CPU, or a bad one
 
     def _out_of_range(self, leaf: str, values: Tensor, low: float, high: float) -> Tensor:
         bad = ~((values >= low) & (values <= high))
@@ -251,7 +253,8 @@ class Prescan:
             if find_problems(checks, checks.tensors(batch)):
                 return False
             samples = batch[0].reshape(len(rows), -1)
-            constant += int((samples == samples[:, :1]).all(1).sum()) if width > 1 else 0
+            if width > 1:  # host value: a prescanned table is in the host's memory
+                constant += int((samples == samples[:, :1]).all(1).sum())
         return constant < self.smallest or self.smallest == 1
 
 
@@ -260,7 +263,8 @@ def find_problems(checks: BatchChecks, tensors: NamedTensors) -> list[BatchFindi
     form, limits = checks.form_finding(tensors), checks.limits(tensors)
     findings = [form] if form else []
     if limits:
-        findings += checks.findings(limits, checks.measure(tensors, limits).tolist(), tensors)
+        ranges = checks.measure(tensors, limits).tolist()  # host sync: not for batches on a device
+        findings += checks.findings(limits, ranges, tensors)
     return findings
 
 

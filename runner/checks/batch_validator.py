@@ -140,7 +140,7 @@ class BatchValidator:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self.skipped_in_a_row = int(state["in_a_row"])
+        self.skipped_in_a_row = int(state["in_a_row"])  # host value: a count
         self.outcome, self.deferred_error = None, None
         self.pending.clear()
 
@@ -173,7 +173,8 @@ class BatchValidator:
         """Return the message and the bad samples, without blanks so that repeats are recognised."""
         if finding.bad is None:
             return finding.message
-        bad, indices = finding.bad.nonzero().flatten().tolist(), self.indices(step)
+        bad = finding.bad.nonzero().flatten().tolist()  # host value: `_bad_samples` has moved it
+        indices = self.indices(step)
         names = ",".join(str(indices[i]) for i in bad[:MAX_NAMED_SAMPLES] if i < len(indices))
         count = f"{len(bad)} of {len(finding.bad)} samples"
         more = ",…" * (len(bad) > MAX_NAMED_SAMPLES)
@@ -204,7 +205,7 @@ class BatchValidator:
             raise error
 
     def _record_pending(self, entry: PendingValues) -> None:
-        *values, veto = entry.values.tolist()
+        *values, veto = entry.values.tolist()  # host value: copied while the step ran
         rows = list(zip(values[::2], values[1::2], strict=True))
         for finding in self.checks.findings(entry.limits, rows, {}):
             stops = self.checks.policy(finding.check) is CheckPolicy.stop

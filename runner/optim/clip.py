@@ -88,7 +88,7 @@ def _divisor(gradients: list[Tensor], clip_norm: float, scale: Tensor | None) ->
         norm = norm.float()  # as fused kernels require
     if scale is None:
         return (norm / clip_norm).clamp(min=1.0)
-    return (norm / (scale * clip_norm)).clamp(min=1.0) * scale
+    return (norm / clip_norm / scale).clamp(min=1.0) * scale
 
 
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:

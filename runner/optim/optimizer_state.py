@@ -70,6 +70,7 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
         kinds = [(t.is_floating_point(), t.is_complex()) for t in (value, weight)]
         if name in MOMENTS and (kinds[0] != kinds[1] or value.itemsize < 2):
             raise ValueError(f"{name} is of {value.dtype}")
+        # host sync: the counters of a loaded state
         if name == "step" and not (value.numel() == 1 and 0 <= float(value) < math.inf):
             raise ValueError("an optimizer's step must be one number ≥ 0")
 

@@ -384,6 +384,7 @@ class OptimizerStep:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state; raise ValueError or KeyError if it does not fit."""
+        # host value: whether there is a loss scale
         if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
             raise ValueError("optimizer.ema or the loss scale was turned on or off")
         if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):

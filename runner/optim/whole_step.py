@@ -48,7 +48,7 @@ class StepGraph:
         self.zero = torch.zeros((), device=update.device)
         self.one = torch.ones((), device=update.device)
         update.schedule_on_device()
-        self.uses_cuda_graphs = bool(options.get("triton.cudagraphs"))
+        self.uses_cuda_graphs = options.get("triton.cudagraphs") is True
         if self.uses_cuda_graphs:
             _mark_static(update, self.targets)
         self.steps = 0  # made so far
@@ -82,10 +82,11 @@ class StepGraph:
 
     def check(self) -> None:
         """Raise DataError if a target was out of range since the last check. Host sync."""
-        if bool(self.targets.any_wrong):
+        if bool(self.targets.any_wrong):  # host sync: targets are checked with each report
             self.targets.any_wrong.zero_()  # raised once: a checkpoint saved afterwards is sound
+            wrong_value = int(self.targets.wrong_value)  # host sync: only if there is a wrong one
             raise DataError(
-                f"target {int(self.targets.wrong_value)} is out of range: classes are 0 to "
+                f"target {wrong_value} is out of range: classes are 0 to "
                 f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
             )
 

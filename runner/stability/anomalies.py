@@ -75,4 +75,4 @@ class Anomalies:
     def load(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self.count, self.rows = state["count"], [Anomaly(**row) for row in state["rows"]]
-        self.unwritten = bool(self.rows)
+        self.unwritten = len(self.rows) > 0

@@ -139,6 +139,7 @@ def _scale(factor: float, value: float) -> float:
 def _float32(value: float) -> float:
     """Round to float32, as the device compares; Inf on overflow."""
     try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+        return rounded
     except OverflowError:
         return math.inf

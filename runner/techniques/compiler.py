@@ -150,7 +150,7 @@ def prepare(scope: ExitStack) -> None:
     for message in TRACER_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # as in eager mode: else layers that opt out of autocast would get gradients in 16 bits
-    scope.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+    scope.enter_context(functorch_config.patch({"backward_pass_autocast": "off"}))
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     reset_counters()

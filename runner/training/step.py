@@ -197,7 +197,8 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         # other processes may drop some of their samples
         if run.bad_samples is not None and not isinstance(batch_weight, Tensor):
             dtype = torch.promote_types(run.update.parameters[0].dtype, torch.float32)
-            batch_weight = torch.tensor(batch_weight, dtype=dtype, device=run.device.torch)
+            # filled on the device: a copy from pageable memory is a host wait
+            batch_weight = torch.full((), batch_weight, dtype=dtype, device=run.device.torch)
         batch_weight = world.total_weight(batch_weight, own_samples, samples)
         parts = world.micro_batch_slices(samples, run.micro_batch, own_samples)
     total = torch.zeros((), device=run.device.torch)

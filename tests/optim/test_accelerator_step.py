@@ -49,12 +49,12 @@ CLIPS: list[dict[str, Any]] = [
     {"clip_norm": 0.5, "clip_per_group": True},
     {"clip_norm": None},
 ]
-# clip, average, micro-batches, schedule: each pair of average, micro-batches and schedule
+# clip, average, micro-batches, schedule; each two successive ones have all of the last three
 SETTINGS = [
     (0, None, 1, False),
+    (3, 0.9, 1, True),
     (1, 0.9, 2, True),
     (2, None, 2, False),
-    (3, 0.9, 1, True),
 ]
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "is_nonzero")
 
@@ -142,7 +142,11 @@ def make_run(net: Net, update: OptimizerStep, parts: int) -> Any:
         device=SimpleNamespace(reseed=lambda seed: None, torch=CUDA),
         stopwatch=SimpleNamespace(split=lambda phase: None),
         train=SimpleNamespace(samples=lambda step: 8),
-        **{"seed": 0, "contexts": [], "world": None, "compilation": None, "bad_samples": None},
+        seed=0,
+        contexts=[],
+        world=None,
+        compilation=None,
+        bad_samples=None,
     )
 
 
@@ -261,7 +265,8 @@ def make_steps(
 def test_a_step_on_cuda_has_no_host_read_that_its_line_does_not_document(
     name: str, dtype: torch.dtype, scale: float | None, fake_cuda: HostReads
 ) -> None:
-    for settings in SETTINGS:
+    first = {torch.float64: 0, torch.bfloat16: 1, torch.float16: 1}.get(dtype)
+    for settings in SETTINGS if first is None else SETTINGS[first::2]:
         update = make_steps(name, dtype, scale, settings, fake_cuda)
         assert update.in_kernel == (name in FUSED)
         # the documented waits of a whole run: at each step, or at the first update
