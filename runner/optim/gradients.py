@@ -31,9 +31,8 @@ def coalesced_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
     gradients = [parameter.grad for parameter in parameters]
     for i, gradient in enumerate(gradients):
         if gradient is not None and gradient.is_sparse:
-            gradients[i] = parameters[i].grad = (
-                gradient.coalesce()
-            )  # host sync: rows of a sparse gradient
+            # host sync: the number of rows of a sparse gradient
+            gradients[i] = parameters[i].grad = gradient.coalesce()
     return gradients
 
 

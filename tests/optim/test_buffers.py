@@ -15,7 +15,7 @@ from runner import build, compose
 from runner.build import Components
 from runner.checkpoint.finite_checks import infinite_buffers
 from runner.errors import ConfigError
-from runner.optim.buffers import BufferSnapshot
+from runner.optim.buffers import BufferSnapshot, _group_by_type, restore_where
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
 from runner.optim.optimizer_step import OptimizerStep
@@ -138,3 +138,25 @@ def test_the_buffers_of_a_scripted_module_go_back_too() -> None:
     assert not bool(buffers.are_finite())
     buffers.restore()
     assert all(torch.equal(before[name], buffer) for name, buffer in scripted.named_buffers())
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_a_flag_on_the_device_selects_between_buffers_bit_by_bit() -> None:
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, 3.4e38])
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float8_e5m2, torch.complex128)
+    spoiled = [special.to(dtype) for dtype in dtypes]
+    spoiled += [torch.tensor([True, False]), torch.tensor(-(2**63)), torch.zeros(0)]
+    spoiled += [torch.full((3, 4), math.nan).t(), torch.full((2, 3), -1, dtype=torch.int16)]
+    plain = [torch.ones_like(buffer) for buffer in spoiled]
+    for saved, changed in ((plain, spoiled), (spoiled, plain)):
+        for flag in (0.0, 1.0):
+            current = [buffer.clone() for buffer in changed]
+            groups = _group_by_type(current, saved)
+            assert len(groups) == 5  # by bytes, and complex128
+            for buffers, copies in groups:
+                restore_where(torch.tensor(flag), buffers, copies)
+            for value, expected in zip(current, saved if flag else changed, strict=True):
+                assert torch.equal(bits(value), bits(expected))
