@@ -197,9 +197,8 @@ class BatchChecks:
         values = _as_real(tensors[limit.leaf])
         values = values if values.is_floating_point() else values.long()  # uint8 has no -1
         bad = self._out_of_range(limit.leaf, values, limit.low, limit.high)
-        return (
-            bad.reshape(len(values), -1).any(1).cpu()
-        )  # host sync: only for a batch on the CPU, or a bad one
+        # host sync: none, batches on a device have no values to look at here
+        return bad.reshape(len(values), -1).any(1).cpu()
 
     def _out_of_range(self, leaf: str, values: Tensor, low: float, high: float) -> Tensor:
         bad = ~((values >= low) & (values <= high))
@@ -253,7 +252,8 @@ class Prescan:
             if find_problems(checks, checks.tensors(batch)):
                 return False
             samples = batch[0].reshape(len(rows), -1)
-            if width > 1:  # host value: a prescanned table is in the host's memory
+            if width > 1:
+                # host sync: none, a prescanned table is in the host's memory
                 constant += int((samples == samples[:, :1]).all(1).sum())
         return constant < self.smallest or self.smallest == 1
 
@@ -263,7 +263,9 @@ def find_problems(checks: BatchChecks, tensors: NamedTensors) -> list[BatchFindi
     form, limits = checks.form_finding(tensors), checks.limits(tensors)
     findings = [form] if form else []
     if limits:
-        ranges = checks.measure(tensors, limits).tolist()  # host sync: not for batches on a device
+        ranges = checks.measure(
+            tensors, limits
+        ).tolist()  # host sync: none, batches on a device take `veto`
         findings += checks.findings(limits, ranges, tensors)
     return findings
 

@@ -121,7 +121,7 @@ class BatchValidator:
         while self.pending and self.pending[0].number <= last:
             entry = self.pending.popleft()
             if entry.ready is not None:
-                entry.ready.synchronize()  # recorded LAG steps ago: rarely waits
+                entry.ready.synchronize()  # host sync: recorded LAG steps ago: rarely waits
             self._record_pending(entry)
 
     def take_vetoed(self) -> list[int]:
@@ -140,7 +140,7 @@ class BatchValidator:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self.skipped_in_a_row = int(state["in_a_row"])  # host value: a count
+        self.skipped_in_a_row = int(state["in_a_row"])  # host sync: none, a count
         self.outcome, self.deferred_error = None, None
         self.pending.clear()
 
@@ -173,7 +173,8 @@ class BatchValidator:
         """Return the message and the bad samples, without blanks so that repeats are recognised."""
         if finding.bad is None:
             return finding.message
-        bad = finding.bad.nonzero().flatten().tolist()  # host value: `_bad_samples` has moved it
+        # host sync: none, `_bad_samples` has moved it
+        bad = finding.bad.nonzero().flatten().tolist()
         indices = self.indices(step)
         names = ",".join(str(indices[i]) for i in bad[:MAX_NAMED_SAMPLES] if i < len(indices))
         count = f"{len(bad)} of {len(finding.bad)} samples"
@@ -205,7 +206,7 @@ class BatchValidator:
             raise error
 
     def _record_pending(self, entry: PendingValues) -> None:
-        *values, veto = entry.values.tolist()  # host value: copied while the step ran
+        *values, veto = entry.values.tolist()  # host sync: none, copied while the step ran
         rows = list(zip(values[::2], values[1::2], strict=True))
         for finding in self.checks.findings(entry.limits, rows, {}):
             stops = self.checks.policy(finding.check) is CheckPolicy.stop

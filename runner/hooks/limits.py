@@ -144,7 +144,7 @@ def memory_bytes() -> int:
 def _pss_bytes(pid: int) -> int:
     """Return a process's proportional set size (PSS); 0 if it has ended."""
     try:
-        # host value: bytes, on Linux alone
+        # host sync: none, bytes, on Linux alone
         return int(getattr(psutil.Process(pid).memory_full_info(), "pss", 0))
     except psutil.Error:
         return 0

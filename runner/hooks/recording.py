@@ -174,7 +174,7 @@ def _record_confusion(run: Run, evaluation: Evaluation) -> None:
         return
     class_names = run.sizes.class_names
     names = [class_names[i] if i < len(class_names) else str(i) for i in range(len(counts))]
-    rows = counts.long().tolist()  # host value: evaluation has moved the counts
+    rows = counts.long().tolist()  # host sync: none, evaluation has moved the counts
     cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
     table = markdown.table(("true \\ predicted", *map(markdown.escape, names)), cells)
     run.recorder.text("val/confusion", table, evaluation.step)

@@ -65,7 +65,7 @@ class BufferSnapshot:
                 self._reassign_saved()
             return
         if skipped is not None and skipped.device.type == "cpu":
-            if not skipped.item():  # host value: the device is the CPU
+            if not skipped.item():  # host sync: none, the device is the CPU
                 return
             skipped = None
         usual = all(map(is_, current, self.last_tensors))

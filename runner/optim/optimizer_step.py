@@ -236,7 +236,8 @@ class OptimizerStep:
             return
         divide_gradients(self.groups, self.divisors(norm))
         if self.scheduled:
-            self._set_lr(self.lr_at(int(self.updates.item())))  # host value: its counter is there
+            updates = int(self.updates.item())  # host sync: none, its counter is on the host
+            self._set_lr(self.lr_at(updates))
         self.optimizer.step()  # host sync: Adafactor reads a norm for each weight
         if self.scheduled:
             self.updates += 1
@@ -384,7 +385,7 @@ class OptimizerStep:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state; raise ValueError or KeyError if it does not fit."""
-        # host value: whether there is a loss scale
+        # host sync: none, whether there is a loss scale
         if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
             raise ValueError("optimizer.ema or the loss scale was turned on or off")
         if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):
