@@ -50,9 +50,10 @@ class BufferSnapshot:
             return
         if not all(map(is_, current, self.last_tensors)):
             self._record_tensors()
-        with torch.no_grad():
-            for buffers, saved in self.groups:
-                torch._foreach_copy_(saved, buffers)
+        if self.groups:
+            with torch.no_grad():
+                for buffers, saved in self.groups:
+                    torch._foreach_copy_(saved, buffers)
 
     def restore(self, skipped: Tensor | None = None) -> None:
         """Restore the saved buffers; with a flag only if it is 1, without a host sync.
@@ -63,6 +64,8 @@ class BufferSnapshot:
         if current is None or not self._matches_saved(current):
             if skipped is None or skipped.item():  # host sync: a forward changed a buffer's shape
                 self._reassign_saved()
+            return
+        if not self.saved:
             return
         if skipped is not None and skipped.device.type == "cpu":
             if not skipped.item():  # host sync: none, the device is the CPU

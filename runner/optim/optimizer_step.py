@@ -197,8 +197,7 @@ class OptimizerStep:
             self.kernel.write_counter()  # parameters now differ in their step count
             self.kernel = None
         divisors = self.divisors(norm)
-        if any(d is not None and d.dtype is torch.float64 for d in divisors):
-            # kernels take a divisor in float32 only
+        if norm.dtype is torch.float64:  # kernels take a divisor in float32 only
             divide_gradients(self.groups, divisors)
             divisors = [None] * len(divisors)
         if self.kernel is not None:
