@@ -157,6 +157,6 @@ def test_a_flag_on_the_device_selects_between_buffers_bit_by_bit() -> None:
             groups = _group_by_type(current, saved)
             assert len(groups) == 5  # by bytes, and complex128
             for buffers, copies in groups:
-                restore_where(torch.tensor(flag), buffers, copies)
+                restore_where(torch.tensor(flag), buffers, copies, lists=True)
             for value, expected in zip(current, saved if flag else changed, strict=True):
                 assert torch.equal(bits(value), bits(expected))
