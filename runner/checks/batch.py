@@ -263,9 +263,8 @@ def find_problems(checks: BatchChecks, tensors: NamedTensors) -> list[BatchFindi
     form, limits = checks.form_finding(tensors), checks.limits(tensors)
     findings = [form] if form else []
     if limits:
-        ranges = checks.measure(
-            tensors, limits
-        ).tolist()  # host sync: none, batches on a device take `veto`
+        # host sync: none, batches on a device take `veto`
+        ranges = checks.measure(tensors, limits).tolist()
         findings += checks.findings(limits, ranges, tensors)
     return findings
 

@@ -139,6 +139,7 @@ class DdpTechnique(Technique):
         same = all(other == values for other in run.world.all_gather(values))
         reason = "" if same else "gradients differ between processes"
         sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""))
+        # host sync: none, text
         buckets = [int(size) for size in sizes.split(",") if size.strip()]
         comm = facts.get("avg_backward_comm_time", 0)
         overlap = facts.get("avg_backward_compute_comm_overlap_time", 0)

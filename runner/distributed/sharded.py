@@ -113,7 +113,7 @@ class Shards:
 
     def all_agree(self, sound: bool) -> bool:
         """Whether `sound` is true on all processes."""
-        return not self.world.all_reduce_max(int(not sound))[0]
+        return not self.world.all_reduce_max(int(not sound))[0]  # host sync: none, a bool
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict, with this process's rows of sharded weights."""
@@ -226,7 +226,7 @@ class FsdpTechnique(Technique):
             moments = [t for t in update.optimizer.state.get(own, {}).values() if has_rows(t)]
             tensors = [own, *moments, *([] if gradient is None else [gradient.to_local()])]
             tensors_kept += tensors
-            averaged = bool(update.average) and own.requires_grad
+            averaged = len(update.average) > 0 and own.requires_grad
             row_bytes = weight[0].numel() * weight.itemsize * (len(tensors) + averaged)
             full_bytes += len(weight) * row_bytes
             # as FSDP assigns rows: the last processes may have fewer, or none

@@ -259,6 +259,7 @@ class World:
             self._stacks.reset_timer()
         flags = torch.tensor(numbers)  # host sync: none, it stays on the CPU
         with self._timed_collective():
+            # host sync: with the other processes, for verdict and signals, once a step
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return flags.tolist()  # host sync: none, the tensor is on the CPU
 

@@ -110,7 +110,8 @@ class StepMetricsReader:
             numbered.update(enumerate(rows, first))
         for window in self.windows:
             if window.ready is not None:
-                window.ready.synchronize()  # host sync; called only after a fault
+                window.ready.synchronize()  # host sync: only after a fault
+            # host sync: none, they have arrived
             numbered.update(enumerate(window.earlier + window.rows.tolist(), window.first))
         window_state = self.state()
         numbered.update(enumerate(window_state["rows"], window_state["first"]))
@@ -126,7 +127,7 @@ class StepMetricsReader:
 
     def state(self) -> dict[str, Any]:
         """Return the open window. Host sync."""
-        self.earlier = self.earlier + self._take_rows().tolist()
+        self.earlier = self.earlier + self._take_rows().tolist()  # host sync: once a checkpoint
         return {"first": self.first, "rows": self.earlier, "samples": self.samples}
 
     def load(self, state: dict[str, Any]) -> None:
