@@ -74,7 +74,7 @@ class StepMetricsReader:
         while self.windows and (wait or self.windows[0].ready is None or len(self.windows) > 1):
             window = self.windows.popleft()
             if window.ready is not None:
-                window.ready.synchronize()  # host sync, rarely a wait: the copy is one window old
+                window.ready.synchronize()  # host sync: rarely a wait, the copy is one window old
             rows = window.earlier + window.rows.tolist()  # host sync: none, they have arrived
             before = self.seconds
             self.seconds = window.elapsed() if callable(window.elapsed) else window.elapsed
