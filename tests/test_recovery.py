@@ -69,9 +69,9 @@ def test_the_cause_of_a_failed_call_of_compiled_code_is_read_where_torch_keeps_i
     library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     if not hasattr(library, "torch_exception_get_what"):
         pytest.skip("torch keeps it from 2.13 on")
-    size, number = (ctypes.c_int64 * 1)(2**50), ctypes.c_int32
+    (size, stride), number = map(ctypes.c_int64 * 1, (2**50, 1)), ctypes.c_int32
     failed = library.aoti_torch_empty_strided(
-        ctypes.c_int64(1), size, size, number(6), number(0), number(0), ctypes.c_void_p()
+        ctypes.c_int64(1), size, stride, number(6), number(0), number(0), ctypes.c_void_p()
     )
     assert failed and is_out_of_memory(RuntimeError(f"aoti_torch_cpu_convolution(x, w) {FAILED}"))
 

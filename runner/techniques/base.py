@@ -126,6 +126,8 @@ class RunParts:
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None
     recompute: RecomputedBlocks | None = None  # blocks recomputed in the backward
+    # set by techniques that compile: drops what is for whole batches, with the reason
+    drop_graphs: Callable[[Run, str], bool] | None = None
     recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
     # by technique, for evidence
     technique_facts: dict[str, dict[str, Any]] = field(default_factory=dict)

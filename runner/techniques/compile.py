@@ -47,7 +47,7 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     compiler.prepare(builder.scope)
     compiler.add_token_check(builder)
     compilation = compiler.Compilation(parts, compiler.select_modes(config.mode.value, builder))
-    builder.compilation = compilation
+    builder.compilation, builder.drop_graphs = compilation, compiler.drop_graphs
     builder.recoveries.append(compilation.recover)
     builder.scope.callback(compilation.stop)
     whole_step_measured = any(switch.name == "whole_step" for switch in builder.switches)

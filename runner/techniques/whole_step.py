@@ -46,6 +46,7 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
         builder.index_limit = _infer_index_limit(builder)  # before the builder is changed
     compiler.prepare(builder.scope)
     compiler.add_token_check(builder)
+    builder.drop_graphs = compiler.drop_graphs
     _allow_gradients_in_graphs(builder.scope, dynamo_config)
     builder.whole_step_options = {"cpp_wrapper": config.cpp_wrapper}
     if builder.device.kind != "cpu":

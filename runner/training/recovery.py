@@ -150,11 +150,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
 def _drop_graphs(run: Run, reason: str) -> bool:
     """Drop graphs of the whole step and CUDA graphs; return whether there were any."""
-    if run.step_graph is None and run.compilation is None and not run.switches:
-        return False
-    from runner.techniques import compiler
-
-    dropped = compiler.drop_graphs(run, reason)
+    dropped = run.drop_graphs is not None and run.drop_graphs(run, reason)
     if dropped:
         memory.free_caches(run.device)
     return dropped
