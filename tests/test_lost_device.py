@@ -131,7 +131,9 @@ def test_the_status_is_written_before_anything_asks_the_device_again(
         with pytest.raises(torch.AcceleratorError):
             train(run)
     assert statuses == ["failed"]
-    assert Summary.read(tmp_path).throughput.samples_per_second > 0  # the device was not lost
+    summary = Summary.read(tmp_path)
+    assert summary.throughput.samples_per_second > 0  # the device was not lost
+    assert summary.faults["exception"] == 1 and History.read(tmp_path)[0].capture == ""
 
 
 def test_an_evaluation_on_a_lost_device_leaves_no_record_of_success(
