@@ -44,6 +44,7 @@ def gpu_builder(micro_batch: int, cuda_graphs: bool) -> Any:
     return SimpleNamespace(
         micro_batch=micro_batch, batch_size=32, cuda_graphs=cuda_graphs, fallback_reasons={},
         device=SimpleNamespace(kind="cuda"),
+        choose=lambda key, decide: "default", scope=ExitStack(),
     )  # fmt: skip
 
 
