@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,8 @@ CNN = [*QUICK, "data=digits", "model=cnn", "model.width=8", "training.batch_size
 CPU = ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
        "you tried to allocate 8388608 bytes. Error code 12 (Cannot allocate memory)")  # fmt: skip
 
+FAILED = "API call failed at /cache/ab/c.main.cpp, line 131"
+
 
 @pytest.mark.parametrize(
     ("error", "lacks"),
@@ -40,11 +44,36 @@ CPU = ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't
         (OSError(errno.ENOENT, "gone"), False),
         (ConfigError("x", "out of memory"), False),
         (ValueError("not enough memory"), False),
+        (RuntimeError(f"aoti_torch_empty_strided(2, s, s, 6, 0, 0, &buf1) {FAILED}"), True),
+        (RuntimeError(f"aoti_torch_empty_strided_pinned(1, s, s, 6, 0, 0, &buf1) {FAILED}"), True),
+        (RuntimeError(f"aoti_torch_cpu_addmm_out(buf2, arg6_1, arg4_1, 1L, 1L) {FAILED}"), False),
+        (RuntimeError(f"aoti_torch_copy_(empty_strided, arg4_1, 0) {FAILED}"), False),
+        (RuntimeError(f"my_library_call() {FAILED}"), False),
     ],
     ids=repr,
 )
 def test_lack_of_memory_is_recognised(error: Exception, lacks: bool) -> None:
     assert is_out_of_memory(error) is lacks
+
+
+def test_a_capture_that_lack_of_memory_has_ended_is_recognised() -> None:
+    ended = torch.AcceleratorError("CUDA error: operation failed due to a previous error captured")
+    assert not is_out_of_memory(ended)
+    ended.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert is_out_of_memory(ended)
+    ended.__context__ = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert not is_out_of_memory(ended)
+
+
+def test_the_cause_of_a_failed_call_of_compiled_code_is_read_where_torch_keeps_it() -> None:
+    library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+    if not hasattr(library, "torch_exception_get_what"):
+        pytest.skip("torch keeps it from 2.13 on")
+    (size, stride), number = map(ctypes.c_int64 * 1, (2**50, 1)), ctypes.c_int32
+    failed = library.aoti_torch_empty_strided(
+        ctypes.c_int64(1), size, stride, number(6), number(0), number(0), ctypes.c_void_p()
+    )
+    assert failed and is_out_of_memory(RuntimeError(f"aoti_torch_cpu_convolution(x, w) {FAILED}"))
 
 
 def test_a_real_allocation_that_fails_is_recognised_and_told_in_plain_words() -> None:
@@ -174,6 +203,28 @@ except RunnerError as error:
 print(json.dumps({"micro": run.micro_batch, "weights": sha256(state).hexdigest(),
                   "faults": summary.faults, "status": summary.status, "steps": summary.steps}))
 """
+GRAPH_LIMITED = """
+import json, resource, sys, torch
+a = torch.randn(512, 512, requires_grad=True)
+(a @ a).sum().backward()
+from runner import build, compose, train
+from runner.device import memory
+from runner.training.hook import Hook
+
+class Limit(Hook):  # set after the graph is compiled: a compiler has no room in it
+    def on_step(self, run, step):
+        if step.number == 1:
+            with open("/proc/self/statm") as file:
+                held = int(file.read().split()[0]) * memory.PAGE
+            resource.setrlimit(resource.RLIMIT_AS, (held + (60 << 20), resource.RLIM_INFINITY))
+
+with build(compose(sys.argv[1:])) as run:
+    run.hooks.append(Limit())
+    summary = train(run)
+    row = next(row for row in summary.techniques if row.name == "whole_step")
+print(json.dumps({"micro": run.micro_batch, "status": summary.status, "row": row.reason,
+                  "faults": summary.faults, "steps": summary.steps}))
+"""
 LARGE = ["data=synthetic", "data.form=tokens", "data.sequence=256", "model=gpt",
          "model.width=128", "model.depth=2", "training.batch_size=32"]  # fmt: skip
 
@@ -217,3 +268,21 @@ def test_weights_that_do_not_fit_are_answered_with_the_model_and_not_the_batch()
     assert done.returncode == OutOfMemory.exit_code, last
     assert "make the model smaller, or keep less for each weight" in last
     assert "batch_size" not in last
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+@pytest.mark.slow
+def test_a_whole_step_through_the_cpp_wrapper_that_exceeds_the_limit_goes_on_with_less() -> None:
+    whole = ["optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true"]
+    many = ["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=262144"]
+    tiny = ["model.width=64", "model.depth=1", "training.steps=3", "training.validate_every=100"]
+    size = ["training.batch_size=200000", "data.validation_samples=8", "checks=off"]
+    command = [sys.executable, "-c", GRAPH_LIMITED, *QUICK, *whole, *many, *tiny, *size]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["status"] == "done" and found["steps"] == 3 and found["micro"] < 200000
+    assert found["faults"]["out_of_memory"] >= 1
+    assert found["row"].startswith("step 2 ran out of memory")

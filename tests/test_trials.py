@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ from torch import Tensor, nn
 from runner import Summary, build, train
 from runner.build import Components
 from runner.techniques import cost
-from runner.techniques.base import TRIALS
+from runner.techniques.base import TRIALS, Switch
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run
 from runner.training.step import make_step
-from runner.training.trials import Trial
+from runner.training.trials import Trial, Trials
 from tests import runs
 
 STEPS, MADE = 1400, 60  # 2 % of them are 28
@@ -187,6 +189,47 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
         assert run.step_graph is None
     with runs.opened(*ultra, "optimization.measure=false") as run:
         assert run.step_graph is not None
+
+
+@pytest.mark.parametrize("slower", [True, False], ids=["rejected", "accepted"])
+def test_a_rejected_technique_is_discarded_once_and_an_accepted_one_never(slower: bool) -> None:
+    discarded: list[int] = []
+    with runs.opened(*RUN, "optimization=none") as run:
+        switch = Switch("own", lambda *_: None, discard=lambda r: discarded.append(r.progress.step))
+        trials = Trials([switch], [])
+        trials.is_timing, trials.finished = True, False
+        trials.trials = [Trial("own", first=1, block=2, pairs=6, settling=0)]
+        while not trials.finished:
+            on = trials.trials[0].uses_technique(run.progress.step + 1, True)
+            trials.end(run, time.perf_counter() - (2.0 if on is slower else 1.0), regular=True)
+            run.progress.step += 1
+        assert trials.trials[0].used is not slower
+        last = trials.trials[0].last
+    assert discarded == ([last - 1] if slower else [])
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_whole_step_that_was_given_up_is_dropped_in_any_block_of_its_trial(
+    on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.techniques import compiler
+
+    monkeypatch.setattr(compiler.Compilation, "start", lambda _: None)
+    monkeypatch.setattr(cost, "COLD_COMPILE_S", 1e-4)  # as if it took no time
+    with runs.opened(*RUN, "optimization=ultra", "training.steps=5400") as run:
+        assert run.trials is not None
+        switch = run.trials.switches["whole_step"]
+        switch.set_enabled(run, True)
+        graph = weakref.ref(run.step_graph)
+        switch.set_enabled(run, on)
+        assert compiler.drop_graphs(run, "no memory")
+        gc.collect()
+        assert run.step_graph is None and graph() is None  # its memory is free
+        switch.set_enabled(run, True)
+        assert run.step_graph is None
+        assert run.fallback_reasons["whole_step"] == "no memory"
+        assert not compiler.drop_graphs(run, "again")
+        assert run.fallback_reasons["whole_step"] == "no memory"
 
 
 def test_a_hopeless_trial_ends_early() -> None:

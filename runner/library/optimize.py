@@ -49,7 +49,11 @@ USE_LOOP = "not for a bare model; use optimize_training_loop"
 USE_PIPELINE = "not for a bare model or loop; use create_training_pipeline"
 NOT_FOR_A_LOOP = dict.fromkeys(("pipeline", "quantization"), USE_PIPELINE)
 TRAINING_TECHNIQUES = ("whole_step", "chunked_loss", "accumulation", "fused_optimizer")
-NOT_FOR_A_MODEL = {**dict.fromkeys(TRAINING_TECHNIQUES, USE_LOOP), **NOT_FOR_A_LOOP}
+NOT_FOR_A_MODEL = {
+    **dict.fromkeys(TRAINING_TECHNIQUES, USE_LOOP),
+    **NOT_FOR_A_LOOP,
+    "cuda_graphs": f"each call would overwrite the last one's outputs and gradients; {USE_LOOP}",
+}
 QUIET_OVERRIDES = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
 MANY_STEPS = 1_000_000  # default for `steps`: compiling pays back
 

@@ -47,6 +47,7 @@ class Switch:
     set_enabled: Callable[[Run, bool], None]
     initially_on: bool = True  # whether it is on before its trial
     on: bool = True
+    discard: Callable[[Run], None] | None = None  # called once the technique is rejected
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ class RunParts:
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None
     recompute: RecomputedBlocks | None = None  # blocks recomputed in the backward
+    # set by techniques that compile: drops what is for whole batches, with the reason
+    drop_graphs: Callable[[Run, str], bool] | None = None
     recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
     # by technique, for evidence
     technique_facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -167,12 +170,14 @@ class RunBuilder(RunParts):
         *,
         initially_on: bool = True,
         min_steps: int = 0,
+        discard: Callable[[Run], None] | None = None,
     ) -> bool:
         """Register a trial of a technique's gain; False if the run does not measure it.
 
         A run is too short if all trials together would take more than TRIAL_SHARE of its steps, or
         if it has fewer than `min_steps`. `set_enabled` switches the technique; `initially_on` is
-        its state before the trial. A resumed or replayed run has the trials that it had before.
+        its state before the trial. `discard` frees what a rejected one holds. A resumed or replayed
+        run has the trials that it had before.
         """
         previous_trials = {trial["name"] for trial in self.recorded.get(TRIALS, ())}
         trials = len(self.switches) + 1
@@ -185,7 +190,7 @@ class RunBuilder(RunParts):
                 reason = f"{self.total_steps:,} steps are too few to measure ({needed:,} needed)"
                 self.choose("optimization.measure", lambda: (False, reason))
             return False
-        self.switches.append(Switch(name, set_enabled, initially_on))
+        self.switches.append(Switch(name, set_enabled, initially_on, discard=discard))
         return True
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:

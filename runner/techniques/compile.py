@@ -47,7 +47,7 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     compiler.prepare(builder.scope)
     compiler.add_token_check(builder)
     compilation = compiler.Compilation(parts, compiler.select_modes(config.mode.value, builder))
-    builder.compilation = compilation
+    builder.compilation, builder.drop_graphs = compilation, compiler.drop_graphs
     builder.recoveries.append(compilation.recover)
     builder.scope.callback(compilation.stop)
     whole_step_measured = any(switch.name == "whole_step" for switch in builder.switches)
@@ -55,8 +55,9 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     if builder.whole_step_options is None or whole_step_measured:
         min_steps = 2 * minimum_steps(builder) if whole_step_measured else 0
         measured = builder.add_trial(
-            "compile", compilation.set_enabled, initially_on=False, min_steps=min_steps
-        )
+            "compile", compilation.set_enabled, initially_on=False, min_steps=min_steps,
+            discard=compilation.discard,
+        )  # fmt: skip
         if not measured and builder.whole_step_options is None:
             compilation.start()
     return None

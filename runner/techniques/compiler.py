@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from runner.data.batch import Batch
+from runner.device import memory
 from runner.device.capabilities import cpu_flags
 from runner.errors import DataError
 from runner.record.text import shorten
@@ -40,6 +41,8 @@ OPERATOR_CALL = re.compile(
 CODE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 FUNCTION_LINE = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
 """The line of user code that a compiler message names."""
+CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""Modes that record CUDA graphs, and the same without them."""
 TRACER_WARNINGS = (
     "The .grad attribute of a Tensor that is not a leaf",
     ".*should not be instantiated",
@@ -55,6 +58,11 @@ class Compilation:
     modes: list[str]
     mode: str = ""  # "": eager
     paused: tuple[str, list[Any]] | None = None  # the mode, and the compiled calls by part
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether outputs are overwritten by the next call: those of CUDA graphs are."""
+        return self.mode in CUDA_GRAPH_MODES
 
     def start(self) -> None:
         """Compile at the next call, in the next mode, or run eagerly if none is left."""
@@ -82,6 +90,22 @@ class Compilation:
         elif not on and self.mode:
             self.paused = self.mode, [part._compiled_call_impl for part in self.parts]
             self.stop()
+
+    def restart_without_cuda_graphs(self) -> bool:
+        """Compile again at the next call, without CUDA graphs; return whether there were any."""
+        mode = self.mode or (self.paused[0] if self.paused is not None else "")
+        modes = [mode, *self.modes] if mode else self.modes
+        self.modes = list(dict.fromkeys(CUDA_GRAPH_MODES.get(m, m) for m in modes))
+        enabled, self.paused = bool(self.mode), None
+        self.stop()
+        if enabled:
+            self.start()
+        return mode in CUDA_GRAPH_MODES
+
+    def discard(self, run: Run) -> None:
+        """Forget the compiled code of a technique that was rejected, and free its graphs."""
+        self.paused = None
+        free_graphs(run)
 
     def recover(self, run: Run, error: Exception) -> bool:
         """Try the next mode if the compiler failed; return whether the step may be repeated."""
@@ -136,7 +160,60 @@ def select_modes(mode: str, builder: RunBuilder) -> list[str]:
             setattr, select_algorithm, "PRINT_AUTOTUNE", select_algorithm.PRINT_AUTOTUNE
         )
         select_algorithm.PRINT_AUTOTUNE = False
-    return list(dict.fromkeys([first, "default"]))
+    modes = [first, "default"]
+    if builder.device.kind == "cuda" and (reason := several_backwards(builder)):
+        if first in CUDA_GRAPH_MODES:
+            builder.fallback_reasons["compile"] = f"mode {first} without CUDA graphs: {reason}"
+        modes = [CUDA_GRAPH_MODES.get(mode, mode) for mode in modes]
+    return list(dict.fromkeys(modes))
+
+
+def several_backwards(builder: RunBuilder) -> str:
+    """Return why a step has no CUDA graphs: each backward overwrites the last one's gradients."""
+    if builder.micro_batch == builder.batch_size:
+        return ""
+    return f"micro-batches of {builder.micro_batch}: the step is several backward passes"
+
+
+def replace_whole_step(run: Run, reason: str) -> None:
+    """Give up the whole step's graph; later steps run in parts, compiled if requested."""
+    run.fallback_reasons["whole_step"] = reason
+    run.step_graph = None
+    for switch in run.switches:
+        if switch.name == "whole_step":
+            switch.set_enabled(run, False)
+    log.warning("optimization.whole_step: fell back: %s", reason)
+    if run.compilation is not None and not (run.trials and run.trials.is_rejected("compile")):
+        run.compilation.set_enabled(run, True)
+
+
+def drop_graphs(run: Run, reason: str) -> bool:
+    """Drop the whole step's graph and CUDA graphs; return whether there were any.
+
+    The model is compiled again at its next call, without CUDA graphs, if it was.
+    """
+    techniques, graph = [switch.name for switch in run.switches], run.step_graph
+    whole_step = graph is not None or "whole_step" in techniques
+    if run.trials is not None and run.trials.is_rejected("whole_step"):
+        whole_step = False
+    whole_step = whole_step and "whole_step" not in run.fallback_reasons
+    cuda_graphs = run.compilation is not None and run.compilation.restart_without_cuda_graphs()
+    if cuda_graphs or (graph is not None and graph.uses_cuda_graphs):
+        run.fallback_reasons["cuda_graphs"] = reason
+    if whole_step:
+        replace_whole_step(run, reason)
+    if whole_step or run.compilation is not None:
+        torch._dynamo.reset()  # frees their memory
+    if graph is not None:
+        graph.check()  # a wrong target before this step would go unnoticed
+    return whole_step or cuda_graphs
+
+
+def free_graphs(run: Run) -> None:
+    """Free the memory of CUDA graphs; those in use are recorded again. It is the pool of all."""
+    if run.device.kind == "cuda":
+        torch._dynamo.reset()
+        memory.free_caches(run.device)
 
 
 def prepare(scope: ExitStack) -> None:

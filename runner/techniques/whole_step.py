@@ -46,6 +46,7 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
         builder.index_limit = _infer_index_limit(builder)  # before the builder is changed
     compiler.prepare(builder.scope)
     compiler.add_token_check(builder)
+    builder.drop_graphs = compiler.drop_graphs
     _allow_gradients_in_graphs(builder.scope, dynamo_config)
     builder.whole_step_options = {"cpp_wrapper": config.cpp_wrapper}
     if builder.device.kind != "cpu":
@@ -53,7 +54,8 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
         builder.whole_step_options = dict(torch._inductor.list_mode_options(mode))
     # the graph uses this optimizer's state, and the optimizer runs steps outside of the graph
     builder.optimizer_options.update(fused)
-    builder.add_trial("whole_step", GraphHolder().set_enabled, initially_on=False)
+    holder = GraphHolder()
+    builder.add_trial("whole_step", holder.set_enabled, initially_on=False, discard=holder.discard)
     return None
 
 
@@ -63,11 +65,18 @@ class GraphHolder:
     graph: StepGraph | None = None
 
     def set_enabled(self, run: Run, on: bool) -> None:
-        """Give the graph back to the run, or take it; a graph that failed stays None."""
-        if on:
+        """Give the graph back to the run, or take it; one that was given up is dropped."""
+        if "whole_step" in run.fallback_reasons:
+            run.step_graph = self.graph = None
+        elif on:
             run.step_graph, self.graph = self.graph or run.step_graph, None
         else:
             run.step_graph, self.graph = None, run.step_graph or self.graph
+
+    def discard(self, run: Run) -> None:
+        """Forget the graph of a technique that was rejected, and free its memory."""
+        self.graph = None
+        compiler.free_graphs(run)
 
 
 def _allow_gradients_in_graphs(scope: ExitStack, dynamo_config: Any) -> None:

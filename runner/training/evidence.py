@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from contextlib import suppress
 
 from runner.device import memory
 from runner.errors import StorageError
@@ -25,11 +26,6 @@ def build_summary(
     If it cannot be written, raise StorageError with `required`, else log and keep the earlier file.
     """
     progress = run.progress
-    faults = Counter(run.history.counts)
-    faults.update(run.recorder.faults)
-    faults.update(run.checkpointer.faults)
-    if run.world is not None:
-        faults.update(run.world.faults)
     summary = Summary(
         status=status,
         reason=mask_secrets(reason),
@@ -48,7 +44,7 @@ def build_summary(
         techniques=technique_statuses(run),
         tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
         skipped_steps=progress.skipped,
-        faults=dict(faults),
+        faults=_count_faults(run),
         checkpoint=CheckpointPaths(run.checkpointer.last, run.checkpointer.best),
         device=run.device.describe(),
         versions=provenance.versions(),
@@ -73,6 +69,29 @@ def build_summary(
             if status != "running":
                 summary.write_status(run.folder)
     return summary
+
+
+def record_failure(run: Run, reason: str) -> None:
+    """Write `failed` and the reason into the last summary, and the history, from host memory alone.
+
+    `build_summary` asks the device too, and any call to a lost one may raise.
+    """
+    run.history.write()
+    if run.folder is not None and run.writes:
+        with suppress(StorageError):
+            summary = Summary.read(run.folder)
+            summary.status, summary.reason = "failed", mask_secrets(reason)
+            summary.steps, summary.faults = run.progress.step, _count_faults(run)
+            summary.write(run.folder)
+
+
+def _count_faults(run: Run) -> dict[str, int]:
+    faults = Counter(run.history.counts)
+    faults.update(run.recorder.faults)
+    faults.update(run.checkpointer.faults)
+    if run.world is not None:
+        faults.update(run.world.faults)
+    return dict(faults)
 
 
 def collect_evidence(run: Run) -> None:

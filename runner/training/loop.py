@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,19 @@ from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
 from runner.training.evaluation import evaluate
-from runner.training.evidence import build_summary, collect_evidence, technique_statuses
+from runner.training.evidence import (
+    build_summary,
+    collect_evidence,
+    record_failure,
+    technique_statuses,
+)
 from runner.training.hook import Evaluation, Verdict, check_hooks
-from runner.training.recovery import is_out_of_memory, translate_oom
+from runner.training.recovery import (
+    is_device_error,
+    is_out_of_memory,
+    suppress_device_errors,
+    translate_oom,
+)
 from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
 from runner.training.run import Run, check_run
 from runner.training.signals import InterruptHandler
@@ -71,7 +82,8 @@ def train(run: Run) -> Summary:
         with ExitStack() as stack:
             for hook in run.hooks:
                 enter_session(stack, hook, run)
-            with redact_errors(), translate_oom("while training"), _translate_lost(run):
+            record, translate = _record_lost_device(run), _translate_lost(run)
+            with redact_errors(), translate_oom("while training"), record, translate:
                 _train(run)
             collect_evidence(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
@@ -80,10 +92,27 @@ def train(run: Run) -> Summary:
         raise
     except BaseException as error:
         reason = summarize_error(error)
+        record_failure(run, reason)  # first: the device, which may be lost, is asked last
         raise
     finally:
-        summary = build_summary(run, status, reason)
+        with suppress_device_errors() if status == "failed" else nullcontext():
+            summary = build_summary(run, status, reason)
     return summary
+
+
+@contextmanager
+def _record_lost_device(run: Run) -> Iterator[None]:
+    """Record an error of the device before hooks and tools end, which may raise by it, too."""
+    try:
+        yield
+    except Exception as error:
+        if is_device_error(error):
+            run.history.add(
+                "exception", f"{type(error).__name__}: {error}", step=run.progress.step + 1,
+                category="code", severity="error", action="the run ends", error=error, say=False,
+            )  # fmt: skip
+            record_failure(run, summarize_error(error))
+        raise
 
 
 def _read_ended_summary(run: Run) -> Summary | None:
@@ -197,7 +226,7 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
     process_lost = isinstance(error, ProcessLost | RestartRequired)
     process_lost = process_lost or run.world is not None and run.world.means_loss(error)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
-    if process_lost or has_other_cause or is_out_of_memory(error):
+    if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
         return
     run.update.abandon()
     message, capture = f"{type(error).__name__}: {error}", None

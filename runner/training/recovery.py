@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -26,6 +28,16 @@ OOM_MESSAGE = re.compile(
     r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|[Cc]annot allocate memory"
 )
 ONEDNN_MESSAGE = re.compile(r"could not (create|execute) a primitive")
+CALL_FAILED = re.compile(r"aoti_torch_(\w+)\(.*API call failed at")
+"""The error of compiled C++ code names the call, not the cause."""
+ALLOCATIONS = ("empty_strided", "empty_strided_pinned")
+"""Calls that fail for lack of memory alone."""
+CAPTURE_MESSAGE = re.compile(r"error: operation .*captur")
+DEVICE_MESSAGE = re.compile(
+    r"(CUDA|HIP)( driver| runtime)? error|Triton Error|CU(BLAS|DNN|SPARSE|SOLVER|FFT)_STATUS_|"
+    r"cu(DNN|BLAS|SPARSE) error|nvrtc",
+    re.IGNORECASE,
+)
 REQUESTED_SIZE = re.compile(
     r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.IGNORECASE
 )
@@ -55,9 +67,43 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
+    if CAPTURE_MESSAGE.search(text) and error.__context__ is not None:  # ended by that error
+        return is_out_of_memory(error.__context__)
     if ONEDNN_MESSAGE.search(text):  # its message is the same for lack of memory
         return memory.rlimit_bytes_left() is not None
+    if call := CALL_FAILED.search(text):
+        return call[1] in ALLOCATIONS or OOM_MESSAGE.search(_last_cause()) is not None
     return OOM_MESSAGE.search(text) is not None
+
+
+def _last_cause() -> str:
+    """Return the cause of the last failed call of compiled C++ code, "" before torch 2.13."""
+    libraries = Path(torch.__file__).parent / "lib"
+    try:
+        cause = ctypes.CDLL(str(next(libraries.glob("libtorch_cpu.*")))).torch_exception_get_what
+    except (OSError, AttributeError, StopIteration):
+        return ""
+    cause.restype = ctypes.c_char_p
+    return (cause() or b"").decode(errors="replace")
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether a device call failed for another reason than memory: later ones may all fail."""
+    if not isinstance(error, RuntimeError) or isinstance(error, RunnerError):
+        return False
+    if is_out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or bool(DEVICE_MESSAGE.search(str(error)))
+
+
+@contextmanager
+def suppress_device_errors() -> Iterator[None]:
+    """Suppress errors of the device, while another error ends the run."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_device_error(error):
+            raise
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:
@@ -84,6 +130,8 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
             f"but BatchNorm needs more; {FEWER_ACTIVATIONS_FIX}"
         ) from None
     if size == 1:
+        if _drop_graphs(run, f"{step_label} ran out of memory as a graph"):
+            return True  # uncompiled, or without CUDA graphs, it takes less
         raise _single_sample_error(run, error, step_label) from None
     run.micro_batch = largest_slice(run.largest_local_batch(run.train.samples(0)), (size + 1) // 2)
     reason = f"{step_label} ran out of memory{_missing_memory(error)} with {size}"
@@ -96,7 +144,16 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     )
     action = f"retrying the batch with {run.micro_batch} at a time"
     _record_oom(run, message, action, error)
+    _drop_graphs(run, f"{reason} samples at a time, and micro-batches exclude graphs")
     return True
+
+
+def _drop_graphs(run: Run, reason: str) -> bool:
+    """Drop graphs of the whole step and CUDA graphs; return whether there were any."""
+    dropped = run.drop_graphs is not None and run.drop_graphs(run, reason)
+    if dropped:
+        memory.free_caches(run.device)
+    return dropped
 
 
 def _refuse_single_sample(step_label: str, samples: int, micro_batch: int) -> None:

@@ -17,6 +17,7 @@ from runner.data.order import mix
 from runner.errors import UsageError
 from runner.record.text import summarize_error
 from runner.training.hook import Evaluation, Hook, Report, Step, Verdict
+from runner.training.recovery import is_device_error, is_out_of_memory, suppress_device_errors
 from runner.training.run import Run
 
 if TYPE_CHECKING:
@@ -130,15 +131,15 @@ def _graph_step(run: Run, graph: StepGraph, batch: Batch) -> Step | None:
     except Exception as error:
         from runner.techniques import compiler
 
-        if not compiler.is_compiler_error(error) and (
-            graph.steps or compiler.is_from_compiled_code(error)
-        ):
+        if compiler.is_compiler_error(error):
+            compiler.replace_whole_step(run, compiler.log_compiler_error(error))
+        elif is_out_of_memory(error):  # a graph writes no weight before its last allocation
+            if not any(recover(run, error) for recover in run.recoveries):
+                raise
+        elif graph.steps or compiler.is_from_compiled_code(error) or is_device_error(error):
             raise  # some weights may have changed already
-        run.step_graph = None
-        run.fallback_reasons["whole_step"] = reason = compiler.log_compiler_error(error)
-        log.warning("optimization.whole_step: fell back: %s", reason)
-        if run.compilation is not None and not (run.trials and run.trials.is_rejected("compile")):
-            run.compilation.set_enabled(run, True)
+        else:
+            compiler.replace_whole_step(run, compiler.log_compiler_error(error))
         return None
     run.stopwatch.split("whole_step")
     return Step(number, loss, norm, skipped)
@@ -150,6 +151,8 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
         try:
             return forward_backward(run, batch)
         except Exception as error:
+            if is_device_error(error):
+                raise  # whatever touches the device would raise again
             run.update.abandon()
             if not any(recover(run, error) for recover in run.recoveries):
                 raise
@@ -166,6 +169,8 @@ def forward_backward(run: Run, batch: Batch) -> Step:
         run.stopwatch.split("forward")
         (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
         loss = loss.detach()
+        if run.compilation is not None and run.compilation.uses_cuda_graphs:
+            loss = loss.clone()  # an output of the graph, which the next step overwrites
         run.stopwatch.split("backward")
     else:
         loss = _accumulate(run, batch)
@@ -279,7 +284,9 @@ def enter_session(stack: ExitStack, hook: Hook, run: Run) -> None:
 
     def exit_session(*error: Any) -> bool | None:
         swallowed = None
-        with _tolerate_system_errors(hook, run):
+        device_lost = error[1] is not None and is_device_error(error[1])
+        secondary = suppress_device_errors() if device_lost else nullcontext()
+        with _tolerate_system_errors(hook, run), secondary:
             swallowed = session.__exit__(*error)
         return swallowed
 

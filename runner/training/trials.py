@@ -235,6 +235,10 @@ class Trials:
                     run.choices.append(make_choice(trial, estimate))
                     log.info("optimization.%s: %s", trial.name, estimate.reason)
         self.enter(run, step + 1)
+        if trial is not None and self.is_timing and trial.used is False and step == trial.last:
+            discard = self.switches[trial.name].discard
+            if discard is not None:
+                discard(run)
 
     def evidence(self, name: str, evidence: Evidence | None) -> Evidence | None:
         """Return the evidence with the figures of the technique's trial, once that is decided."""
