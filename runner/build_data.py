@@ -20,6 +20,7 @@ from runner.data.open import OpenOptions, open_data
 from runner.data.order import permutation
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
+from runner.data.problems import notice
 from runner.errors import ConfigError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.objectives.build import adapt_sizes
@@ -98,6 +99,11 @@ def open_run_data(
     data.sizes, chosen = adapt_sizes(
         config.objective, data.sizes, own=config.data._target_ is not None
     )
+    if config.objective._target_ is not None and isinstance(data, TensorsDataset):
+        if data.target.dtype is torch.float64:
+            reason = f"{config.objective._target_} gets float32, which rounds them visibly"
+            choices.append(notice("data.target", "rounded", reason))
+            data.target = data.target.float()
     replaced = {c.key for c in chosen} & {"data.target"}  # replaces a standardisation
     data.choices = (*(c for c in data.choices if c.key not in replaced), *chosen)
     preprocessing = fitted or Preprocessing.of(config.data, data)

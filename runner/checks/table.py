@@ -18,6 +18,7 @@ from runner.data.batch import Column, RowNames
 from runner.data.order import splitmix
 from runner.errors import DataError
 from runner.findings import Reason, Severity
+from runner.record.text import list_override
 from runner.techniques.base import Choice
 
 MIN_ROWS = 20  # fewer rows may have a constant column by chance
@@ -77,7 +78,7 @@ class TableFindings:
         """Record a finding about a column."""
         name, title = table.columns[number].name, table.columns[number].title
         severity = Severity.NOTE if kind == "constant" else Severity.WARNING
-        key = f"{table.ignore}=[{name}] or " if table.ignore else ""
+        key = f"{list_override(table.ignore, [name])} or " if table.ignore else ""
         condition = "if it is unknown at prediction time, " if kind == "leak" else ""
         way_out = "" if drop else f"{condition}leave it out with {key}checks.table.{kind}=drop"
         reason = Reason(f"table.{kind}", severity, f"column {title!r}", text, way_out)
@@ -195,7 +196,7 @@ def _is_monotonic(values: NDArray[Any]) -> bool:
 def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
     _, labels, counts = np.unique(target, return_inverse=True, return_counts=True)
     classes, base_errors = len(counts), len(labels) - int(counts.max())  # errors without any column
-    if base_errors < MIN_ERRORS:
+    if base_errors < MIN_ERRORS or 2 * classes > len(labels):  # each column tells rows apart
         return None
     distinct, codes = np.unique(values, return_inverse=True)
     # sorted by a perfect column, labels change `classes - 1` times

@@ -11,7 +11,7 @@ import torch
 
 from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
-from runner.data.dataset import TensorsDataset, fit_target_scale
+from runner.data.dataset import TensorsDataset, fit_target_scale, target_array
 from runner.data.labels import MAX_CLASSES, TASKS, check_classes, check_task, guess_task
 from runner.data.open import DEFAULT_OPENING, OpenOptions
 from runner.data.paths import existing_path, suggestion
@@ -146,7 +146,9 @@ def _convert_target(
 ) -> tuple[np.ndarray, Sizes]:
     """Return the targets, and the sizes with those of the targets."""
     if sizes.task == "regression":
-        return y.astype(np.float32), replace(sizes, classes=int(np.prod(y.shape[1:])))
+        return target_array(y, float(y.std()) or 1.0), replace(
+            sizes, classes=int(np.prod(y.shape[1:]))
+        )
     problem = f"{what} is {y.dtype} of shape {list(y.shape)}"
     if sizes.task == "language_modelling":
         if x.shape != y.shape or sizes.vocab is None or y.dtype.kind not in "iu":

@@ -39,6 +39,15 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class NumberFormat:
+    """Notation of a column's numbers; "" is that of Python."""
+
+    decimal: str = ""  # the sign
+    thousands: str = ""
+    unit: str = ""  # also a currency or per-cent sign
+
+
+@dataclass(frozen=True)
 class Column:
     """Encoding of a table column as model input, fitted on the training rows.
 
@@ -55,6 +64,8 @@ class Column:
     others: int = 0  # categories of training rows that share the last input
     form: str = ""  # of a date that is not written as ISO 8601, for strptime
     gaps: int = 0  # training rows without a value
+    format: NumberFormat | None = None  # of numbers that are not written as in Python
+    declared: bool = False  # by data.types: texts among its numbers or dates are missing values
 
     @property
     def width(self) -> int:

@@ -1,53 +1,51 @@
-"""Parsing of table columns as numbers, times or texts, with missing and bad cells."""
+"""Parsing of table columns as numbers, times or texts, with missing and bad cells.
+
+Text is read first: a column is numbers or dates if nearly all of its cells are, in a strict
+notation. Other notations are read only where the config declares the column's type.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from runner.data.batch import NumberFormat
+from runner.data.date_format import (
+    describe_form,
+    detect_date_form,
+    guess_form,
+    has_zone,
+    parse_time,
+)
 from runner.errors import DataError
 
 MISSING_WORDS = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
 FLOAT32_MAX = float(np.finfo(np.float32).max)  # models compute in float32
+MAX_WHOLE = 2**53  # float64 holds all whole numbers up to it
 MAX_CELL_CHARS = 40  # characters of a cell, in a message
 NUMERIC_TYPES = re.compile("u?int|float|half|double|decimal|bool")  # types of arrow
 TICKS_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # of a second
 ID_NAME = re.compile(r"(?i:(^|[\W_])(u?u?id|guid|key)$)|[a-z](Id|ID|Key)$")  # customer_id, rowKey
 ID_ROWS = 50  # fewer may all differ by chance
 ID_SHARE = 0.99  # share of distinct cells in an id column: rows may be duplicates
-ID_SAMPLE = 1_000  # cells looked at first: a column is no id …
-ID_SAMPLE_SHARE = 0.9  # … if a smaller share of these is distinct
-MIN_NUMBERS = 10
-MAX_UNPARSED = 0.01
-"""Share of a column's cells that may fail to parse as numbers (or dates) before it is read as
-texts: typos and words for missing values are that rare, a category worth an input is not."""
+MOST_BAD = 0.1  # default of data.most_bad
 
-ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
-YEAR = re.compile(r"(?<!\d)[12]\d{3}(?!\d)")
-DATE_FORMATS = {  # strptime format: name in messages; of two that fit the first is used
-    "%d/%m/%Y": "day/month/year",
-    "%m/%d/%Y": "month/day/year",
-    "%d.%m.%Y": "day.month.year",
-    "%d-%m-%Y": "day-month-year",
-    "%m-%d-%Y": "month-day-year",
-    "%Y/%m/%d": "year/month/day",
-    "%Y-%m-%d": "year-month-day",
-    "%b %d, %Y": "Jan 5, 2020",
-    "%B %d, %Y": "January 5, 2020",
-    "%d %b %Y": "5 Jan 2020",
-    "%d %B %Y": "5 January 2020",
-    "%d-%b-%Y": "5-Jan-2020",
-}
-TIME_FORMATS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
-DATE_EXAMPLES = "2024-05-31, 31/05/2024, 05/31/2024, 31.05.2024, 2024/05/31 and May 31, 2024"
-FORMAT_SAMPLE = 100  # texts from which candidate formats are chosen
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?", re.ASCII | re.I)
+LEADING_ZEROS = re.compile(r"[+-]?0\d+", re.ASCII)  # of a code, such as a ZIP code
+WHOLE = re.compile(r"([+-]?\d{16,})(\.0*)?", re.ASCII)  # may be beyond MAX_WHOLE
+BRACKETS = re.compile(r"(\D{0,3})\((.+)\)")  # a negative number, in accounting
+NOTATION = re.compile(  # €-1,234.5 | -1.5 kg | USD 12 | 12.5 m²
+    r"(?P<sign>[+-]?)\s*(?P<prefix>[A-Z]{3}(?=\s)|[A-Z]{0,3}[$€£¥₹]|)\s*(?P<inner>[+-]?)\s*"
+    r"(?P<number>\d+([.,'’ \u00a0\u202f]\d+)*([eE][+-]?\d+)?|[.,]\d+)"
+    r"\s*(?P<suffix>[^\d\s.,;:()_/+-][^\s,;:()_]{0,11}( [^\W\d_]{1,8})?|)",
+)
+"""A number with a currency or per-cent sign, or a unit."""
 
 
 class CellKind(Enum):
@@ -57,9 +55,6 @@ class CellKind(Enum):
     numbers = "a finite number"
     times = "a date"
     texts = "a text"
-
-
-TYPE_NAMES = {CellKind.numbers: "number", CellKind.times: "date"}  # as data.types names it
 
 
 @dataclass(frozen=True)
@@ -77,15 +72,29 @@ A missing value is NaN, NaT or ""."""
 
 
 @dataclass(frozen=True)
+class CellRules:
+    """How the cells of a column are read; the defaults are those of a column without a type."""
+
+    kind: CellKind = CellKind.any
+    most_bad: float = MOST_BAD  # share of its cells that may have another type, with CellKind.any
+    declared: bool = False  # by data.types: texts among numbers or dates are missing values
+    missing: Sequence[str] = ()  # texts that are missing values, too
+    form: str | None = None  # of dates, for strptime; "": ISO 8601; None: detected
+    format: NumberFormat | None = None  # of its numbers; None: detected
+    is_target: bool = False  # a label, whose text stays as it is written
+
+
+@dataclass(frozen=True)
 class ParsedColumn:
     """A parsed column, with its bad and unparsed cells by row."""
 
     values: ColumnValues
     bad: dict[int, str] = field(default_factory=dict)  # problem of the cell
+    wrong: int = 0  # how many of the bad ones have another type
     unparsed: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
     form: str = ""  # of dates that are not ISO 8601, for strptime
-    note: str = ""  # why numbers or dates were read as texts, or which format is assumed
-    remedy: tuple[str, str] = ("", "")  # the type to declare, and its effect on the cells
+    note: str = ""  # what the cells look like, and were not read as; or what was changed
+    remedy: tuple[str, str] = ("", "")  # key and value that change it
 
     @property
     def kind(self) -> CellKind:
@@ -101,87 +110,47 @@ class ParsedColumn:
         return dict.fromkeys(rows, "the value is missing") | wrong
 
 
-def parse_column(
-    column: Any,
-    kind: CellKind,
-    *,
-    max_unparsed: float = MAX_UNPARSED,
-    bad_share: float = 0.0,
-    missing: Sequence[str] = (),
-    marker: bool = False,
-    form: str | None = None,
-) -> ParsedColumn:
-    """Parse an arrow column as `kind`; with CellKind.any as the type of nearly all of its cells.
+def parse_column(column: Any, rules: CellRules = CellRules()) -> ParsedColumn:
+    """Parse an arrow column by `rules`; with CellKind.any as the type of nearly all of its cells.
 
-    Texts among numbers or dates are missing values if they are in `missing` or at most the share
-    `max_unparsed` of the cells. If there are more they are bad cells, and with CellKind.any the
-    column is read as texts unless they are at most `bad_share`. With `marker`, one word beside
-    numbers, such as "unknown", counts as missing up to half of the cells. Dates are ISO 8601 or
-    have the strptime format `form`; None detects it, and with CellKind.any ambiguous dates are read
-    as texts.
-    Words such as NA are missing among numbers and dates only: elsewhere they may be a category.
+    With CellKind.any, cells of another type are bad cells if their share is at most `most_bad`,
+    otherwise all are texts. They are texts, too, if dates fit two formats, or if two whole numbers
+    have leading zeros or are beyond 2^53 (of a target: one). Words such as NA are missing among
+    numbers and dates only: elsewhere they may be a category.
     Raises DataError with the arrow type of a column that cannot be read as any of these.
     """
     import pyarrow
     from pyarrow import types
 
+    kind = rules.kind
     if types.is_dictionary(column.type) and not is_text(column.type.value_type):
         column = column.cast(column.type.value_type)
     values = None if kind is CellKind.texts else _typed_values(column, kind)
-    if values is not None:
+    if values is not None and (kind is not CellKind.any or not _exceeds_whole(column, values)):
         bad = {i: _describe_bad_number(f"{values[i]:g}", values[i]) for i in _not_float32(values)}
         return ParsedColumn(values, bad)
     try:
         words, codes = _encode_texts(column)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         raise DataError(str(column.type)) from None
-    note, remedy = "", ("", "")
-    empty = np.array([word.strip().lower() in MISSING_WORDS or word in missing for word in words])
-    present = len(codes) - int(empty[codes].sum())
-    kinds: dict[CellKind, tuple[CellKind, ...]] = {
-        CellKind.any: (CellKind.numbers, CellKind.times),
-        CellKind.texts: (),
-    }
-    for candidate in kinds.get(kind, (kind,)):
-        parse, used_form, other_form = _choose_parser(candidate, form, words, codes)
-        parsed = np.array([parse(word) for word in words])
-        unparsed = np.flatnonzero((missing_cells(parsed) & ~empty)[codes])
-        if marker and kind is CellKind.any and _is_marker(words, codes[unparsed], present):
-            max_unparsed = 1.0
-        share = max(max_unparsed * present, bad_share * len(codes))
-        fits = len(unparsed) <= share and len(unparsed) < present
-        if other_form and (fits or kind is candidate):
-            note = f"its dates fit {describe_form(used_form)} and {describe_form(other_form)}"
-            remedy, fits = ("date", f"they are {describe_form(used_form)}"), False
-        if kind is candidate or fits:
-            texts = {row: words[codes[row]] for row in unparsed.tolist()}
-            values = parsed[codes]
-            bad = {
-                i: _describe_bad_number(words[codes[i]], values[i]) for i in _not_float32(values)
-            }
-            if len(unparsed) > max_unparsed * present:
-                wrong = {row: _describe_wrong_kind(text, candidate) for row, text in texts.items()}
-                bad, texts = wrong | bad, {}
-            return ParsedColumn(values, bad, texts, used_form, note)
-        if 2 * len(unparsed) < present and not other_form:
-            example = repr(words[codes[unparsed[0]]][:MAX_CELL_CHARS])
-            cells = f"{len(unparsed):,} of {present:,} cells, such as {example}"
-            note = f"{cells}, are not {candidate.value}"
-            remedy = (TYPE_NAMES[candidate], "those are missing values")
-    stripped = tuple(word if word.strip() else "" for word in words)
-    return ParsedColumn(TextColumn(stripped, codes), note=note, remedy=remedy)
-
-
-def _choose_parser(
-    kind: CellKind, form: str | None, words: list[str], codes: np.ndarray
-) -> tuple[Callable[[str], Any], str, str]:
-    """Return a parser for `kind`, the date format it uses, and another format that fits."""
-    if kind is CellKind.numbers:
-        return parse_number, "", ""
-    other_form = ""
-    if form is None:
-        form, other_form = detect_date_form(words, np.bincount(codes, minlength=len(words)))
-    return partial(parse_time, form=form), form, other_form if form else ""
+    cells = _TextCells(words, codes, rules)
+    if kind is not CellKind.any:
+        if kind is CellKind.texts:
+            return _as_texts(cells)
+        return _as_column(cells, kind, _parse_words(cells, kind))
+    exceptions = _find_codes(cells)
+    if len(exceptions) > 1 or (exceptions and rules.is_target):
+        is_number = ~np.isnan([parse_number(word) for word in words])
+        if 2 * cells.count(is_number) >= cells.present:
+            return _as_texts(cells, _describe_codes(cells, exceptions), ("data.types", "number"))
+        return _as_texts(cells, *_describe_unread(cells))
+    for candidate in (CellKind.numbers, CellKind.times):
+        parsed = _parse_words(cells, candidate, exceptions)
+        if cells.count(parsed.wrong) <= rules.most_bad * cells.present < cells.present:
+            if parsed.is_ambiguous:
+                return _as_texts(cells, parsed.note, parsed.remedy)
+            return _as_column(cells, candidate, parsed)
+    return _as_texts(cells, *_describe_unread(cells))
 
 
 def _typed_values(column: Any, kind: CellKind) -> np.ndarray | None:
@@ -206,50 +175,32 @@ def _typed_values(column: Any, kind: CellKind) -> np.ndarray | None:
     return numbers if per_second == 1.0 else numbers / per_second
 
 
-def id_reason(name: str, column: Any) -> str:
-    """Return why an arrow column is a row identifier, or "" if it is not."""
+def _exceeds_whole(column: Any, values: np.ndarray) -> bool:
+    """Whether an arrow column of whole or decimal numbers has one that float64 cannot hold."""
     from pyarrow import types
 
-    has_id_name, value_type = ID_NAME.search(name), getattr(column.type, "value_type", column.type)
-    if types.is_integer(column.type):
-        steps = np.diff(column.to_numpy()) if not column.null_count else np.zeros(0)
-        if len(steps) + 1 >= ID_ROWS and steps[0] and (steps == steps[0]).all():
-            return "it counts the rows"
-        distinctness = has_id_name and _describe_distinct(column.drop_null())
-        return f"its integers are {distinctness}, and its name suggests ids" if distinctness else ""
-    if not is_text(value_type):
-        return ""
-    words = _without_missing(column.slice(0, ID_SAMPLE).cast(value_type)).to_pylist()
-    if len({*words}) < ID_SAMPLE_SHARE * len(words) or not words:
-        return ""
-    form, _ = detect_date_form(words, np.ones(len(words)))
-    for parse in (parse_number, partial(parse_time, form=form)):
-        if not has_id_name:
-            unparsed = missing_cells(np.array([parse(word) for word in words])).sum()
-            if 2 * unparsed < len(words):
-                return ""
-    distinctness = _describe_distinct(_without_missing(column.cast(value_type)))
-    return f"its texts are {distinctness}" if distinctness else ""
+    is_exact = types.is_integer(column.type) or types.is_decimal(column.type)
+    return is_exact and _largest(values) >= MAX_WHOLE
 
 
-def _without_missing(texts: Any) -> Any:
-    """Return the texts of an arrow column without missing values."""
+def id_reason(name: str, column: Any) -> str:
+    """Return why an arrow column is a row identifier: its name *and* its distinct cells; or ""."""
     import pyarrow
-    from pyarrow import compute
+    from pyarrow import compute, types
 
-    words = compute.utf8_lower(compute.utf8_trim_whitespace(texts))
-    missing = compute.is_in(words, pyarrow.array(sorted(MISSING_WORDS), words.type))
-    return texts.filter(compute.invert(missing)).drop_null()
-
-
-def _describe_distinct(cells: Any) -> str:
-    """Return "all different" or "nearly all different" if the cells are, else ""."""
-    from pyarrow import compute
-
+    value_type = getattr(column.type, "value_type", column.type)
+    if not ID_NAME.search(name) or not (types.is_integer(value_type) or is_text(value_type)):
+        return ""
+    cells = column.cast(value_type).drop_null()
+    if is_text(value_type):
+        words = compute.utf8_lower(compute.utf8_trim_whitespace(cells))
+        missing = compute.is_in(words, pyarrow.array(sorted(MISSING_WORDS), words.type))
+        cells = cells.filter(compute.invert(missing))
     distinct = compute.count_distinct(cells).as_py()
     if len(cells) < ID_ROWS or distinct < ID_SHARE * len(cells):
         return ""
-    return "all different" if distinct == len(cells) else "nearly all different"
+    nearly = "" if distinct == len(cells) else "nearly "
+    return f"its cells are {nearly}all different, and its name suggests ids"
 
 
 def missing_cells(values: ColumnValues) -> np.ndarray:
@@ -272,53 +223,36 @@ def select_rows(values: ColumnValues, rows: np.ndarray | slice) -> ColumnValues:
 
 
 def parse_number(word: str) -> float:
-    """Parse a number; NaN if `word` is not one."""
-    try:
-        return float(word)
-    except ValueError:
-        return float("nan")
+    """Parse a number in a strict notation; NaN if `word` is not one."""
+    word = word.strip()
+    return float(word) if NUMBER.fullmatch(word) else float("nan")
 
 
-def parse_time(word: str, form: str = "") -> np.datetime64:
-    """Parse ISO 8601 or the strptime format `form`, converted to UTC; NaT if neither fits."""
-    word, nat = word.strip(), np.datetime64("NaT", "us")
-    iso = ISO_DATE.match(word)
-    if not iso and not form:
-        return nat
-    try:
-        time = datetime.fromisoformat(word) if iso else datetime.strptime(word, form)
-    except ValueError:
-        return nat
-    return np.datetime64(time.astimezone(UTC).replace(tzinfo=None) if time.tzinfo else time, "us")
+def plain_number(word: str) -> tuple[str, str] | None:
+    """Return a number with another notation in Python's, and its unit or currency; else None.
 
-
-def detect_date_form(words: Sequence[str], counts: np.ndarray) -> tuple[str, str]:
-    """Return the strptime format that parses most cells, and another that parses as many.
-
-    `counts` are the cells per distinct word. "" stands for ISO 8601, or for no second format: one
-    counts only if it parses a text to another date.
+    Brackets and U+2212 are minus signs; decimal and thousands signs stay.
     """
-    sample = [w for w in words if YEAR.search(w) and not ISO_DATE.match(w)][:FORMAT_SAMPLE]
-    if not sample:
-        return "", ""
-    clock_forms = TIME_FORMATS[1:] if ":" in sample[0] else TIME_FORMATS[:1]
-    forms = [day_form + clock_form for day_form in DATE_FORMATS for clock_form in clock_forms]
-    fits = {form: int((~np.isnat(_times(sample, form))).sum()) for form in forms}
-    candidates = [form for form in forms if fits[form] and 2 * fits[form] >= max(fits.values())]
-    parsed = {form: _times(words, form) for form in ("", *candidates)}
-    cells = {form: int(counts[~np.isnat(times)].sum()) for form, times in parsed.items()}
-    best, *tied = [form for form in parsed if cells[form] == max(cells.values())]
-    other = (f for f in tied if not np.array_equal(parsed[f], parsed[best], equal_nan=True))
-    return best, next(other, "")
+    text = word.strip().replace("\u2212", "-")
+    if NUMBER.fullmatch(text):
+        return text, ""
+    negative = BRACKETS.fullmatch(text)
+    match = NOTATION.fullmatch(f"{negative[1]}{negative[2]}" if negative else text)
+    if match is None or (match["sign"] and match["inner"]):
+        return None
+    sign = "-" if negative else match["sign"] or match["inner"]
+    if negative and (match["sign"] or match["inner"]):
+        return None
+    return f"{sign}{match['number']}", f"{match['prefix']}{match['suffix'] or ''}"
 
 
-def describe_form(form: str) -> str:
-    """Return the name of a date format in messages, such as `day/month/year`."""
-    return next(name for day_form, name in DATE_FORMATS.items() if form.startswith(day_form))
-
-
-def _times(words: Sequence[str], form: str) -> np.ndarray:
-    return np.array([parse_time(word, form) for word in words], "M8[us]")
+def commonest_unit(numbers: Sequence[tuple[str, str] | None], counts: np.ndarray) -> str:
+    """Return the unit of most cells, given plain numbers with units, and the cells of each."""
+    cells = Counter[str]()
+    for number, count in zip(numbers, counts.tolist(), strict=False):
+        if number is not None:
+            cells[number[1]] += count
+    return max(sorted(cells), key=cells.__getitem__, default="")
 
 
 DATE_PARTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -361,11 +295,15 @@ def _encode_texts(column: Any) -> tuple[list[str], np.ndarray]:
     return [*words, ""], codes
 
 
-def _not_float32(numbers: np.ndarray) -> list[int]:
+def _largest(numbers: np.ndarray) -> float:
+    """Return the largest absolute value; reductions avoid a copy, as slow as reading the column."""
     if numbers.dtype.kind == "M":
-        return []
-    # NaN is missing; reductions avoid a copy, which costs as much as reading the column
-    if np.fmax.reduce(numbers, initial=0.0) <= FLOAT32_MAX >= -np.fmin.reduce(numbers, initial=0.0):
+        return 0.0
+    return max(np.fmax.reduce(numbers, initial=0.0), -np.fmin.reduce(numbers, initial=0.0))
+
+
+def _not_float32(numbers: np.ndarray) -> list[int]:
+    if _largest(numbers) <= FLOAT32_MAX:  # NaN is missing
         return []
     rows: list[int] = np.flatnonzero(np.abs(numbers) > FLOAT32_MAX).tolist()
     return rows
@@ -380,11 +318,146 @@ def _describe_wrong_kind(word: str, kind: CellKind) -> str:
     return f"{word[:MAX_CELL_CHARS]} is not {kind.value}"
 
 
-def _is_marker(words: Sequence[str], codes: np.ndarray, present: int) -> bool:
-    """Whether these cells all hold one word without digits, and are under half of those present.
+# -- cells as texts --------------------------------------------------------------------------------
 
-    Beside few distinct numbers, such as the codes 1, 2 and c, the word is a category.
-    """
-    marker_words = {words[code].strip().lower() for code in np.unique(codes)}
-    has_few_numbers = len(words) < MIN_NUMBERS or 2 * len(codes) >= present
-    return not has_few_numbers and len(marker_words) == 1 and not re.search(r"\d", *marker_words)
+
+@dataclass
+class _TextCells:
+    """The cells of a column as texts: distinct `words`, and their index for each row."""
+
+    words: list[str]
+    codes: np.ndarray
+    rules: CellRules
+
+    def __post_init__(self) -> None:
+        missing = {*self.rules.missing}
+        self.empty = np.array(
+            [w.strip().lower() in MISSING_WORDS or w in missing for w in self.words]
+        )
+        self.counts = np.bincount(self.codes, minlength=len(self.words)) * ~self.empty
+        self.present = int(self.counts.sum())
+
+    def count(self, matches: Sequence[bool]) -> int:
+        """Return the number of cells whose word matches."""
+        return int(self.counts[np.asarray(matches, bool)].sum())
+
+    def example(self, matches: Sequence[bool]) -> str:
+        """Return a word that matches; the same in any order of the rows."""
+        is_shown = np.asarray(matches, bool) & (self.counts > 0)
+        words = [self.words[i] for i in np.flatnonzero(is_shown).tolist()]
+        return repr(min(words)[:MAX_CELL_CHARS])
+
+
+def _as_texts(
+    cells: _TextCells, note: str = "", remedy: tuple[str, str] = ("", "")
+) -> ParsedColumn:
+    stripped = tuple(word if word.strip() else "" for word in cells.words)
+    return ParsedColumn(TextColumn(stripped, cells.codes), note=note, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class _ParsedWords:
+    """The distinct words of a column as numbers or times."""
+
+    values: np.ndarray  # of each word
+    wrong: np.ndarray  # whether it is another text
+    form: str = ""  # of dates, for strptime
+    note: str = ""
+    remedy: tuple[str, str] = ("", "")
+    is_ambiguous: bool = False  # the dates fit two formats
+    inexact: str = ""  # the whole number beyond 2^53
+
+
+def _parse_words(cells: _TextCells, kind: CellKind, exceptions: Sequence[str] = ()) -> _ParsedWords:
+    """Parse words as numbers or times; `exceptions` are as found by `_find_codes`."""
+    words, rules = cells.words, cells.rules
+    form, other_form, inexact, note, remedy = "", "", "", "", ("", "")
+    if kind is CellKind.times:
+        form = rules.form or ""
+        if rules.form is None:
+            form, other_form = detect_date_form(words, cells.counts)
+        values = np.array([parse_time(word, form) for word in words])
+        if other_form:
+            note = f"its dates fit {describe_form(form)} and {describe_form(other_form)}"
+            remedy = ("data.types", "date")
+        elif zones := _describe_zones(cells, ~np.isnat(values)):
+            note, remedy = zones, ("data.types", "text")
+    else:
+        values = np.array([parse_number(word) for word in words])
+        if exceptions and LEADING_ZEROS.fullmatch(exceptions[0]):
+            note, remedy = _describe_codes(cells, exceptions), ("data.types", "text")
+        if exceptions and abs(int(exceptions[0].partition(".")[0])) > MAX_WHOLE:
+            inexact = exceptions[0]
+    values[cells.empty] = np.nan if kind is CellKind.numbers else np.datetime64("NaT")
+    wrong = missing_cells(values) & ~cells.empty
+    return _ParsedWords(values, wrong, form, note, remedy, bool(other_form), inexact)
+
+
+def _as_column(cells: _TextCells, kind: CellKind, parsed: _ParsedWords) -> ParsedColumn:
+    """Return a column of parsed words; others are bad cells, or missing values if declared."""
+    words, codes = cells.words, cells.codes
+    wrong = {row: words[codes[row]] for row in np.flatnonzero(parsed.wrong[codes]).tolist()}
+    values = parsed.values[codes]
+    bad = {i: _describe_bad_number(words[codes[i]], values[i]) for i in _not_float32(values)}
+    if parsed.inexact:
+        rows = np.flatnonzero(np.array([w.strip() == parsed.inexact for w in words])[codes])
+        problem = f"{parsed.inexact} is beyond 2^53, the limit of exact numbers"
+        bad |= dict.fromkeys(rows.tolist(), problem)
+    texts = parsed.form, parsed.note, parsed.remedy
+    if cells.rules.declared:
+        return ParsedColumn(values, bad, 0, wrong, *texts)
+    bad |= {row: _describe_wrong_kind(text, kind) for row, text in wrong.items()}
+    return ParsedColumn(values, bad, len(wrong), {}, *texts)
+
+
+def _describe_zones(cells: _TextCells, is_time: np.ndarray) -> str:
+    """Return what is said of times if some name a time zone and some do not."""
+    zones = [has_zone(w) if ok else None for w, ok in zip(cells.words, is_time, strict=True)]
+    with_zone = [zone is True for zone in zones]
+    if False not in zones or not any(with_zone):
+        return ""
+    count, example = cells.count(with_zone), cells.example(with_zone)
+    lacking = cells.example([zone is False for zone in zones])
+    return (
+        f"{count:,} of {cells.present:,} times have a time zone, such as {example}; "
+        f"those without one, such as {lacking}, are taken as UTC"
+    )
+
+
+def _find_codes(cells: _TextCells) -> list[str]:
+    """Return the distinct whole numbers with leading zeros, or beyond 2^53."""
+    words = {word.strip() for word in cells.words}
+    return sorted(
+        word
+        for word in words
+        if LEADING_ZEROS.fullmatch(word)
+        or ((match := WHOLE.fullmatch(word)) and abs(int(match[1])) > MAX_WHOLE)
+    )
+
+
+def _describe_codes(cells: _TextCells, codes: Sequence[str]) -> str:
+    count = cells.count([word.strip() in codes for word in cells.words])
+    has_zeros = any(LEADING_ZEROS.fullmatch(code) for code in codes)
+    what = "have leading zeros" if has_zeros else "are beyond 2^53"
+    examples = ", ".join(repr(word[:MAX_CELL_CHARS]) for word in codes[:2])
+    return f"{count:,} of {cells.present:,} cells are whole numbers that {what}, such as {examples}"
+
+
+def _describe_unread(cells: _TextCells) -> tuple[str, tuple[str, str]]:
+    """Return what most cells of a text column look like, and the key and value that read them."""
+    if not cells.present:
+        return "", ("", "")
+    numbers = [plain_number(word) for word in cells.words]
+    unit = commonest_unit(numbers, cells.counts)
+    looks_numeric = [number is not None and number[1] == unit for number in numbers]
+    if 2 * cells.count(looks_numeric) >= cells.present:
+        unread = np.isnan([parse_number(word) for word in cells.words])
+        count, example = cells.count(unread), cells.example(unread)
+        note = f"{count:,} of {cells.present:,} cells, such as {example}, are not a finite number"
+        return note, ("data.types", "number")
+    if form := guess_form([w for w, n in zip(cells.words, cells.counts, strict=True) if n]):
+        fits = ~np.isnat([parse_time(word, form) for word in cells.words])
+        if 2 * cells.count(fits) >= cells.present:
+            note = f"{cells.count(fits):,} of {cells.present:,} cells look like dates"
+            return f"{note}, such as {cells.example(fits)}", ("data.date_formats", form)
+    return "", ("", "")

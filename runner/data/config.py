@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
@@ -31,6 +32,9 @@ SIGNS = {
 
 FIXED_SPLIT = ("stdlib_text", "stdlib_parts", "tokens")
 """Kinds of data that are split by file or at a position, not by `data.split`."""
+
+EXAMPLE_TIME = datetime(2024, 5, 31, 13, 45, 59, tzinfo=UTC)
+ENCODED_NAME = "utf8_"  # begins names of columns that Hydra cannot read, as hexadecimal UTF-8
 
 CLASS_TARGET_FIX = "return whole numbers (int64) as targets, or use data.task=classification"
 
@@ -68,6 +72,20 @@ class ColumnType(Enum):
 def sign_of(word: str | None) -> str | None:
     """Return the sign that `word` names; other texts unchanged."""
     return SIGNS.get(word or "", word)
+
+
+def encode_name(name: str) -> str:
+    """Return a column's name with letters that Hydra reads in a dictionary."""
+    return ENCODED_NAME + name.encode().hex()
+
+
+def decode_name(name: str) -> str:
+    """Return the name that `encode_name` encoded; other names unchanged."""
+    try:
+        digits = name.removeprefix(ENCODED_NAME)
+        return name if digits == name else bytes.fromhex(digits).decode()
+    except ValueError:
+        return name
 
 
 class SplitRule(Enum):
@@ -267,12 +285,18 @@ class Tabular(CsvFormat):
     missing: Missing = Missing.mean
     # column types, number, text, date or id: '+data.types={age: number}'; others are detected
     types: dict[str, ColumnType] = field(default_factory=dict)
+    # formats of dates in strptime's codes: '+data.date_formats={when: "%d/%b/%Y:%H:%M:%S %z"}'
+    date_formats: dict[str, str] = field(default_factory=dict)
     categories: int = bounded(256, min=1)  # most categories per column; the rarest share one input
     decimal: str | None = None  # decimal sign, point or comma; null: as in training, or detected
     thousands: str | None = None  # thousands sign, e.g. comma; null: as in training, or detected
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.types = {decode_name(name): kind for name, kind in self.types.items()}
+        self.date_formats = {decode_name(n): form for n, form in self.date_formats.items()}
+        for name, form in self.date_formats.items():
+            self._check_format(name, form)
         decimal, thousands = sign_of(self.decimal), sign_of(self.thousands)
         if decimal not in (None, ".", ","):
             raise ConfigError("data.decimal", f"must be point or comma, got {self.decimal!r}")
@@ -282,6 +306,19 @@ class Tabular(CsvFormat):
         if thousands is not None and thousands == decimal:
             problem = f"and data.decimal are both {self.thousands!r}"
             raise ConfigError("data.thousands", problem, "use another sign for one of them")
+
+    def _check_format(self, name: str, form: str) -> None:
+        try:
+            datetime.strptime(EXAMPLE_TIME.strftime(form), form)
+            is_known = "%" in form
+        except ValueError:
+            is_known = False
+        if not is_known:
+            fix = "use strptime's codes, e.g. '%d/%b/%Y %H:%M:%S %z'"
+            raise ConfigError("data.date_formats", f"no format of dates: {form!r} ({name})", fix)
+        if self.types.get(name, ColumnType.date) is not ColumnType.date:
+            problem = f"{name!r} is a {self.types[name].name} by data.types"
+            raise ConfigError("data.date_formats", problem, "leave one of them out")
 
 
 @dataclass

@@ -15,6 +15,8 @@ from torch import Tensor
 from runner.data.batch import Batch, Column, RowNames, Sizes
 from runner.techniques.base import Choice
 
+MAX_ROUNDING = 1e-5  # largest rounding error of a target in float32, in standard deviations
+
 
 def class_labels(target: Any, sizes: Sizes) -> np.ndarray | None:
     """Return `target` as a vector if it has one class index per sample, else None."""
@@ -43,6 +45,7 @@ class Dataset(ABC):
     sample_seconds: float | None = None  # measured, to fetch one; None: not measured
     choices: tuple[Choice, ...] = ()  # inferred about the data, with reasons
     columns: tuple[Column, ...] = ()  # of a table, as fitted
+    target_columns: tuple[Column, ...] = ()  # of a table: how the cells of the target are read
     rows: RowNames = RowNames()  # names of samples in messages
     ids: Mapping[str, Any] = {}  # id columns (NumPy or arrow) that name the samples; no inputs
 
@@ -84,6 +87,7 @@ class TensorsDataset(Dataset):
     rows: RowNames = RowNames()
     ignore: str = ""  # config key that leaves out a column; "": none
     ids: Mapping[str, Any] = field(default_factory=dict)  # arrow columns
+    target_columns: tuple[Column, ...] = ()
 
     def __post_init__(self, parts: tuple[np.ndarray, np.ndarray]) -> None:
         self.train, self.validation = parts
@@ -125,6 +129,17 @@ def fit_target_scale(target: np.ndarray, train: np.ndarray) -> tuple[float, floa
     mean, deviation = float(target[train].mean()), float(target[train].std()) or 1.0
     reason = f"the model predicts (target - {mean:.4g}) / {deviation:.4g}: any unit can be learned"
     return mean, deviation, Choice("data.target", "standardised", reason)
+
+
+def target_array(target: np.ndarray, deviation: float) -> np.ndarray:
+    """Return targets as float32, or as float64 if float32 would round them visibly.
+
+    The objective subtracts the mean in this precision: seconds since 1970 have steps of 128 s in
+    float32.
+    """
+    rounded = target.astype(np.float32)
+    error = np.abs(rounded - np.asarray(target, np.float64)).max(initial=0.0)
+    return rounded if error <= MAX_ROUNDING * deviation else np.asarray(target, np.float64)
 
 
 def fit_scale(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

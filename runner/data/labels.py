@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -60,6 +62,25 @@ def class_name(value: object) -> str:
     """Return the display name of a class: 3 for 3.0."""
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if whole else str(value)  # type: ignore[call-overload]
+
+
+def similar_labels(names: Sequence[str]) -> str:
+    """Return which class names differ only in case, Unicode form or spaces; "" if none do."""
+    groups = defaultdict[str, list[str]](list)
+    for name in names:
+        words = unicodedata.normalize("NFKC", name).casefold().split()
+        groups[unicodedata.normalize("NFKC", " ".join(words))].append(name)
+    similar = [" and ".join(map(ascii_repr, group)) for group in groups.values() if group[1:]]
+    if not similar:
+        return ""
+    what = "differ only in case, Unicode form or spaces, and are classes of their own"
+    return f"{join_names(similar)} {what}; if they are one, write them alike"
+
+
+def ascii_repr(text: str) -> str:
+    """Return a quoted text; one with combining marks shows them escaped."""
+    shown = text[:40]
+    return ascii(shown) if any(map(unicodedata.combining, shown)) else repr(shown)
 
 
 def remap_labels(

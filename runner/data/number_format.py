@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.cells import MISSING_WORDS
+from runner.data.batch import NumberFormat
+from runner.data.cells import (
+    MISSING_WORDS,
+    CellKind,
+    CellRules,
+    commonest_unit,
+    is_text,
+    plain_number,
+)
 from runner.data.config import SIGNS, Tabular, sign_of
 from runner.data.preprocessing import Preprocessing
+from runner.data.problems import notice
 from runner.errors import DataError
+from runner.format import join_names
+from runner.record.text import list_override
 from runner.techniques.base import Choice
-
-log = logging.getLogger(__name__)
 
 SPACES, APOSTROPHES = " \u00a0\u202f", "'’"
 GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
 LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
 DOTTED_DATE = r"^\s*\d{1,2}\.\d{1,2}\.\d{4}\s*$"  # 31.05.2024, in a file with other numbers
+CODE = r"^\s*[+-]?0\d+\s*$"  # with leading zeros, such as a ZIP code
 UNIT_SIGNS = "€$£¥₹%"
 UNIT_SHARE = 0.99  # of a column's cells that must be numbers with the same sign
 UNIT = rf"^\s*([+-]?{{0}}\s*[+-]?[\d{GROUP_SIGNS}]*\d|[+-]?[\d{GROUP_SIGNS}]*\d\s*{{0}})\s*$"
 DECIMAL = r"^\s*[+-]?\d*{}\d+([eE][+-]?\d+)?\s*$"
-GROUPED = r"^\s*[+-]?\d{{1,3}}({}\d{{3}})+([.,]\d+)?\s*$"
+GROUPED = r"^\s*[+-]?[1-9]\d{{0,2}}({}\d{{3}})+([.,]\d+)?\s*$"
 # 1,234.5 and 1,234,567 can be read in one way only, unlike 1,234
 WITH_DECIMALS = r"^\s*[+-]?\d{{1,3}}([{0}]\d{{3}})+[{1}]\d+\s*$"
 MANY_GROUPS = r"^\s*[+-]?\d{{1,3}}([{0}]\d{{3}}){{2,}}\s*$"
@@ -72,52 +82,62 @@ class _EncodedColumn:
 
 
 def convert_numbers(
-    columns: dict[str, Any], path: Path, separator: str, config: Tabular
-) -> tuple[Choice, ...]:
-    """Rewrite numbers in text columns in Python's notation; return the recognised formats.
+    columns: dict[str, Any],
+    rules: Callable[[str], CellRules],
+    path: Path,
+    config: Tabular | None = None,
+    separator: str = "",
+) -> tuple[dict[str, NumberFormat], tuple[Choice, ...]]:
+    """Rewrite numbers in text columns in Python's notation; return their formats, and choices.
 
-    Text columns become dictionary-encoded, so that each text is parsed once. A currency sign or %
-    is stripped from a column if nearly all cells have it. A thousands separator is recognised if a
-    number such as 1,234.5 needs it and all numbers fit it; a decimal comma if commas do not
-    separate cells, no number has a decimal point, and a number such as 12,5 has no other reading.
+    Text columns become dictionary-encoded, so that each text is parsed once. Each column has a
+    format of its own: that of its `rules`, or of its cells. A currency sign or % is stripped if
+    nearly all cells have it, other units only from a column that is declared as numbers. Without
+    `config` (parquet) only units are stripped. A thousands separator is recognised if a number such
+    as 1,234.5 needs it and all numbers fit it; a decimal comma if commas do not separate cells, no
+    number has a decimal point, and a number such as 12,5 has no other reading.
     """
     import pyarrow
 
-    text_columns = [
-        _encode_column(name, c) for name, c in columns.items() if pyarrow.types.is_string(c.type)
-    ]
-    units = [choice for column in text_columns for choice in _strip_units(column)]
-    numeric = [column for column in text_columns if _looks_numeric(column, config.most_bad)]
-    has_points = any(str(column.type) == "double" for column in columns.values())
-    decimal, thousands = sign_of(config.decimal), sign_of(config.thousands)
-    choices: tuple[Choice, ...] = ()
-    if decimal is None and thousands is None:
-        decimal, thousands, choices = _recognise_signs(numeric, has_points)
-    if thousands == ".":
-        decimal = ","
-    if thousands is not None:
-        signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
-        for column in numeric:
-            column.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
-    if decimal is None and thousands != "," and separator != "," and not has_points:
-        certain = [column for column in numeric if column.count(COMMA, GROUPED_BY_COMMA)]
-        if certain and not any(c.count(POINT) or c.count(GROUPED_BY_COMMA, COMMA) for c in numeric):
-            example = certain[0].example(COMMA)
-            reason = f"column {certain[0].name!r} holds numbers such as {example}"
-            decimal, choices = ",", (Choice("data.decimal", "comma", reason),)
-    if decimal is None and thousands is None:
-        choices = tuple(choice for column in numeric for choice in _warn_ambiguous(column))
-    if decimal == ",":
-        for column in numeric:
-            _convert_commas(column, path)
-    columns.update({column.name: pyarrow.chunked_array([column.column]) for column in text_columns})
-    return (*units, *choices)
+    formats, choices = dict[str, NumberFormat](), list[Choice]()
+    has_decimal_point = [name for name, c in columns.items() if pyarrow.types.is_float64(c.type)]
+    for name, cells in columns.items():
+        rule = rules(name)
+        is_text = is_text_column(cells) and rule.kind in (CellKind.any, CellKind.numbers)
+        if not is_text or (config is None and not (rule.declared or rule.format)):
+            continue
+        column, known = _encode_column(name, cells), rule.format or NumberFormat()
+        if rule.declared or rule.format:
+            unit = _strip_unit(column, known.unit if rule.format else None)
+        else:
+            unit = _strip_sign(column, choices)
+        decimal, thousands = known.decimal, known.thousands
+        looks_numeric = rule.kind is CellKind.numbers or _looks_numeric(column, rule.most_bad)
+        if config is not None and looks_numeric:
+            set_signs = sign_of(config.decimal), sign_of(config.thousands)
+            if any(set_signs):
+                decimal, thousands = (sign or "" for sign in set_signs)
+            elif not decimal and not thousands:
+                decimal, thousands = _recognise_signs(column, separator, choices)
+            decimal = "," if thousands == "." else decimal
+            _convert_signs(column, decimal, thousands, path)
+        formats[name] = NumberFormat(decimal, thousands, unit)
+        columns[name] = pyarrow.chunked_array([column.column])
+    with_comma = [name for name, form in formats.items() if form.decimal == ","]
+    if with_comma and has_decimal_point and config is not None and config.decimal is None:
+        reason = (
+            f"{join_names(map(repr, has_decimal_point))} have decimal points, but "
+            f"{join_names(map(repr, with_comma))} decimal commas; if the points separate "
+            "thousands: data.thousands=point"
+        )
+        choices.append(notice("data.decimal", "point and comma", reason))
+    return formats, tuple(choices)
 
 
 def use_trained_format(
     config: Tabular, fitted: Preprocessing | None
 ) -> tuple[Tabular, tuple[Choice, ...]]:
-    """Return the config with the training file's number format, unless it sets its own."""
+    """Return the config with the number format set in training, unless it sets its own."""
     if fitted is None or config.decimal or config.thousands:
         return config, ()
     if not fitted.decimal and not fitted.thousands:
@@ -127,6 +147,11 @@ def use_trained_format(
     reason = "as in the training file"
     choices = tuple(Choice(key, word, reason) for key, word in signs.items() if word)
     return replace(config, decimal=decimal, thousands=thousands), choices
+
+
+def is_text_column(column: Any) -> bool:
+    """Whether an arrow column holds texts, dictionary-encoded or not."""
+    return is_text(getattr(column.type, "value_type", column.type))
 
 
 def sign_word(sign: str) -> str:
@@ -147,53 +172,87 @@ def _encode_column(name: str, column: Any) -> _EncodedColumn:
     return _EncodedColumn(name, encoded, counts * is_present)
 
 
-def _strip_units(column: _EncodedColumn) -> list[Choice]:
-    """Strip a sign such as € or % that nearly all cells have; return the choices."""
-    total, choices = int(column.counts.sum()), []
+def _strip_sign(column: _EncodedColumn, choices: list[Choice]) -> str:
+    """Strip a sign such as € or % that nearly all cells have, and return it."""
+    total = int(column.counts.sum())
     for sign in UNIT_SIGNS if total else "":
         pattern = UNIT.format(re.escape(sign))
         if column.count(pattern) >= UNIT_SHARE * total:
             reason = f"its cells are numbers with {sign}, such as {column.example(pattern)}"
             choices.append(Choice("data.types", f"{column.name}: number", reason))
             column.replace(pattern, rf"\s*{re.escape(sign)}\s*", "")
-    return choices
+            return sign
+    return ""
+
+
+def _strip_unit(column: _EncodedColumn, unit: str | None) -> str:
+    """Write numbers with `unit` plainly (None: the most frequent unit), and return the unit."""
+    import pyarrow
+
+    words = column.column.dictionary.to_pylist()
+    numbers = [plain_number(word) for word in words]
+    if unit is None:
+        unit = commonest_unit(numbers, column.counts)
+    plain = [
+        number[0]
+        if number is not None and number[1] == unit
+        else f"{word} without {unit}"
+        if number is not None and not number[1]
+        else word
+        for word, number in zip(words, numbers, strict=True)
+    ]
+    dictionary = pyarrow.array(plain, column.column.dictionary.type)
+    column.column = pyarrow.DictionaryArray.from_arrays(column.column.indices, dictionary)
+    return unit
 
 
 def _looks_numeric(column: _EncodedColumn, share: float) -> bool:
-    """Whether some cells look like numbers, and at most `share` do not."""
+    """Whether some cells look like numbers, none like a code, and at most `share` do not."""
     numbers = column.count(LIKE_A_NUMBER, DOTTED_DATE)
-    return numbers > 0 and numbers >= (1 - share) * column.counts.sum()
+    return numbers > column.count(CODE) * numbers and numbers >= (1 - share) * column.counts.sum()
 
 
 def _recognise_signs(
-    numeric: list[_EncodedColumn], has_points: bool
-) -> tuple[str | None, str | None, tuple[Choice, ...]]:
-    """Return decimal and thousands signs (None if ambiguous), and the choices."""
+    column: _EncodedColumn, separator: str, choices: list[Choice]
+) -> tuple[str, str]:
+    """Return decimal and thousands signs of a column; "": none, or ambiguous."""
     candidates = []
     for thousands, decimal in SIGN_PAIRS:
         patterns = [p.format(thousands, decimal) for p in (WITH_DECIMALS, MANY_GROUPS)]
         if len(thousands) > 1:  # 12 345 678 may be a telephone number
             patterns.pop()
-        evidence = [t.example(p) for t in numeric for p in patterns if t.count(p)]
+        evidence = [column.example(pattern) for pattern in patterns if column.count(pattern)]
         readable_number = NUMBER_WITH_SIGNS.format(thousands, decimal)
-        if evidence and not any(t.count(LIKE_A_NUMBER, readable_number) for t in numeric):
-            candidates.append((thousands, decimal, evidence[0]))
-    if len(candidates) != 1 or (has_points and candidates[0][1] == ","):
-        return None, None, ()
-    thousands, decimal, example = candidates[0]
-    reason = f"the file holds numbers such as {example}"
-    choices = [Choice("data.thousands", sign_word(thousands[0]), reason)]
-    if decimal == ",":
+        if evidence and not column.count(LIKE_A_NUMBER, readable_number):
+            candidates.append((decimal, thousands, evidence[0]))
+    if len(candidates) == 1:
+        decimal, thousands, example = candidates[0]
+        reason = f"column {column.name!r} holds numbers such as {example}"
+        choices.append(Choice("data.thousands", sign_word(thousands[0]), reason))
+        if decimal == ",":
+            choices.append(Choice("data.decimal", "comma", reason))
+        return decimal, thousands[0]
+    is_certain = separator != "," and column.count(COMMA, GROUPED_BY_COMMA)
+    if is_certain and not column.count(POINT) and not column.count(GROUPED_BY_COMMA, COMMA):
+        reason = f"column {column.name!r} holds numbers such as {column.example(COMMA)}"
         choices.append(Choice("data.decimal", "comma", reason))
-    return decimal, thousands, tuple(choices)
+        return ",", ""
+    choices += _warn_ambiguous(column)
+    return "", ""
 
 
-def _convert_commas(column: _EncodedColumn, path: Path) -> None:
-    if column.count(POINT):
-        problem = f"column {column.name!r} holds {column.example(POINT)}, and the decimal"
-        fix = f"data.decimal=point, data.thousands=point, or data.ignore=[{column.name}]"
-        raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
-    column.replace(COMMA, ",", ".")
+def _convert_signs(column: _EncodedColumn, decimal: str, thousands: str, path: Path) -> None:
+    """Remove thousands separators, and replace decimal commas by points."""
+    if thousands:
+        signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
+        column.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
+    if decimal == ",":
+        if column.count(POINT):
+            problem = f"column {column.name!r} holds {column.example(POINT)}, and the decimal"
+            ways = ["data.decimal=point", "data.thousands=point"]
+            fix = ", ".join([*ways, f"or {list_override('data.ignore', [column.name])}"])
+            raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
+        column.replace(COMMA, ",", ".")
 
 
 def _warn_ambiguous(column: _EncodedColumn) -> list[Choice]:
@@ -207,6 +266,5 @@ def _warn_ambiguous(column: _EncodedColumn) -> list[Choice]:
             sign = sign_word(next(char for char in example if char in GROUP_SIGNS))
             problem = f"column {column.name!r} holds texts such as {example}; if they are numbers,"
             reason = f"{problem} use data.{key}={sign}"
-            log.warning("data.%s: %s", key, reason)
-            return [Choice(f"data.{key}", "none", reason)]
+            return [notice(f"data.{key}", "none", reason)]
     return []

@@ -41,23 +41,23 @@ class Preprocessing:
     fold: int = 0  # the one that is held out
     decimal: str = ""  # sign of the numbers in a csv, as data.decimal names it; "": a point
     thousands: str = ""  # likewise, as data.thousands
+    target_columns: tuple[Column, ...] = ()  # how the cells of the target are read, if not plainly
     tokenizer: str = ""  # sha256 of its vocabulary
     format: int = FORMAT
 
     @classmethod
     def of(cls, config: DataConfig, data: Dataset) -> Preprocessing:
         """Return the preprocessing of a data set opened with `config`."""
-        choices = {c.key: str(c.value) for c in data.choices if c.value != "none"}
+        choices = {c.key: str(c.value) for c in data.choices}
         decimal, thousands = (
-            getattr(config, sign, None) or choices.get(f"data.{sign}", "")
-            for sign in ("decimal", "thousands")
+            getattr(config, sign, None) or "" for sign in ("decimal", "thousands")
         )
         if not decimal and thousands in ("point", "."):
             decimal = "comma"
         rule = config.split.name if config.split else choices.get("data.split", "random")
         fitted = data.sizes, data.columns, getattr(config, "target", ""), tuple(data.ids)
         split = rule, config.folds or 0, config.fold or 0
-        signs = decimal, thousands, getattr(data, "tokenizer", "")
+        signs = decimal, thousands, data.target_columns, getattr(data, "tokenizer", "")
         return cls(kind_of(config), source_of(config), *fitted, *split, *signs)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:

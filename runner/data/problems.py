@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -10,24 +11,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.data.cells import MAX_CELL_CHARS
+from runner.data.cells import MAX_CELL_CHARS, CellKind
 from runner.data.config import BadSamples, ColumnType, DataConfig, Missing, Tabular
 from runner.data.paths import suggestion
 from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES, examples
 from runner.errors import ConfigError, DataError, with_fix
 from runner.format import join_names, nearest
 from runner.record.provenance import changed_command
-from runner.record.text import quote_for_hydra
+from runner.record.text import list_value, mapping_override, mapping_value, quote_name
 from runner.techniques.base import Choice
 
 MISSING_KEY = "data.missing"
 TYPES_KEY = "data.types"
+FORMATS_KEY = "data.date_formats"
 IGNORE_KEY = "data.ignore"
 UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
 MAX_DROPPED = 0.5  # share of rows that a suggested command may drop
 MAX_COMMAND_CHARS = 2_000  # characters; a longer command is left out
-UNQUOTED = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*")
+
+log = logging.getLogger(__name__)
+
+
+def notice(key: str, value: object, reason: str) -> Choice:
+    """Return a choice that is shown in the end table, and log it."""
+    log.warning("%s: %s: %s", key, value, reason)
+    return Choice(key, value, reason, is_notice=True)
 
 
 @dataclass
@@ -43,6 +52,8 @@ class TableProblems:
     needed: dict[str, str]
     ignore: list[str] = field(default_factory=list)
     types: dict[str, ColumnType] = field(default_factory=dict)
+    formats: dict[str, str] = field(default_factory=dict)  # of dates, for strptime
+    wrong: dict[str, CellKind] = field(default_factory=dict)  # columns with cells of another type
     word: str = "line"  # what a row is called
     total: int = 0  # rows
     bad: dict[int, str] = field(default_factory=dict)  # rows that data.bad_samples=drop drops
@@ -80,7 +91,7 @@ class TableProblems:
             return
         if self.absent:  # the file is opened a second time
             return
-        lists = {IGNORE_KEY: self.ignore, TYPES_KEY: self.types}
+        lists = {IGNORE_KEY: self.ignore, TYPES_KEY: self.types, FORMATS_KEY: self.formats}
         configured = [*self.needed.items(), *((k, n) for k, names in lists.items() for n in names)]
         if absent := [(key, name) for key, name in configured if name not in names]:
             self._replace(absent, names)
@@ -100,8 +111,10 @@ class TableProblems:
                 self.avoidable &= replacement is not None
             elif key == IGNORE_KEY:
                 self.ignore = [replacement or "" if n == name else n for n in self.ignore]
-            elif kind := self.types.pop(name):
+            elif key == TYPES_KEY and (kind := self.types.pop(name)):
                 self.types |= {replacement: kind} if replacement else {}
+            elif key == FORMATS_KEY and (form := self.formats.pop(name)):
+                self.formats |= {replacement: form} if replacement else {}
         self.ignore = [name for name in self.ignore if name]
 
     def add_unreadable(self, types: Mapping[str, Any]) -> None:
@@ -141,7 +154,7 @@ class TableProblems:
     def dropped_choices(self) -> tuple[Choice, ...]:
         """Return the choices that report the dropped rows."""
         return tuple(
-            Choice(key, f"{len(rows):,} of {self.total:,} left out", self._examples(rows))
+            Choice(key, f"{len(rows):,} of {self.total:,} left out", self._examples(rows), True)
             for key, rows in ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, self.gaps))
             if rows
         )
@@ -155,11 +168,12 @@ class TableProblems:
             yield f"{self.word} {rows[0]}{text}{more}"
         if len(kinds) > MAX_KINDS:
             yield f"and {len(kinds) - MAX_KINDS:,} more kinds of bad rows"
-        for key, bad in ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, self.gaps)):
-            if self.drops[key] and len(bad) > self.config.most_bad * self.total:
-                limit = f"more than data.most_bad={self.config.most_bad:g}"
-                count = f"{len(bad):,} of {self.total:,} rows cannot be used"
-                yield f"{count}, {limit}: {self._examples(bad)}"
+        if self.drops[BAD_SAMPLES_KEY] and len(self.bad) > self.config.most_bad * self.total:
+            limit = f"more than data.most_bad={self.config.most_bad:g}"
+            count = f"{len(self.bad):,} of {self.total:,} rows cannot be used"
+            yield f"{count}, {limit}: {self._examples(self.bad)}"
+        elif self.gaps and self.drops[MISSING_KEY] and len(self.bad | self.gaps) >= self.total:
+            yield f"no row is without a missing value: {self._examples(self.gaps)}"
 
     def _examples(self, rows: Mapping[int, str]) -> str:
         return examples({number: f"{self.word} {number}{rows[number]}" for number in rows})
@@ -172,34 +186,36 @@ class TableProblems:
         can_ignore = isinstance(self.config, Tabular) and not self.columns_fixed
         if rows and can_ignore and self.has_bad_cells:
             ways.append(f"leave out a column with {IGNORE_KEY}")
+            if self.wrong:
+                types = {
+                    n: "date" if k is CellKind.times else "number" for n, k in self.wrong.items()
+                }
+                override = mapping_override(TYPES_KEY, {**self._type_names(), **types})
+                ways.append(f"read such cells as missing values with {override}")
         command = changed_command(changes) if self.avoidable else ""
         if command and len(command) <= MAX_COMMAND_CHARS:
             ways.append(f"or run with {command}" if ways else f"run with {command}")
         return ", ".join(ways)
 
+    def _type_names(self) -> dict[str, str]:
+        return {name: kind.name for name, kind in self.types.items()}
+
     def _changes(self) -> dict[str, str]:
         """Return the overrides that avoid the problems."""
         absent, max_share, total = dict(self.absent), self.config.most_bad, max(self.total, 1)
-        changes = {key: _quote_name(self.needed[key]) for key in absent if key in self.needed}
+        changes = {key: quote_name(self.needed[key]) for key in absent if key in self.needed}
         if self.unreadable or IGNORE_KEY in absent:
-            changes[IGNORE_KEY] = (
-                f"[{','.join(map(_quote_name, [*self.ignore, *self.unreadable]))}]"
-            )
+            changes[IGNORE_KEY] = list_value([*self.ignore, *self.unreadable])
         if TYPES_KEY in absent:
-            types = ", ".join(f"{name}: {kind.name}" for name, kind in self.types.items())
-            changes[f"+{TYPES_KEY}"] = f"{{{types}}}"
+            changes[f"+{TYPES_KEY}"] = mapping_value(self._type_names())
+        if FORMATS_KEY in absent:
+            changes[f"+{FORMATS_KEY}"] = mapping_value(self.formats)
         bad, gaps = len(self.bad) / total, len(self.gaps) / total
-        if gaps and not self.drops[MISSING_KEY]:
+        if gaps and (not self.drops[MISSING_KEY] or bad + gaps >= 1):
             changes[MISSING_KEY] = "drop" if gaps <= max_share else "mean"
-            gaps = gaps if gaps <= max_share else 0.0
         if bad and not self.drops[BAD_SAMPLES_KEY]:
             changes[BAD_SAMPLES_KEY] = "drop"
-        if (largest := max(bad, gaps)) > max_share:
-            changes["data.most_bad"] = f"{math.ceil(100 * largest) / 100:g}"
-            self.avoidable &= largest <= MAX_DROPPED
+        if bad > max_share:
+            changes["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
+            self.avoidable &= bad <= MAX_DROPPED
         return changes
-
-
-def _quote_name(name: str) -> str:
-    """Return `name`, quoted for a Hydra override if needed."""
-    return name if UNQUOTED.fullmatch(name) else quote_for_hydra(name, "double")

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.batch import RowNames
+from runner.data.batch import Column, NumberFormat, RowNames
 from runner.data.cells import (
-    DATE_EXAMPLES,
     DATE_PARTS,
     MAX_CELL_CHARS,
-    MAX_UNPARSED,
     MISSING_FLAG,
     CellKind,
+    CellRules,
     ColumnValues,
     ParsedColumn,
     TextColumn,
-    describe_form,
     id_reason,
     missing_cells,
     parse_column,
     parse_number,
-    parse_time,
     select_rows,
 )
-from runner.data.config import BadSamples, ColumnType, Missing, SplitRule, Tabular, Text
+from runner.data.config import ColumnType, Missing, SplitRule, Tabular, Text
+from runner.data.date_format import DATE_EXAMPLES, describe_form, guess_form, parse_time
 from runner.data.labels import class_name
+from runner.data.number_format import is_text_column
 from runner.data.paths import existing_path
 from runner.data.preprocessing import Preprocessing
-from runner.data.problems import IGNORE_KEY, MISSING_KEY, TYPES_KEY, TableProblems
+from runner.data.problems import (
+    FORMATS_KEY,
+    IGNORE_KEY,
+    MISSING_KEY,
+    TYPES_KEY,
+    TableProblems,
+    notice,
+)
 from runner.data.saved_dataset import is_saved
-from runner.data.table_files import TableContent, read_content
+from runner.data.table_files import TableContent, is_blank, read_content
 from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES
 from runner.errors import ConfigError, DataError
+from runner.record.text import mapping_override
 from runner.techniques.base import Choice
-
-log = logging.getLogger(__name__)
 
 MAX_WORDS = 100  # texts read as missing that are stored for other data
 KIND_BY_TYPE = {
@@ -49,6 +53,9 @@ KIND_BY_TYPE = {
     ColumnType.date: CellKind.times,
     ColumnType.id: CellKind.texts,
 }
+MEASURED = (ColumnType.number, ColumnType.date)
+Note = tuple[str, str, str]
+"""What is said of a column's cells, and the key and value that read them otherwise."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Table:
     unparsed: dict[str, tuple[str, ...]]  # by column, texts among numbers that are read as missing
     ids: dict[str, Any]  # arrow columns that name the rows
     forms: dict[str, str]  # by column, how dates are written that are not ISO 8601
+    formats: dict[str, NumberFormat] = field(default_factory=dict)  # of numbers, by column
+    notes: dict[str, Note] = field(default_factory=dict)  # by column
 
 
 def read_table(
@@ -82,21 +91,21 @@ def read_table(
     path = existing_path(config.path) / folder
     if path.is_dir() and not is_saved(path):
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
-    types = config.types if isinstance(config, Tabular) and fitted is None else {}
-    problems = TableProblems(path, config, dict(needed), [*(ignore or ())], dict(types))
-    kinds = {} if fitted is None else _fitted_kinds(fitted)
+    typed = config if isinstance(config, Tabular) and fitted is None else None
+    problems = TableProblems(path, config, dict(needed), [*(ignore or ())])
+    if typed is not None:
+        problems.types, problems.formats = dict(typed.types), dict(typed.date_formats)
 
-    def kind(name: str) -> CellKind:
+    def rules(name: str) -> CellRules:
         if ignore is None:
-            return CellKind.texts
-        declared = problems.types.get(name)
-        return KIND_BY_TYPE[declared] if declared else kinds.get(name, CellKind.any)
+            return CellRules(CellKind.texts)
+        return _cell_rules(name, problems, fitted)
 
     def select(names: Sequence[str], unreadable: Mapping[str, Any]) -> list[str]:
         return _select_columns(problems, ignore is None, fitted, names, unreadable)
 
     try:
-        content = read_content(path, select, kind, config, fitted)
+        content = read_content(path, select, rules, config, fitted)
         problems.word, problems.total = content.word, len(content.numbers) + len(content.malformed)
         if not problems.total:
             raise DataError(f"data.path: {path} has no rows below its header")
@@ -105,7 +114,7 @@ def read_table(
         raise
     index = _drop_index_column(content, path)
     ids, id_choices = _pop_id_columns(content, problems, fitted)
-    columns = _parse_columns(content, kind, problems, fitted)
+    columns = _parse_columns(content, rules, problems)
     problems.raise_if_any()
     types_chosen = _type_choices(columns, content)
     left_out = [*problems.bad, *problems.gaps]
@@ -119,7 +128,28 @@ def read_table(
         {n: tuple(sorted({*c.unparsed.values()}))[:MAX_WORDS] for n, c in columns.items()},
         {n: column.filter(usable) for n, column in ids.items()} if left_out else ids,
         {name: column.form for name, column in columns.items() if column.form},
+        content.formats,
+        {name: (column.note, *column.remedy) for name, column in columns.items() if column.note},
     )
+
+
+def _cell_rules(name: str, problems: TableProblems, fitted: Preprocessing | None) -> CellRules:
+    """Return how a column is read: as declared, as in training, or by its cells."""
+    config = problems.config
+    most_bad, is_target = config.most_bad, name == getattr(config, "target", None)
+    if fitted is not None:
+        trained = {c.name: c for c in (*fitted.columns, *fitted.target_columns)}
+        column = trained.get(name, Column(name))
+        kind = _fitted_kinds(fitted).get(name, CellKind.any)
+        form = column.form if name in trained and kind is CellKind.times else None
+        number_format = column.format or (NumberFormat() if column.declared else None)
+        how = column.declared, column.missing, form, number_format
+        return CellRules(kind, most_bad, *how, is_target=is_target)
+    if form := problems.formats.get(name):
+        return CellRules(CellKind.times, declared=True, form=form)
+    if declared := problems.types.get(name):
+        return CellRules(KIND_BY_TYPE[declared], declared=declared in MEASURED)
+    return CellRules(most_bad=most_bad, is_target=is_target)
 
 
 def _select_columns(
@@ -145,41 +175,30 @@ def _select_columns(
 
 
 def _parse_columns(
-    content: TableContent,
-    kind: Callable[[str], CellKind],
-    problems: TableProblems,
-    fitted: Preprocessing | None,
+    content: TableContent, rules: Callable[[str], CellRules], problems: TableProblems
 ) -> dict[str, ParsedColumn]:
     """Parse each column, and add the problems of its cells to `problems`, by row."""
     config, needed = problems.config, problems.needed.values()
     policy = config.missing if isinstance(config, Tabular) else None
-    share = config.most_bad if config.bad_samples is BadSamples.drop else 0.0
-    trained = {} if fitted is None else {c.name: c for c in fitted.columns}
     problems.add_rows(BAD_SAMPLES_KEY, content.malformed)
     columns = dict[str, ParsedColumn]()
     for name in list(content.columns):
         cells = content.columns.pop(name)  # popped, so that its memory is free after parsing
         try:
-            column = columns[name] = parse_column(
-                cells,
-                kind(name),
-                max_unparsed=1.0 if name in problems.types else MAX_UNPARSED,
-                bad_share=share,
-                missing=trained[name].missing if name in trained else (),
-                marker=name not in needed,
-                form=trained[name].form if name in trained else None,
-            )
+            column = columns[name] = parse_column(cells, rules(name))
         except DataError as error:
             problems.add_unreadable({name: error})
             continue
         _check_declared(name, column, problems)
+        if column.wrong:
+            problems.wrong[name] = column.kind
         wrong = [(BAD_SAMPLES_KEY, column.bad)]
         if name in needed:
             wrong.append((BAD_SAMPLES_KEY, column.missing()))
         elif policy in (Missing.drop, Missing.error):
             wrong.append((MISSING_KEY, column.missing()))
         for key, bad in wrong:
-            texts = {int(content.numbers[i]): f", column {name!r}: {bad[i]}" for i in bad}
+            texts = {int(content.numbers[i]): f", column {name!r}: {bad[i]}" for i in sorted(bad)}
             problems.add_rows(key, texts)
     for row in problems.bad:
         problems.gaps.pop(row, None)
@@ -187,25 +206,35 @@ def _parse_columns(
 
 
 def _check_declared(name: str, column: ParsedColumn, problems: TableProblems) -> None:
-    """Raise ConfigError if most cells do not have the type declared in `data.types`."""
-    if name not in problems.types or not column.unparsed:
+    """Raise ConfigError if most cells do not have the declared type."""
+    key = FORMATS_KEY if name in problems.formats else TYPES_KEY
+    if name not in {**problems.types, **problems.formats} or not column.unparsed:
         return
     count = len(column.unparsed)
     present = int((~missing_cells(column.values)).sum()) + count
     if 2 * count > present:
         example = next(iter(column.unparsed.values()))[:MAX_CELL_CHARS]
         cells = f"{count:,} of {present:,} cells of {name!r}, such as {example!r},"
-        fix = f"dates are read as {DATE_EXAMPLES}" if column.kind is CellKind.times else "use text"
-        raise ConfigError(TYPES_KEY, f"{problems.path}: {cells} are not {column.kind.value}", fix)
+        fix = mapping_override(TYPES_KEY, {name: "text"})
+        if form := problems.formats.get(name):
+            problem = f"{problems.path}: {cells} do not fit {form!r}"
+            raise ConfigError(key, problem, "use the codes of strptime")
+        if column.kind is CellKind.times:
+            form = guess_form([*column.unparsed.values()]) or "%d/%b/%Y"
+            other = mapping_override(FORMATS_KEY, {name: form})
+            fix = f"dates are read as {DATE_EXAMPLES}; name another format, as {other}"
+        raise ConfigError(key, f"{problems.path}: {cells} are not {column.kind.value}", fix)
 
 
 def _drop_index_column(content: TableContent, path: Path) -> tuple[Choice, ...]:
-    """Remove an unnamed column that numbers the rows, as pandas writes; DataError for others."""
+    """Remove an unnamed column that numbers the rows, or is empty; DataError for others."""
     import pyarrow
     from pyarrow import compute
 
     if (cells := content.columns.pop("", None)) is None:
         return ()
+    if cells.null_count == len(cells) or is_blank(cells):
+        return (Choice(IGNORE_KEY, "1 column left out", "it has neither a name nor cells"),)
     is_integer = pyarrow.types.is_integer(cells.type) and not cells.null_count
     if not is_integer or compute.min(cells).as_py() < 0 or len(cells.unique()) < len(cells):
         problem = "a column has no name, and its cells are not row numbers"
@@ -216,19 +245,26 @@ def _drop_index_column(content: TableContent, path: Path) -> tuple[Choice, ...]:
 def _pop_id_columns(
     content: TableContent, problems: TableProblems, fitted: Preprocessing | None
 ) -> tuple[dict[str, Any], list[Choice]]:
-    """Remove and return the id columns of `content`, and the choices; one column stays."""
+    """Remove and return the id columns of `content`, and the choices."""
     declared, needed = problems.types, problems.needed.values()
     names = [name for name in content.columns if name not in needed]
     reasons = {name: "" for name, kind in declared.items() if kind is ColumnType.id}
+    choices = list[Choice]()
     if fitted is not None:
         reasons = dict.fromkeys(fitted.ids, "")
     elif isinstance(problems.config, Tabular):
-        for name in names:
-            if name not in declared and len(reasons) + 1 < len(names):
-                if reason := id_reason(name, content.columns[name]):
-                    reasons[name] = reason
-    advice = "not an input, but copied to predictions; to use it, set its data.types"
-    choices = [Choice(TYPES_KEY, f"{n}: id", f"{r}: {advice}") for n, r in reasons.items() if r]
+        unnamed = [name for name in content.columns if name not in declared]
+        found = {name: id_reason(name, content.columns[name]) for name in unnamed}
+        reasons |= {name: reason for name, reason in found.items() if reason and name in names}
+        for name, reason in found.items():
+            if reason and name in names:
+                kind = "text" if is_text_column(content.columns[name]) else "number"
+                override = mapping_override(TYPES_KEY, {name: kind})
+                advice = f"not an input, but copied to predictions; to use it: {override}"
+                choices.append(notice(TYPES_KEY, f"{name}: id", f"{reason}: {advice}"))
+            elif reason and name == problems.config.target:
+                reason = f"{reason}: ids cannot be predicted; name another column"
+                choices.append(notice("data.target", name, reason))
     columns = {name: content.columns.pop(name) for name in names if name in reasons}
     for name, column in columns.items():
         columns[name] = column.cast(getattr(column.type, "value_type", column.type))
@@ -271,7 +307,7 @@ def _fitted_kinds(fitted: Preprocessing) -> dict[str, CellKind]:
 
 
 def _type_choices(columns: Mapping[str, ParsedColumn], content: TableContent) -> Iterator[Choice]:
-    """Yield choices on unparsed cells and on ambiguous or recognised types."""
+    """Yield choices on unparsed cells and on recognised types."""
     for name, column in columns.items():
         if column.unparsed:
             cells = [
@@ -281,14 +317,24 @@ def _type_choices(columns: Mapping[str, ParsedColumn], content: TableContent) ->
             more = ", …" if len(column.unparsed) > MAX_EXAMPLES else ""
             count = f"{len(column.unparsed):,} of {len(content.numbers):,} cells of {name!r}"
             reason = f"not {column.kind.value}: {', '.join(cells)}{more}"
-            yield Choice(MISSING_KEY, f"{count} read as missing", reason)
-        if column.note:
-            kind, (type_name, effect) = "date" if column.form else "text", column.remedy
-            advice = f"with +{TYPES_KEY}={{{name}: {type_name}}} {effect}"
-            if column.form:
-                advice = f"read as {describe_form(column.form)}"
-            reason = f"{column.note}; {advice}"
-            log.warning("%s: column %r is read as %ss: %s", TYPES_KEY, name, kind, reason)
-            yield Choice(TYPES_KEY, f"{name}: {kind}", reason)
-        elif column.form:
+            yield notice(MISSING_KEY, f"{count} read as missing", reason)
+        if column.form and not column.note:
             yield Choice(TYPES_KEY, f"{name}: date", f"its cells are {describe_form(column.form)}")
+        if form := content.formats.get(name):
+            if form.unit and column.kind is CellKind.numbers:
+                yield Choice(TYPES_KEY, f"{name}: number", f"without its unit, {form.unit!r}")
+
+
+def describe_notes(table: Table, left_out: Container[str] = ()) -> Iterator[Choice]:
+    """Yield a notice on each column whose cells are read otherwise than most of them look."""
+    for name, (note, key, value) in table.notes.items():
+        values = table.columns.get(name)
+        if isinstance(values, TextColumn) or values is None:
+            use = "left out" if name in left_out else "category"
+            effect = "date" if key == FORMATS_KEY else value
+            effect = f"a column of {effect}s, other cells missing values"
+        else:
+            use, effect = "date" if values.dtype.kind == "M" else "number", "a category"
+        if value:
+            note = f"{note}; with {mapping_override(key, {name: value})} it is {effect}"
+        yield notice(TYPES_KEY, f"{name}: {use}", note)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import codecs
 import io
-import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.cells import MISSING_WORDS, CellKind, is_text
+from runner.data.batch import NumberFormat
+from runner.data.cells import MAX_WHOLE, MISSING_WORDS, CellKind, CellRules, is_text
 from runner.data.config import CsvFormat, Tabular, sign_of
 from runner.data.number_format import convert_numbers, sign_word, use_trained_format
 from runner.data.preprocessing import Preprocessing
+from runner.data.problems import notice
 from runner.device import memory
 from runner.errors import ConfigError, DataError
 from runner.format import count_noun
 from runner.techniques.base import Choice
-
-log = logging.getLogger(__name__)
 
 # pyarrow's comparison is case-sensitive
 MISSING_FORMS = [f for w in MISSING_WORDS for f in {w, w.upper(), w.title(), "NaN", "Na"}]
@@ -34,8 +33,11 @@ MEMORY_PER_BYTE = 4  # bytes of memory per byte of csv: "1," becomes a float64
 CODEC_BY_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 FALLBACK_ENCODING = "cp1252"  # Western European Windows; 5 bytes are undefined
+ENCODINGS = ("utf-8", "cp1252", "mac-roman", "cp850", "cp1250", "cp1251", "gb18030", "cp932")
 SEPARATORS = ",;\t|"
-NEWLINE = ord("\n")
+NEWLINE, QUOTE, ZERO, POINT = map(ord, '\n"0.')
+SCAN_BYTES = 1 << 18  # of csv that are scanned at a time, in the processor's cache
+MAX_CODE_CHARS = 40  # a longer whole number is beyond 2^53, too
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ class TableContent:
     numbers: np.ndarray
     malformed: dict[int, str]
     choices: tuple[Choice, ...] = ()  # what was recognised
+    formats: dict[str, NumberFormat] = field(default_factory=dict)  # of numbers, by column
 
 
+Rules = Callable[[str], CellRules]
+"""How each column is read, by name."""
 Select = Callable[[Sequence[str], Mapping[str, Any]], list[str]]
 """Given the columns of a file, and the types of unreadable ones, returns those to read."""
 
@@ -56,11 +61,11 @@ Select = Callable[[Sequence[str], Mapping[str, Any]], list[str]]
 def read_content(
     path: Path,
     select: Select,
-    kind: Callable[[str], CellKind],
+    rules: Rules,
     config: CsvFormat,
     fitted: Preprocessing | None = None,
 ) -> TableContent:
-    """Read the selected columns of a csv or parquet file; `kind` gives the type by name.
+    """Read the selected columns of a csv or parquet file; `rules` say how, by name.
 
     With `fitted`, numbers of a csv have the format of the training file.
     """
@@ -73,7 +78,7 @@ def read_content(
         for name, column in columns.items():
             if _is_text(column.type):  # dictionary-encoded, as from parquet
                 columns[name] = column.dictionary_encode().unify_dictionaries()
-        return TableContent(columns, "row", np.arange(1, len(table) + 1), {})
+        return _as_content(columns, len(table), rules, path)
     with path.open("rb") as file:
         start = file.read(4)
     if not start:
@@ -81,11 +86,11 @@ def read_content(
     if start == b"PK\x03\x04":
         raise DataError(f"data.path: {path} is a workbook or a zip archive; save its table as csv")
     if start == b"PAR1" or path.suffix in (".parquet", ".pq"):
-        return _read_parquet(path, select)
+        return _read_parquet(path, select, rules)
     signs: tuple[Choice, ...] = ()
     if isinstance(config, Tabular):
         config, signs = use_trained_format(config, fitted)
-    content = _read_csv(path, select, kind, config)
+    content = _read_csv(path, select, rules, config)
     return replace(content, choices=(*content.choices, *signs))
 
 
@@ -101,9 +106,7 @@ def check_memory(path: Path, size: int, what: str, fix: str) -> None:
 # -- csv -------------------------------------------------------------------------------------------
 
 
-def _read_csv(
-    path: Path, select: Select, kind: Callable[[str], CellKind], config: CsvFormat
-) -> TableContent:
+def _read_csv(path: Path, select: Select, rules: Rules, config: CsvFormat) -> TableContent:
     import pyarrow
     from pyarrow.types import is_binary
 
@@ -111,7 +114,8 @@ def _read_csv(
         path, MEMORY_PER_BYTE * path.stat().st_size, "its cells", "split it, or leave out columns"
     )
     try:
-        rows, table, malformed = _parse_csv(path, select, kind, config)
+        file = _CsvFile(path, config)
+        table, malformed = _parse_csv(file, select, rules)
         decoded = not any(is_binary(column.type) for column in table.columns)
     except (UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
         if isinstance(error, pyarrow.ArrowInvalid) and "invalid UTF8" not in str(error):
@@ -121,32 +125,59 @@ def _read_csv(
         raise DataError(f"{path}: cannot be decompressed: {error}") from None
     if not decoded:
         choice = _choose_fallback_encoding(path, config.encoding)
-        content = _read_csv(path, select, kind, replace(config, encoding=FALLBACK_ENCODING))
+        content = _read_csv(path, select, rules, replace(config, encoding=FALLBACK_ENCODING))
         return replace(content, choices=(choice, *content.choices))
     total = len(malformed) + len(table)
-    one_line_each = rows.lines == total
-    if rows.quotes % 2 and not one_line_each:
+    one_line_each = file.lines == total
+    if file.quotes % 2 and not one_line_each:
         raise DataError(f"{path}: unclosed quote, so one cell holds all lines after it")
-    first_line = rows.first_line if one_line_each else 1
+    first_line = file.first_line if one_line_each else 1
     numbers = np.delete(np.arange(total), list(malformed)) + first_line
     problems = {record + first_line: problem for record, problem in malformed.items()}
     columns = dict(zip(table.column_names, table.columns, strict=True))
-    choices = rows.choices
+    choices, formats = file.choices, dict[str, NumberFormat]()
+    if filled := [name for name in file.unnamed if not is_blank(columns.pop(name))]:
+        problem = f"{len(filled)} columns have no name, but cells; name them in the first line"
+        raise DataError(f"data.path: {path}: {problem}")
+    if file.unnamed:
+        reason = "at the end of each line: neither a name nor cells"
+        choices = (*choices, Choice("data.ignore", f"{len(file.unnamed)} left out", reason))
     if isinstance(config, Tabular):
-        numeric = {n: column for n, column in columns.items() if kind(n) is not CellKind.texts}
-        choices += convert_numbers(numeric, path, rows.separator, config)
-        columns |= numeric
-    return TableContent(columns, "line" if one_line_each else "row", numbers, problems, choices)
+        columns |= _read_codes(file, columns, rules)
+        formats, chosen = convert_numbers(columns, rules, path, config, file.separator)
+        choices += chosen
+    word = "line" if one_line_each else "row"
+    return TableContent(columns, word, numbers, problems, choices, formats)
 
 
-def _parse_csv(
-    path: Path,
-    select: Select,
-    kind: Callable[[str], CellKind],
-    config: CsvFormat,
-    quoted: bool = False,
-) -> tuple[_CsvRows, Any, dict[int, str]]:
-    """Parse a csv; return the reader, the arrow table, and the problems of malformed rows."""
+def _read_codes(file: _CsvFile, columns: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    """Read columns again as texts if pyarrow read whole numbers that are inexact, or codes.
+
+    These are beyond 2^53, have leading zeros, or are hexadecimal; of codes the text is kept.
+    """
+    from pyarrow import compute, types
+
+    names = list[str]()
+    for name, column in columns.items():
+        is_number = types.is_integer(column.type) or types.is_floating(column.type)
+        if is_number and rules(name).kind is CellKind.any:
+            ends = compute.min_max(column)
+            is_large = max(-(ends["min"].as_py() or 0), ends["max"].as_py() or 0) >= MAX_WHOLE
+            names += [name] if is_large or file.has_codes else []
+    if not names:
+        return {}
+    table, _ = _parse_csv(file, lambda *_: names, lambda _: CellRules(CellKind.texts))
+    texts = dict(zip(table.column_names, table.columns, strict=True))
+    large_or_code = r"^\s*[+-]?(0[0-9xX]|[0-9]{16})"
+    return {
+        name: column
+        for name, column in texts.items()
+        if compute.any(compute.match_substring_regex(column, large_or_code)).as_py()
+    }
+
+
+def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[int, str]]:
+    """Parse a csv; return the arrow table, and the problems of malformed rows."""
     from pyarrow import ArrowInvalid, csv, string
 
     malformed: dict[int, str] = {}
@@ -156,118 +187,157 @@ def _parse_csv(
         malformed[row.number - 1] = f" has {count_noun(row.actual_columns, 'value')}, {header}"
         return "skip"
 
-    with _CsvRows(path, config) as rows:
-        selected = select(rows.names, {})
-        convert = csv.ConvertOptions(
-            column_types={name: string() for name in selected if kind(name) is CellKind.texts},
-            include_columns=selected,
-            true_values=[],
-            false_values=[],
-            null_values=MISSING_FORMS,
-            decimal_point=rows.decimal,
-        )
-        read = partial(csv.ReadOptions, column_names=rows.names)
-        parse = partial(csv.ParseOptions, delimiter=rows.separator)
-        # only quoted cells contain line breaks; without quotes pyarrow splits blocks faster
-        quoted = quoted or b'"' in rows.file.peek(BLOCK_BYTES)
-        try:
-            parse_options = parse(newlines_in_values=quoted)
-            table = csv.read_csv(rows, read(block_size=BLOCK_BYTES), parse_options, convert)
-            if quoted or not rows.quotes:
-                return rows, table, malformed
-        except ArrowInvalid:
-            while rows.read(BLOCK_BYTES):  # count what is left
-                pass
-    if not rows.size:
-        raise DataError(f"data.path: {path} has no rows below its header")
-    if not quoted and rows.quotes:
-        return _parse_csv(path, select, kind, config, quoted=True)
+    if not file.size:
+        raise DataError(f"data.path: {file.path} has no rows below its header")
+    selected = select([name for name in file.names if name not in file.unnamed], {})
+    text_columns = [name for name in selected if _is_read_as_text(rules(name))]
+    convert = csv.ConvertOptions(
+        column_types=dict.fromkeys([*text_columns, *file.unnamed], string()),
+        include_columns=[*selected, *file.unnamed],
+        true_values=[],
+        false_values=[],
+        null_values=MISSING_FORMS,
+        decimal_point=file.decimal,
+    )
+    read = partial(csv.ReadOptions, column_names=file.names)
+    # only quoted cells contain line breaks; without quotes pyarrow splits blocks faster
+    parse = partial(csv.ParseOptions, delimiter=file.separator, newlines_in_values=file.quotes > 0)
+    with suppress(ArrowInvalid), file.rows() as rows:
+        return csv.read_csv(rows, read(block_size=BLOCK_BYTES), parse(), convert), malformed
     # a row is longer than a block or malformed; with threads its number would be unknown
-    one_block = read(use_threads=False, block_size=min(rows.size + 1, 2**31 - 1))
-    with_handler = parse(newlines_in_values=quoted, invalid_row_handler=skip)
-    with _CsvRows(path, config) as rows:
-        return rows, csv.read_csv(rows, one_block, with_handler, convert), malformed
+    one_block = read(use_threads=False, block_size=min(file.size + 1, 2**31 - 1))
+    options = one_block, parse(invalid_row_handler=skip), convert
+    with file.rows() as rows:
+        return csv.read_csv(rows, *options), malformed
 
 
-class _CsvRows(io.RawIOBase):
-    """Byte stream of a csv's rows: decompressed, transcoded to UTF-8, with lines counted.
+def _is_read_as_text(rules: CellRules) -> bool:
+    """Whether pyarrow's own conversion would lose what a column's rules need."""
+    has_format = rules.format is not None and rules.format != NumberFormat()
+    return rules.kind in (CellKind.texts, CellKind.times) or has_format
 
-    The constructor reads the header: column names and separator.
-    """
+
+def is_blank(column: Any) -> bool:
+    """Whether all cells of an arrow column are missing, or texts without letters."""
+    from pyarrow import compute
+
+    if not is_text(column.type):
+        return bool(column.null_count == len(column))
+    return not compute.any(compute.greater(compute.utf8_length(column), 0)).as_py()
+
+
+class _CsvFile:
+    """A csv as bytes: its header, and counts of lines and quotes; `rows` streams what follows."""
 
     def __init__(self, path: Path, config: CsvFormat) -> None:
-        from pyarrow import BufferReader, csv
-
-        super().__init__()
         self.path, self.limit = path, memory.available_bytes() // MEMORY_PER_BYTE
-        self.size = self.lines = self.quotes = 0
-        self.last_byte, self.first_line = b"\n", 1
+        self.encoding = config.encoding or _encoding(path)
         self.choices: tuple[Choice, ...] = ()
-        self.scope = ExitStack()
-        self.file, encoding = _open(path, config.encoding, self.scope)
-        if encoding != "utf-8" and config.encoding is None:
-            self._add_choice("data.encoding", encoding, "the file begins with its byte order mark")
-        header, declared = self._read_record().removeprefix(codecs.BOM_UTF8), None
-        if match := re.fullmatch(rb'"?sep=([^"])"?', header.rstrip(b"\r\n")):
-            declared, header = match[1].decode(), self._read_record()
-            self._add_choice("data.separator", declared, "set by its first line")
-        if b"\0" in header:
-            problem = "holds NUL bytes; it may be UTF-16 without a byte order mark:"
-            raise DataError(f"{path}: line 1 {problem} data.encoding=utf-16-le")
-        self.separator = (
-            sign_of(config.separator) or declared or self._detect_separator(header.decode())
-        )
-        parse = csv.ParseOptions(delimiter=self.separator, newlines_in_values=True)
-        read = csv.ReadOptions(block_size=len(header) + 2)
-        names = csv.read_csv(BufferReader(header + b"\n"), read, parse).column_names
-        self.names = [name.strip() for name in names]
-        self._check_separator(config.separator, header.decode())
-        self.size = 0  # of the rows alone
+        self.size = self.lines = self.quotes = 0
+        self.first_line, self.has_codes = 1, False
+        with self._open() as stream:
+            file = io.BufferedReader(stream, SCAN_BYTES)
+            header = self._read_header(file, config)
+            self.header_bytes, self.size = self.size, 0
+            first_cells = self._split(file.peek(1).partition(b"\n")[0])
+            self.names, self.unnamed = _name_columns(self._split(header), first_cells)
+            self._check_separator(config.separator, header.decode())
+            self._scan_rows(file, isinstance(config, Tabular))
         self.decimal = "."
         if isinstance(config, Tabular):
             implied = "," if sign_of(config.thousands) == "." else "."
             self.decimal = sign_of(config.decimal) or implied
 
-    def close(self) -> None:
-        """Close the stream and its file."""
-        self.scope.close()
-        super().close()
+    @contextmanager
+    def rows(self) -> Iterator[Any]:
+        """Open the rows for pyarrow, in UTF-8, after the header."""
+        with self._open() as stream:
+            left = self.header_bytes
+            while left and (part := stream.read(min(left, SCAN_BYTES))):
+                left -= len(part)
+            yield stream
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """Open the file decompressed, in UTF-8, and with line feeds."""
+        import pyarrow
 
-    def read(self, size: int = -1) -> bytes:
-        """Return the next bytes, counting lines and quotes."""
-        part: bytes = self.file.read(size)
-        self._count_memory(part)
-        if b'"' in part:  # `in` is faster than count
-            self.quotes += part.count(b'"')
-        self.lines += int(np.count_nonzero(np.frombuffer(part, np.uint8) == NEWLINE))
-        if part:
-            self.last_byte = part[-1:]
-        elif self.last_byte != b"\n":  # a last line without a line break
-            self.lines, self.last_byte = self.lines + 1, b"\n"
-        return part
+        with ExitStack() as scope:
+            start = scope.enter_context(_decompress(self.path)).read(SCAN_BYTES)
+            stream = scope.enter_context(_decompress(self.path))
+            if codecs.lookup(self.encoding).name != "utf-8":
+                transcoded = pyarrow.transcoding_input_stream(stream, self.encoding, "utf-8")
+                stream = scope.enter_context(transcoded)
+            if (
+                b"\r" in start and b"\n" not in start
+            ):  # lines of old Macs, which pyarrow counts as one
+                content = stream.read(self.limit + 1)
+                self._check_size(len(content))
+                stream = pyarrow.BufferReader(content.replace(b"\r", b"\n"))
+            yield stream
 
-    def _count_memory(self, part: bytes) -> None:
-        self.size += len(part)
-        if self.size > self.limit:
-            check_memory(self.path, MEMORY_PER_BYTE * self.size, "its cells", "split it")
+    def _check_size(self, size: int) -> None:
+        if size > self.limit:
+            check_memory(self.path, MEMORY_PER_BYTE * size, "its cells", "split it")
 
-    def _read_record(self) -> bytes:
+    def _read_header(self, file: io.BufferedReader, config: CsvFormat) -> bytes:
+        """Read and return the header, without a byte order mark; find the separator."""
+        if self.encoding != "utf-8" and config.encoding is None:
+            reason = "the file begins with its byte order mark"
+            self._add_choice("data.encoding", self.encoding, reason)
+        header, declared = self._read_record(file).removeprefix(codecs.BOM_UTF8), None
+        if match := re.fullmatch(rb'"?sep=([^"])"?', header.rstrip(b"\r\n")):
+            declared, header = match[1].decode(), self._read_record(file)
+            self._add_choice("data.separator", declared, "set by its first line")
+        if b"\0" in header:
+            problem = "holds NUL bytes; it may be UTF-16 without a byte order mark:"
+            raise DataError(f"{self.path}: line 1 {problem} data.encoding=utf-16-le")
+        separator = sign_of(config.separator) or declared
+        self.separator = separator or self._detect_separator(header.decode())
+        return header
+
+    def _scan_rows(self, file: io.BufferedReader, finds_codes: bool) -> None:
+        """Count lines and quotes of the rows; find out whether a cell may be a code."""
+        part = tail = b"\n"
+        while following := file.read(SCAN_BYTES):
+            part = following
+            self.size += len(part)
+            self._check_size(self.size)
+            chars = np.frombuffer(part, np.uint8)
+            if b'"' in part:  # `in` is faster than counting
+                self.quotes += int(np.count_nonzero(chars == QUOTE))
+            self.lines += int(np.count_nonzero(chars == NEWLINE))
+            if finds_codes and not self.has_codes:
+                self.has_codes = _holds_code(tail + part, self.separator)
+                tail = part[-MAX_CODE_CHARS:]
+        self.lines += part[-1:] != b"\n"  # a last line without a line break
+        self.has_codes |= finds_codes and _holds_code(tail + b"\n", self.separator)
+
+    def _split(self, record: bytes) -> list[str]:
+        """Return the cells of a record."""
+        from pyarrow import BufferReader, csv
+
+        if not record.strip():
+            return []
+        parse = csv.ParseOptions(delimiter=self.separator, newlines_in_values=True)
+        read = csv.ReadOptions(block_size=len(record) + 2)
+        names = csv.read_csv(BufferReader(record + b"\n"), read, parse).column_names
+        return [name.strip() for name in names]
+
+    def _read_record(self, file: io.BufferedReader) -> bytes:
         """Read the next record: a line, or several if a quoted cell contains line breaks."""
-        lines, quotes = [self._read_line()], 0
+        lines, quotes = [self._read_line(file)], 0
         while (quotes := quotes + lines[-1].count(b'"')) % 2:
-            lines.append(self._read_line())
+            lines.append(self._read_line(file))
             if not lines[-1]:
                 raise DataError(f"{self.path}: unclosed quote in the header")
         self.first_line += len(lines)
         return b"".join(lines)
 
-    def _read_line(self) -> bytes:
-        line = self.file.readline(self.limit + 1)
-        self._count_memory(line)
+    def _read_line(self, file: io.BufferedReader) -> bytes:
+        line = file.readline(self.limit + 1)
+        self.size += len(line)
+        self._check_size(self.size)
         return line
 
     def _detect_separator(self, header: str) -> str:
@@ -289,22 +359,53 @@ class _CsvRows(io.RawIOBase):
         self.choices = (*self.choices, Choice(key, sign_word(sign), reason))
 
 
+def _name_columns(names: list[str], first_cells: list[str]) -> tuple[list[str], list[str]]:
+    """Return the names of all columns, and of those that only separators at line ends make.
+
+    The header, the rows, or both may end with separators.
+    """
+    named = len(names)
+    while named and not names[named - 1]:
+        named -= 1
+    cells = len(first_cells) or len(names)
+    trailing = range(named, max(named, cells)) if any(names) else range(0)
+    if len(trailing) == 1 and cells == len(names):  # its cells may be row numbers
+        return names, []
+    if named > cells or any(first_cells[named:]):
+        return names, []
+    unnamed = [f"\0{place}" for place in trailing]
+    return [*names[:named], *unnamed], unnamed
+
+
+def _holds_code(text: bytes, separator: str) -> bool:
+    """Whether a cell is a whole number with leading zeros, or hexadecimal."""
+    chars = np.frombuffer(text, np.uint8)
+    digits = chars - ZERO  # wraps around
+    is_digit = digits < 10
+    starts = (digits[1:-1] == 0) & is_digit[2:]  # a zero before a digit …
+    starts = starts > is_digit[:-2]  # … but not after one
+    places = np.flatnonzero(starts & (chars[:-2] != POINT))
+    is_edge = np.zeros(256, bool)
+    is_edge[[*b'\n\r" \t', ord(separator)]] = True
+    if len(places):
+        before = chars[places]
+        is_sign = (before == ord("+")) | (before == ord("-"))
+        before = np.where(is_sign, chars[np.maximum(places - 1, 0)], before)
+        ends = places[is_edge[before]] + 2
+        while len(ends := ends[ends < len(chars)]):
+            if is_edge[chars[ends]].any():
+                return True
+            ends = ends[is_digit[ends]] + 1
+    edges = re.escape(f'\n\r" \t{separator}').encode()
+    has_x = b"x" in text or b"X" in text
+    return has_x and re.search(b"[" + edges + b"][+-]?0[xX]", text) is not None
+
+
 def _most_frequent(header: str) -> tuple[str, int]:
     """Return the most frequent separator outside quotes, and its count."""
     text = re.sub('"[^"]*"', "", header)
     separator = max(SEPARATORS, key=text.count)
     return separator, text.count(separator)
-
-
-def _open(path: Path, encoding: str | None, scope: ExitStack) -> tuple[io.BufferedReader, str]:
-    """Open a file decompressed and transcoded to UTF-8; return it and its encoding."""
-    import pyarrow
-
-    encoding = encoding or _encoding(path)
-    stream = scope.enter_context(_decompress(path))
-    if codecs.lookup(encoding).name != "utf-8":
-        stream = scope.enter_context(pyarrow.transcoding_input_stream(stream, encoding, "utf-8"))
-    return io.BufferedReader(stream, BLOCK_BYTES), encoding
 
 
 def _encoding(path: Path) -> str:
@@ -325,13 +426,41 @@ def _decompress(path: Path) -> Any:
 def _choose_fallback_encoding(path: Path, encoding: str | None) -> Choice:
     """Fall back to cp1252 if it fits and no encoding is configured; DataError otherwise."""
     line = _undecodable_line(path, tried := encoding or _encoding(path))
-    if encoding is None and tried == "utf-8" and not _undecodable_line(path, FALLBACK_ENCODING):
-        fix = "set data.encoding=… if letters look wrong"
-        choice = Choice("data.encoding", FALLBACK_ENCODING, f"not UTF-8 from line {line}; {fix}")
-        log.warning("%s: read as %s: %s", path, FALLBACK_ENCODING, choice.reason)
-        return choice
-    fix = f"set its encoding, e.g. data.encoding={FALLBACK_ENCODING}"
+    is_mixed = tried == "utf-8" and _is_mostly_utf8(path)
+    if encoding is None and tried == "utf-8" and not is_mixed:
+        if not _undecodable_line(path, FALLBACK_ENCODING):
+            fix = "set data.encoding=… if letters look wrong"
+            reason = f"{path} is not UTF-8 from line {line}; {fix}"
+            return notice("data.encoding", FALLBACK_ENCODING, reason)
+    others = [e for e in ENCODINGS if e not in (tried, "utf-8" if encoding is None else "")]
+    fitting = [other for other in others if not _undecodable_line(path, other)]
+    fix = "correct it, as other lines are" if is_mixed else "save it as UTF-8"
+    if fitting and not is_mixed:
+        best = max(fitting, key=partial(_count_letters, path))
+        fix = f"set its encoding, e.g. data.encoding={best}"
     raise DataError(f"{path}: line {line} is not {tried.upper()} text; {fix}")
+
+
+def _is_mostly_utf8(path: Path) -> bool:
+    """Whether letters beyond ASCII are UTF-8 in some lines of a file, and not in others.
+
+    In text of one byte per letter, a few pairs of letters look like UTF-8 by chance.
+    """
+    letters = others = 0
+    with _decompress(path) as stream:
+        while part := stream.read(BLOCK_BYTES):
+            text = part.decode("utf-8", "surrogateescape")
+            letters += len(re.findall(r"[\x80-\ud7ff\ue000-\U0010ffff]", text))
+            others += len(re.findall(r"[\udc80-\udcff]", text))
+    return letters > 0.1 * others
+
+
+def _count_letters(path: Path, encoding: str) -> int:
+    """Return how many letters beyond ASCII are lower-case in an encoding, minus the others."""
+    with _decompress(path) as stream:
+        text = stream.read(BLOCK_BYTES).decode(encoding, "replace")
+    beyond = [letter for letter in text if not letter.isascii()]
+    return sum(1 if letter.islower() else -1 for letter in beyond)
 
 
 def _undecodable_line(path: Path, encoding: str) -> int:
@@ -351,7 +480,7 @@ def _undecodable_line(path: Path, encoding: str) -> int:
 # -- parquet ---------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path, select: Select) -> TableContent:
+def _read_parquet(path: Path, select: Select, rules: Rules) -> TableContent:
     """Read columns of a parquet file; DataError if they do not fit into memory."""
     import pyarrow
     from pyarrow import parquet
@@ -373,7 +502,12 @@ def _read_parquet(path: Path, select: Select) -> TableContent:
     except (pyarrow.ArrowException, OSError, IndexError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
     columns = {name: table.column(name) for name in selected}
-    return TableContent(columns, "row", np.arange(1, len(table) + 1), {})
+    return _as_content(columns, len(table), rules, path)
+
+
+def _as_content(columns: dict[str, Any], rows: int, rules: Rules, path: Path) -> TableContent:
+    formats, choices = convert_numbers(columns, rules, path)
+    return TableContent(columns, "row", np.arange(1, rows + 1), {}, choices, formats)
 
 
 def _select_readable(path: Path, select: Select, schema: Any, rows: int, fix: str) -> list[str]:

@@ -7,7 +7,6 @@ Missing numbers are filled in and get an input of their own; a missing text is a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -15,7 +14,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from runner.data.batch import Column, Sizes
+from runner.data.batch import Column, NumberFormat, Sizes
 from runner.data.cells import (
     DATE_PARTS,
     ID_ROWS,
@@ -27,23 +26,36 @@ from runner.data.cells import (
     missing_cells,
 )
 from runner.data.config import Missing, SplitRule, Tabular
-from runner.data.dataset import TensorsDataset, fit_scale, fit_target_scale, scale
-from runner.data.labels import check_classes, check_task, class_name, guess_task, remap_labels
+from runner.data.dataset import (
+    TensorsDataset,
+    fit_scale,
+    fit_target_scale,
+    scale,
+    target_array,
+)
+from runner.data.labels import (
+    MAX_INTEGER_CLASSES,
+    check_classes,
+    check_task,
+    class_name,
+    guess_task,
+    remap_labels,
+    similar_labels,
+)
 from runner.data.open import DEFAULT_OPENING, OpenOptions
-from runner.data.problems import MISSING_KEY, TYPES_KEY
+from runner.data.problems import MISSING_KEY, TYPES_KEY, notice
 from runner.data.split import split_samples
-from runner.data.table import Table, read_table, split_values
+from runner.data.table import MEASURED, Table, describe_notes, read_table, split_values
 from runner.data.table_files import check_memory
 from runner.errors import ConfigError, DataError
 from runner.format import join_names
+from runner.record.text import list_override, mapping_override
 from runner.techniques.base import Choice
 
 FLOAT32_BYTES = 4  # bytes of a float32
 CATEGORIES_KEY = "data.categories"
 UNKNOWN_CATEGORIES_KEY = "data.unknown_categories"
 MIN_REPEATED = 0.1  # share of rows with a repeated text, below which a column is no input
-
-log = logging.getLogger(__name__)
 
 
 def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDataset:
@@ -56,13 +68,13 @@ def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsD
     table = read_table(config, needed, config.ignore, fitted, opening.folder)
     target = table.columns.pop(config.target) if opening.labelled else None
     train, validation, rule = _split_rows(table, target, config, opening)
-    if not table.columns:
-        raise ConfigError("data.target", f"{table.path} has no input column besides the target")
     if fitted is None:
-        left_out = [*_move_unrepeated_to_ids(table, train, config)]
+        left_out = [*_move_unrepeated_to_ids(table, config)]
+        notices = [*describe_notes(table, {choice.value.partition(":")[0] for choice in left_out})]
+        _check_has_inputs(table, left_out)
         columns = fit_columns(table, train, config)
         encoded, unknown = encode(table, columns, config.missing.value)
-        rule = (*rule, *left_out, *_column_choices(columns))
+        rule = (*rule, *left_out, *notices, *_column_choices(columns))
     else:
         columns = fitted.columns
         encoded, unknown = encode(table, columns)
@@ -76,7 +88,16 @@ def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsD
     inputs, targets = torch.from_numpy(encoded), torch.from_numpy(labels)
     parts, choices = (train, validation), (*choices, *rule)
     return TensorsDataset(
-        inputs, targets, sizes, parts, choices, columns, table.rows, "data.ignore", table.ids
+        inputs,
+        targets,
+        sizes,
+        parts,
+        choices,
+        columns,
+        table.rows,
+        "data.ignore",
+        table.ids,
+        () if fitted is not None else (_reading(table, config.target, config),),
     )
 
 
@@ -104,26 +125,32 @@ def _split_rows(
     return train, validation, (*choices, *rule)
 
 
-def _move_unrepeated_to_ids(table: Table, train: np.ndarray, config: Tabular) -> Iterator[Choice]:
-    """Turn text columns with few repeated texts into ids; at least one column stays."""
+def _move_unrepeated_to_ids(table: Table, config: Tabular) -> Iterator[Choice]:
+    """Turn text columns with few repeated texts into ids; yield a notice on each."""
     import pyarrow
 
     for name, values in [*table.columns.items()]:
-        if not isinstance(values, TextColumn) or name in config.types or len(table.columns) == 1:
+        if not isinstance(values, TextColumn) or name in config.types:
             continue
-        present_codes = values.codes[train][~missing_cells(values)[train]]
+        present_codes = values.codes[~missing_cells(values)]
         counts = np.bincount(present_codes)
         repeated = int(counts[counts > 1].sum())
         if len(present_codes) >= ID_ROWS and repeated < MIN_REPEATED * len(present_codes):
             table.ids[name] = pyarrow.array(values.words).take(pyarrow.array(values.codes))
             del table.columns[name]
             reason = (
-                f"{repeated:,} of {len(present_codes):,} training rows have a repeated text, too "
-                "few to learn from: not an input, but copied to predictions; to use it as an "
-                f"input: '+{TYPES_KEY}={{{name}: text}}'"
+                f"{repeated:,} of {len(present_codes):,} rows have a repeated text, too few to "
+                "learn from: not an input, but copied to predictions; to use it: "
+                f"{mapping_override(TYPES_KEY, {name: 'text'})}"
             )
-            log.warning("%s: column %r is left out: %s", TYPES_KEY, name, reason)
-            yield Choice(TYPES_KEY, f"{name}: left out", reason)
+            yield notice(TYPES_KEY, f"{name}: left out", reason)
+
+
+def _check_has_inputs(table: Table, left_out: Sequence[Choice]) -> None:
+    if not table.columns:
+        problem = f"{table.path} has no input column besides the target"
+        reasons = [f"{choice.value}: {choice.reason}" for choice in left_out]
+        raise ConfigError("data.target", "; ".join([problem, *reasons]))
 
 
 def fit_columns(table: Table, train: np.ndarray, config: Tabular) -> tuple[Column, ...]:
@@ -157,7 +184,8 @@ def encode(
     width = sum(column.width for column in columns)
     widest = max(columns, key=lambda column: column.width)
     what = f"{width:,} numbers a row, {widest.width:,} of them for column {widest.name!r},"
-    fix = f"leave it out with data.ignore=[{widest.name}]" if fill else "split the file"
+    override = list_override("data.ignore", [widest.name])
+    fix = f"leave it out with {override}" if fill else "split the file"
     check_memory(table.path, FLOAT32_BYTES * table.size * width, what, fix)
     inputs = np.zeros((table.size, width), np.float32)
     rows, offset = np.arange(len(inputs)), 0
@@ -202,7 +230,7 @@ def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> 
             part for part in DATE_PARTS if len(np.unique(_present_values(values, part, train))) > 1
         ]
         parts = varying or ["days"]
-    column = Column(name, missing=unparsed, form=table.forms.get(name, ""), gaps=gaps)
+    column = replace(_reading(table, name, config), missing=unparsed, gaps=gaps)
     for part in parts:
         numbers = _present_values(values, part, train)
         mean, deviation = (
@@ -212,6 +240,15 @@ def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> 
         yield replace(column, mean=mean, deviation=deviation, part=part, fill=fill)
     if gaps:
         yield replace(column, part=MISSING_FLAG)
+
+
+def _reading(table: Table, name: str, config: Tabular) -> Column:
+    """Return how the cells of a column are read, as a column that is not fitted."""
+    declared = name in config.date_formats or config.types.get(name) in MEASURED
+    number_format = table.formats.get(name)
+    is_plain = number_format in (None, NumberFormat())
+    form = table.forms.get(name, "")
+    return Column(name, form=form, format=None if is_plain else number_format, declared=declared)
 
 
 def _present_values(values: np.ndarray, part: str, train: np.ndarray) -> np.ndarray:
@@ -244,7 +281,8 @@ def _standardise(table: Table, column: Column, values: np.ndarray, is_fitted: bo
     if len(infinite_rows := np.flatnonzero(~np.isfinite(scaled))):
         row = int(infinite_rows[0])
         problem = f"{values[row]:g} is an extreme outlier (standard deviation {column.deviation:g})"
-        ways = [] if is_fitted else [f"leave the column out with data.ignore=[{column.name}]"]
+        override = list_override("data.ignore", [column.name])
+        ways = [] if is_fitted else [f"leave the column out with {override}"]
         fix = ", or ".join(["correct it", *ways])
         where = f"{table.rows(row)}, column {column.title!r}"
         raise DataError(f"{table.path}: {where}: {problem}; {fix}")
@@ -262,10 +300,33 @@ def fit_target(
     if task == "regression" and isinstance(target, np.ndarray):
         mean, deviation, choice = fit_target_scale(target, train)
         sizes = Sizes(task, classes=1, target_mean=mean, target_deviation=deviation)
-        return target.astype(np.float32), sizes, (*choices, choice)
+        return target_array(target, deviation), sizes, (*choices, choice)
     names, labels = _class_labels(target)
     check_classes(names, f"{table.path}: column {config.target!r}")
+    _check_class_sizes(names, labels, config, table)
+    similar = similar_labels(names)
+    if similar:
+        choices = (*choices, notice("data.target", config.target, similar))
     return labels, Sizes(task, classes=len(names), class_names=names), choices
+
+
+def _check_class_sizes(
+    names: Sequence[str], labels: np.ndarray, config: Tabular, table: Table
+) -> None:
+    """Raise DataError for texts as classes of about one row each, unless classes are asked for."""
+    if config.task != "auto" or len(names) <= max(MAX_INTEGER_CLASSES, len(labels) / 2):
+        return
+    what = f"{table.path}: column {config.target!r}"
+    problem = f"has {len(names):,} classes in {len(labels):,} rows, such as {names[0][:40]!r}"
+    ways = ["name another data.target", "or keep them with data.task=classification"]
+    if config.target in table.notes:
+        _, key, value = table.notes[config.target]
+        ways.insert(
+            0,
+            f"if they are {value if key == TYPES_KEY else 'date'}s, use "
+            f"{mapping_override(key, {config.target: value})}",
+        )
+    raise DataError(f"{what} {problem}, too few rows of each; {', '.join(ways)}")
 
 
 def _trained_target(
@@ -279,7 +340,7 @@ def _trained_target(
         if isinstance(target, TextColumn):
             problem = f"holds texts such as {target.words[0][:MAX_CELL_CHARS]!r}"
             raise DataError(f"{what} {problem}, but the model was trained on numbers")
-        return target.astype(np.float32)
+        return target_array(target, sizes.target_deviation)
     names, labels = _class_labels(target)
     return remap_labels(names, labels, sizes.class_names, what)
 

@@ -13,9 +13,16 @@ from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.cells import TextColumn
 from runner.data.config import Text
 from runner.data.dataset import Dataset, class_labels
-from runner.data.labels import check_classes, labelled_files, relative_names, remap_labels
+from runner.data.labels import (
+    check_classes,
+    labelled_files,
+    relative_names,
+    remap_labels,
+    similar_labels,
+)
 from runner.data.open import DEFAULT_OPENING, OpenOptions
 from runner.data.paths import existing_path
+from runner.data.problems import notice
 from runner.data.saved_dataset import is_saved
 from runner.data.split import split_samples
 from runner.data.table import read_table, split_values
@@ -91,6 +98,11 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     sequence = config.sequence
     if fitted is None:
         check_classes(classes, str(path))
+        if similar := similar_labels(classes):
+            choices = (
+                *choices,
+                notice("data.path" if folder else "data.target", "labels", similar),
+            )
     else:
         classes, sequence = fitted.sizes.class_names, fitted.sizes.sequence or sequence
     strata = labels if opening.labelled else None

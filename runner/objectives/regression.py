@@ -43,9 +43,9 @@ class RegressionObjective(Objective):
         """Return the mean loss over samples and targets, 0-d."""
         predicted = model_output.logits(output)
         target = self._match_shape(predicted, target)
-        if self.mean or self.deviation != 1.0:
+        if self.mean or self.deviation != 1.0:  # in the target's own precision
             target = (target - self.mean) / self.deviation
-        return self.loss(predicted, target)
+        return self.loss(predicted, target.to(predicted.dtype))
 
     def weight(self, target: Tensor) -> int:
         """Return the number of samples."""
@@ -59,7 +59,7 @@ class RegressionObjective(Objective):
             predicted, target = predicted.cpu(), target.cpu()
         predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
         target = target.double().reshape(len(target), -1)
-        error = predicted - target
+        error, target = predicted - target, target - self.mean  # for precise sums of squares
         losses = self.loss(error / self.deviation, torch.zeros_like(error), reduction="none")
         return {
             "loss": losses.sum(0),
@@ -99,7 +99,7 @@ class RegressionObjective(Objective):
             if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
                 raise _mismatch_error(predicted.shape, target)
             target = target.reshape(predicted.shape)
-        return target.to(predicted.dtype)
+        return target if target.dtype == torch.float64 else target.to(predicted.dtype)
 
 
 def _mismatch_error(shape: torch.Size, target: Tensor) -> UsageError:

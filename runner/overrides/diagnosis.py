@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.data.config import OPTIONS as DATA_OPTIONS
+from runner.data.config import decode_name
 from runner.errors import ConfigError, StorageError, install_command
 from runner.format import nearest
 from runner.models.config import OPTIONS as MODEL_OPTIONS
@@ -30,6 +31,7 @@ from runner.overrides.spelling import (
     sweep_overrides,
 )
 from runner.record import hydra_files
+from runner.record.text import list_override
 
 SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA_OPTIONS, "model": MODEL_OPTIONS}
 CONVERSION_ERROR = re.compile(
@@ -403,5 +405,5 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
         problem = problem.partition(" a valid")[0] + " valid"
         fix = f"use one of {', '.join(members)}"
     if (column := key.removeprefix("data.types.")) != key:
-        fix = f"to leave the column out, use data.ignore=[{column}]"
+        fix = f"to leave the column out, use {list_override('data.ignore', [decode_name(column)])}"
     return ConfigError(f"{file}{key}", problem, fix)

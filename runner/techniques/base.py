@@ -37,6 +37,7 @@ class Choice:
     key: str
     value: Any
     reason: str
+    is_notice: bool = False  # shown on the screen and in the end table
 
 
 @dataclass
