@@ -12,7 +12,14 @@ import torch
 from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
 from runner.data.dataset import TensorsDataset, fit_target_scale, target_array
-from runner.data.labels import MAX_CLASSES, TASKS, check_classes, check_task, guess_task
+from runner.data.labels import (
+    MAX_CLASSES,
+    TASKS,
+    check_classes,
+    check_task,
+    guess_task,
+    remap_labels,
+)
 from runner.data.open import DEFAULT_OPENING, OpenOptions
 from runner.data.paths import existing_path, suggestion
 from runner.data.split import split_samples
@@ -58,7 +65,7 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
     target = np.zeros(len(inputs), np.int64)
     if y is not None:
         y = y[usable] if bad else y
-        target, sizes = _convert_target(inputs, replace(sizes, task=task), y, target_name)
+        target, sizes = _convert_target(inputs, replace(sizes, task=task), y, target_name, trained)
     strata = target if opening.labelled and task == "classification" else None
     train, validation, rule = split_samples(opening, len(inputs), config, str(path), strata)
     if trained is not None:
@@ -142,9 +149,12 @@ def _convert_inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
 
 
 def _convert_target(
-    x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str
+    x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str, trained: Sizes | None
 ) -> tuple[np.ndarray, Sizes]:
-    """Return the targets, and the sizes with those of the targets."""
+    """Return the targets, and the sizes with those of the targets.
+
+    Class numbers with gaps, such as 7 and 40, become indices of the classes.
+    """
     if sizes.task == "regression":
         return target_array(y, float(y.std()) or 1.0), replace(
             sizes, classes=int(np.prod(y.shape[1:]))
@@ -160,7 +170,16 @@ def _convert_target(
     is_fractional = y.dtype.kind == "f" and (y != np.round(y)).any()
     if y.ndim != 1 or is_fractional or not 0 <= y.min() <= y.max() < MAX_CLASSES:
         raise DataError(f"{problem}; classification needs one whole number from 0 per sample")
-    return y.astype(np.int64), replace(sizes, classes=int(y.max()) + 1)
+    labels = y.astype(np.int64)
+    if trained is not None and not trained.class_names:
+        return labels, replace(sizes, classes=int(y.max()) + 1)
+    distinct, indices = np.unique(labels, return_inverse=True)
+    names = tuple(map(str, distinct.tolist()))
+    if trained is not None:
+        return remap_labels(names, indices, trained.class_names, what), sizes
+    if len(distinct) == distinct[-1] + 1:  # without gaps
+        return labels, replace(sizes, classes=len(distinct))
+    return indices.astype(np.int64), replace(sizes, classes=len(distinct), class_names=names)
 
 
 def _infer_task(x: np.ndarray, y: np.ndarray, requested: str) -> tuple[str, str]:

@@ -217,7 +217,8 @@ def select_rows(values: ColumnValues, rows: np.ndarray | slice) -> ColumnValues:
     if isinstance(values, np.ndarray):
         return values[rows]
     codes = values.codes[rows]
-    words = sorted({values.words[code] for code in np.unique(codes).tolist()})
+    present = np.flatnonzero(np.bincount(codes, minlength=len(values.words)))
+    words = sorted({values.words[code] for code in present.tolist()})
     code_of = {word: code for code, word in enumerate(words)}
     return TextColumn(tuple(words), np.array([code_of.get(w, 0) for w in values.words])[codes])
 

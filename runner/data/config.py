@@ -112,7 +112,8 @@ class DataConfig:
     fold: int | None = bounded(None, min=0)  # held-out fold, 0 to folds - 1; required with folds
     split_seed: int = 0  # seed of the split (synthetic: and of the data), independent of `seed`
     bad_samples: BadSamples = BadSamples.stop  # stop: an unusable sample is an error; drop: omit it
-    most_bad: float = bounded(0.1, above=0, below=1)  # largest share of samples that may be dropped
+    # largest share of samples that may be dropped, and of a column's cells with another type
+    most_bad: float = bounded(0.1, above=0, below=1)
     shuffle: bool = True  # training: a new random order in each epoch; false: as stored
     # balanced: equally many training samples per class, rare ones repeated; null: each sample once
     sampler: str | None = None

@@ -139,7 +139,7 @@ def target_array(target: np.ndarray, deviation: float) -> np.ndarray:
     """
     rounded = target.astype(np.float32)
     error = np.abs(rounded - np.asarray(target, np.float64)).max(initial=0.0)
-    return rounded if error <= MAX_ROUNDING * deviation else np.asarray(target, np.float64)
+    return rounded if error <= MAX_ROUNDING * deviation else np.array(target, np.float64)
 
 
 def fit_scale(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -118,9 +118,15 @@ def convert_numbers(
             if any(set_signs):
                 decimal, thousands = (sign or "" for sign in set_signs)
             elif not decimal and not thousands:
-                decimal, thousands = _recognise_signs(column, separator, choices)
+                decimal, thousands = _recognise_signs(column, choices)
             decimal = "," if thousands == "." else decimal
-            _convert_signs(column, decimal, thousands, path)
+            _remove_thousands(column, thousands)
+            if not decimal and thousands != ",":
+                decimal = _recognise_comma(column, separator, choices)
+            if not decimal and not thousands:
+                choices += _warn_ambiguous(column)
+            if decimal == ",":
+                _convert_commas(column, path)
         formats[name] = NumberFormat(decimal, thousands, unit)
         columns[name] = pyarrow.chunked_array([column.column])
     with_comma = [name for name, form in formats.items() if form.decimal == ","]
@@ -212,9 +218,7 @@ def _looks_numeric(column: _EncodedColumn, share: float) -> bool:
     return numbers > column.count(CODE) * numbers and numbers >= (1 - share) * column.counts.sum()
 
 
-def _recognise_signs(
-    column: _EncodedColumn, separator: str, choices: list[Choice]
-) -> tuple[str, str]:
+def _recognise_signs(column: _EncodedColumn, choices: list[Choice]) -> tuple[str, str]:
     """Return decimal and thousands signs of a column; "": none, or ambiguous."""
     candidates = []
     for thousands, decimal in SIGN_PAIRS:
@@ -232,27 +236,33 @@ def _recognise_signs(
         if decimal == ",":
             choices.append(Choice("data.decimal", "comma", reason))
         return decimal, thousands[0]
-    is_certain = separator != "," and column.count(COMMA, GROUPED_BY_COMMA)
-    if is_certain and not column.count(POINT) and not column.count(GROUPED_BY_COMMA, COMMA):
-        reason = f"column {column.name!r} holds numbers such as {column.example(COMMA)}"
-        choices.append(Choice("data.decimal", "comma", reason))
-        return ",", ""
-    choices += _warn_ambiguous(column)
     return "", ""
 
 
-def _convert_signs(column: _EncodedColumn, decimal: str, thousands: str, path: Path) -> None:
-    """Remove thousands separators, and replace decimal commas by points."""
+def _recognise_comma(column: _EncodedColumn, separator: str, choices: list[Choice]) -> str:
+    """Return a comma if it is certainly the decimal sign of a column, else ""."""
+    is_certain = separator != "," and column.count(COMMA, GROUPED_BY_COMMA)
+    if not is_certain or column.count(POINT) or column.count(GROUPED_BY_COMMA, COMMA):
+        return ""
+    reason = f"column {column.name!r} holds numbers such as {column.example(COMMA)}"
+    choices.append(Choice("data.decimal", "comma", reason))
+    return ","
+
+
+def _remove_thousands(column: _EncodedColumn, thousands: str) -> None:
     if thousands:
         signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
         column.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
-    if decimal == ",":
-        if column.count(POINT):
-            problem = f"column {column.name!r} holds {column.example(POINT)}, and the decimal"
-            ways = ["data.decimal=point", "data.thousands=point"]
-            fix = ", ".join([*ways, f"or {list_override('data.ignore', [column.name])}"])
-            raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
-        column.replace(COMMA, ",", ".")
+
+
+def _convert_commas(column: _EncodedColumn, path: Path) -> None:
+    """Replace decimal commas by points; DataError if there are points, too."""
+    if column.count(POINT):
+        problem = f"column {column.name!r} holds {column.example(POINT)}, and the decimal"
+        ways = ["data.decimal=point", "data.thousands=point"]
+        fix = ", ".join([*ways, f"or {list_override('data.ignore', [column.name])}"])
+        raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
+    column.replace(COMMA, ",", ".")
 
 
 def _warn_ambiguous(column: _EncodedColumn) -> list[Choice]:

@@ -239,7 +239,9 @@ class _CsvFile:
             file = io.BufferedReader(stream, SCAN_BYTES)
             header = self._read_header(file, config)
             self.header_bytes, self.size = self.size, 0
-            first_cells = self._split(file.peek(1).partition(b"\n")[0])
+            record, line_end, _ = file.peek(1).partition(b"\n")
+            is_whole = line_end and record.count(b'"') % 2 == 0
+            first_cells = self._split(record) if is_whole else []
             self.names, self.unnamed = _name_columns(self._split(header), first_cells)
             self._check_separator(config.separator, header.decode())
             self._scan_rows(file, isinstance(config, Tabular))

@@ -71,7 +71,7 @@ def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsD
     if fitted is None:
         left_out = [*_move_unrepeated_to_ids(table, config)]
         notices = [*describe_notes(table, {choice.value.partition(":")[0] for choice in left_out})]
-        _check_has_inputs(table, left_out)
+        _check_has_inputs(table, [*table.choices, *left_out])
         columns = fit_columns(table, train, config)
         encoded, unknown = encode(table, columns, config.missing.value)
         rule = (*rule, *left_out, *notices, *_column_choices(columns))
@@ -146,10 +146,10 @@ def _move_unrepeated_to_ids(table: Table, config: Tabular) -> Iterator[Choice]:
             yield notice(TYPES_KEY, f"{name}: left out", reason)
 
 
-def _check_has_inputs(table: Table, left_out: Sequence[Choice]) -> None:
+def _check_has_inputs(table: Table, choices: Sequence[Choice]) -> None:
     if not table.columns:
         problem = f"{table.path} has no input column besides the target"
-        reasons = [f"{choice.value}: {choice.reason}" for choice in left_out]
+        reasons = [f"{x.value}: {x.reason}" for x in choices if x.is_notice and x.key == TYPES_KEY]
         raise ConfigError("data.target", "; ".join([problem, *reasons]))
 
 

@@ -151,4 +151,7 @@ def _describe_misfit(kind: str, requirements: ModelRequirements, sizes: Sizes) -
         needs = f"is for {' or '.join(requirements.tasks)}"
     options = [f"model={name}" for name, other in BUILT_IN_MODELS.items() if other.fits(sizes)]
     fix = f"use {' or '.join(options)}" if options else "set your own model with model._target_"
+    if sizes.vocab and not sizes.class_names and "in_features" in requirements.missing(sizes):
+        # whole numbers of an array
+        fix = f"if they are features, save x as float32; only if they are token ids, {fix}"
     return f"{kind} {needs}, but the data is for {sizes.task} and gives {stated}", fix

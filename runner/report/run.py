@@ -40,6 +40,7 @@ OPTIMISTIC_NOTE = "the val metrics are optimistic: they also chose the best chec
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What jobs that do not train did."""
 COLUMN_HEADS = ("column", "taken for", "missing cells in training rows")
+MAX_NOTICES = 10  # of choices about data, in the end table
 DATA_CHOICES = ("data.unknown_categories", "data.bad_samples", "data.missing")
 """Choices about the data that the result of such a job depends on."""
 
@@ -238,6 +239,10 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
         ("columns", kinds),
         ("trained", trained),
     ]
+    notices = [x for x in summary.choices if x.is_notice and not full]
+    shown = [(x.key, f"{x.value}: {x.reason}") for x in notices[:MAX_NOTICES]]
+    others = f"{len(notices) - MAX_NOTICES:,} more in report.md"
+    last_rows += [*shown, ("notices", others if len(notices) > MAX_NOTICES else "")]
     return rows + last_rows
 
 

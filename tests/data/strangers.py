@@ -300,7 +300,7 @@ STRANGERS = [
     Stranger("columns in another order, numbers shifted", write_shifted, shifted_rows, "buys"),
     Stranger(
         "gaps and words for them", write_patients, patients_rows, "buys",
-        said="missing cells of",
+        (*MLP, "+data.types={age: number}"), said="missing cells of",
     ),
     Stranger(
         "dates, ids and flags", write_orders, orders_rows, "returned",

@@ -47,7 +47,8 @@ def chosen(source: TensorsDataset) -> dict[str, Any]:
 
 def assert_equal(a: TensorsDataset, b: TensorsDataset) -> None:
     assert torch.equal(a.inputs, b.inputs) and torch.equal(a.target, b.target)
-    assert (a.sizes, a.columns) == (b.sizes, b.columns)
+    plain = [tuple(replace(c, format=None) for c in source.columns) for source in (a, b)]
+    assert a.sizes == b.sizes and plain[0] == plain[1]
 
 
 GERMAN = "".join([HEADER, *ROWS])
@@ -107,7 +108,7 @@ def test_an_index_without_a_name_is_left_out_and_other_such_columns_refused(
     later = OpenOptions(fitted=fitted, evaluates=True, labelled=False)
     for name in (path, write(tmp_path, PLAIN)):  # later data may have it as well
         assert len(tabular(Tabular(path=name, target="y"), later).target) == 40
-    for cell in ("x", "-1", "7", "1.5", ""):
+    for cell in ("x", "-1", "7", "1.5"):
         refused = "\n".join([f",{header}", *(f"{cell},{row}" for row in rows)])
         with pytest.raises(DataError, match="data.path: .*: a column has no name, and its cells"):
             opened(write(tmp_path, refused))
@@ -128,7 +129,7 @@ def test_lines_are_counted_with_what_comes_before_the_rows(tmp_path: Path) -> No
 def test_the_first_line_that_cannot_be_decoded_is_named_with_the_key(tmp_path: Path) -> None:
     wrong = "".join([HEADER.replace("ö", "o").replace("ß", "s"), *ROWS])
     undefined = b"1;2;\x81;ja\n"  # in cp1252
-    message = r"line 2 is not UTF-8 text; .*data.encoding=cp1252"
+    message = r"line 2 is not UTF-8 text; .*data.encoding=(?!cp1252)"
     with pytest.raises(DataError, match=message):
         opened(write(tmp_path, wrong.encode("cp1252") + undefined))
     texts = wrong.replace("y\n", "label\n", 1).replace("name", "text", 1).encode("cp1252")
@@ -150,8 +151,8 @@ def test_a_file_that_is_not_utf_8_is_read_as_cp1252_with_a_warning(
     source = opened(path)
     assert_equal(source, opened(write(tmp_path, whole, "utf8.csv")))
     choice = next(choice for choice in source.choices if choice.key == "data.encoding")
-    assert choice.value == "cp1252" and f"not UTF-8 from line {first};" in choice.reason
-    assert f"{path}: read as cp1252: {choice.reason}" in caplog.messages
+    assert choice.value == "cp1252" and f"{path} is not UTF-8 from line {first};" in choice.reason
+    assert f"data.encoding: cp1252: {choice.reason}" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -231,11 +232,15 @@ def test_what_is_not_certain_stays_texts_with_a_hint(
     assert [c.reason for c in source.choices if c.reason.endswith(f"use {hint}")]
 
 
-def test_a_comma_is_not_chosen_beside_a_column_with_points(tmp_path: Path) -> None:
+def test_each_column_has_its_own_decimal_sign_and_two_signs_are_reported(tmp_path: Path) -> None:
     rows = [f"{i},5;{i}.5;{'ab'[i % 2]}" for i in range(20)]
     path = write(tmp_path, "\n".join(["p;q;y", *rows]))
-    assert "data.decimal" in chosen(opened(path))
-    assert [bool(c.values) for c in opened(path).columns] == [True, False]
+    source = opened(path)
+    assert [bool(c.values) for c in source.columns] == [False, False]
+    expected = np.array([i + 0.5 for i in source.train])
+    assert [c.mean for c in source.columns] == pytest.approx([expected.mean()] * 2)
+    reasons = [c.reason for c in source.choices if c.is_notice]
+    assert "'q' have decimal points, but 'p' decimal commas" in reasons[0]
     with pytest.raises(DataError, match=r"'q' holds 0.5, .*comma; use data.decimal=point"):
         opened(path, decimal="comma")
 
@@ -279,10 +284,10 @@ def test_what_a_compressed_file_decompresses_to_must_fit_into_memory(
 ) -> None:
     path = write(tmp_path, gzip.compress(("x,y\n" + "1,a\n" * (4 << 20)).encode()), "bomb.csv.gz")
     monkeypatch.setattr(memory, "available_bytes", lambda: 32 << 20)
-    with pytest.raises(DataError, match=r"bomb.csv.gz: refused: its cells take (33|50),"):
+    with pytest.raises(DataError, match=r"bomb.csv.gz: refused: its cells take \d\d,"):
         opened(path)
     line = write(tmp_path, gzip.compress(b"x" * (16 << 20)), "line.csv.gz")
-    with pytest.raises(DataError, match=r"line.csv.gz: refused: its cells take 33,"):
+    with pytest.raises(DataError, match=r"line.csv.gz: refused: its cells take \d\d,"):
         opened(line)
     monkeypatch.undo()
     cut = write(tmp_path, Path(path).read_bytes()[:-2000], "cut.csv.gz")

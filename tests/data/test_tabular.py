@@ -111,12 +111,18 @@ def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
     assert source.rows(5) == "line 8"  # rows keep the name of their line
 
 
-def test_a_text_among_numbers_is_a_bad_row_where_such_are_left_out(tmp_path: Path) -> None:
+def test_a_few_texts_among_numbers_are_bad_cells_named_by_line(tmp_path: Path) -> None:
     path = write(tmp_path, *ROWS, "9,12a,red,yes")
     assert "column 'income': 12a is not a finite number" in dropped(path).choices[0].reason
-    assert opened(path).sizes.in_features >= 1 + 33 + 3  # else a column of texts
+    message = r"line 42, column 'income': 12a is not .*'\+data.types=\{income: number\}', or run"
+    with pytest.raises(DataError, match=message):
+        opened(path)
     mixed = [row.replace("red", "7") for row in ROWS]  # a third is blue
     assert dropped(write(tmp_path, *mixed)).sizes.in_features == 5
+    edge = [f"{i},{i if i % 10 else 'x'},red,{'yes' if i % 2 else 'no'}" for i in range(40)]
+    assert dropped(write(tmp_path, *edge)).columns[1].values == ()  # 90 % are numbers
+    edge[1] = "1,x,red,yes"
+    assert dropped(write(tmp_path, *edge)).columns[1].values
 
 
 def test_more_bad_rows_than_the_stated_share_are_an_error(tmp_path: Path) -> None:
@@ -126,6 +132,11 @@ def test_more_bad_rows_than_the_stated_share_are_an_error(tmp_path: Path) -> Non
     path = write(tmp_path, *ROWS, *ROWS, *["9,NA,red,yes"] * 8)
     told = opened(path, missing=Missing.drop).choices[0]
     assert told.value == "8 of 88 left out" and told.reason.endswith("and 3 more")
+    path = write(tmp_path, *ROWS, *["9,NA,red,yes"] * 60)  # asked for, so no limit
+    told = opened(path, missing=Missing.drop).choices[0]
+    assert told.value == "60 of 100 left out" and told.is_notice
+    with pytest.raises(DataError, match="no row is without a missing value"):
+        opened(write(tmp_path, *["9,NA,red,yes", "9,,red,no"] * 20), missing=Missing.drop)
     with pytest.raises(ConfigError, match=r"data.most_bad: must be > 0 and < 1, got 1.0"):
         dropped(path, most_bad=1.0)
 
