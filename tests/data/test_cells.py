@@ -330,7 +330,7 @@ def test_a_line_of_another_encoding_is_named_and_no_encoding_suggested_that_does
     path.write_bytes(text.encode() + "7,Köln\n".encode("cp1252"))
     with pytest.raises(DataError, match="line 62 is not UTF-8 text; correct it"):
         opened(path)
-    path.write_bytes(text.replace("Köln", "Mål").encode("mac-roman") + b"1,\x81\n2,\x81\n")
+    path.write_bytes(text.replace("Köln", "Mål").encode("mac-roman") + b"1,\x8f\n2,\x8f\n")
     for changes in ({"encoding": "cp1252"}, {}):
         with pytest.raises(DataError, match="data.encoding=mac-roman$"):
             opened(path, **changes)
@@ -356,8 +356,9 @@ NAMES = ["Größe (m²)", "a b", "x.y", "b [1]", "c{d}: e", 'q"s', "plain", "50%
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_override_in_a_message_can_be_typed_and_has_its_effect(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str
 ) -> None:
+    held_out = int(opened(write(tmp_path, z=NUMBERS)).validation[0])
     kinds: dict[str, tuple[list[Any], str]] = {
         "unit": ([f"{number} kg" for number in NUMBERS], "number"),
         "words": (["ca. 1", "2.5", "3"] * (ROWS // 3), "number"),
@@ -366,8 +367,7 @@ def test_each_override_in_a_message_can_be_typed_and_has_its_effect(
         "codes": ([f"0{i % 50}" for i in range(ROWS)], "number"),
         "notes": ([f"note {i}" for i in range(ROWS)], "text"),
         "bad cell": ([*NUMBERS[:-1], "n/k"], "number"),
-        "outlier": ([*["1e-30"] * (ROWS - 1), "1e30"], "ignored"),
-        "typo": (NUMBERS, "ignored"),
+        "outlier": ([1e30 if i == held_out else i * 1e-30 for i in range(ROWS)], "ignored"),
     }
     for kind, (cells, effect) in kinds.items():
         table = pyarrow.table({name: list(map(str, cells)), "z": NUMBERS, "y": ["a", "b"] * 60})
@@ -376,11 +376,8 @@ def test_each_override_in_a_message_can_be_typed_and_has_its_effect(
         rest = [f"{z},{y}" for z, y in zip(NUMBERS, ["a", "b"] * 60, strict=True)]
         path.write_text("\n".join(map(",".join, zip(quoted, ["z,y", *rest], strict=True))))
         base = ["data=tabular", f"data.path={path}", "data.target=y"]
-        wrong = ["data.ignore=['" + "plan" + "']"] if kind == "typo" and name == "plain" else []
-        if kind == "typo" and not wrong:
-            continue
         try:
-            message = notices(tabular(cast("Tabular", runs.config(*base, *wrong).data)))
+            message = notices(tabular(cast("Tabular", runs.config(*base).data)))
         except RunnerError as error:
             message = str(error)
         typed = overrides_in(message)
