@@ -20,13 +20,12 @@ from runner.data.open import OpenOptions, open_data
 from runner.data.order import permutation
 from runner.data.preprocessing import NAME as PREPROCESSING
 from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
-from runner.data.problems import notice
 from runner.errors import ConfigError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.objectives.build import adapt_sizes
 from runner.record.storage import read_file
 from runner.security.files.policy import FilePolicy
-from runner.techniques.base import Choice, RunBuilder
+from runner.techniques.base import Choice, RunBuilder, notice
 from runner.training.hook import Hook
 from runner.training.resume import check_own_data
 

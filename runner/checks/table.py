@@ -18,7 +18,7 @@ from runner.data.batch import Column, RowNames
 from runner.data.order import splitmix
 from runner.errors import DataError
 from runner.findings import Reason, Severity
-from runner.record.text import list_override
+from runner.record.column_overrides import list_override
 from runner.techniques.base import Choice
 
 MIN_ROWS = 20  # fewer rows may have a constant column by chance

@@ -74,13 +74,8 @@ def sign_of(word: str | None) -> str | None:
     return SIGNS.get(word or "", word)
 
 
-def encode_name(name: str) -> str:
-    """Return a column's name with letters that Hydra reads in a dictionary."""
-    return ENCODED_NAME + name.encode().hex()
-
-
 def decode_name(name: str) -> str:
-    """Return the name that `encode_name` encoded; other names unchanged."""
+    """Return the name that `runner.overrides.column_names` encoded; other names unchanged."""
     try:
         digits = name.removeprefix(ENCODED_NAME)
         return name if digits == name else bytes.fromhex(digits).decode()

@@ -21,11 +21,10 @@ from runner.data.cells import (
 )
 from runner.data.config import SIGNS, Tabular, sign_of
 from runner.data.preprocessing import Preprocessing
-from runner.data.problems import notice
 from runner.errors import DataError
 from runner.format import join_names
-from runner.record.text import list_override
-from runner.techniques.base import Choice
+from runner.record.column_overrides import list_override
+from runner.techniques.base import Choice, notice
 
 SPACES, APOSTROPHES = " \u00a0\u202f", "'’"
 GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import Counter
@@ -17,8 +16,8 @@ from runner.data.paths import suggestion
 from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES, examples
 from runner.errors import ConfigError, DataError, with_fix
 from runner.format import join_names, nearest
+from runner.record.column_overrides import list_value, mapping_override, mapping_value, quote_name
 from runner.record.provenance import changed_command
-from runner.record.text import list_value, mapping_override, mapping_value, quote_name
 from runner.techniques.base import Choice
 
 MISSING_KEY = "data.missing"
@@ -29,14 +28,6 @@ UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
 MAX_DROPPED = 0.5  # share of rows that a suggested command may drop
 MAX_COMMAND_CHARS = 2_000  # characters; a longer command is left out
-
-log = logging.getLogger(__name__)
-
-
-def notice(key: str, value: object, reason: str) -> Choice:
-    """Return a choice that is shown in the end table, and log it."""
-    log.warning("%s: %s: %s", key, value, reason)
-    return Choice(key, value, reason, is_notice=True)
 
 
 @dataclass

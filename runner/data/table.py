@@ -37,14 +37,13 @@ from runner.data.problems import (
     MISSING_KEY,
     TYPES_KEY,
     TableProblems,
-    notice,
 )
 from runner.data.saved_dataset import is_saved
 from runner.data.table_files import TableContent, is_blank, read_content
 from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES
 from runner.errors import ConfigError, DataError
-from runner.record.text import mapping_override
-from runner.techniques.base import Choice
+from runner.record.column_overrides import mapping_override
+from runner.techniques.base import Choice, notice
 
 MAX_WORDS = 100  # texts read as missing that are stored for other data
 KIND_BY_TYPE = {

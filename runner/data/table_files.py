@@ -19,11 +19,10 @@ from runner.data.cells import MAX_WHOLE, MISSING_WORDS, CellKind, CellRules, is_
 from runner.data.config import CsvFormat, Tabular, sign_of
 from runner.data.number_format import convert_numbers, sign_word, use_trained_format
 from runner.data.preprocessing import Preprocessing
-from runner.data.problems import notice
 from runner.device import memory
 from runner.errors import ConfigError, DataError
 from runner.format import count_noun
-from runner.techniques.base import Choice
+from runner.techniques.base import Choice, notice
 
 # pyarrow's comparison is case-sensitive
 MISSING_FORMS = [f for w in MISSING_WORDS for f in {w, w.upper(), w.title(), "NaN", "Na"}]

@@ -43,14 +43,14 @@ from runner.data.labels import (
     similar_labels,
 )
 from runner.data.open import DEFAULT_OPENING, OpenOptions
-from runner.data.problems import MISSING_KEY, TYPES_KEY, notice
+from runner.data.problems import MISSING_KEY, TYPES_KEY
 from runner.data.split import split_samples
 from runner.data.table import MEASURED, Table, describe_notes, read_table, split_values
 from runner.data.table_files import check_memory
 from runner.errors import ConfigError, DataError
 from runner.format import join_names
-from runner.record.text import list_override, mapping_override
-from runner.techniques.base import Choice
+from runner.record.column_overrides import list_override, mapping_override
+from runner.techniques.base import Choice, notice
 
 FLOAT32_BYTES = 4  # bytes of a float32
 CATEGORIES_KEY = "data.categories"

@@ -22,13 +22,12 @@ from runner.data.labels import (
 )
 from runner.data.open import DEFAULT_OPENING, OpenOptions
 from runner.data.paths import existing_path
-from runner.data.problems import notice
 from runner.data.saved_dataset import is_saved
 from runner.data.split import split_samples
 from runner.data.table import read_table, split_values
 from runner.data.usable import lacks_resources, usable_indices
 from runner.errors import ConfigError, DataError
-from runner.techniques.base import Choice
+from runner.techniques.base import Choice, notice
 
 PADDING = 256  # after the 256 bytes
 LENGTH_MULTIPLE = 8  # of a batch's length: few shapes to compile for, and what tensor cores take

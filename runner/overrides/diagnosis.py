@@ -31,7 +31,7 @@ from runner.overrides.spelling import (
     sweep_overrides,
 )
 from runner.record import hydra_files
-from runner.record.text import list_override
+from runner.record.column_overrides import list_override
 
 SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA_OPTIONS, "model": MODEL_OPTIONS}
 CONVERSION_ERROR = re.compile(

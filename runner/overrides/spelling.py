@@ -6,26 +6,20 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from runner.data.config import DataConfig, encode_name
+from runner.data.config import DataConfig
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
 from runner.overrides.groups import GROUP_ALIASES, USER_CLASS_GROUPS, group_options
-from runner.record.text import PLAIN_NAME, quote_for_hydra, quote_for_shell
+from runner.record.text import quote_for_shell
 
 OVERRIDE_PATTERN = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
-NAMES_PATTERN = re.compile(
-    r"(?P<sign>\+\+|\+|)(?P<key>data\.(?:types|date_formats))"
-    r"(?:\.(?P<name>[^=]+))?=(?P<value>.*)",
-    re.DOTALL,
-)
+NAMED_KEYS = re.compile(r"\+{0,2}data\.(types|date_formats)[.=]")  # of columns
 SHARED_KEYS = {
     "data": {f.name for f in fields(DataConfig)},  # how data is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
@@ -68,7 +62,10 @@ class CliOverride:
 
 def parse_override(text: str) -> CliOverride:
     """Parse an override. Raises ConfigError if it is invalid."""
-    text = _encode_names(text)
+    if NAMED_KEYS.match(text):
+        from runner.overrides.column_names import encode_names  # imported only if used
+
+        text = encode_names(text)
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -77,7 +74,7 @@ def parse_override(text: str) -> CliOverride:
         key, _, value = text.partition("=")
         reason = " ".join(str(error).partition("\nSee ")[0].splitlines()[-1].split())
         fix = f"values with special characters are quoted twice: {quote_for_shell(key, value)}"
-        if NAMES_PATTERN.fullmatch(text):
+        if NAMED_KEYS.match(text):
             example = f"'+{key.lstrip('+')}={{\"a (b)\": …}}'"
             fix = f"names with special characters are in double quotes: {example}"
         problem = f"{text} cannot be read ({reason})"
@@ -86,35 +83,6 @@ def parse_override(text: str) -> CliOverride:
     if match is None:
         raise ConfigError(text, "names no key", "write key=value")
     return CliOverride(match["sign"], match["key"], match["rest"], parsed)
-
-
-def _encode_names(text: str) -> str:
-    """Encode names of columns that Hydra cannot read in a dictionary, or as a part of a key.
-
-    Such a dictionary is read as YAML: `+data.types={"Größe (m²)": number}`.
-    """
-    match = NAMES_PATTERN.fullmatch(text)
-    if match is None:
-        return text
-    values: Any = {match["name"]: match["value"]}
-    if match["name"] is None:
-        try:
-            values = yaml.load(match["value"], yaml.BaseLoader)  # noqa: S506  # makes texts only
-        except yaml.YAMLError:
-            return text
-    if not isinstance(values, dict) or not all(isinstance(x, str) for x in values.values()):
-        return text
-    if match["name"] is None and all(map(PLAIN_NAME.fullmatch, values)):
-        return text
-    pairs = (
-        (name if PLAIN_NAME.fullmatch(name) else encode_name(name), value.strip("'\""))
-        for name, value in values.items()
-    )
-    items = (
-        f"{name}: {value if value.isidentifier() else quote_for_hydra(value)}"
-        for name, value in pairs
-    )
-    return f"{match['sign'] or '+'}{match['key']}={{{', '.join(items)}}}"
 
 
 def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -105,37 +104,6 @@ def quote_for_shell(key: str, value: object) -> str:
     if UNQUOTED.fullmatch(text):
         return f"{key}={text}"
     return shlex.quote(f"{key}={quote_for_hydra(text, 'double')}")
-
-
-def quote_name(name: str) -> str:
-    """Return the name of a column, quoted for a Hydra override if needed."""
-    return name if PLAIN_NAME.fullmatch(name) else quote_for_hydra(name, "double")
-
-
-def list_value(names: Sequence[str]) -> str:
-    """Return names of columns as the value of a Hydra override."""
-    return f"[{','.join(map(quote_name, names))}]"
-
-
-def mapping_value(values: Mapping[str, str]) -> str:
-    """Return names of columns and values as the value of an override; both quoted as in YAML."""
-    quoted = [
-        text if PLAIN_NAME.fullmatch(text) else json.dumps(text, ensure_ascii=False)
-        for pair in values.items()
-        for text in pair
-    ]
-    return f"{{{', '.join(map(': '.join, zip(quoted[::2], quoted[1::2], strict=True)))}}}"
-
-
-def list_override(key: str, names: Sequence[str]) -> str:
-    """Return `key=[…]` as it is typed in a shell."""
-    text = f"{key}={list_value(names)}"
-    return shlex.quote(text) if '"' in text else text
-
-
-def mapping_override(key: str, values: Mapping[str, str]) -> str:
-    """Return `'+key={name: value}'` as it is typed in a shell."""
-    return shlex.quote(f"+{key}={mapping_value(values)}")
 
 
 def resume_argument(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from runner.techniques.recompute import RecomputedBlocks
     from runner.training.run import Recovery, Run
 
+log = logging.getLogger(__name__)
 
 TRIALS = "optimization.trials"  # key in checkpoints of the results of runner.training.trials
 TRIAL_SHARE = 0.02  # share of a run's steps that trials may take
@@ -38,6 +40,12 @@ class Choice:
     value: Any
     reason: str
     is_notice: bool = False  # shown on the screen and in the end table
+
+
+def notice(key: str, value: object, reason: str) -> Choice:
+    """Return a choice that is shown in the end table, and log it."""
+    log.warning("%s: %s: %s", key, value, reason)
+    return Choice(key, value, reason, is_notice=True)
 
 
 @dataclass
