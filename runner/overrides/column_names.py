@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from runner.data.config import ENCODED_NAME
 from runner.record.text import PLAIN_NAME, quote_for_hydra
