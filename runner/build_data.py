@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,7 +136,7 @@ def read_preprocessing(
         if stored is None and evaluates:
             check_own_data(checkpointer.restore(path), settings)
     elif evaluates and weights is not None:
-        path = Path(weights).expanduser()
+        path = Path(os.path.expanduser(weights))
         sibling = (path if path.is_dir() else path.parent) / PREPROCESSING
         if sibling.is_file():
             stored = sibling, read_file(sibling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -124,4 +125,4 @@ def source_of(config: DataConfig) -> str:
         arguments = ", ".join(f"{key}={value!r}" for key, value in sorted(config.arguments.items()))
         return f"{config._target_}({arguments})"
     path = getattr(config, "path", "")
-    return str(Path(path).expanduser().resolve()) if path else ""
+    return str(Path(os.path.expanduser(path)).resolve()) if path else ""

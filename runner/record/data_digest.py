@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
@@ -18,7 +19,7 @@ def digest_files(paths: Iterable[str]) -> dict[str, Any]:
 
     `of` says which bytes were hashed. Raises OSError.
     """
-    files = [file for path in paths for file in _files(Path(path).expanduser())]
+    files = [file for path in paths for file in _files(Path(os.path.expanduser(path)))]
     sizes = [file.stat().st_size for _, file in files]
     total, digest = sum(sizes), hashlib.sha256()
     for (name, _), size in zip(files, sizes, strict=True):

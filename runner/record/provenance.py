@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import __version__
+from runner.module_path import python_command
 from runner.record.storage import read_record, replace_text
 
 PACKAGES = "torch numpy hydra-core omegaconf safetensors tensorboard triton".split()
@@ -44,7 +45,7 @@ def command() -> str:
     arguments = _arguments()
     if arguments is None:
         return shlex.join(["python", *sys.argv])
-    return shlex.join(["python", "-m", "runner", *arguments])
+    return shlex.join([*python_command(), *arguments])
 
 
 def changed_command(changes: Mapping[str, str]) -> str:
@@ -54,7 +55,7 @@ def changed_command(changes: Mapping[str, str]) -> str:
     unchanged = [
         t for t in arguments or () if not f"{t.partition('=')[0].lstrip('+')}.".startswith(keys)
     ]
-    prefix = [] if arguments is None else ["python", "-m", "runner"]
+    prefix = [] if arguments is None else python_command()
     return shlex.join([*prefix, *unchanged, *(f"{key}={value}" for key, value in changes.items())])
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from runner.errors import StorageError
 from runner.format import count_noun, metric, seconds, short_path, size, technique_status
+from runner.module_path import python_command
 from runner.record import history
 from runner.record import markdown as md
 from runner.record.console import facts_table, plain_text
@@ -157,7 +158,7 @@ def _replay_command(folder: Path, faults: list[Fault]) -> str:
     """Return the command that replays the first captured step; "" if there is none."""
     first = history.first_capture(faults)
     where = shlex.quote(f"replay.path={short_path(folder / first)}")
-    return f"python -m runner job=replay {where}" if first else ""
+    return f"{' '.join(python_command())} job=replay {where}" if first else ""
 
 
 def _format_tool(cost: Cost, summary: Summary) -> str:
@@ -387,4 +388,4 @@ def _tensorboard_command(folder: Path) -> str:
         return ""
     parents = [folder.absolute(), *folder.absolute().parents]
     outputs = short_path(next((path for path in parents if path.name == "outputs"), folder))
-    return f"python -m runner.report --tensorboard {shlex.quote(outputs)}"
+    return shlex.join([*python_command("runner.report"), "--tensorboard", outputs])

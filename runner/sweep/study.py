@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,7 @@ class StudyFile:
         """Open or create the study; `folder` is the sweep's. Raises StorageError."""
         self.plan, self.folder = plan, folder.absolute()
         storage = plan.settings.storage
-        self.path = Path(storage).expanduser() if storage else folder / "search.db"
+        self.path = Path(os.path.expanduser(storage)) if storage else folder / "search.db"
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:
