@@ -88,6 +88,9 @@ def open_run_data(
             config, {} if evaluates_all else split_paths.paths, applied, opening, resolve
         )
         choices += more
+    for choice in data.choices:
+        if choice.key == "data.path" and choice.reason.startswith("left out"):
+            log.info("%s: %s", choice.value, choice.reason)
     hooks = list[Hook]()
     if data.choices or (isinstance(data, TensorsDataset) and data.named_columns()):
         from runner.table_report import check_data_table

@@ -43,6 +43,7 @@ class Preprocessing:
     decimal: str = ""  # sign of the numbers in a csv, as data.decimal names it; "": a point
     thousands: str = ""  # likewise, as data.thousands
     tokenizer: str = ""  # sha256 of its vocabulary
+    pixel_range: tuple[float, ...] = ()  # of images of more than 8 bits: lowest and highest value
     format: int = FORMAT
 
     @classmethod
@@ -58,7 +59,7 @@ class Preprocessing:
         rule = config.split.name if config.split else choices.get("data.split", "random")
         fitted = data.sizes, data.columns, getattr(config, "target", ""), tuple(data.ids)
         split = rule, config.folds or 0, config.fold or 0
-        signs = decimal, thousands, getattr(data, "tokenizer", "")
+        signs = decimal, thousands, getattr(data, "tokenizer", ""), getattr(data, "pixel_range", ())
         return cls(kind_of(config), source_of(config), *fitted, *split, *signs)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
@@ -82,9 +83,9 @@ class Preprocessing:
         return described
 
     def dump(self) -> bytes:
-        """Serialize to JSON, UTF-8."""
+        """Serialize to JSON, UTF-8; a path may have bytes that are not."""
         text = json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
-        return (text + "\n").encode()
+        return (text + "\n").encode("utf-8", "surrogatepass")
 
     def check_kind(self, config: DataConfig) -> None:
         """Raise ConfigError for data of another kind than the fitted one."""
