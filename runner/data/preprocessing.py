@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.data.batch import Column, ColumnUse, Sizes
 from runner.errors import CheckpointError, ConfigError
@@ -44,6 +44,7 @@ class Preprocessing:
     thousands: str = ""  # likewise, as data.thousands
     tokenizer: str = ""  # sha256 of its vocabulary
     pixel_range: tuple[float, ...] = ()  # of images of more than 8 bits: lowest and highest value
+    files: dict[str, Any] = field(default_factory=dict)  # `DataFiles.describe`; {}: no files
     format: int = FORMAT
 
     @classmethod

@@ -6,20 +6,24 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+DATA_PATH_KEYS = ("path", "validation_path", "test_path")  # keys of the files that a run reads
 MAX_FULL_BYTES = 2**26  # total bytes up to which all are read
 BLOCK_COUNT, BLOCK_BYTES = 1024, 2**14  # of larger data: this many blocks, evenly spaced
 
 
-def digest_files(paths: Iterable[str]) -> dict[str, Any]:
+def digest_files(paths: Iterable[str], name: str = "") -> dict[str, Any]:
     """Return sha256 over the names, sizes and bytes of all files in `paths`.
 
-    `of` says which bytes were hashed. Raises OSError.
+    `of` says which bytes were hashed; `name` replaces that of a single file. Raises OSError.
     """
     files = [file for path in paths for file in _files(Path(os.path.expanduser(path)))]
+    if name and len(files) == 1 and files[0][0] == files[0][1].name:
+        files = [(name, files[0][1])]
     sizes = [file.stat().st_size for _, file in files]
     total, digest = sum(sizes), hashlib.sha256()
     for (name, _), size in zip(files, sizes, strict=True):
@@ -39,9 +43,43 @@ def digest_files(paths: Iterable[str]) -> dict[str, Any]:
     return {"sha256": digest.hexdigest(), "of": coverage, "files": len(files), "bytes": total}
 
 
+class DataFiles:
+    """The files that a run reads, and their digest, computed once."""
+
+    def __init__(self, data: object) -> None:
+        """Find the paths in the config of `data`."""
+        named = {f"data.{key}": getattr(data, key, None) for key in DATA_PATH_KEYS}
+        named = {key: path for key, path in named.items() if path and path != "???"}
+        self.paths = {k: str(Path(os.path.expanduser(p)).absolute()) for k, p in named.items()}
+
+    @cached_property
+    def digest(self) -> dict[str, Any]:
+        """The digest of all files, as provenance.json has it. Raises OSError."""
+        return digest_files(self.paths.values())
+
+    def describe(self) -> dict[str, Any]:
+        """Return paths and digests for preprocessing.json: of all files, and of data.path alone.
+
+        Raises OSError.
+        """
+        if not self.paths:
+            return {}
+        own = self.digest if len(self.paths) == 1 else digest_files([self.paths["data.path"]])
+        return {"paths": self.paths, "sha256": self.digest["sha256"], "own": own["sha256"]}
+
+
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Return (name, path) of a file, or of all files in a folder by relative name."""
+    """Return (name, path) of a file, or of all files in a folder by relative name.
+
+    Hidden files, and the outputs of runs, are not read as data.
+    """
     if path.is_file():
         return [(path.name, path)]
-    files = (file for file in path.rglob("*") if file.is_file())
-    return sorted((file.relative_to(path).as_posix(), file) for file in files)
+    outputs = Path("outputs").absolute()
+    names = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
+    return sorted(
+        (name.as_posix(), file)
+        for name, file in names
+        if not any(part.startswith(".") for part in name.parts)
+        and not file.absolute().is_relative_to(outputs)
+    )

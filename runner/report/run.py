@@ -41,7 +41,10 @@ OPTIMISTIC_NOTE = "the val metrics are optimistic: they also chose the best chec
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What jobs that do not train did."""
 COLUMN_HEADS = ("column", "taken for", "missing cells in training rows")
-DATA_CHOICES = ("data.unknown_categories", "data.bad_samples", "data.missing")
+DATA_CHOICES = (
+    *("data.unknown_categories", "data.bad_samples", "data.missing"),
+    "data.trained_rows",
+)
 """Choices about the data that the result of such a job depends on."""
 
 

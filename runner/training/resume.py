@@ -25,7 +25,14 @@ from runner.training.run import Progress, Run
 log = logging.getLogger("runner")
 
 
-UNCOMPARED_KEYS = ("name", "checkpoint.resume", "job.kind", "evaluate.export", "predict.format")
+UNCOMPARED_KEYS = (
+    "name",
+    "data.changed",
+    "checkpoint.resume",
+    "job.kind",
+    "evaluate.export",
+    "predict.format",
+)
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
 
