@@ -29,7 +29,7 @@ from runner.data.preprocessing import (
 from runner.errors import ConfigError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.objectives.build import adapt_sizes
-from runner.record.data_digest import DataFiles
+from runner.record.data_digest import CHANGED_FIX, DataFiles, change_problem
 from runner.record.storage import read_file
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice, RunBuilder
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from runner.data.split_paths import SplitPaths
 
 log = logging.getLogger("runner")
-CHANGED_FIX = "restore the file, or to go on with it as it is: data.changed=accept"
 Resolve = Callable[[str, str], Any]
 
 
@@ -180,11 +179,11 @@ def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles)
         if fitted.source == source_of(data):
             log.warning("%s is not checked for changes: the checkpoint has no digest of it", path)
         return fitted
-    other = {k: (p, before.get("paths", {}).get(k)) for k, p in files.paths.items()}
-    other = {key: pair for key, pair in other.items() if pair[0] != pair[1]}
-    then, now = str(before.get("sha256")), "" if other else str(describe_files(files).get("sha256"))
-    if not other and then != now:
-        problem = change_problem(path, then, now)
+    earlier, then = before.get("paths", {}), str(before.get("sha256"))
+    pairs = {key: (files.paths.get(key), earlier.get(key)) for key in {**earlier, **files.paths}}
+    other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if not other and describe_files(files).get("sha256", then) != then:
+        problem = change_problem(files, "the run was trained on it", then)
         if data.changed is not DataChanged.accept:
             raise ConfigError("data.path", problem, CHANGED_FIX)
         log.warning("data.path: %s (data.changed=accept)", problem)
@@ -196,12 +195,6 @@ def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles)
     if not trains:
         return fitted
     return replace(fitted, source=source_of(data), files=describe_files(files))
-
-
-def change_problem(path: str, then: str, now: str) -> str:
-    """Return the message about data that have another digest than in training."""
-    digests = f"sha256 {then[:12]}… then, {now[:12]}… now"
-    return f"{path} has changed since the run was trained on it: {digests}"
 
 
 def describe_files(files: DataFiles) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DATA_PATH_KEYS = ("path", "validation_path", "test_path")  # keys of the files that a run reads
+CHANGED_FIX = "restore the file, or to go on with it as it is: data.changed=accept"
 MAX_FULL_BYTES = 2**26  # total bytes up to which all are read
 BLOCK_COUNT, BLOCK_BYTES = 1024, 2**14  # of larger data: this many blocks, evenly spaced
 
@@ -66,6 +67,13 @@ class DataFiles:
             return {}
         own = self.digest if len(self.paths) == 1 else digest_files([self.paths["data.path"]])
         return {"paths": self.paths, "sha256": self.digest["sha256"], "own": own["sha256"]}
+
+
+def change_problem(files: DataFiles, since: str, then: str) -> str:
+    """Return the message about files with another digest than `then`. Raises OSError."""
+    now = files.digest["sha256"]
+    digests = f"sha256 {then[:12]}… then, {now[:12]}… now"
+    return f"{files.paths['data.path']} has changed since {since}: {digests}"
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:

@@ -29,7 +29,7 @@ def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """Return a sha256 of the overrides in any order, without keys of execution."""
     # the last override of a key counts
     by_key = {o.key: str(o) for o in map(parse_override, overrides)}
-    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS)
+    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS, "data.changed")
     return digest([*flags, *sorted(v for k, v in by_key.items() if not k.startswith(ignored))])
 
 

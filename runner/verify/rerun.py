@@ -11,12 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from runner.build_data import CHANGED_FIX, change_problem
 from runner.checkpoint.manifest import MODEL, read_manifest, shard_names
 from runner.config import RunConfig
 from runner.data.config import DataChanged
 from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.record.data_digest import DataFiles
+from runner.record.data_digest import CHANGED_FIX, DataFiles, change_problem
 from runner.record.storage import read_record
 from runner.record.text import shorten
 from runner.training.summary import Summary
@@ -77,7 +76,7 @@ def _check_data(run: Path, config: RunConfig) -> None:
     accepts = getattr(config.data, "changed", None) is DataChanged.accept
     if then is None or accepts or not files.paths or then == files.digest["sha256"]:
         return
-    problem = change_problem(files.paths["data.path"], then, files.digest["sha256"])
+    problem = change_problem(files, "the run was trained on it", then)
     raise ConfigError("data.path", problem, CHANGED_FIX)
 
 
