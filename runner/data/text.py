@@ -106,7 +106,7 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     train, validation, chosen = split_samples(opening, len(texts), config, str(path), strata, by)
     choices = (*choices, *chosen)
     ids: Iterable[np.ndarray] = (np.frombuffer(encoded, np.uint8) for encoded in texts)
-    vocab, padding, digest = PADDING + 1, None, ""
+    vocab, padding, digest, tokenizer = PADDING + 1, None, "", None
     if config.tokenizer is not None:
         from runner.data.tokenizer import Tokenizer
 
@@ -116,6 +116,8 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
         vocab, padding, digest = tokenizer.vocab, tokenizer.padding, tokenizer.digest
     sizes = byte_sizes(classes, sequence, vocab, padding) if fitted is None else fitted.sizes
     data = TextDataset(ids, labels, sizes, (train, validation), choices, rows, digest)
+    if tokenizer is not None:
+        data.choices = choices = (*choices, *tokenizer.name_unknown(data.tokens))
     if (empty := np.flatnonzero(data.lengths == 0)).size:
         raise DataError(f"data.path: {rows(int(empty[0]))}: the tokenizer returns no tokens")
     if at_limit := int((data.lengths == sequence).sum()):
