@@ -62,9 +62,7 @@ class Tokenizer:
         if share < LARGE_UNKNOWN_SHARE:
             return ()
         reason = f"{share:.0%} of the tokens are unknown to it ({self.hf_tokenizer.unk_token})"
-        log.warning(
-            "%s: %s: %s; name one of their language", KEY, self.path, reason
-        )
+        log.warning("%s: %s: %s; name one of their language", KEY, self.path, reason)
         return (Choice(KEY, self.path, reason),)
 
     def encode_file(self, path: Path) -> np.ndarray:
