@@ -49,9 +49,11 @@ class DataFiles:
 
     def __init__(self, data: object) -> None:
         """Find the paths in the config of `data`."""
-        named = {f"data.{key}": getattr(data, key, None) for key in DATA_PATH_KEYS}
-        named = {key: path for key, path in named.items() if path and path != "???"}
-        self.paths = {k: str(Path(os.path.expanduser(p)).absolute()) for k, p in named.items()}
+        self.paths = {
+            f"data.{key}": str(Path(os.path.expanduser(path)).absolute())
+            for key in DATA_PATH_KEYS
+            if (path := str(getattr(data, key, None) or "???")) != "???"
+        }
 
     @cached_property
     def digest(self) -> dict[str, Any]:
