@@ -7,22 +7,20 @@ import sys
 
 from runner.errors import DISTRIBUTION, RunnerError, SweepFailed
 from runner.module_path import current_folder_last
+from runner.standard_streams import prepare_streams, write_stream
 
 UNSUPPORTED_PYTHON = (3, 14)
 
 
 def main() -> int:
     """Run the command line; return an exit code of `runner.errors`."""
+    prepare_streams()
     if sys.version_info >= UNSUPPORTED_PYTHON:
         version = ".".join(str(part) for part in sys.version_info[:2])
         _print_error(f"hydra 1.3 does not start on Python {version}; use Python 3.11, 3.12 or 3.13")
         return 2
-    if sys.stdout is None:  # closed: no other file may become descriptor 1
-        sys.stdout = open(os.devnull, "w")
     try:
-        code = _main(sys.argv[1:])
-        _flush()
-        return code
+        return _main(sys.argv[1:])
     except RunnerError as error:
         # of the processes of torchrun or srun only one prints: all have the same error
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
@@ -46,8 +44,10 @@ def main() -> int:
         _print_error(str(interrupted))
         return interrupted.exit_code
     except BrokenPipeError:  # `| head` has read enough
-        _flush()
         return 0
+    finally:
+        write_stream(sys.stdout)
+        write_stream(sys.stderr)
 
 
 def _install_hint() -> str:
@@ -74,7 +74,7 @@ def _main(argv: list[str]) -> int:
             if arguments.help or arguments.version:
                 from runner.cli.help import help_text, version_text
 
-                sys.stdout.write(help_text() if arguments.help else version_text())
+                write_stream(sys.stdout, help_text() if arguments.help else version_text())
                 return 0
             from runner.cli.typos import find_typo
 
@@ -89,21 +89,13 @@ def _main(argv: list[str]) -> int:
         return launch(request)
 
 
-def _flush() -> None:
-    """Flush stdout; drop it if a pipe is closed or a disk full."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _print_error(message: str, multiline: bool = False) -> None:
     """Print an error with control characters escaped; `multiline` keeps our own line breaks."""
     from runner.masking import mask_secrets
     from runner.record.text import escape_control_chars, escape_lines
 
     escape = escape_lines if multiline else escape_control_chars
-    sys.stderr.write(f"error: {escape(mask_secrets(message))}\n")
+    write_stream(sys.stderr, f"error: {escape(mask_secrets(message))}\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from runner.build_data import LoaderFactory, open_run_data, read_preprocessing
+from runner.build_data import (
+    LoaderFactory,
+    check_data_files,
+    describe_files,
+    open_run_data,
+    read_preprocessing,
+)
 from runner.build_hooks import attach_batch_validator, build_hooks, record_lost_worker
 from runner.captures.run_captures import CaptureRecorder
 from runner.checkpoint.checkpointer import Checkpointer
@@ -36,6 +42,7 @@ from runner.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import lr_factors
 from runner.random_state import exclusive_random_state
+from runner.record.data_digest import DataFiles
 from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.security.files.policy import FilePolicy
@@ -163,6 +170,9 @@ class _Build:
         """Open the data, with the preprocessing of the resumed run, if any."""
         config, user_data = self.config, self.components.data
         fitted = read_preprocessing(config, self.checkpointer, self.settings)
+        self.data_files = DataFiles(config.data)
+        if fitted is not None and user_data is None:
+            fitted = check_data_files(config, fitted, self.data_files)
         # the split rule of the resumed or replayed run; old runs had only `random`
         split_rule = self.recorded.get("data.split", "random" if self.resumes else None)
         self.run_data = open_run_data(
@@ -170,7 +180,10 @@ class _Build:
         )
         self.data = self.run_data.data
         self.choices += self.run_data.choices
-        self.checkpointer.preprocessing = self.run_data.preprocessing.dump()
+        preprocessing = self.run_data.preprocessing
+        if fitted is None and self.folder is not None and user_data is None:
+            preprocessing = replace(preprocessing, files=describe_files(self.data_files))
+        self.checkpointer.preprocessing = preprocessing.dump()
 
     def resolve_steps(self) -> None:
         """Resolve batch size, number of steps, and the interval of debug tools."""
@@ -429,7 +442,8 @@ class _Build:
     def build_hooks(self) -> list[Hook]:
         """Return all hooks of the run, in the order in which they are entered."""
         config, resolve = self.config, self.resolve_target
-        hooks = build_hooks(config, self.debug, self.settings, self.record_folder, resolve)
+        folder, files = self.record_folder, self.data_files
+        hooks = build_hooks(config, self.debug, self.settings, folder, resolve, files)
         if self.world is not None:
             from runner.distributed.process_stats import ProcessStats
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,16 +14,22 @@ import torch
 
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig
-from runner.data.config import LABELS_UNKNOWN, BadSamples
+from runner.data.config import LABELS_UNKNOWN, BadSamples, DataChanged, FromFiles
 from runner.data.dataset import Dataset, TensorsDataset
 from runner.data.loader import BatchLoader, make_loader
 from runner.data.open import OpenOptions, open_data
 from runner.data.order import permutation
 from runner.data.preprocessing import NAME as PREPROCESSING
-from runner.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
+from runner.data.preprocessing import (
+    Preprocessing,
+    check_predicts,
+    parse_preprocessing,
+    source_of,
+)
 from runner.errors import ConfigError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.objectives.build import adapt_sizes
+from runner.record.data_digest import CHANGED_FIX, DataFiles, change_problem
 from runner.record.storage import read_file
 from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice, RunBuilder, notice
@@ -80,6 +87,12 @@ def open_run_data(
             )
     data = user_data or open_data(config.data, resolve, opening)
     splits, choices = dict[str, Dataset](), list[Choice]()
+    if evaluates_all and opening.labelled and fitted and isinstance(config.data, FromFiles):
+        from runner.data.trained_rows import find_trained_rows
+
+        choices += find_trained_rows(config.data, data, fitted, opening, resolve)
+        for choice in choices:
+            log.warning("%s: %s %s", choice.key, choice.value, choice.reason)
     if split_paths is not None:
         choices += split_paths.choices
         applied = fitted or Preprocessing.of(config.data, data)
@@ -87,6 +100,9 @@ def open_run_data(
             config, {} if evaluates_all else split_paths.paths, applied, opening, resolve
         )
         choices += more
+    for choice in data.choices:
+        if choice.key == "data.path" and choice.reason.startswith("left out"):
+            log.info("%s: %s", choice.value, choice.reason)
     hooks = list[Hook]()
     if data.choices or (isinstance(data, TensorsDataset) and data.named_columns()):
         from runner.table_report import check_data_table
@@ -140,7 +156,7 @@ def read_preprocessing(
         if stored is None and evaluates:
             check_own_data(checkpointer.restore(path), settings)
     elif evaluates and weights is not None:
-        path = Path(weights).expanduser()
+        path = Path(os.path.expanduser(weights))
         sibling = (path if path.is_dir() else path.parent) / PREPROCESSING
         if sibling.is_file():
             stored = sibling, read_file(sibling)
@@ -151,6 +167,48 @@ def read_preprocessing(
     if stored is None:
         return None
     return parse_preprocessing(stored[1], stored[0])
+
+
+def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles) -> Preprocessing:
+    """Return the preprocessing with the files that are trained on now.
+
+    ConfigError if a resumed or evaluated run's own files have changed, unless `data.changed` is
+    accept. Other paths are taken as meant.
+    """
+    data, before = config.data, fitted.files
+    trains = config.job.kind not in EVALUATION_JOBS
+    if not isinstance(data, FromFiles) or not files.paths:
+        return fitted
+    path = files.paths["data.path"]
+    if not before:
+        if fitted.source == source_of(data):
+            log.warning("%s is not checked for changes: the checkpoint has no digest of it", path)
+        return fitted
+    earlier, then = before.get("paths", {}), str(before.get("sha256"))
+    pairs = {key: (files.paths.get(key), earlier.get(key)) for key in {**earlier, **files.paths}}
+    other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if not other and describe_files(files).get("sha256", then) != then:
+        problem = change_problem(files, "the run was trained on it", then)
+        if data.changed is not DataChanged.accept:
+            raise ConfigError("data.path", problem, CHANGED_FIX)
+        log.warning("data.path: %s (data.changed=accept)", problem)
+    elif not other:
+        return fitted
+    elif trains:
+        for key, (new, old) in other.items():
+            log.warning("%s: the run was trained on %s, and is now on %s", key, old, new)
+    if not trains:
+        return fitted
+    return replace(fitted, source=source_of(data), files=describe_files(files))
+
+
+def describe_files(files: DataFiles) -> dict[str, Any]:
+    """Return `DataFiles.describe`; {} if a file cannot be read."""
+    try:
+        return files.describe()
+    except OSError as error:
+        log.warning("the data have no digest, by which changes are found: %s", error)
+        return {}
 
 
 @dataclass

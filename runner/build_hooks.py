@@ -20,6 +20,7 @@ from runner.errors import ConfigError, OutOfMemory, WorkerLost
 from runner.hooks.progress import ProgressDisplay
 from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
+from runner.record.data_digest import DataFiles
 from runner.training.hook import Hook
 from runner.training.run import Run
 
@@ -32,6 +33,7 @@ def build_hooks(
     settings: Mapping[str, Any],
     folder: Path | None,
     resolve_target: Callable[[str, str], Any],
+    data_files: DataFiles | None = None,
 ) -> list[Hook]:
     """Construct the hooks of a run in `folder`; `settings` is the flat config. Raises ConfigError.
 
@@ -46,7 +48,8 @@ def build_hooks(
         sinks = make_sinks(config.monitoring.sinks, resolve_target)
         hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, settings))
     if folder is not None:
-        hooks.append(Recording(config.monitoring, settings, monitor, write_empty=bool(tools)))
+        options = {"write_empty": bool(tools), "data_files": data_files}
+        hooks.append(Recording(config.monitoring, settings, monitor, **options))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, monitor))
     if config.security.limits.has_limit:

@@ -271,6 +271,7 @@ def config_hash(config: RunConfig) -> str:
     full_tree = secrets.mask_config(asdict(config))  # hash the reference, not the secret
     tree = {key: value for key, value in full_tree.items() if key not in UNHASHED_KEYS}
     del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
+    tree["data"].pop("changed", None)
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # unused settings of a search

@@ -8,6 +8,19 @@ from __future__ import annotations
 import os
 import sys
 
+_ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+# the first entry, that of `python -m` or of a script, is what -P leaves out
+_SAFE = _ROOT in [os.path.realpath(entry) for entry in sys.path[not sys.flags.safe_path :] if entry]
+
+
+def python_command(module: str = "runner") -> list[str]:
+    """Return the words of the command that runs `module`, for messages and records.
+
+    -P keeps the current folder off the front of the module path, where a folder `tensorboard` would
+    shadow the package. It is left out if the runner is found nowhere but in the current folder.
+    """
+    return ["python", *(["-P"] if _SAFE else []), "-m", module]
+
 
 class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder_last():`
     """Remove the current folder from the module path while entered; append it afterwards.
@@ -32,7 +45,6 @@ class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder
             sys.path[:] = [entry for entry in sys.path if entry not in ("", folder)]
 
     def __exit__(self, *exc_info: object) -> None:
-        runner_root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-        restores = self.restore or runner_root == os.path.realpath(self.folder)
+        restores = self.restore or os.path.realpath(self.folder) == _ROOT
         if restores and self.folder not in sys.path:
             sys.path.append(self.folder)

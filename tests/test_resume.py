@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from runner.errors import CheckpointError, SecurityError, UsageError
 from runner.security.paths import distrust_resumed_folder
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
+from tests import runs
 from tests.runs import command, opened, rows
 
 OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
@@ -211,3 +213,21 @@ def test_what_a_hook_draws_goes_on_where_it_was(tmp_path: Path) -> None:
             train(run)
     assert list(resumed.drawn) == [5, 6, 7, 8]
     assert all(straight.drawn[step] == drawn for step, drawn in resumed.drawn.items())
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_longer_schedule_that_raises_the_learning_rate_says_so(
+    schedule: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = (*runs.TABLE, f"schedule={schedule}", "schedule.warmup=0", "optimizer.lr=0.01")
+    runs.trained(*overrides, "training.steps=10", folder=tmp_path)
+    with runs.opened(
+        *overrides, "training.steps=20", "checkpoint.resume=auto", folder=tmp_path
+    ) as run:
+        raised = run.update.lr_at(10)
+    said = [line for line in caplog.messages if "the learning rate goes from" in line]
+    assert len(said) == (schedule != "constant")
+    if said:
+        last = 0.01 * (0.5 * (1 + math.cos(math.pi * 0.9)) if schedule == "cosine" else 0.1)
+        assert f"goes from {last:.3g} back to {raised:.3g}" in said[0]
+        assert f"schedule=constant optimizer.lr={last:.3g}" in said[0]

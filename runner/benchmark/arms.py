@@ -16,6 +16,7 @@ from runner.config import RunConfig
 from runner.data.config import LOADING_KEYS
 from runner.errors import ConfigError
 from runner.format import nearest
+from runner.module_path import python_command
 from runner.overrides.groups import GROUP_ALIASES, group_options
 from runner.overrides.spelling import (
     EXCLUSIVE,
@@ -75,7 +76,7 @@ def compose_arms(
         # a recipe may ask for the benchmark
         has_recipe = any(parse_override(one).key == "experiment" for one in merged)
         job = ["job=train"] if has_recipe else []
-        command = shlex.join(["python", "-m", "runner", *flags, *job, *merged])
+        command = shlex.join([*python_command(), *flags, *job, *merged])
         folder = _unique_folder(name, [*RESERVED_FOLDERS, *(arm.folder for arm in arms)])
         arm = Arm(name, config, arm_overrides, command, folder)
         _check_arm(arm, arms)

@@ -32,6 +32,7 @@ from runner.data.batch import call_model
 from runner.device import memory
 from runner.errors import Interrupted, RunnerError, StorageError
 from runner.models import modes
+from runner.module_path import python_command
 from runner.overrides.groups import CONF
 from runner.record import provenance
 from runner.record.console import print_stdout
@@ -278,7 +279,7 @@ def _make_result(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
         quantity=claim.measures,
         reason=reason,
         note=claim.note,
-        command=shlex.join(["python", "-m", "runner", *words]) if words else "",
+        command=shlex.join([*python_command(), *words]) if words else "",
     )
 
 

@@ -6,6 +6,7 @@ Inputs are checked as the model gets them, in float32, over training rows.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,8 +26,12 @@ MIN_ROWS = 20  # fewer rows may have a constant column by chance
 MIN_JUDGED = 100  # fewer rows may have a column that predicts the label by chance
 MIN_ERRORS = 20  # fewer rows outside the most common class, likewise
 LEAK_SKILL = {True: 0.98, False: 0.99}  # least skill of a leak, for classes and for quantities
-EASY_SKILL = 0.9  # skill of the next best column with which the label is easy, and no column a leak
-MANY_VALUES = 256  # with more distinct values a column is judged by its order only
+MAX_CELLS = 5_000_000  # values times classes of a column that is judged by value
+EXACT_SKILL = 0.9999  # skill of a quantity that follows a column without noise
+TIME_NAME = re.compile(
+    r"(?i)(^|[^a-z])(time|date|day|week|month|quarter|year|hour|minute|timestamp|epoch)s?([^a-z]|$)"
+)
+REPEATED_SHARE = 0.5  # rows whose value occurs again, from which a column is judged by value, too
 SAMPLE_CELLS, SAMPLE_ROWS, MAX_COLUMNS = 1_500_000, 50_000, 2_048  # take 0.1 s
 MAX_SHOWN = 5
 PERFECT = "alone predicts the target in every row: it may contain the target"
@@ -161,7 +166,7 @@ def _find_leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tup
     if table.classes is not None:
         text = "alone avoids {:.2%} of the errors of always predicting the most frequent class"
     for number, skill in enumerate(skills):
-        if skill is not None and skill >= limit and best < EASY_SKILL:
+        if skill is not None and skill >= limit:
             evidence, other = text.format(_floor_share(skill)), f"{best:.1%}"
             if table.classes is not None and skill == 1:
                 evidence, other = PERFECT, f"avoids {other} of the errors"
@@ -182,15 +187,14 @@ def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float 
         if len(sample) >= MIN_JUDGED and (values != values[0]).any():
             if table.classes is not None:
                 skill = _class_skill(values, target)
-            elif column.width > 1 or not _is_monotonic(values):  # a time has a trend, no leak
-                skill = _quantity_skill(values, target)
+            elif (skill := _quantity_skill(values, target)) < EXACT_SKILL and _is_time(column):
+                skill = None  # a trend over time is no leak
         skills.append(skill)
     return skills
 
 
-def _is_monotonic(values: NDArray[Any]) -> bool:
-    steps = np.diff(values)
-    return bool((steps >= 0).all() or (steps <= 0).all())
+def _is_time(column: Column) -> bool:
+    return column.part not in ("", "missing") or TIME_NAME.search(column.name) is not None
 
 
 def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
@@ -198,16 +202,34 @@ def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
     classes, base_errors = len(counts), len(labels) - int(counts.max())  # errors without any column
     if base_errors < MIN_ERRORS or 2 * classes > len(labels):  # each column tells rows apart
         return None
-    distinct, codes = np.unique(values, return_inverse=True)
+    _, codes = np.unique(values, return_inverse=True)
     # sorted by a perfect column, labels change `classes - 1` times
     order = np.lexsort((splitmix(np.arange(len(codes))), codes))  # ties in random order
     errors = (int((np.diff(labels[order]) != 0).sum()) - classes + 1) / 2
-    if len(distinct) <= MANY_VALUES:  # predict the most common class of each value
-        pairs = np.bincount(codes * classes + labels, minlength=len(distinct) * classes)
-        commonest = pairs.reshape(-1, classes).max(1)
-        # one row of each value is right by chance: a value of a single row always has its class
-        errors = min(errors, len(labels) - int(commonest.sum()) + len(distinct) - classes)
-    return max(0.0, 1 - max(0.0, errors) / base_errors)
+    skill = 1 - max(0.0, errors) / base_errors
+    return max(0.0, skill, _repeated_skill(codes, labels))
+
+
+def _repeated_skill(codes: NDArray[Any], labels: NDArray[Any]) -> float:
+    """Return the skill of predicting each row's class by the other rows of the same value.
+
+    Rows whose value occurs once are left out; 0 if too few are left.
+    """
+    rows = np.bincount(codes)[codes] > 1
+    (_, codes), labels = np.unique(codes[rows], return_inverse=True), labels[rows]
+    if len(labels) < max(MIN_JUDGED, REPEATED_SHARE * len(rows)):
+        return 0.0
+    values, classes = int(codes.max()) + 1, max(2, int(labels.max()) + 1)
+    base_errors = len(labels) - int(np.bincount(labels).max())
+    if base_errors < MIN_ERRORS or values * classes > MAX_CELLS:
+        return 0.0
+    counts = np.bincount(codes * classes + labels, minlength=values * classes)
+    counts = counts.reshape(values, classes)
+    second, first = np.partition(counts, classes - 2, axis=1)[:, -2:].T
+    own = counts[codes, labels]
+    rival = np.where(own == first[codes], second[codes], first[codes])  # of another class
+    right = (own - 1 > rival).sum() + (own - 1 == rival).sum() / 2
+    return 1 - (len(labels) - float(right)) / base_errors
 
 
 def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
@@ -219,7 +241,23 @@ def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
         ranks = (np.cumsum(counts) - counts / 2)[inverse]
         steps = np.diff(ranks[order])
         skill = max(skill, 1 - float((steps * steps).mean()) / max(1e-9, 2 * float(ranks.var())))
+        skill = max(skill, _repeated_variance(values, ranks))
     return skill
+
+
+def _repeated_variance(values: NDArray[Any], ranks: NDArray[Any]) -> float:
+    """Return the share of variance explained by the mean of the other rows of the same value.
+
+    Rows whose value occurs once are left out; 0 if too few are left.
+    """
+    _, codes, counts = np.unique(values, return_inverse=True, return_counts=True)
+    size = counts[codes]
+    rows = size > 1
+    if rows.sum() < max(MIN_JUDGED, REPEATED_SHARE * len(rows)):
+        return 0.0
+    means = np.bincount(codes, ranks) / counts
+    residuals = (ranks - means[codes])[rows] * (size / (size - 1.0 + (size == 1)))[rows]
+    return 1 - float((residuals**2).mean()) / max(1e-9, float(ranks[rows].var()))
 
 
 def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPolicy) -> None:

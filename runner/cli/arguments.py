@@ -70,6 +70,11 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         parser.add_argument(f"--config-{long}", short)
     parser.add_argument("--experimental-rerun")
     parsed = Arguments(**vars(parser.parse_intermixed_args(arguments)))
+    for text in arguments:
+        if not text.isascii() and any("\udc80" <= sign <= "\udcff" for sign in text):
+            escaped = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+            fix = "rename the file or folder, or name a link to it"
+            raise UsageError(f"{escaped}: has bytes that are not UTF-8; {fix}")
     if parsed.experimental_rerun is not None:
         raise SecurityError(
             "--experimental-rerun: unpickles a file, which can run any code; "

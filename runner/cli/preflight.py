@@ -155,7 +155,7 @@ def _check_run(
         config = typed(composed.copy())
     except ConfigError as error:
         if error.key == "data.target" and OmegaConf.is_missing(composed.data, "target"):
-            raise _unnamed_target(Path(str(composed.data.path)).expanduser()) from None
+            raise _unnamed_target(Path(os.path.expanduser(str(composed.data.path)))) from None
         raise
     if config.model.weights is not None or hasattr(config.data, "path"):
         from runner.cli.resume import check_inputs_exist

@@ -15,6 +15,7 @@ from runner.errors import ConfigError
 LOADING_KEYS = (
     *("workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch"),
     *("timeout_s", "worker_restarts", "validation_samples", "default_epochs", "default_steps"),
+    "changed",
 )
 """Keys of `data` that do not change the training samples."""
 
@@ -48,6 +49,13 @@ class BadSamples(Enum):
 
     stop = "stop"  # the first one is an error with its name
     drop = "drop"  # counted, named and left out
+
+
+class DataChanged(Enum):
+    """Treatment of data files that changed since a run was trained."""
+
+    error = "error"  # a resumed or evaluated run stops
+    accept = "accept"  # it goes on with the new files
 
 
 class Missing(Enum):
@@ -236,6 +244,8 @@ class FromFiles(DataConfig):
     validation_path: str | None = None  # validation samples; null: found in or split off data.path
     # test samples, evaluated once by the best checkpoint; null: a test split in data.path, if any
     test_path: str | None = None
+    # files changed since the resumed or evaluated run was trained: error, or accept
+    changed: DataChanged = DataChanged.error
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -110,34 +111,40 @@ def labelled_files(
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
     """Return the files in `root` that `accepts` selects, their labels, class names, and choices.
 
-    Files are sorted by name, at any depth; hidden folders and those without files are no classes.
-    Raises SecurityError for a symlink out of `root`; `what` names the files in messages.
+    Files are sorted by name, at any depth; hidden files and folders are left out, and folders
+    without files are no classes. `what` names the files in messages. Raises SecurityError for a
+    symlink out of `root`.
     """
     if not opening.labelled:
-        files_inside = [root]  # one file
+        files_inside, notes = [root], tuple[Choice, ...]()  # one file
         if root.is_dir():
-            files_inside = _list_visible(root, root.rglob("*"), opening, Path.is_file)
+            paths = list(root.rglob("*"))
+            files_inside = _list_visible(root, paths, opening, Path.is_file)
+            notes = _hidden_note(root, paths)
         files = [file for file in files_inside if accepts(file)]
         if not files:
             raise DataError(f"{root}: has no {what}")
-        return files, np.zeros(len(files), np.int64), (), ()
+        return files, np.zeros(len(files), np.int64), (), notes
     classes = dict[str, list[Path]]()
-    skipped = [f"{f.name} (hidden)" for f in sorted(root.glob(".*/"))]
+    skipped = [f"{utf8_name(f.name)} (hidden)" for f in sorted(root.glob(".*/"))]
+    hidden: list[Path] = []
     for folder in _list_visible(root, root.iterdir(), opening, Path.is_dir):
-        files_inside = _list_visible(root, folder.rglob("*"), opening, Path.is_file)
+        paths = list(folder.rglob("*"))
+        hidden += paths
+        files_inside = _list_visible(root, paths, opening, Path.is_file)
         if class_files := [file for file in files_inside if accepts(file)]:
             classes[folder.name] = class_files
         else:
-            skipped.append(f"{folder.name} (has no {what})")
-    choices: tuple[Choice, ...] = ()
+            skipped.append(f"{utf8_name(folder.name)} (has no {what})")
+    choices = _hidden_note(root, hidden)
     note = f"folders that are not classes: {', '.join(skipped)}" if skipped else ""
     if len(classes) < (2 if opening.fitted is None else 1):
         fix = "use two or more folders, one per class, named like it"
         problem = f"{root} has {len(classes)} folders with {what}"
         raise ConfigError("data.path", f"{problem}; {note}" if note else problem, fix)
     if note:
-        choices = (Choice("data.path", str(root), f"left out: {note}"),)
-    names = tuple(classes)
+        choices = (Choice("data.path", str(root), f"left out: {note}"), *choices)
+    names = tuple(map(utf8_name, classes))
     files = [file for class_files in classes.values() for file in class_files]
     labels = np.repeat(np.arange(len(names)), [len(paths) for paths in classes.values()])
     if opening.fitted is None:
@@ -149,11 +156,32 @@ def labelled_files(
 def relative_names(root: Path, files: Iterable[Path]) -> RowNames:
     """Return the files' paths relative to `root`, or the name of the file `root`."""
     folder = root if root.is_dir() else root.parent
-    return RowNames(names=[str(file.relative_to(folder)) for file in files])
+    return RowNames(names=[utf8_name(str(file.relative_to(folder))) for file in files])
+
+
+def utf8_name(name: str) -> str:
+    """Return a file's name with bytes that are not UTF-8 escaped, as in `caf\\xe9`."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _list_visible(
     root: Path, paths: Iterable[Path], opening: OpenOptions, kind: Callable[[Path], bool]
 ) -> list[Path]:
-    visible = (path for path in paths if kind(path) and not path.name.startswith("."))
+    visible = (path for path in paths if not _hidden_part(path, root) and kind(path))
     return sorted(check_link(path, root, opening.policy) for path in visible)
+
+
+def _hidden_part(path: Path, root: Path) -> int:
+    """Return which part of the path below `root`, from 1, is hidden; 0 if none is."""
+    parts = path.relative_to(root).parts
+    return next((n for n, part in enumerate(parts, 1) if part.startswith(".")), 0)
+
+
+def _hidden_note(root: Path, paths: Iterable[Path]) -> tuple[Choice, ...]:
+    """Return a note about hidden folders that have files, such as `.ipynb_checkpoints`."""
+    hidden = ((path.relative_to(root).parts, _hidden_part(path, root)) for path in paths)
+    folders = {"/".join(parts[:end]) for parts, end in hidden if 0 < end < len(parts)}
+    if not folders:
+        return ()
+    names = join_names(map(utf8_name, sorted(folders)))
+    return (Choice("data.path", str(root), f"left out: hidden folders: {names}"),)

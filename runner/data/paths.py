@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from runner.security.files.policy import FilePolicy
 
 def existing_path(path: str, key: str = "data.path") -> Path:
     """Return the file or folder `path`; raise a ConfigError that suggests similar names."""
-    target = Path(path).expanduser()
+    target = Path(os.path.expanduser(path))
     if target.is_file() or target.is_dir():
         return target
     if target.exists():
         raise ConfigError(key, f"{path} is a pipe, a socket or a device", "name a file")
+    if str(target).startswith("~") and not target.parent.is_dir():
+        raise ConfigError(key, f"the home folder in {path} is not known", "name the full path")
     folder = target.parent
     if not folder.is_dir():
         raise ConfigError(key, f"{path} does not exist, nor does its folder {folder.absolute()}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.data.batch import Column, ColumnUse, Sizes
 from runner.errors import CheckpointError, ConfigError
@@ -43,6 +44,8 @@ class Preprocessing:
     thousands: str = ""  # likewise, as data.thousands
     target_columns: tuple[Column, ...] = ()  # how the cells of the target are read, if not plainly
     tokenizer: str = ""  # sha256 of its vocabulary
+    pixel_range: tuple[float, ...] = ()  # of images of more than 8 bits: lowest and highest value
+    files: dict[str, Any] = field(default_factory=dict)  # `DataFiles.describe`; {}: no files
     format: int = FORMAT
 
     @classmethod
@@ -57,8 +60,9 @@ class Preprocessing:
         rule = config.split.name if config.split else choices.get("data.split", "random")
         fitted = data.sizes, data.columns, getattr(config, "target", ""), tuple(data.ids)
         split = rule, config.folds or 0, config.fold or 0
-        signs = decimal, thousands, data.target_columns, getattr(data, "tokenizer", "")
-        return cls(kind_of(config), source_of(config), *fitted, *split, *signs)
+        signs = decimal, thousands, data.target_columns
+        pixels = getattr(data, "tokenizer", ""), getattr(data, "pixel_range", ())
+        return cls(kind_of(config), source_of(config), *fitted, *split, *signs, *pixels)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
         """Return how each table column was interpreted, with its missing cells in training rows.
@@ -81,9 +85,9 @@ class Preprocessing:
         return described
 
     def dump(self) -> bytes:
-        """Serialize to JSON, UTF-8."""
+        """Serialize to JSON, UTF-8; a path may have bytes that are not."""
         text = json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
-        return (text + "\n").encode()
+        return (text + "\n").encode("utf-8", "surrogatepass")
 
     def check_kind(self, config: DataConfig) -> None:
         """Raise ConfigError for data of another kind than the fitted one."""
@@ -124,4 +128,4 @@ def source_of(config: DataConfig) -> str:
         arguments = ", ".join(f"{key}={value!r}" for key, value in sorted(config.arguments.items()))
         return f"{config._target_}({arguments})"
     path = getattr(config, "path", "")
-    return str(Path(path).expanduser().resolve()) if path else ""
+    return str(Path(os.path.expanduser(path)).resolve()) if path else ""

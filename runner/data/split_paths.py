@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ def find_split_paths(config: DataConfig, opening: OpenOptions) -> SplitPaths:
     keys = {} if evaluates_all else PATH_KEYS
     configured = {s: getattr(config, key.partition(".")[2], None) for s, key in keys.items()}
     paths = {s: existing_path(p, PATH_KEYS[s]) for s, p in configured.items() if p is not None}
-    root = Path(getattr(config, "path", "")).expanduser()
+    root = Path(os.path.expanduser(getattr(config, "path", "")))
     inner, sources = SplitPaths(), {"": root}
     if config._target_ is None and root.is_dir():
         if config.kind in SAVED_KINDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
@@ -27,9 +28,17 @@ from runner.data.split import split_samples
 from runner.data.table import read_table, split_values
 from runner.data.usable import lacks_resources, usable_indices
 from runner.errors import ConfigError, DataError
+from runner.format import join_names
 from runner.techniques.base import Choice, notice
 
 PADDING = 256  # after the 256 bytes
+SYSTEM_SUFFIXES = {".db", ".ini", ".lnk", ".url"}  # files of file browsers, among texts
+SIGNATURES = (
+    *(b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"ID3"),
+    *(b"%PDF-", b"PK\3\4", b"\x1f\x8b"),
+)
+"""First bytes of images, sound, PDF and archives."""
+TEXT_BYTES = bytes({*range(7, 14), 27, *range(32, 127), *range(128, 256)})
 LENGTH_MULTIPLE = 8  # of a batch's length: few shapes to compile for, and what tensor cores take
 
 
@@ -108,7 +117,7 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     train, validation, chosen = split_samples(opening, len(texts), config, str(path), strata, by)
     choices = (*choices, *chosen)
     ids: Iterable[np.ndarray] = (np.frombuffer(encoded, np.uint8) for encoded in texts)
-    vocab, padding, digest = PADDING + 1, None, ""
+    vocab, padding, digest, tokenizer = PADDING + 1, None, "", None
     if config.tokenizer is not None:
         from runner.data.tokenizer import Tokenizer
 
@@ -118,6 +127,8 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
         vocab, padding, digest = tokenizer.vocab, tokenizer.padding, tokenizer.digest
     sizes = byte_sizes(classes, sequence, vocab, padding) if fitted is None else fitted.sizes
     data = TextDataset(ids, labels, sizes, (train, validation), choices, rows, digest)
+    if tokenizer is not None:
+        data.choices = choices = (*choices, *tokenizer.name_unknown(data.tokens))
     if (empty := np.flatnonzero(data.lengths == 0)).size:
         raise DataError(f"data.path: {rows(int(empty[0]))}: the tokenizer returns no tokens")
     if at_limit := int((data.lengths == sequence).sum()):
@@ -138,6 +149,13 @@ def byte_sizes(
         class_names=classes,
         padding=padding,
     )
+
+
+def is_binary(content: bytes) -> bool:
+    """Whether it begins like a binary format, or has control characters in its first 8 KiB."""
+    head = content[:8192]
+    control = len(head.translate(None, TEXT_BYTES))
+    return head.startswith(SIGNATURES) or b"\0" in head or 100 * control > len(head)
 
 
 LabelledTexts = tuple[
@@ -169,20 +187,36 @@ def _from_table(config: Text, opening: OpenOptions) -> LabelledTexts:
 
 
 def _from_folders(root: Path, config: Text, opening: OpenOptions) -> LabelledTexts:
-    files, labels, names, skipped = labelled_files(root, opening, lambda file: True, "files")
+    contents, problems, others = dict[Path, bytes](), dict[Path, str](), list[Path]()
+
+    def is_text(file: Path) -> bool:
+        content = b""
+        if file.suffix.lower() not in SYSTEM_SUFFIXES:
+            try:
+                content, problems[file] = file.read_bytes(), "the text is empty"
+            except OSError as error:
+                if lacks_resources(error):
+                    raise
+                problems[file] = f"cannot be read ({error.strerror})"
+        if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            content = content.decode("utf-16", "replace").encode()
+        if file not in problems or is_binary(content):
+            others.append(file)
+            return False
+        contents[file] = content.removeprefix(BOM_UTF8)
+        return True
+
+    files, labels, names, skipped = labelled_files(root, opening, is_text, "texts")
+    if others:
+        examples = join_names(relative_names(root, others).names)
+        reason = f"left out: files that are not texts: {len(others):,}, {examples}"
+        skipped = (Choice("data.path", str(root), reason), *skipped)
     texts, bad = list[bytes](), dict[int, str]()
     for number, file in enumerate(files):
-        content = b""
-        try:
-            content, problem = file.read_bytes(), "the text is empty"
-        except OSError as error:
-            if lacks_resources(error):
-                raise
-            problem = f"cannot be read ({error.strerror})"
-        if content.strip():
-            texts.append(content)
+        if contents[file].strip():
+            texts.append(contents[file])
         else:
-            bad[number] = f"{file}: {problem}"
+            bad[number] = f"{file}: {problems[file]}"
     usable, choices = usable_indices(bad, len(files), config)
     rows = relative_names(root, [files[number] for number in usable])
     return texts, labels[usable], names, rows, (*skipped, *choices), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from runner.errors import ConfigError
 from runner.security.hugging_face import import_transformers, load_pretrained, vocabulary_digest
 from runner.techniques.base import Choice
 
+log = logging.getLogger("runner")
 KEY = "data.tokenizer"
+LARGE_UNKNOWN_SHARE = 0.05  # of the tokens, from which they are named
 CHUNK = 4096  # texts that are tokenized at a time
 PIECE = 1 << 16  # characters of a long text at a time, up to the end of a line
 
@@ -26,7 +29,7 @@ class Tokenizer:
         folder = existing_path(path, KEY)
         if not folder.is_dir():
             raise ConfigError(KEY, f"{folder} is a file", "name its folder")
-        self.digest = vocabulary_digest(folder)
+        self.path, self.digest = path, vocabulary_digest(folder)
         if fitted is not None and fitted.tokenizer not in ("", self.digest):
             problem = f"{folder} has a different vocabulary from the trained model's"
             raise ConfigError(KEY, problem, "name the folder of its tokenizer")
@@ -51,6 +54,16 @@ class Tokenizer:
             part = [text.decode("utf-8", "replace") for text in texts[start : start + CHUNK]]
             for ids in self._ids(part, truncation=True, max_length=sequence):
                 yield np.array(ids, np.int32)
+
+    def name_unknown(self, ids: np.ndarray) -> tuple[Choice, ...]:
+        """Return and log which share of the tokens is unknown, if it is a large one."""
+        unknown = self.hf_tokenizer.unk_token_id
+        share = 0.0 if unknown is None or not ids.size else float((ids == unknown).mean())
+        if share < LARGE_UNKNOWN_SHARE:
+            return ()
+        reason = f"{share:.0%} of the tokens are unknown to it ({self.hf_tokenizer.unk_token})"
+        log.warning("%s: %s: %s; name one of their language", KEY, self.path, reason)
+        return (Choice(KEY, self.path, reason),)
 
     def encode_file(self, path: Path) -> np.ndarray:
         """Return the ids of a text file, 1-d, without special tokens except a final EOS."""

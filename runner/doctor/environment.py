@@ -161,8 +161,8 @@ def _probe_compiler(path: str) -> tuple[bool, str]:
 def check_compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
     """Check that compiled code can be cached; else each run compiles again (25 s instead of 3)."""
     folder = compiler.cache_folder(environ)
-    problem = _write_problem(folder)
-    if problem is None and folder.exists():
+    problem = compiler.NO_HOME if folder is None else _write_problem(folder)
+    if problem is None and folder is not None and folder.exists():
         reason = compiler.cache_problem(folder, environ)
         problem = reason and f"{folder} {reason}"
     fix = "set TORCHINDUCTOR_CACHE_DIR to a writable folder"

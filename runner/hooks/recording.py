@@ -15,14 +15,13 @@ from runner.device.resources import SystemMonitor
 from runner.errors import Interrupted
 from runner.record import history, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
+from runner.record.data_digest import DataFiles
 from runner.record.storage import read_record
 from runner.training.hook import Evaluation, Hook, Report, Verdict
 from runner.training.run import Run
 from runner.training.signals import take_stop_request
 
 log = logging.getLogger("runner")
-DATA_PATH_KEYS = ("path", "validation_path", "test_path")  # keys of the files that a run reads
-
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
 HISTORY_S = 1.0  # between two writings of history.json
@@ -44,10 +43,11 @@ class Recording(Hook):
         settings: Mapping[str, Any],
         system_monitor: SystemMonitor | None = None,
         write_empty: bool = False,
+        data_files: DataFiles | None = None,
     ) -> None:
         self.config = config
         self.system_monitor = system_monitor or SystemMonitor(every_s=config.system_every_s)
-        self.settings = settings
+        self.settings, self.data_files = settings, data_files
         self.write_empty = write_empty
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
@@ -111,8 +111,7 @@ class Recording(Hook):
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
         try:
-            paths = [self.settings.get(f"data.{key}") for key in DATA_PATH_KEYS]
-            provenance.record(folder, [str(path) for path in paths if path])
+            provenance.record(folder, self.data_files)
         except OSError as error:
             log.warning("provenance.json not written: %s", error)
 

@@ -28,7 +28,7 @@ class RawInputModel(nn.Module):
     def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
         super().__init__()
         self.model, self.sizes = model, preprocessing.sizes
-        self.columns = preprocessing.columns
+        self.columns, self.pixel_range = preprocessing.columns, preprocessing.pixel_range
         numbers = number_columns(self.columns)
         fills = [c.mean if c.fill is None else c.fill for c in numbers]
         for name, values in (
@@ -40,13 +40,20 @@ class RawInputModel(nn.Module):
 
     def forward(self, raw: Tensor, categories: Tensor | None = None) -> Tensor:
         """Return the predictions, float32 [batch, classes] or [batch, values]."""
-        inputs = raw.float() / 255 if categories is None else self._inputs(raw, categories)
+        inputs = self._images(raw) if categories is None else self._inputs(raw, categories)
         output = logits(call_model(self.model, inputs)).double()
         if self.sizes.task == "classification":
             return class_logits(output, self.sizes.classes).softmax(1).float()
         values = output * self.sizes.target_deviation + self.sizes.target_mean
         # len() would make the batch size static
         return values.reshape(values.shape[0], -1).float()
+
+    def _images(self, raw: Tensor) -> Tensor:
+        """Scale the pixels by their own depth: uint8 by 255, others by the trained range."""
+        if not self.pixel_range or raw.dtype is torch.uint8:
+            return raw.float() / 255
+        low, high = self.pixel_range
+        return (raw.float() - low) / ((high - low) or 1.0)
 
     def _inputs(self, numbers: Tensor, categories: Tensor) -> Tensor:
         """Encode a table's columns as in training."""
@@ -86,6 +93,9 @@ def has_pipeline(preprocessing: Preprocessing) -> bool:
 def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ...]:
     """Invert the preprocessing approximately; missing values become NaN."""
     columns = preprocessing.columns
+    if preprocessing.pixel_range:
+        low, high = preprocessing.pixel_range
+        return (inputs * ((high - low) or 1.0) + low,)
     if not columns:
         return ((inputs * 255).round().to(torch.uint8),)
     cells = dict(

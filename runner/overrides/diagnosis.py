@@ -311,7 +311,7 @@ def _file_errors(
 ) -> Iterator[ConfigError]:
     try:
         body = hydra_files.read_yaml(path)
-        package = ConfigSource._get_header_dict(path.read_text(encoding="utf-8"))["package"]
+        package = ConfigSource._get_header_dict(path.read_text(encoding="utf-8-sig"))["package"]
     except (StorageError, OSError, ValueError):
         return
     if group == "experiment" and package != "_global_":

@@ -29,7 +29,7 @@ def group_options(*more: Path) -> dict[str, dict[str, str]]:
     """Return the options of every group, in ours and in `more`, with their first comments."""
     groups: dict[str, dict[str, str]] = {}
     for path in (path for folder in (CONF, *more) for path in sorted(folder.glob("*/*.yaml"))):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
         first = next((line for line in lines if not line.startswith("# @")), "")  # Hydra's header
         groups.setdefault(path.parent.name, {})[path.stem] = first.removeprefix("#").strip()
     return groups
@@ -38,7 +38,7 @@ def group_options(*more: Path) -> dict[str, dict[str, str]]:
 def default_options() -> dict[str, str]:
     """Return each group's default option, in the order of config.yaml."""
     defaults: dict[str, str] = {}
-    for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines():
+    for line in (CONF / "config.yaml").read_text(encoding="utf-8-sig").splitlines():
         group, colon, option = line.partition("#")[0].strip().removeprefix("- ").partition(": ")
         if line.startswith("  - ") and colon and (CONF / group).is_dir() and group.isidentifier():
             defaults[group] = option.strip()

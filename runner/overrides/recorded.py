@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,18 @@ from runner.format import nearest
 from runner.overrides.groups import GROUP_ALIASES, USER_CLASS_GROUPS, default_options, group_options
 from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.record import hydra_files
+from runner.record.text import quote_for_hydra
 
 RESUME_KEY = "checkpoint.resume"
 SPECIAL_VALUES = ("none", "auto", "None")
 STEP_FOLDER = re.compile(r"step_\d+|last|best")
 CHECKPOINTS = "checkpoints"
+PATH_KEYS = (
+    *("data.path", "data.validation_path", "data.test_path", "data.tokenizer"),
+    *("model.path", "model.weights"),
+)
+"""Keys of files and folders; relative ones are meant from where the run was started."""
+CHANGED_KEY, TYPED_DATA_JOBS = "data.changed", ("evaluate", "predict", "verify")
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,11 @@ def merge_recorded_overrides(overrides: Sequence[str], sweeps: bool) -> ResumedR
     if any(other != recorded[0] for other in recorded[1:]):
         raise ConfigError(RESUME_KEY, "names runs of different configs", "name one run at a time")
     merged = [*_select_recorded(recorded[0], typed), *overrides]
+    merged += _absolute_paths(runs[0], typed)
     keys = {o.key: o.value for o in map(parse_override, merged)}
+    names_data = any(o.key in PATH_KEYS and o.key.startswith("data.") for o in typed)
+    if names_data and keys.get("job") in TYPED_DATA_JOBS and CHANGED_KEY not in keys:
+        merged.append(f"{CHANGED_KEY}=accept")  # the user means what the path has now
     elsewhere = sweeps or keys.get("job", "train") != "train" or "hydra.run.dir" in keys
     return ResumedRun(merged, None if elsewhere else runs[0], runs[0])
 
@@ -123,6 +135,23 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     prefixes = ("security", "hydra", *dropped_groups, *replaced_groups)
     keys = [(text, parse_override(text).key) for text in recorded]
     return [text for text, key in keys if key not in dropped and not key.startswith(prefixes)]
+
+
+def _absolute_paths(run: Path | None, typed: Sequence[CliOverride]) -> list[str]:
+    """Return overrides with absolute paths for a run that was started in another folder."""
+    folder = None if run is None else hydra_files.read_start_folder(run)
+    if run is None or folder is None or folder == Path.cwd():
+        return []
+    config = hydra_files.read_flat_config(run)
+    typed_keys = {GROUP_ALIASES.get(o.key, o.key) for o in typed}
+    overrides = []
+    for key in PATH_KEYS:
+        path, group = config.get(key), key.partition(".")[0]
+        replaced = typed_keys & {key, group, f"{group}._target_", "experiment"}
+        if isinstance(path, str) and not replaced and not path.startswith("~") and "$" not in path:
+            if not os.path.isabs(path) and (folder / path).exists():
+                overrides.append(f"{key}={quote_for_hydra(str(folder / path))}")
+    return overrides
 
 
 def _group_value(overrides: Mapping[str, str], group: str) -> str:

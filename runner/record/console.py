@@ -74,8 +74,10 @@ def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> N
         with screen.capture() as printed:  # which also flushes the stream
             for part in parts:
                 screen.print(part, **options)
-        lines = printed.get().split("\n")
-        print("\n".join(line.rstrip(" ") for line in lines), end="", flush=True)  # noqa: T201
+        text = "\n".join(line.rstrip(" ") for line in printed.get().split("\n"))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a program may replace stdout
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        print(text, end="", flush=True)  # noqa: T201
     except OSError:
         with open(os.devnull, "wb") as devnull, suppress(io.UnsupportedOperation):
             os.dup2(devnull.fileno(), sys.stdout.fileno())

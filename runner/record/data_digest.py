@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+DATA_PATH_KEYS = ("path", "validation_path", "test_path")  # keys of the files that a run reads
+CHANGED_FIX = "restore the file, or to go on with it as it is: data.changed=accept"
 MAX_FULL_BYTES = 2**26  # total bytes up to which all are read
 BLOCK_COUNT, BLOCK_BYTES = 1024, 2**14  # of larger data: this many blocks, evenly spaced
 
 
-def digest_files(paths: Iterable[str]) -> dict[str, Any]:
+def digest_files(paths: Iterable[str], name: str = "") -> dict[str, Any]:
     """Return sha256 over the names, sizes and bytes of all files in `paths`.
 
-    `of` says which bytes were hashed. Raises OSError.
+    `of` says which bytes were hashed; `name` replaces that of a single file. Raises OSError.
     """
-    files = [file for path in paths for file in _files(Path(path).expanduser())]
+    files = [file for path in paths for file in _files(Path(os.path.expanduser(path)))]
+    if name and len(files) == 1 and files[0][0] == files[0][1].name:
+        files = [(name, files[0][1])]
     sizes = [file.stat().st_size for _, file in files]
     total, digest = sum(sizes), hashlib.sha256()
     for (name, _), size in zip(files, sizes, strict=True):
@@ -38,9 +44,52 @@ def digest_files(paths: Iterable[str]) -> dict[str, Any]:
     return {"sha256": digest.hexdigest(), "of": coverage, "files": len(files), "bytes": total}
 
 
+class DataFiles:
+    """The files that a run reads, and their digest, computed once."""
+
+    def __init__(self, data: object) -> None:
+        """Find the paths in the config of `data`."""
+        self.paths = {
+            f"data.{key}": str(Path(os.path.expanduser(path)).absolute())
+            for key in DATA_PATH_KEYS
+            if (path := str(getattr(data, key, None) or "???")) != "???"
+        }
+
+    @cached_property
+    def digest(self) -> dict[str, Any]:
+        """The digest of all files, as provenance.json has it. Raises OSError."""
+        return digest_files(self.paths.values())
+
+    def describe(self) -> dict[str, Any]:
+        """Return paths and digests for preprocessing.json: of all files, and of data.path alone.
+
+        Raises OSError.
+        """
+        if not self.paths:
+            return {}
+        own = self.digest if len(self.paths) == 1 else digest_files([self.paths["data.path"]])
+        return {"paths": self.paths, "sha256": self.digest["sha256"], "own": own["sha256"]}
+
+
+def change_problem(files: DataFiles, since: str, then: str) -> str:
+    """Return the message about files with another digest than `then`. Raises OSError."""
+    now = files.digest["sha256"]
+    digests = f"sha256 {then[:12]}… then, {now[:12]}… now"
+    return f"{files.paths['data.path']} has changed since {since}: {digests}"
+
+
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Return (name, path) of a file, or of all files in a folder by relative name."""
+    """Return (name, path) of a file, or of all files in a folder by relative name.
+
+    Hidden files, and the outputs of runs, are not read as data.
+    """
     if path.is_file():
         return [(path.name, path)]
-    files = (file for file in path.rglob("*") if file.is_file())
-    return sorted((file.relative_to(path).as_posix(), file) for file in files)
+    outputs = Path("outputs").absolute()
+    names = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
+    return sorted(
+        (name.as_posix(), file)
+        for name, file in names
+        if not any(part.startswith(".") for part in name.parts)
+        and not file.absolute().is_relative_to(outputs)
+    )

@@ -28,7 +28,7 @@ SHOWN_ACTIONS = 3  # of a kind of fault, in a report
 MAX_CAUSES = 256  # steps for which a cause is stored
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # digits within a name, such as `blocks.3.norm1`, do not match
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
+NUMBER = re.compile(r"(?<![\w.'])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
 
 
 def normalize_message(text: str) -> str:

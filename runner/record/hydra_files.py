@@ -43,6 +43,15 @@ def read_overrides(folder: Path) -> list[str]:
     return lines
 
 
+def read_start_folder(folder: Path) -> Path | None:
+    """Return the folder in which the run was started; None if it cannot be read."""
+    try:
+        started = read_yaml(folder / FOLDER / "hydra.yaml")["hydra"]["runtime"]["cwd"]
+    except (StorageError, KeyError, TypeError):
+        return None
+    return Path(started) if isinstance(started, str) else None
+
+
 def adopt_resumed_config(folder: Path) -> None:
     """Replace the config of a run's folder by the config that it was resumed with."""
     new, old = folder / RESUMED, folder / FOLDER

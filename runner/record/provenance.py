@@ -11,7 +11,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from runner import __version__
+from runner.module_path import python_command
+from runner.record.data_digest import DataFiles
 from runner.record.storage import read_record, replace_text
 
 PACKAGES = "torch numpy hydra-core omegaconf safetensors tensorboard triton".split()
@@ -44,7 +46,7 @@ def command() -> str:
     arguments = _arguments()
     if arguments is None:
         return shlex.join(["python", *sys.argv])
-    return shlex.join(["python", "-m", "runner", *arguments])
+    return shlex.join([*python_command(), *arguments])
 
 
 def changed_command(changes: Mapping[str, str]) -> str:
@@ -54,7 +56,7 @@ def changed_command(changes: Mapping[str, str]) -> str:
     unchanged = [
         t for t in arguments or () if not f"{t.partition('=')[0].lstrip('+')}.".startswith(keys)
     ]
-    prefix = [] if arguments is None else ["python", "-m", "runner"]
+    prefix = [] if arguments is None else python_command()
     return shlex.join([*prefix, *unchanged, *(f"{key}={value}" for key, value in changes.items())])
 
 
@@ -86,21 +88,16 @@ def literal_overrides(overrides: Any) -> list[str]:
     return [str(text) for text in texts] if isinstance(texts, list) else []
 
 
-def record(folder: Path, data: Sequence[str] = ()) -> dict[str, Any]:
-    """Append this session to `provenance.json` and return it; earlier sessions come first.
-
-    `data` are the files and folders that the run reads.
-    """
+def record(folder: Path, data: DataFiles | None = None) -> dict[str, Any]:
+    """Append this session to `provenance.json` and return it; earlier sessions come first."""
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
         "git": git_state(),
         "versions": versions(),
     }
-    if data:
-        from runner.record.data_digest import digest_files  # imported only if needed
-
-        session["data"] = digest_files(data)
+    if data is not None and data.paths:
+        session["data"] = data.digest
     path = folder / "provenance.json"
     try:
         sessions = [*json.loads(read_record(path))["sessions"]]

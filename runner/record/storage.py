@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +220,15 @@ def open_regular(path: Path) -> BinaryIO:
     """
     descriptor = os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC)
     return os.fdopen(_require_regular(descriptor, path), "rb")
+
+
+def user_cache(environ: Mapping[str, str]) -> Path | None:
+    """Return the runner's cache folder: in XDG_CACHE_HOME, else in the home folder.
+
+    None without HOME if the user has no entry in passwd, as in a container.
+    """
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if cache.startswith("~") else Path(cache) / "runner"
 
 
 def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:

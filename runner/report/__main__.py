@@ -10,6 +10,7 @@ from pathlib import Path
 
 from runner.errors import RunnerError, UsageError
 from runner.module_path import current_folder_last
+from runner.standard_streams import prepare_streams, write_stream
 
 EXAMPLES = """
 examples:
@@ -51,6 +52,7 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns an exit code as in `runner.errors`."""
+    prepare_streams()
     with current_folder_last():  # the current folder must not shadow an installed package
         from runner.record.console import close_logging
         from runner.record.text import escape_control_chars
@@ -63,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
                 return serve(arguments.folders or [Path("outputs")], arguments.options)
             return _compare(arguments)
         except RunnerError as error:
-            sys.stderr.write(f"error: {escape_control_chars(str(error))}\n")
+            write_stream(sys.stderr, f"error: {escape_control_chars(str(error))}\n")
             return error.exit_code
         except KeyboardInterrupt:
             return 130

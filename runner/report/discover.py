@@ -17,6 +17,7 @@ from runner.benchmark.result import BenchmarkResult
 from runner.checkpoint.lock import is_locked
 from runner.data.config import LOADING_KEYS
 from runner.errors import StorageError, UsageError
+from runner.module_path import python_command
 from runner.record.hydra_files import (
     OVERRIDES,
     overrides_by_key,
@@ -75,7 +76,7 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
         root, kind = Path(os.path.commonpath([folder.absolute() for folder in folders])), "runs"
         rows = [r for folder in folders for r in _find_rows(folder.absolute(), notes, MAX_DEPTH)]
         rows = list({row.folder or id(row): row for row in rows}.values())  # each folder once
-        command = shlex.join(["python", "-m", "runner.report", *map(str, folders)])
+        command = shlex.join([*python_command("runner.report"), *map(str, folders)])
     if not rows:
         reason = "; ".join(notes) or f"no {SUMMARY_FILE}, {SWEEP_FILE} or {BENCHMARK_FILE} in it"
         fix = "name a folder of outputs/runs, outputs/sweeps or outputs/benchmarks"
@@ -269,7 +270,7 @@ def _workload_key(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> st
 
 
 def _command(overrides: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "runner", *overrides])
+    return shlex.join([*python_command(), *overrides])
 
 
 def _name_rows(rows: list[ComparisonRow], root: Path) -> list[ComparisonRow]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from runner.errors import StorageError
 from runner.format import count_noun, metric, seconds, short_path, size, technique_status
+from runner.module_path import python_command
 from runner.record import history
 from runner.record import markdown as md
 from runner.record.console import facts_table, plain_text
@@ -41,7 +42,10 @@ VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What jobs that do not train did."""
 COLUMN_HEADS = ("column", "taken for", "missing cells in training rows")
 MAX_NOTICES = 10  # of choices about data, in the end table
-DATA_CHOICES = ("data.unknown_categories", "data.bad_samples", "data.missing")
+DATA_CHOICES = (
+    *("data.unknown_categories", "data.bad_samples", "data.missing"),
+    "data.trained_rows",
+)
 """Choices about the data that the result of such a job depends on."""
 
 
@@ -158,7 +162,7 @@ def _replay_command(folder: Path, faults: list[Fault]) -> str:
     """Return the command that replays the first captured step; "" if there is none."""
     first = history.first_capture(faults)
     where = shlex.quote(f"replay.path={short_path(folder / first)}")
-    return f"python -m runner job=replay {where}" if first else ""
+    return f"{' '.join(python_command())} job=replay {where}" if first else ""
 
 
 def _format_tool(cost: Cost, summary: Summary) -> str:
@@ -392,4 +396,4 @@ def _tensorboard_command(folder: Path) -> str:
         return ""
     parents = [folder.absolute(), *folder.absolute().parents]
     outputs = short_path(next((path for path in parents if path.name == "outputs"), folder))
-    return f"python -m runner.report --tensorboard {shlex.quote(outputs)}"
+    return shlex.join([*python_command("runner.report"), "--tensorboard", outputs])

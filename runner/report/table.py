@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner import format
+from runner.module_path import python_command
 from runner.record.console import plain_text
 from runner.record.text import escape_control_chars, shorten
 from runner.report import verdicts
@@ -122,7 +123,8 @@ def _file_lines(comparison: Comparison) -> Iterator[Text]:
     if (root / HTML_FILE).exists():
         lines["the page:    "] = f"{folder}/{HTML_FILE}"
     if (root / TENSORBOARD_RUN).exists():
-        lines["TensorBoard: "] = f"python -m runner.report --tensorboard {shlex.quote(folder)}"
+        words = [*python_command("runner.report"), "--tensorboard", folder]
+        lines["TensorBoard: "] = shlex.join(words)
     for name, text in lines.items():
         printable = escape_control_chars(text)
         yield Text.assemble((name, "dim"), printable, no_wrap=True, overflow="ignore")

@@ -38,7 +38,7 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
             raise UsageError(f"{folder}: no such folder; give a folder of runs, such as outputs")
     with TemporaryDirectory(prefix="runner-tensorboard-") as logdir:
         link_runs(folders, Path(logdir))
-        command = [sys.executable, "-m", "tensorboard.main", "--logdir", logdir, *options]
+        command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", logdir, *options]
         server = subprocess.Popen(command)  # noqa: S603  # its options are the user's own
         try:
             while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,9 +74,9 @@ class ConfigFileChecker:
 
         def load_config(source: Any, config_path: str) -> ConfigResult:
             path = os.path.join(source.path, source._normalize_file_name(config_path))
-            if self._is_builtin(path) or not os.path.exists(path):
+            if not os.path.exists(path) or (self._is_builtin(path) and not _starts_with_bom(path)):
                 return cast(ConfigResult, original_load(source, config_path))
-            return self._read_foreign(source, path, config_path)
+            return self._read(source, path, config_path)
 
         def load_configuration(loader: Any, *args: Any, **kwargs: Any) -> DictConfig:
             self.foreign_files.clear()
@@ -130,11 +131,15 @@ class ConfigFileChecker:
         where = ", ".join(self.foreign_files) or "the command line"
         return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
 
-    def _read_foreign(self, source: Any, path: str, config_path: str) -> ConfigResult:
-        """Check a foreign file as text, then parse the same text."""
-        path = os.path.realpath(path)
-        self.foreign_files.append(path)
-        if self.cli.strict:
+    def _read(self, source: Any, path: str, config_path: str) -> ConfigResult:
+        """Check a foreign file as text, then parse the same text.
+
+        So is one of ours with a byte order mark, with which Hydra does not find the header.
+        """
+        foreign, path = not self._is_builtin(path), os.path.realpath(path)
+        if foreign:
+            self.foreign_files.append(path)
+        if foreign and self.cli.strict:
             raise SecurityError(
                 f"{path}: is refused: security=strict reads no configs from other folders"
             )
@@ -146,7 +151,7 @@ class ConfigFileChecker:
                 path, f"its first line is not a valid header: {error}", "write # @package _global_"
             ) from error
         config = _parse_yaml(path, text)
-        if not self.cli.off:
+        if foreign and not self.cli.off:
             check_foreign_file(path, config_path, header.get("package") or "", config)
         return ConfigResult(
             provider=source.provider, path=f"file://{source.path}", config=config, header=header
@@ -236,9 +241,17 @@ def check_resume_paths(config: DictConfig, cli: CliOverrides) -> None:
             check_output_path(key, value)
 
 
+def _starts_with_bom(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(BOM_UTF8)) == BOM_UTF8
+    except OSError:  # Hydra reports it
+        return False
+
+
 def _read_text(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(path, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.module_path import python_command
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import Action, BadStepKind, RecoveryRule
 from runner.stability.policy import RecoveryTable
@@ -104,7 +105,7 @@ def describe_giving_up(
     for capture in (decision.capture, "" if first is None else first.capture):
         if folder is not None and capture and os.path.isdir(folder / capture):
             replay = shlex.quote(f"replay.path={folder / capture}")
-            advice = f"to find the cause: python -m runner job=replay {replay}"
+            advice = f"to find the cause: {' '.join(python_command())} job=replay {replay}"
             break
     if decision.raises:
         return f"step {decision.step}: {decision.message} (debug.on_anomaly=raise); {advice}"

@@ -29,7 +29,7 @@ def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """Return a sha256 of the overrides in any order, without keys of execution."""
     # the last override of a key counts
     by_key = {o.key: str(o) for o in map(parse_override, overrides)}
-    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS)
+    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS, "data.changed")
     return digest([*flags, *sorted(v for k, v in by_key.items() if not k.startswith(ignored))])
 
 
@@ -48,7 +48,7 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
             "config": settings,
             "job": [kind, tree.get(kind)],
             "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
-            "data": [file_stamp(Path(path).expanduser()) for path in paths if path],
+            "data": [file_stamp(Path(os.path.expanduser(path))) for path in paths if path],
             "checkpoint": _checkpoint_stamp(config.checkpoint.resume),
             "weights": _checkpoint_stamp(config.model.weights),
             "variables": variables,
@@ -113,7 +113,7 @@ def _checkpoint_stamp(source: str | None) -> str:
     """Return the stamp of the checkpoints or file of a run or of weights; "" if none."""
     if source in (None, "none", "auto"):
         return ""
-    path = Path(str(source)).expanduser()
+    path = Path(os.path.expanduser(str(source)))
     if path.is_file() and path.name in ("last", "best"):  # on file systems without links
         path = path.parent
     inner = path / "checkpoints"

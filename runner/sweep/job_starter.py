@@ -24,6 +24,7 @@ from runner.device.gpu_assignment import VISIBLE_DEVICES, assign_gpus, describe_
 from runner.distributed.config import DistributedKind
 from runner.errors import RunnerError
 from runner.jobs.config import JobKind
+from runner.module_path import python_command
 from runner.overrides.groups import without_arguments
 from runner.record.console import close_logging, set_up_logging
 from runner.record.text import quote_for_hydra
@@ -66,7 +67,7 @@ class JobStarter:
 
     def command(self, overrides: Sequence[str]) -> str:
         """Return the command that runs one job alone."""
-        return shlex.join(["python", "-m", "runner", *self.arguments(overrides)])
+        return shlex.join([*python_command(), *self.arguments(overrides)])
 
     def start(self, plan: JobPlan) -> JobProcess:
         """Start a job in its folder. Raises OSError.

@@ -53,7 +53,7 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
     space = read_space(overrides, config.search)
     metric, maximize = resolve_metric(config)
     name = f"{config.name}-{typed_hash[:12]}"
-    return SearchPlan(space, config.search, metric, maximize, name)
+    return SearchPlan(space, config.search, metric, maximize, name, config.data)
 
 
 def run_search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictConfig]) -> None:

@@ -17,6 +17,7 @@ from optuna.distributions import (
 )
 
 from runner.config import RunConfig
+from runner.data.config import DataConfig
 from runner.errors import ConfigError
 from runner.objectives.base import LOWER_IS_BETTER
 from runner.overrides.spelling import CliOverride, parse_override
@@ -78,6 +79,7 @@ class SearchPlan:
     metric: str  # `val/…`
     maximize: bool  # larger is better
     name: str  # of the study; a file may hold several
+    data: DataConfig | None = None  # what the trials are trained on
 
 
 def read_space(overrides: Sequence[str], search: SearchConfig) -> SearchSpace:

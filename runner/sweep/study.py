@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
+import os
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,14 +19,19 @@ from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from runner.checkpoint.lock import is_locked
-from runner.errors import StorageError
+from runner.data.config import DataChanged
+from runner.errors import ConfigError, StorageError
+from runner.format import count_noun
+from runner.record.data_digest import DataFiles, change_problem
 from runner.record.storage import safe_opener
 from runner.sweep.config import Pruner, Sampler, SearchConfig
 from runner.sweep.search_space import SearchPlan, parameter_text
 from runner.training.signals import PRUNED
 
+log = logging.getLogger("runner")
 JOURNAL_SUFFIXES = (".journal", ".log")  # suffixes of Optuna's journal format
 WAIT_S = 60  # for another process to finish writing
+DATA_ATTR = "data"  # user attribute of the study: the digest of its files
 SWEEP_ATTR, JOB_ATTR, REASON_ATTR, COMMAND_ATTR = "sweep", "job", "reason", "command"
 """User attributes of a trial."""
 STATES = {
@@ -44,7 +51,7 @@ class StudyFile:
         """Open or create the study; `folder` is the sweep's. Raises StorageError."""
         self.plan, self.folder = plan, folder.absolute()
         storage = plan.settings.storage
-        self.path = Path(storage).expanduser() if storage else folder / "search.db"
+        self.path = Path(os.path.expanduser(storage)) if storage else folder / "search.db"
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:
@@ -57,9 +64,30 @@ class StudyFile:
                     pruner=_pruner(plan.settings),
                     load_if_exists=True,
                 )
+                self._check_data()
+        except ConfigError:
+            raise
         except Exception as error:  # SQLAlchemy, alembic and Optuna raise all kinds
             reason = " ".join(str(error).split())[:200]
             raise StorageError(f"search.storage: {self.path}: cannot be used: {reason}") from error
+
+    def _check_data(self) -> None:
+        """Raise ConfigError if earlier trials were trained on files with another digest."""
+        files, data = DataFiles(self.plan.data), self.plan.data
+        if not files.paths:
+            return
+        then, now = self.study.user_attrs.get(DATA_ATTR), files.digest["sha256"]
+        count = len(self.study.get_trials(deepcopy=False))
+        if count and then is None:
+            log.warning("%s: %d trials have no digest of their data: not checked", self.path, count)
+        elif count and then != now:
+            problem = change_problem(files, f"the study's {count_noun(count, 'trial')}", str(then))
+            if getattr(data, "changed", None) is not DataChanged.accept:
+                fix = "restore the file, name another study (name=…), or data.changed=accept"
+                raise ConfigError("data.path", problem, fix)
+            log.warning("data.path: %s (data.changed=accept)", problem)
+        if then != now:
+            self.study.set_user_attr(DATA_ATTR, now)
 
     def trials(self) -> list[FrozenTrial]:
         """Return all trials that count, by number."""

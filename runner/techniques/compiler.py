@@ -24,6 +24,7 @@ from runner.data.batch import Batch
 from runner.device import memory
 from runner.device.capabilities import cpu_flags
 from runner.errors import DataError
+from runner.record.storage import user_cache
 from runner.record.text import shorten
 from runner.techniques.base import RunBuilder
 from runner.training.hook import Hook
@@ -32,6 +33,7 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+NO_HOME = "no home folder for a cache: HOME is not set, and passwd has no entry for this user"
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
 OPERATOR_CALL = re.compile(
     r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
@@ -231,10 +233,11 @@ def prepare(scope: ExitStack) -> None:
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     reset_counters()
-    folder = cache_folder(os.environ)
-    if str(folder) != os.environ.get(CACHE_VARIABLE):  # not the user's choice
-        scope.callback(os.environ.__setitem__, CACHE_VARIABLE, default_cache_dir())
-        os.environ[CACHE_VARIABLE] = str(_make_cache_folder(folder, scope))
+    before = os.environ.get(CACHE_VARIABLE)
+    folder = str(_make_cache_folder(cache_folder(os.environ), scope))
+    if folder != before:  # not the user's choice
+        scope.callback(os.environ.__setitem__, CACHE_VARIABLE, before or default_cache_dir())
+        os.environ[CACHE_VARIABLE] = folder
 
 
 def reset_counters() -> None:
@@ -422,19 +425,21 @@ def warn_graph_obstacle(run: Run) -> None:
 # -- cache -----------------------------------------------------------------------------------------
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache folder: the user's TORCHINDUCTOR_CACHE_DIR, else one in XDG_CACHE_HOME.
+def cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the cache folder: the user's TORCHINDUCTOR_CACHE_DIR, else one in `user_cache`.
 
     One per torch version and CPU flags: code compiled for another CPU's instructions may crash.
+    None without a home folder.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     user_folder = environ.get(CACHE_VARIABLE)
     if user_folder and user_folder != default_cache_dir():  # torch itself sets it to its default
         return Path(user_folder)
-    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if (cache := user_cache(environ)) is None:
+        return None
     flags = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
-    return home / "runner" / "compiled" / f"torch-{torch.__version__}-cpu-{flags}"
+    return cache / "compiled" / f"torch-{torch.__version__}-cpu-{flags}"
 
 
 def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
@@ -451,14 +456,19 @@ def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
     return "is writable by other users" if status.st_uid != os.getuid() or shared else None
 
 
-def _make_cache_folder(folder: Path, scope: ExitStack) -> Path:
+def _make_cache_folder(folder: Path | None, scope: ExitStack) -> Path:
     """Create and return the folder, or a temporary one for this run if it cannot be used."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        problem = cache_problem(folder, os.environ)
-    except OSError as error:
-        problem = f"cannot be created: {error.strerror}"
-    if problem is None:
-        return folder
-    log.warning("%s %s; compiled code is not cached for later runs", folder, problem)
+    problem: str | None = NO_HOME
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            problem = cache_problem(folder, os.environ)
+        except OSError as error:
+            problem = f"cannot be created: {error.strerror}"
+        if problem is None:
+            return folder
+        problem = f"{folder} {problem}"
+    log.warning(
+        "%s; compiled code is not cached for later runs (%s=/path)", problem, CACHE_VARIABLE
+    )
     return Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="runner-compiled-")))

@@ -25,7 +25,15 @@ from runner.training.run import Progress, Run
 log = logging.getLogger("runner")
 
 
-UNCOMPARED_KEYS = ("name", "checkpoint.resume", "job.kind", "evaluate.export", "predict.format")
+UNCOMPARED_KEYS = (
+    "name",
+    "data.changed",
+    "checkpoint.resume",
+    "job.kind",
+    "evaluate.export",
+    "predict.format",
+)
+RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
 
@@ -104,6 +112,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         },
         "record": run.recorder.position(),
         "choices": [[c.key, c.value, c.reason] for c in run.choices],
+        "next_lr": run.update.lr_at(int(run.update.updates)),
         "config_hash": run.config_hash,
         "settings": _comparable_settings(run.settings),
         "seed": run.seed,
@@ -142,6 +151,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             "the config differs from %s: %s", restored.path,
             ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
         )  # fmt: skip
+    if trains:
+        _warn_raised_lr(run, state)
     if trains and state["steps_per_epoch"] != run.train.steps_per_epoch:
         log.warning(
             "the data or the batch size changed: an epoch used to have %d steps",
@@ -162,6 +173,21 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         # last, since restoring the rest may draw random numbers
         restore_random_state(state["random"])
     return True
+
+
+def _warn_raised_lr(run: Run, state: Mapping[str, Any]) -> None:
+    """Log that a schedule over more steps raises the learning rate at which the run had ended."""
+    before, after = state.get("next_lr"), run.update.lr_at(int(run.update.updates))
+    settings = _comparable_settings(run.settings)
+    same_peak = state["settings"].get("optimizer.lr") == settings["optimizer.lr"]
+    if type(before) is not float or not same_peak or after <= RAISED_LR * before:
+        return
+    lr = before / run.update.backoff
+    log.warning(
+        "the learning rate goes from %.3g back to %.3g: schedule=%s is now over %d steps; "
+        "to keep it low: schedule=constant optimizer.lr=%.3g",
+        before, after, settings["schedule.kind"], len(run.update.factors), lr,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -13,7 +13,9 @@ from typing import Any
 
 from runner.checkpoint.manifest import MODEL, read_manifest, shard_names
 from runner.config import RunConfig
-from runner.errors import CheckpointError, StorageError
+from runner.data.config import DataChanged
+from runner.errors import CheckpointError, ConfigError, StorageError
+from runner.record.data_digest import CHANGED_FIX, DataFiles, change_problem
 from runner.record.storage import read_record
 from runner.record.text import shorten
 from runner.training.summary import Summary
@@ -58,12 +60,24 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEqua
     summary = Summary.read(recorded)
     if not summary.steps:
         raise CheckpointError(f"{recorded}: the run has no steps to compare")
+    _check_data(recorded, config)
     repeat_config = deepcopy(without_monitoring(config))
     repeat_config.checkpoint.resume, repeat_config.checkpoint.enabled = "none", True
     with TemporaryDirectory(dir=folder, prefix="verify-") as temporary:
         probe = RunProbe(stop_at=0 if summary.status == "done" else summary.steps)
         train_in_processes(repeat_config, Path(temporary), probe)
         return compare_runs(recorded, Path(temporary), summary, config_hash)
+
+
+def _check_data(run: Path, config: RunConfig) -> None:
+    """Raise ConfigError if the run's data have changed, unless `data.changed` is accept."""
+    facts, files = dict(_read_facts(run)), DataFiles(config.data)
+    then = facts.get("data sha256")
+    accepts = getattr(config.data, "changed", None) is DataChanged.accept
+    if then is None or accepts or not files.paths or then == files.digest["sha256"]:
+        return
+    problem = change_problem(files, "the run was trained on it", then)
+    raise ConfigError("data.path", problem, CHANGED_FIX)
 
 
 def compare_runs(

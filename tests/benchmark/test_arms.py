@@ -47,8 +47,8 @@ def test_the_command_of_an_arm_trains_the_same_by_itself() -> None:
     over = ("job=benchmark", "benchmark.budget_s=5", "data=cancer", "model.width=8")
     for arm in arms("none", "b: optimization=basic optimizer=sgd", over=over):
         words = shlex.split(arm.command)
-        assert words[:3] == ["python", "-m", "runner"]
-        assert compose(words[3:]) == arm.config
+        assert words[:4] == ["python", "-P", "-m", "runner"]
+        assert compose(words[4:]) == arm.config
 
 
 def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:

@@ -183,7 +183,7 @@ def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
 
 
 def test_the_page_has_a_row_for_each_claim(tmp_path: Path) -> None:
-    command = "python -m runner optimization=compile"
+    command = "python -P -m runner optimization=compile"
     rows = [
         ClaimResult("faster", "20–30 % faster", "digits", "speed", HOLDS, 1.31, (1.29, 1.33), 0.011,
                     note="It fuses.", command=command),

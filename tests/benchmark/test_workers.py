@@ -90,7 +90,7 @@ def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_proc
         assert finished.problems == []
         kept = json.loads((race.folder / name / "summary.json").read_text())
         assert (kept["status"], kept["reason"]) == ("stopped", "the benchmark has measured it")
-        assert kept["command"] == f"python -m runner optimization={name}"
+        assert kept["command"] == f"python -P -m runner optimization={name}"
         assert kept["memory"]["peak_process_bytes"] > 2**26
         assert kept["memory"] == finished.summary["memory"]
         rows = (race.folder / name / "metrics.jsonl").read_text().splitlines()

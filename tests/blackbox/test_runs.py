@@ -62,7 +62,7 @@ def test_the_keys_of_summary_json(run: Path) -> None:
     assert fused["requested"] and fused["engaged"] and fused["evidence"]
     assert not rows["amp"]["requested"] and not rows["amp"]["engaged"]
     assert summary["checkpoint"]["last"] == "checkpoints/step_00000024"
-    assert summary["command"].startswith("python -m runner ")
+    assert summary["command"].startswith("python -P -m runner ")
     assert "model._target_=own.Net" in summary["command"]
 
 

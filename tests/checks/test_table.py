@@ -13,7 +13,7 @@ import torch
 
 from runner import build, compose, train
 from runner.checks.config import CheckPolicy, TableConfig
-from runner.checks.table import TableFindings
+from runner.checks.table import TableFindings, _repeated_skill, _repeated_variance
 from runner.data.batch import Sizes
 from runner.data.config import Cancer, SplitRule, Tabular
 from runner.data.dataset import Dataset, TensorsDataset
@@ -58,6 +58,7 @@ HONEST = {
     "proto": RNG.choice(["tcp", "udp", "icmp"], N),
 }
 NAMES = np.array(["benign", "attack"])[Y]
+BANDS = np.linspace(0.05, 0.95, 19)
 
 LEAKS = {
     "the label in numbers": Y * 3 + 1,
@@ -93,8 +94,7 @@ def test_a_column_that_gives_the_label_away_is_named_and_can_be_dropped(
     assert codes(looked) == [("table.leak", "column 'after'")]
     evidence = looked.reasons[0].evidence
     assert "the next best column, 'packets'" in evidence and "100.0" not in evidence
-    perfect = "alone predicts the target in every row: it may contain the target; "
-    assert evidence.startswith(perfect) is (kind != "any of several values for each label")
+    assert evidence.startswith("alone predicts the target in every row: it may contain the target;")
     assert "data.ignore=[after]" in looked.reasons[0].way_out
     dropped, looked = looked_at(source, leak=CheckPolicy.drop)
     honest = table(HONEST, NAMES, tmp_path)
@@ -243,6 +243,47 @@ def test_a_large_table_is_judged_by_a_sample_that_is_always_the_same() -> None:
     assert found[0].facts["rows_judged"] == 37_500
     assert codes(found[0]) == [("table.leak", "column 'x[7]'")]
     assert found[0].reasons == found[1].reasons
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_every_column_that_leaks_is_named_whatever_the_others_and_the_order(
+    order: str, tmp_path: Path
+) -> None:
+    """As in a table of films: a code with the label in it, some of whose values occur once."""
+    rows = np.argsort(Y, kind="stable") if order == "sorted" else np.arange(N)
+    years = RNG.integers(1970, 2012, N)
+    code = np.array([f"{year}{'PASS' if y else 'FAIL'}" for year, y in zip(years, Y, strict=True)])
+    after = np.array(["ok" if y else "nowomen" for y in Y])
+    columns = {name: values[rows] for name, values in {**HONEST, "code": code}.items()}
+    for more in ({}, {"after": after[rows]}, {"after": after[rows], "1": Y[rows], "2": Y[rows]}):
+        _, looked = looked_at(table({**columns, **more}, NAMES[rows], tmp_path))
+        named = {where for _, where in codes(looked)}
+        assert named == {f"column {name!r}" for name in ("code", *more)}
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_a_column_that_gives_a_quantity_away_is_named_in_sorted_files_too(
+    order: str, tmp_path: Path
+) -> None:
+    price = RNG.lognormal(3, 1, N).round(3)
+    rows = np.argsort(price) if order == "sorted" else np.arange(N)
+    net = (price / 1.19 + RNG.normal(0, 0.01, N)).round(4)
+    band = np.array([f"band {int(b)}" for b in np.digitize(price, np.quantile(price, BANDS))])
+    target = np.digitize(price, np.quantile(price, BANDS)) * 10.5
+    noise = RNG.normal(size=N).round(4)
+    source = table({"net": net[rows], "noise": noise}, price[rows], tmp_path)
+    assert codes(looked_at(source)[1]) == [("table.leak", "column 'net'")]
+    source = table({"band": band[rows], "noise": noise}, target[rows], tmp_path, task="regression")
+    assert codes(looked_at(source)[1]) == [("table.leak", "column 'band'")]
+
+
+def test_a_column_with_a_value_per_row_has_no_skill_by_chance() -> None:
+    labels = RNG.integers(0, 2, N)
+    assert _repeated_skill(np.arange(N), labels) == 0  # no value occurs again
+    assert abs(_repeated_skill(np.arange(N) // 2, labels)) < 0.15  # pairs of random labels
+    assert _repeated_skill(labels, labels) == 1
+    assert abs(_repeated_variance(np.arange(N) // 2, RNG.normal(size=N))) < 1.5
+    assert _repeated_variance(labels, labels.astype(float)) == pytest.approx(1)
 
 
 def test_a_quantity_may_follow_the_time_but_nothing_else(tmp_path: Path) -> None:

@@ -144,5 +144,5 @@ def test_hidden_and_empty_folders_are_no_classes_and_named(tmp_path: Path) -> No
     (root / "neither").mkdir()
     data = text(Text(path=str(root)), OpenOptions())
     assert data.sizes.class_names == ("good", "poor")
-    assert "neither (has no files)" in data.choices[0].reason
+    assert "neither (has no texts)" in data.choices[0].reason
     assert np.bincount(data.labels()).tolist() == [3, 3]

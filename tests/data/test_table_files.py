@@ -428,11 +428,11 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs
             "line 63, column 'area': the value is missing; ",
             "line 65, column 'price': the value is missing; ",
             "line 64 has 2 values, and the header names 3 columns; ",
-            "or run with python -m runner data=tabular ",
+            "or run with python -P -m runner data=tabular ",
         )
     ]
     assert places == sorted(places) and len(message) < 1_000
-    *_, overrides = message.partition("python -m runner ")
+    *_, overrides = message.partition("python -P -m runner ")
     typed = shlex.split(overrides)
     assert {"model.width=8", "data.target=price", 'data.ignore=["home town"]'} <= {*typed}
     assert "+data.types={area: number}" in typed

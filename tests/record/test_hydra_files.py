@@ -53,8 +53,8 @@ def test_what_hydra_wrote_is_read_and_damage_is_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["/somewhere/runner/__main__.py", "data=digits"], "python -m runner data=digits"),
-        (["/usr/bin/runner", "name=a b"], "python -m runner 'name=a b'"),
+        (["/somewhere/runner/__main__.py", "data=digits"], "python -P -m runner data=digits"),
+        (["/usr/bin/runner", "name=a b"], "python -P -m runner 'name=a b'"),
         (["study.py", "--quick"], "python study.py --quick"),
     ],
 )

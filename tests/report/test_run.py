@@ -66,7 +66,7 @@ MUST = [
     "1.21 ms at the 95th percentile",
     "612 MiB", "3.00 GiB", "40% backward", "fused_optimizer", "engaged",
     "skipped: no C++ compiler", "skipped steps", "7 of 1,200", "non_finite",
-    "step_00000900 (best)", "python -m runner.report --tensorboard outputs",
+    "step_00000900 (best)", "python -P -m runner.report --tensorboard outputs",
 ]  # fmt: skip
 
 
@@ -198,7 +198,9 @@ def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
     faults.write()
     text = " ".join(shown(SUMMARY, run).split())
     assert "7, steps 43, 44, 45, 46, …: the loss was nan; skipped (6); rolling back (1)" in text
-    command = "python -m runner job=replay replay.path=outputs/runs/x/debug/captures/step_00000043"
+    command = (
+        "python -P -m runner job=replay replay.path=outputs/runs/x/debug/captures/step_00000043"
+    )
     assert [x for x in shown(SUMMARY, run, 120).splitlines() if command in x]  # whole, to be copied
     assert "history.json, profile.md, captures/ (1)" in text
     page = report.render_report(SUMMARY, run)

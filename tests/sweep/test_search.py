@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.composing import compose
+from runner.data.config import DataChanged, Tabular
 from runner.errors import ConfigError, UsageError
 from runner.overrides.groups import CONF
 from runner.sweep.config import Pruner, Sampler, SearchConfig
@@ -52,6 +54,21 @@ KINDS = [
 def plan(*overrides: str, **settings: Any) -> SearchPlan:
     search = SearchConfig(**settings)
     return SearchPlan(read_space(overrides, search), search, "val/loss", False, "planted")
+
+
+def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("x,y\n1,2\n")
+    planned = plan(*SPACE, metric="val/loss")
+    tables = [Tabular(path=str(path), target="y", changed=x) for x in DataChanged]
+    first, accepting = (replace(planned, data=table) for table in tables)
+    assert StudyFile(first, tmp_path).ask() is not None
+    StudyFile(first, tmp_path)
+    path.write_text("x,y\n1,3\n")
+    with pytest.raises(ConfigError, match=r"t\.csv has changed since the study's 1 trial: sha256"):
+        StudyFile(first, tmp_path)
+    StudyFile(accepting, tmp_path)
+    StudyFile(first, tmp_path)  # the file that was accepted
 
 
 def test_a_space_is_read_in_hydras_sweep_syntax() -> None:

@@ -65,7 +65,7 @@ def test_every_job_has_a_process_and_a_record_of_its_own(mixed: Mixed) -> None:
     for number, how in enumerate(["big", "fine", "fail", "die"]):
         assert f"how={how}" in (place / str(number) / ".hydra" / "overrides.yaml").read_text()
         typed = records[number]["command"]
-        assert typed.startswith("python -m runner ") and f"+model.how={how}" in typed
+        assert typed.startswith("python -P -m runner ") and f"+model.how={how}" in typed
         assert "hydra." not in typed and "monitoring" not in typed  # it can be typed as it is
 
 

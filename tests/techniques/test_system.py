@@ -64,13 +64,19 @@ def test_settings_that_the_users_code_takes_back_are_named() -> None:
 
 @linux
 def test_a_core_that_a_neighbour_keeps_busy_is_left_to_him() -> None:
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    if os.nice(0) > 0:
+        pytest.skip("a neighbour of positive niceness does not count, and this one inherits it")
+    code = "print(flush=True)\nwhile True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
+        assert busy.stdout is not None
+        busy.stdout.readline()  # it runs
         os.sched_setaffinity(busy.pid, [min(os.sched_getaffinity(0))])
-        assert process.busy_cores(0.5) > 0.4
+        # on a machine under load it may have to wait for its core
+        assert any(process.busy_cores(0.5) > 0.4 for _ in range(40))
     finally:
         busy.kill()
-        busy.wait()
+        busy.communicate()
     cores = len(os.sched_getaffinity(0))
     assert process.free_threads(cores, 1.0) == max((cores + 1) // 2, cores - 1)
     assert process.free_threads(cores, 0.3) == cores

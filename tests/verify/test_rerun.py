@@ -52,7 +52,9 @@ def test_other_data_are_named_with_the_first_step_that_differs(
     shutil.copytree(recorded, tmp_path / "there")
     table = tmp_path / "there/table.csv"
     table.write_text(TABLE.replace("\n3,", "\n5,"))
-    result = verify_rerun(runs.config(*typed(tmp_path / "there")), tmp_path, "another")
+    result = verify_rerun(
+        runs.config(*typed(tmp_path / "there"), "data.changed=accept"), tmp_path, "another"
+    )
     assert not result.exact and result.differing[0].endswith("at step 1")
     assert result.was != result.now
     assert result.changes[0].startswith("config:")  # data.path is another, too

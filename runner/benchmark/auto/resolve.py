@@ -45,7 +45,7 @@ from runner.errors import RunnerError
 from runner.parity.candidates import copy_components, open_run, without_side_effects
 from runner.parity.trajectory import make_finite_step
 from runner.record import provenance
-from runner.record.storage import replace_text
+from runner.record.storage import replace_text, user_cache
 from runner.record.text import dataclass_from_json, escape_control_chars, json_safe
 from runner.techniques.attention import record_calls
 from runner.techniques.base import Choice
@@ -278,17 +278,17 @@ def _announce(line: str) -> None:
 # -- cache and files -------------------------------------------------------------------------------
 
 
-def cache_file(key: str) -> Path:
-    """Return the cache path of a search result."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "runner" / "auto" / f"{key}.json"
+def cache_file(key: str) -> Path | None:
+    """Return the cache path of a search result; None without a home folder."""
+    cache = user_cache(os.environ)
+    return None if cache is None else cache / "auto" / f"{key}.json"
 
 
 def read_cache(path: Path) -> SearchResult | None:
     """Read a cached search result; None if missing. A damaged file is logged and left in place."""
     try:
         return dataclass_from_json(SearchResult, json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = escape_control_chars(f"{type(error).__name__}: {error}")
