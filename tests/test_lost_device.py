@@ -65,9 +65,9 @@ def train_until(dies_at: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         if device.operators >= dies_at:
             device.call()
 
-    def read_events(stopwatch: Stopwatch) -> dict[str, float]:
-        check()
-        return {}
+    def pause(stopwatch: Stopwatch, wait: bool = True) -> None:
+        if wait:  # for events of the device
+            check()
 
     def peak(device: Device) -> int:
         check()
@@ -75,7 +75,7 @@ def train_until(dies_at: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     with runs.opened(*OVERRIDES, folder=folder) as run, monkeypatch.context() as patched:
         patched.setattr(Device, "synchronize", check)
-        patched.setattr(Stopwatch, "_device_split", read_events)
+        patched.setattr(Stopwatch, "pause", pause)
         patched.setattr(memory, "peak_device_bytes", peak)
         run.hooks.append(TouchesDevice())
         with device:
