@@ -70,7 +70,10 @@ def command(
     """`python -m runner` typed in a folder; `my_package` can be imported.
 
     With flags of Python's, or variables that may be read early, it is a process from the start.
+    A sweep measures no configurations in turns, unless that is typed.
     """
+    if "-m" in typed and not any(text.startswith("sweep.benchmark_s=") for text in typed):
+        typed = (*typed, "sweep.benchmark_s=0")
     path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     if not flags and variables.keys() <= {"PYTHONPATH", "COLUMNS", "OWN_DIES_AT"}:

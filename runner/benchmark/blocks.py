@@ -94,7 +94,8 @@ Relaunch = Callable[[Sequence[str], float], dict[str, WorkerFailure]]
 class StoppingRule:
     """When to stop: all intervals are narrow, the budget is spent, or all launches are done.
 
-    The budget is overdrawn only for the `min_blocks` (six at 5 %) that an interval requires.
+    The budget is overdrawn only for the `min_blocks` (six at 5 %) that an interval requires, and
+    only if `overdraws`.
     """
 
     target_half_width: float  # of every interval, as a share of the ratio
@@ -103,6 +104,7 @@ class StoppingRule:
     restart_s: float = 0.0  # expected seconds of a launch; later, of the last one
     interim_blocks: Sequence[int] = INTERIM_BLOCKS  # at 8 blocks there is an interval
     alpha: float = 1 - CONFIDENCE  # less where several intervals have to hold jointly
+    overdraws: bool = True  # False: the block in which the budget is spent is dropped
 
 
 @dataclass
@@ -198,13 +200,19 @@ class _BlockRunner:
 
     def run_block(self, order: Sequence[str]) -> None:
         """Run one turn of each arm, in this order."""
+        block: dict[str, Turn] = {}
         for name in order:
+            if not self.rule.overdraws and self.clock() - self.start_time >= self.rule.budget_s:
+                for taken in block:
+                    self.measurements.turns[taken].pop()
+                return
             try:
                 turn = self.run_turn(name, self.block_s)
             except WorkerFailure as error:
                 self._drop(name, error)
                 continue
             self.measurements.turns[name].append(turn)
+            block[name] = turn
         self.measurements.blocks += 1
 
     def finish_block(self) -> str:
@@ -212,13 +220,15 @@ class _BlockRunner:
         measurements, rule = self.measurements, self.rule
         measurements.seconds = self.clock() - self.start_time
         over_budget = measurements.seconds >= rule.budget_s
+        if over_budget and not measurements.blocks:
+            return f"the budget of {rule.budget_s:g} s was too small for a turn of each arm"
         if self.reference not in self.active or len(self.active) < 2:
             return self._stop_without_ratios(over_budget)
-        self.overdrawn |= over_budget and measurements.blocks < self.min_blocks
+        self.overdrawn |= over_budget and measurements.blocks < self.min_blocks and rule.overdraws
         launches = len(measurements.launch_starts)
         blocks = measurements.blocks - measurements.launch_starts[-1]
         required = self.min_blocks if launches == 1 else MIN_LAUNCH_BLOCKS
-        finished = over_budget and blocks >= required
+        finished = over_budget and (blocks >= required or not rule.overdraws)
         finished = finished or measurements.blocks >= max(rule.interim_blocks)
         if not finished and not self._is_launch_complete(blocks):
             return ""

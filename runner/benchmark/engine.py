@@ -64,11 +64,13 @@ def measure(
     announce: Callable[[str], None] | None = None,
     pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool,
     clock: Callable[[], float] = time.monotonic,
+    start_limits: Mapping[str, float] | None = None,
 ) -> BenchmarkResult:
     """Start every arm, measure them in blocks, check parity, and return the result.
 
     The arms are compared with `settings.reference`, or the first arm. With a `folder` the runs are
     recorded in it and `benchmark.json` is written, also if arms failed; a failed arm is a row.
+    With `start_limits`, seconds for single arms to start, the budget is never exceeded.
     Ignores `attribute`, `baseline` and `claims` of the settings. Raises ConfigError, and
     `BenchmarkInterrupted` on Ctrl-C and SIGTERM after writing the result so far.
     """
@@ -77,8 +79,9 @@ def measure(
     # arms are ranked, so all intervals have to hold jointly
     alpha = bonferroni_alpha(len(arms) - 1)
     options = MeasureOptions(
-        settings, folder, given, None, pool, clock, alpha, announce=announce or log.info
-    )
+        settings, folder, given, None, pool, clock, alpha, announce=announce or log.info,
+        start_limits=start_limits or {}, overdraws=start_limits is None,
+    )  # fmt: skip
     benchmark = _Benchmark(arms, reference, options)
     with raise_on_signals():
         try:

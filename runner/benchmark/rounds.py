@@ -46,6 +46,8 @@ class MeasureOptions:
     announce: Callable[[str], None] = log.info  # receives progress lines
     start_limit_s: Callable[[], float] | None = None  # seconds for an arm to start
     """None, and for the reference: benchmark.timeout_s."""
+    start_limits: Mapping[str, float] = field(default_factory=dict)  # the same, of single arms
+    overdraws: bool = True  # whether the budget may be exceeded for the blocks of an interval
 
 
 @dataclass
@@ -108,9 +110,10 @@ def run_round(
         start_time = clock()
         for number, arm in enumerate(arms, 1):
             options.announce(f"starting {arm.name} ({number} of {len(arms)})")
-            start_limit_s = None if arm.name == reference else options.start_limit_s
+            limit = None if arm.name == reference else options.start_limit_s
+            limit_s = options.start_limits.get(arm.name, limit() if limit else None)
             try:
-                setup = pool.start(arm.name, start_limit_s() if start_limit_s else None)
+                setup = pool.start(arm.name, limit_s)
             except WorkerFailure as error:
                 result.record_failure(arm.name, error)
                 continue
@@ -122,8 +125,9 @@ def run_round(
             compiling_s = sum(setup.compile_seconds for setup in result.setups.values())
             restart_s = clock() - start_time - CACHED_COMPILE_SHARE * compiling_s
             rule = StoppingRule(
-                settings.narrow, budget_s, settings.processes, restart_s, alpha=options.alpha
-            )
+                settings.narrow, budget_s, settings.processes, restart_s, alpha=options.alpha,
+                overdraws=options.overdraws,
+            )  # fmt: skip
 
             def on_analysis(measurements: Measurements) -> None:
                 options.announce(_describe_progress(measurements, budget_s))

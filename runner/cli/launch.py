@@ -168,10 +168,12 @@ def run_sweep(
     folder_override = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"
     sys.argv[1:] = [*request.arguments, *session.sweeper_overrides, folder_override]
     with active_session(session):
+        ended = False
         try:
             main()
+            ended = True
         finally:
-            jobs, failures = compare_jobs(session)
+            jobs, failures = compare_jobs(session, ended)
             results.jobs = max(results.jobs, jobs)
             # a failed trial is not run again
             results.resumable = session.sweep is not None and session.search_plan is None

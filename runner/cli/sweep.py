@@ -13,7 +13,7 @@ from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.cli.resume import check_inputs_exist
 from runner.composing import typed
 from runner.config import RunConfig
-from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
+from runner.errors import ConfigError, Interrupted, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import mask_secrets
 from runner.overrides.spelling import first_job, parse_override, sample_jobs
@@ -157,10 +157,12 @@ def _find_earlier_sweep(
         check_links(earlier)
 
 
-def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
+def compare_jobs(session: SweepSession, ended: bool) -> tuple[int, list[str]]:
     """Show and write the comparison of the jobs of any launcher, also after an error.
 
-    Returns the number of jobs, and a line for each failed one.
+    If the sweep has `ended` normally and compares modes, they are then measured in turns, and the
+    comparison is replaced. Returns the number of jobs, and a line for each failed one. Raises
+    Interrupted, with the first comparison shown.
     """
     jobs = session.sweep.jobs if session.sweep is not None else []
     failures = [f"{job.title}: {job.status}: {job.reason}" for job in jobs if job.failed]
@@ -170,11 +172,20 @@ def compare_jobs(session: SweepSession) -> tuple[int, list[str]]:
     from runner.report.comparison import write_comparison
     from runner.report.discover import compare_folders
     from runner.report.table import ComparisonScreen
+    from runner.sweep.speed import discard_outdated_speed, measure_configurations
 
     try:
+        discard_outdated_speed(session)
         comparison = compare_folders([session.folder])
         write_comparison(comparison, session.folder)
-        print_stdout(ComparisonScreen(comparison), crop=False)
+        try:
+            if ended and measure_configurations(session, comparison):
+                comparison = compare_folders([session.folder])
+                write_comparison(comparison, session.folder)
+        finally:
+            print_stdout(ComparisonScreen(comparison), crop=False)
+    except Interrupted:
+        raise
     except UsageError as error:  # no job has started
         log.debug("no comparison: %s", error)
     except Exception as error:  # the failures of the jobs are still reported

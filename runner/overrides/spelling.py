@@ -27,6 +27,7 @@ SHARED_KEYS = {
 """Keys of a group that keep their meaning when a user's class replaces the option."""
 EXCLUSIVE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 """Setting one of these unsets the other, which a recipe may have set."""
+LEVEL_LABEL = "optimization.level"  # set by the group's options alone
 LIST_KEYS = ("security.trusted", "security.environment")
 SAMPLE_JOBS = 24  # jobs of a sweep that are checked before it starts; Hydra checks the rest
 
@@ -103,6 +104,9 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
 
 def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliOverride:
     key, value = GROUP_ALIASES.get(override.key, override.key), override.value.strip()
+    if key == LEVEL_LABEL:
+        fix = f"write optimization={value or 'none'}"
+        raise ConfigError(key, "is the label of a level, and enables nothing", fix)
     if key in LIST_KEYS and value.isidentifier():  # a single name needs no brackets
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:

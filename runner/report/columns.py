@@ -70,6 +70,12 @@ COLUMNS = (
     ),
     _numeric_column("step_ms", "step, ms", format.rate),
     _numeric_column("samples_per_second", "samples/s", format.rate),
+    _numeric_column(
+        "other_cpu_share",
+        "others' CPU",
+        format.share,
+        lambda row: number_at(row.summary, "throughput", "other_cpu_share"),
+    ),
     _numeric_column("peak_process_bytes", "memory", format.size),
     ReportColumn("parity", "numbers", lambda row: 0.0 if row.parity else None, _parity_text),
     _numeric_column("peak_device_bytes", "device memory", format.size),
@@ -102,7 +108,9 @@ def select_columns(comparison: Comparison) -> list[ReportColumn]:
         chosen.insert(1, _numeric_column(BEST_KEY, f"best {comparison.monitor}", format.metric))
     if comparison.compares_learning:
         chosen.sort(key=lambda column: column.key not in LEARNING_COLUMNS)
-    if comparison.kind != "benchmark":  # the metrics beside the monitored one
+    if comparison.kind == "benchmark":  # whose arms are interleaved
+        chosen = [column for column in chosen if column.key != "other_cpu_share"]
+    else:  # the metrics beside the monitored one
         names = dict.fromkeys(name for row in rows for name in row.metrics)
         others = [x for x in names if x != comparison.monitor and x.count("/") < 2]
         chosen += [

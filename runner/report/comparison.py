@@ -85,15 +85,16 @@ class ComparisonRow:
     status: str  # done stopped interrupted failed killed timeout oom skipped
     reason: str = ""
     summary: dict[str, Any] = field(default_factory=dict)  # summary.json, {} if missing
-    speedup: float | None = None  # in a sweep: ratio of samples/s to the run of the same seed
-    speedup_interval: tuple[float, float] | None = None  # only in a benchmark
+    speedup: float | None = None  # measured in turns: in a benchmark, or after a sweep
+    speedup_interval: tuple[float, float] | None = None
     parity: str | None = None  # only in a benchmark
     command: str = ""
     name: str = ""  # how it differs: `ultra`, or `optimization=ultra seed=1`
     folder: str = ""  # relative to the comparison's
     measured: ArmResult | None = None  # in a benchmark
     judged_on: str = ""  # data (and objective): metrics are comparable only if equal
-    workload: str = ""  # device, data and model: ratios are taken only if equal
+    workload: str = ""  # device, data and model
+    claim: str = ""  # of a sweep's row measured in turns: faster | slower | same | ""
     device: str = ""  # the GPUs that a sweep assigned to it
     # for a configuration that ran several times; see `Comparison.by_configuration`
     averaged_over: str = ""  # what the mean is taken over: `3 seeds`
@@ -178,13 +179,15 @@ class Comparison:
 
     title: str
     rows: list[ComparisonRow]
-    kind: str = "sweep"  # sweep (one run each, unpaired) | benchmark | runs (of several folders)
+    kind: str = "sweep"  # sweep (not interleaved) | benchmark | runs (of several folders)
     reference: str = ""  # name of the row that speedups are against
     notes: list[str] = field(default_factory=list)
     command: str = ""
-    benchmark: BenchmarkResult | None = None  # control, load, attribution, machine
+    # control, load, attribution, machine; of a sweep: its configurations measured in turns
+    benchmark: BenchmarkResult | None = None
     search: SearchRecord | None = None  # the search whose trials the rows are
     root: Path | None = None  # rows' folders are relative to it; see `relocate_folders`
+    speed_command: str = ""  # compares the speeds of a sweep's configurations
     schema: int = 1
 
     @property
@@ -302,7 +305,7 @@ def _replicates_entry(row: ComparisonRow, finished: set[str]) -> dict[str, Any] 
             k.removeprefix("metric:"): x for k, x in estimates.items() if k.startswith("metric:")
         },
         "speed": {k: x for k, x in estimates.items() if k in SUMMARY_PATHS},
-        "speedup": estimates.get("speedup"),
+        "speedup": None,  # the runs are not interleaved
     }
 
 

@@ -33,24 +33,25 @@ from runner.report.comparison import (
     text_at,
 )
 from runner.report.naming import name_rows
-from runner.report.replicates import configuration_key, replicate_key
 from runner.report.search import read_search
+from runner.report.speed import (
+    benchmark_command,
+    describe_equal_engagement,
+    read_measured_speed,
+    set_measured_speed,
+)
 from runner.training.summary import SUMMARY_FILE as SUMMARY_FILE
 from runner.training.summary import Summary
 
 SWEEP_FILE = "sweep.json"
-RATE_KEY = "samples_per_second"
 MAX_DEPTH = 6  # of folders within folders: outputs/sweeps/<name>/<time>/<job>
 NOT_RUNS = {"checkpoints", "debug", "ranks", "comparison", "__pycache__"}
-MIN_STEPS = 10  # minimum steps for a speed-up; the first three are not timed
 END_STATUSES = ("done", "stopped", "interrupted", "failed", "killed", "timeout", "oom", "skipped")
 """The statuses of a row, besides `running`."""
 READ_ERRORS = (OSError, ValueError, AttributeError, RecursionError)
 """Exceptions that reading an untrusted folder may raise."""
-UNPAIRED_NOTE = "one run each, not interleaved: only a hint; job=benchmark interleaves them"
-PAIRED_NOTE = (
-    "speed-ups compare runs of the same seed or fold, not interleaved, so they include other load "
-    "on the machine; job=benchmark interleaves them"
+UNPAIRED_NOTE = (
+    "not interleaved: the times include other load on the machine, so there is no speed-up"
 )
 
 
@@ -82,14 +83,31 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
         fix = "name a folder of outputs/runs, outputs/sweeps or outputs/benchmarks"
         raise UsageError(f"{first}: nothing to compare: {reason}; {fix}")
     search = read_search(root) if kind == "sweep" else None
-    reference, rows = "", _name_rows(rows, root)
+    rows = _name_rows(rows, root)
+    measured = read_measured_speed(root) if kind == "sweep" and search is None else None
+    if measured is not None:
+        measured = set_measured_speed(rows, measured)
     if search is None:  # whose trials differ in what they train
-        reference, rows = _set_speedups(rows, notes)
+        notes += describe_equal_engagement(rows)
+    if measured is None and search is None and sum(row.finished for row in rows) > 1:
+        notes.append(UNPAIRED_NOTE)
     title = root.name or kind
     if title[:1].isdigit():  # outputs/sweeps/<title>/<time>-<id>
         title = root.parent.name or title
     notes = list(dict.fromkeys(notes))
-    return Comparison(title, rows, kind, reference, notes, command, None, search, root)
+    unmeasured = search is None and measured is None
+    return Comparison(
+        title,
+        rows,
+        kind,
+        measured.reference if measured else "",
+        notes,
+        command,
+        measured,
+        search,
+        root,
+        benchmark_command(rows) if kind == "sweep" and unmeasured else "",
+    )
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -282,37 +300,3 @@ def _name_rows(rows: list[ComparisonRow], root: Path) -> list[ComparisonRow]:
         replace(row, name=name, folder=folder)
         for row, name, folder in zip(rows, row_names, folders, strict=True)
     ]
-
-
-def _set_speedups(rows: list[ComparisonRow], notes: list[str]) -> tuple[str, list[ComparisonRow]]:
-    """Set the rows' speed-ups and return the reference's name with the rows.
-
-    The reference is the first run with `optimization=none`, else the first run. Only runs of the
-    same data, model and device with enough steps have a ratio. Where configurations ran with
-    several seeds or folds, it is to the reference's run of the same seed and fold.
-    """
-    timed = [row for row in rows if row.finished and row.number(RATE_KEY)]
-    long_enough = [row for row in timed if (number_at(row.summary, "steps") or 0) >= MIN_STEPS]
-    groups: dict[str, list[ComparisonRow]] = {}
-    for row in long_enough:
-        groups.setdefault(row.workload, []).append(row)
-    comparable = max(groups.values(), key=len, default=[])  # the first of several equally large
-    if len({configuration_key(row) for row in comparable}) < 2:  # no speed-up between seeds
-        return "", rows
-    plain = [r for r in comparable if overrides_by_key(r.overrides).get("optimization") == "none"]
-    reference = (plain or comparable)[0]
-    reference_configuration = configuration_key(reference)
-    reference_rates = {
-        replicate_key(row): row.number(RATE_KEY)
-        for row in comparable
-        if configuration_key(row) == reference_configuration
-    }
-    for row in comparable:
-        if rate := reference_rates.get(replicate_key(row)):
-            row.speedup = (row.number(RATE_KEY) or 0.0) / rate
-    notes.append(UNPAIRED_NOTE if len(reference_rates) < 2 else PAIRED_NOTE)
-    if len(comparable) < len(long_enough):
-        notes.append(f"no speed-up over {reference.name} with another data set, model or device")
-    if len(long_enough) < len(timed):
-        notes.append(f"fewer than {MIN_STEPS} steps: no speed-up")
-    return reference.name, rows

@@ -156,11 +156,8 @@ def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += " Whiskers are 95 % intervals."
     if floor:
         about += f" No difference in the hatched strip, ± {format.share(floor)}, is claimed."
-    if comparison.kind != "benchmark" and any(row.averaged_over for row in rows):
-        about = f"Samples per second as a ratio to {reference}: geometric mean of runs of the same "
-        about += "seed or fold, with its 95 % interval."
-    elif comparison.kind == "sweep":
-        about = f"Samples per second, as a ratio to {reference}: one run each, without intervals."
+    if comparison.kind == "sweep":
+        about += " Measured in turns, after the sweep."
     if len(rows) > MAX_BARS:
         about += f" The {MAX_BARS // 2} fastest and as many of the slowest of {len(rows)}."
         rows.sort(key=lambda row: row.speedup or 0.0, reverse=True)

@@ -45,11 +45,14 @@ def name_rows(rows: Sequence[Sequence[str]], folders: Sequence[str]) -> list[str
 def compares_speed(rows: Iterable[Sequence[str]]) -> bool:
     """Whether the rows differ in how they compute (or not at all), not only in what they train."""
     varied = varied_keys([overrides_by_key(row) for row in rows])
-    return not varied or any(
-        key.partition(".")[0] in ("optimization", "device")
-        or (key.startswith("data.") and key.removeprefix("data.") in LOADING_KEYS)
-        for key in varied
-    )
+    return not varied or any(map(changes_speed, varied))
+
+
+def changes_speed(key: str) -> bool:
+    """Whether the key is about how a run computes, rather than what it trains."""
+    group, _, name = key.partition(".")
+    computes = group in ("optimization", "device", "debug")
+    return computes or (group == "data" and name in LOADING_KEYS)
 
 
 def varied_keys(overrides: Sequence[Mapping[str, str]]) -> list[str]:

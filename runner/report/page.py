@@ -44,17 +44,18 @@ BENCHMARK_METHOD = (
     "process each, no difference within 7 % is claimed. The intervals hold simultaneously, so the "
     "fastest arm may be chosen by them."
 )
-UNPAIRED_METHOD = (
-    "Each row is one run, and the runs were not interleaved: the numbers include other load on the "
-    "machine, so ratios have no interval and are only hints. "
-    "job=benchmark measures the same arms in randomised blocks, with intervals."
+SWEEP_METHOD = (
+    "Each row is one run; of a configuration that ran with several seeds or folds it has the mean "
+    "(of times and rates the geometric one) with a 95 % interval by Student's t. The runs were not "
+    "interleaved: their times include other load on the machine, and are shown as they are. "
 )
-PAIRED_METHOD = (
-    "Each configuration ran with several seeds or folds. Its row has the mean over them (of times "
-    "and rates the geometric one) with a 95 % interval by Student's t; a speed-up is the "
-    "geometric mean of the ratios of runs of the same seed or fold. The runs were not interleaved: "
-    "the numbers include other load on the machine. job=benchmark measures in randomised blocks."
+MEASURED_METHOD = (
+    "Speed-ups are of the same configurations, measured after the sweep in randomised blocks: each "
+    "block runs every one once, in random order, in one process each. Intervals have 95 % coverage "
+    "and hold simultaneously; no difference within 7 % is claimed. Configurations of which the "
+    "same engaged were measured once, and a technique that did not engage in the sweep is off."
 )
+UNMEASURED_METHOD = "job=benchmark measures configurations in randomised blocks, with intervals."
 
 
 def render_html(comparison: Comparison) -> str:
@@ -148,7 +149,9 @@ def _template_context(comparison: Comparison) -> dict[str, Any]:
     commands = [(row.name, row.command) for row in comparison.rows if row.command]
     if comparison.command:
         commands.insert(0, ("all of it", comparison.command))
-    method = PAIRED_METHOD if comparison.has_replicates else UNPAIRED_METHOD
+    if comparison.speed_command:
+        commands.append(("to compare speeds", comparison.speed_command))
+    method = SWEEP_METHOD + (MEASURED_METHOD if comparison.benchmark else UNMEASURED_METHOD)
     return {
         "comparison": comparison,
         "kind": KIND_TITLES[comparison.kind],
@@ -212,7 +215,7 @@ def _effects_table(attribution: Attribution) -> PageTable:
 def _describe_scope(comparison: Comparison) -> list[str]:
     """Return how much was compared, on which devices, when and for how long."""
     benchmark = comparison.benchmark
-    if benchmark is None:
+    if benchmark is None or comparison.kind != "benchmark":
         noun = "trials of this process" if comparison.search else "runs"
         return [f"{len(comparison.rows)} {noun}", *comparison.devices]
     started = [_format_minute(benchmark.started)] if benchmark.started else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
@@ -47,10 +48,10 @@ def configuration_key(row: ComparisonRow) -> tuple[str, ...]:
     return tuple(f"{key}={v}" for key, v in values_by_key.items() if key not in REPLICATE_KEYS)
 
 
-def replicate_key(row: ComparisonRow) -> tuple[str | None, ...]:
-    """Return the values of the seed and fold keys; runs are paired if they are equal."""
-    values_by_key = overrides_by_key(row.overrides)
-    return tuple(values_by_key.get(key) for key in REPLICATE_KEYS)
+def name_configurations(rows: Sequence[ComparisonRow]) -> dict[tuple[str, ...], str]:
+    """Return a name for each configuration, by its key."""
+    keys = list(dict.fromkeys(map(configuration_key, rows)))
+    return dict(zip(keys, name_rows(keys, [""] * len(keys)), strict=True))
 
 
 def merge_replicates(comparison: Comparison) -> Comparison:
@@ -59,18 +60,14 @@ def merge_replicates(comparison: Comparison) -> Comparison:
     Merged rows have the means of their runs, with intervals in `estimates`.
     """
     groups: dict[tuple[str, ...], list[ComparisonRow]] = {}
+    names = name_configurations(comparison.rows)
     for row in comparison.rows:
         if row.measured is None:
             groups.setdefault(configuration_key(row), []).append(row)
-    row_names = name_rows(list(groups), [""] * len(groups))
-    rows = [_merge_runs(*item) for item in zip(row_names, groups, groups.values(), strict=True)]
+    rows = [_merge_runs(names[key], key, runs) for key, runs in groups.items()]
     if not any(row.estimates for row in rows):
         return comparison
-    reference = next((row for row in rows if comparison.reference in row.run_names), None)
-    if reference is None:
-        return replace(comparison, rows=rows)
-    reference.speedup_interval = None  # it is 1 by definition
-    return replace(comparison, rows=rows, reference=reference.name)
+    return replace(comparison, rows=rows)
 
 
 def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]) -> ComparisonRow:
@@ -84,9 +81,6 @@ def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]
         row.averaged_over += f"; {len(runs) - len(finished)} of {len(runs)} failed"
     if over:
         row.estimates = _estimates(finished)
-        row.speedup = row.speedup_interval = None
-        if mean_ratio := row.estimates.get("speedup"):
-            row.speedup, row.speedup_interval = mean_ratio.mean, mean_ratio.interval
     return row
 
 
@@ -102,7 +96,7 @@ def _describe_replicates(rows: list[ComparisonRow]) -> str:
 
 
 def _estimates(rows: list[ComparisonRow]) -> dict[str, MeanEstimate]:
-    """Return estimates by column key, of values that all rows have; of any speed-ups."""
+    """Return estimates by column key, of values that all rows have."""
     estimates = {}
     for key in SUMMARY_PATHS:
         values = [value for row in rows if (value := row.number(key) or 0.0) > 0]
@@ -115,7 +109,4 @@ def _estimates(rows: list[ComparisonRow]) -> dict[str, MeanEstimate]:
             bounds = SHARE if SHARES & {*metric_name.split("/")} else UNBOUNDED
             values = [others[name] for others in metrics]
             estimates[METRIC_PREFIX + name] = MeanEstimate.of(values, bounds)
-    ratios = [ratio for row in rows if (ratio := row.speedup or 0.0) > 0]
-    if len(ratios) > 1:
-        estimates["speedup"] = MeanEstimate.of_positive(ratios)
     return estimates

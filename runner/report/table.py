@@ -52,6 +52,10 @@ class ComparisonScreen:
         for part in (_failure_lines(comparison), _note_lines(comparison), _file_lines(comparison)):
             if lines := list(part):
                 yield from (Text(), *lines)
+        if command := comparison.speed_command:
+            printable = escape_control_chars(command)
+            label = ("to compare speeds: ", "dim")
+            yield Text.assemble(label, printable, no_wrap=True, overflow="ignore")
 
 
 def _fit_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
@@ -107,6 +111,7 @@ def _note_lines(comparison: Comparison) -> list[Text]:
     if benchmark is not None:
         stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
         how = f"{verdicts.describe_measurement(benchmark)}{stopped}"
+        how = f"in turns: {how}" if comparison.kind == "sweep" else how
         notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
     return [plain_text(f"· {note}", "dim") for note in notes]
 

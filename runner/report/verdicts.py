@@ -6,16 +6,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from runner.benchmark.result import BenchmarkResult
-from runner.format import MAX_NAMES, interval, join_names, metric, seconds, share, times
-from runner.report.comparison import BEST_KEY, Comparison, ComparisonRow
-from runner.report.naming import compares_speed
+from runner.format import (
+    MAX_NAMES,
+    interval,
+    join_names,
+    metric,
+    rate,
+    seconds,
+    share,
+    times,
+)
+from runner.report.comparison import (
+    BEST_KEY,
+    Comparison,
+    ComparisonRow,
+    compare_arms,
+    number_at,
+)
 from runner.report.search import SearchRecord, short_key
+from runner.report.speed import differ_in_speed, engagement
 
 HIGH_NOISE_FLOOR = 0.05  # a noise floor above this is mentioned in the headline
 HIGH_LOAD = 0.1  # so is a larger share of the CPUs used by other processes
-EQUAL_SPEED_TOLERANCE = 0.05  # single runs that differ by less count as equally fast
-NO_CLEAR_DIFFERENCE = "no clear difference"
-"""The verdict on speed; omitted where rows differ in what they learn."""
 NOT_COMPARED = "the runs' metrics are not compared."
 CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
 
@@ -37,20 +49,11 @@ def verdict(row: ComparisonRow, comparison: Comparison) -> str:
     if row.name == comparison.reference:
         return "" if comparison.compares_learning else "reference"
     if row.measured is None:
-        text = _paired_verdict(row)
-        return "" if text == NO_CLEAR_DIFFERENCE and comparison.compares_learning else text
+        return CLAIMS.get(row.claim, "not known" if row.speedup is not None else "")
     if row.problems:
         return "does not train"
     claim = CLAIMS.get(row.measured.claim, "not known")
     return f"{claim}, other work" if row.other_work else claim
-
-
-def _paired_verdict(row: ComparisonRow) -> str:
-    """Return the verdict on the mean ratio of paired runs; "" for a single run."""
-    if row.speedup_interval is None:
-        return ""
-    low, high = row.speedup_interval
-    return "faster" if low > 1 else "slower" if high < 1 else NO_CLEAR_DIFFERENCE
 
 
 def status_or_verdict(row: ComparisonRow, comparison: Comparison) -> str:
@@ -70,9 +73,9 @@ def conclusion(comparison: Comparison) -> list[Sentence]:
 def _headline(comparison: Comparison) -> Iterator[Sentence]:
     rows, benchmark = comparison.rows, comparison.benchmark
     if not any(row.finished for row in rows):
-        subject = "jobs" if benchmark is None else "arms could be measured: none"
+        subject = "arms could be measured: none" if comparison.kind == "benchmark" else "jobs"
         yield Sentence(f"None of the {len(rows)} {subject} finished.", "shout")
-    elif benchmark is None:
+    elif benchmark is None or comparison.kind != "benchmark":
         yield from map(Sentence, _conclude_runs(comparison))
     else:
         yield from map(Sentence, _conclude_benchmark(comparison, benchmark))
@@ -92,7 +95,7 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
             yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
     if failed:
         names = join_names([f"{row.name} ({row.status})" for row in failed])
-        kind = "jobs" if benchmark is None else "arms"
+        kind = "arms" if comparison.kind == "benchmark" else "jobs"
         count = f"{len(failed)} of {len(comparison.rows)}"
         yield Sentence(f"{count} {kind} did not finish: {names}.", "warning")
 
@@ -194,16 +197,10 @@ def _describe_slower_arms(
 
 
 def _conclude_runs(comparison: Comparison) -> list[str]:
-    """Return sentences on the best monitored metric and on the fastest runs."""
+    """Return sentences on the best monitored metric and on speed."""
     if comparison.search is not None:
         return _conclude_search(comparison.search)
-    grouped = comparison.by_configuration
-    timed = [row for row in grouped.rows if row.finished and row.speedup is not None]
-    speed_varies = compares_speed(row.overrides for row in timed)
-    find_fastest = _describe_fastest_pairs if comparison.has_replicates else _describe_fastest
-    fastest = find_fastest(timed, grouped.reference, speed_varies)
-    best = _describe_best(comparison)
-    texts = [*fastest, *best] if speed_varies else [*best, *fastest]
+    texts = [*_describe_speed(comparison), *_describe_best(comparison)]
     if texts or comparison.failures:
         return texts
     return [f"{len(comparison.rows)} of {len(comparison.rows)} finished."]
@@ -223,23 +220,36 @@ def _conclude_search(search: SearchRecord) -> list[str]:
     return [f"{text}: {best.title}.", *importance_note, scope]
 
 
-def _describe_fastest_pairs(
-    rows: list[ComparisonRow], reference: str, speed_varies: bool
-) -> list[str]:
-    """Name the configuration with the largest mean paired ratio to the reference."""
-    paired = [row for row in rows if row.speedup_interval and row.name != reference]
-    if not paired:
+def _describe_speed(comparison: Comparison) -> list[str]:
+    """Return the headline of configurations measured in turns; without it, the plain step times.
+
+    Nothing is said of runs that differ neither in how they compute nor in what engaged.
+    """
+    benchmark = comparison.benchmark
+    if benchmark is not None:
+        arms = compare_arms(benchmark, None)
+        if not any(row.speedup_interval for row in arms.rows):
+            return []
+        texts = _conclude_benchmark(arms, benchmark)
+        if "of the CPUs" not in texts[0] and (others := benchmark.load.others) is not None:
+            texts.append(f"In these turns other processes used {share(others)} of the CPUs.")
+        return texts
+    if not differ_in_speed(comparison.rows):
         return []
-    faster = [row for row in paired if _paired_verdict(row) == "faster"]
-    replicates = list(dict.fromkeys(row.averaged_over for row in faster or paired))
-    over = f"over {join_names(replicates)}, in pairs"
-    if not faster:
-        text = f"No configuration processed samples measurably faster than {reference} {over}."
-        return [text] if speed_varies else []
-    first = max(faster, key=lambda row: row.speedup or 0.0)
-    others = [row.name for row in faster if row is not first]
-    text = f"{first.name} processed samples {_speed_phrase(first, reference)} {over}"
-    return [text + (f"; faster, too: {join_names(others)}." if others else ".")]
+    groups: dict[str, list[ComparisonRow]] = {}
+    for row in comparison.rows:
+        if row.finished and row.number("step_ms"):
+            groups.setdefault(engagement(row), []).append(row)
+    texts = []
+    for rows in groups.values():
+        steps = sorted(row.number("step_ms") or 0.0 for row in rows)
+        span = " to ".join(dict.fromkeys((rate(steps[0]), rate(steps[-1]))))
+        texts.append(f"{join_names([row.name for row in rows])} {span} ms")
+    shares = [number_at(r.summary, "throughput", "other_cpu_share") for r in comparison.rows]
+    known_shares = [x for x in shares if x is not None]
+    load = f"up to {share(max(known_shares))}" if known_shares else "an unknown share"
+    how = f"not interleaved, while other processes used {load} of the CPUs"
+    return [f"Median step: {', '.join(texts)}; {how}: no speed-up is claimed."]
 
 
 def _describe_best(comparison: Comparison) -> list[str]:
@@ -295,22 +305,6 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
         f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{overlap}.",
         *single_note,
     ]
-
-
-def _describe_fastest(rows: list[ComparisonRow], reference: str, speed_varies: bool) -> list[str]:
-    """Name the fastest runs: all within `EQUAL_SPEED_TOLERANCE` of the fastest."""
-    if len(rows) < 2:
-        return []
-    fastest = max(row.speedup or 0.0 for row in rows)
-    names = [r.name for r in rows if (r.speedup or 0.0) >= fastest * (1 - EQUAL_SPEED_TOLERANCE)]
-    text = f"{join_names(names)} processed samples {times(fastest)} as fast as {reference}"
-    if reference in names:
-        text = f"{join_names(names)} processed samples fastest"
-    if len(names) == len(rows):
-        if not speed_varies:
-            return []
-        text = f"No run was more than {100 * EQUAL_SPEED_TOLERANCE:.0f} % slower than another"
-    return [f"{text}: one run each, so only a hint."]
 
 
 def describe_measurement(benchmark: BenchmarkResult) -> str:

@@ -23,6 +23,12 @@ class SweepConfig:
 
     resume: str = "auto"  # auto: newest sweep of the same command; none: a new one; or a folder
     start: StartMethod = StartMethod.fork  # fork: from a process with torch loaded; spawn: new
+    # seconds to measure swept optimization, techniques or debug in turns, after the sweep; null: a
+    # fifth of the sweep's time, 10 to 60; 0: off
+    benchmark_s: float | None = bounded(None, min=0)
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "sweep")
 
 
 class Sampler(Enum):

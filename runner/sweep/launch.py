@@ -44,7 +44,11 @@ def launch_jobs(
     with open_sweep(config, settings) as starter:
         folder = starter.session.folder
         jobs = JobStream(starter, config, compose, job_overrides, first_number)
-        Schedule(starter.sweep, folder, settings, starter.start, jobs).run()
+        try:
+            Schedule(starter.sweep, folder, settings, starter.start, jobs).run()
+        finally:
+            starter.session.composed += [(plan.job, job) for plan, job in jobs.composed]
+            starter.session.has_run |= any(not plan.done for plan, _ in jobs.composed)
     # our sweeper would stop at the first failure; other sweepers use failures as results
     tolerant = config.hydra.sweeper._target_ == JobSweeperConfig._target_
     return [_result(plan.job, folder, job_config, tolerant) for plan, job_config in jobs.composed]

@@ -117,6 +117,8 @@ class SweepSession:
     earlier_jobs: list[Job] = field(default_factory=list)
     search_plan: Any = None  # a SearchPlan, if the jobs are trials
     warned_of_shared_gpus: bool = False
+    composed: list[tuple[Job, Any]] = field(default_factory=list)  # with its DictConfig
+    has_run: bool = False  # whether this process has run a job
     # override that selects another sweeper
     sweeper_overrides: list[str] = field(default_factory=list)
 

@@ -58,6 +58,8 @@ def build_summary(
         columns=run.columns,
         distributed=run.distributed,
     )
+    if run.world is not None:  # the other processes of the run are not told apart
+        summary.throughput.other_cpu_share = None
     run.history.write()
     if run.folder is not None and run.writes:
         try:

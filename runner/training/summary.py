@@ -43,6 +43,7 @@ class Throughput:
     split: dict[str, float] = field(default_factory=dict)  # share of data, forward, backward, …
     seconds: float = 0.0  # of the steps after the first few, until the device has finished them
     samples: int = 0  # of these steps
+    other_cpu_share: float | None = None  # of the CPUs, used by other processes meanwhile
 
 
 @dataclass

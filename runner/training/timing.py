@@ -9,6 +9,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from runner.device.load import LoadMonitor
 from runner.training.summary import StepTime, Throughput
 
 PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "waiting", "other")
@@ -51,11 +52,13 @@ class Stopwatch:
         self.running = False  # between start and stop
         self.inspected = False  # whether a debug tool inspects the current step
         self.inspects_next = False  # whether the next steps are inspected
+        self.load: LoadMonitor | None = None  # from the first settled step on
 
     def start(self) -> None:
         """Start a step, which begins with the wait for its batch."""
         if self.count == SETTLING:
             self.phase_seconds = dict.fromkeys(PHASES, 0.0)
+            self.load = LoadMonitor()
         self.started = self.now = perf_counter()
         self.running = True
         self.inspected = self.inspects_next
@@ -168,4 +171,5 @@ class Stopwatch:
             split={x: share for x, share in shares.items() if share or x not in OPTIONAL_PHASES},
             seconds=seconds,
             samples=samples,
+            other_cpu_share=self.load.other_cpu_share() if self.load else None,
         )

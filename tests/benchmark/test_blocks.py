@@ -161,6 +161,19 @@ def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_
     assert math.isfinite(measured.estimates["large"].half_width)
 
 
+@pytest.mark.parametrize("budget_s", [0.1, 1, 13])
+def test_a_budget_that_must_not_be_overdrawn_ends_within_a_turn_and_with_whole_blocks(
+    budget_s: float,
+) -> None:
+    machine = Machine(Noise(), EFFECTS, 0)
+    measured = run(machine, StoppingRule(1e-9, budget_s, overdraws=False))
+    assert budget_s <= measured.seconds < budget_s + 0.6
+    assert {len(turns) for turns in measured.turns.values()} == {measured.blocks}
+    assert measured.stop_reason.startswith(f"the budget of {budget_s:g} s")
+    enough = measured.blocks >= 6
+    assert all(math.isfinite(x.half_width) == enough for x in measured.estimates.values())
+
+
 def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     machine = Machine(Noise(0.01), EFFECTS, 0)
     measured = run(machine, replace(ENDLESS, interim_blocks=(8, 12)), ending(machine, {"small": 7}))

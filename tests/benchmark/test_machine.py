@@ -10,7 +10,7 @@ from time import perf_counter
 import psutil
 import pytest
 
-from runner.benchmark.machine import LoadMonitor
+from runner.device.load import LoadMonitor
 
 BURN = "print(flush=True)\nwhile True: pass"
 

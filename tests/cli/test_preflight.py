@@ -225,6 +225,13 @@ def test_a_target_without_a_value_is_reported_with_the_header(folder: Path) -> N
         ask("data=tabular", "data.path=houses.csv")
 
 
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+@pytest.mark.parametrize("flags", [[], ["-m", "seed=0,1"], ["job=benchmark"]])
+def test_the_label_of_a_level_typed_as_a_key_is_refused(sign: str, flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="optimization.level: .*write optimization=ultra"):
+        ask(*flags, f"{sign}optimization.level=ultra")
+
+
 def test_each_value_of_a_sweep_is_looked_at() -> None:
     assert sample_jobs(["a=1,2", "b=x", "c=range(1,4)"]) == [
         ["b=x", "a=1", "c=1"], ["b=x", "a=2", "c=1"], ["b=x", "a=1", "c=2"], ["b=x", "a=1", "c=3"],

@@ -222,8 +222,9 @@ def test_failures_stand_below_with_their_reason_and_one_reason_is_said_once() ->
 def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
     made = [
         ComparisonRow(
-            typed.split(), "done", name=typed, speedup=rate / rates[0],
-            summary={"throughput": {"samples_per_second": rate, "step_ms": {"p50": 3.2e4 / rate}},
+            typed.split(), "done", name=typed,
+            summary={"throughput": {"samples_per_second": rate, "step_ms": {"p50": 3.2e4 / rate},
+                                    "other_cpu_share": 0.25},
                      "memory": {"peak_process_bytes": 2**29},
                      "monitor": "val/accuracy", "best": rate / 1e5},
         )
@@ -236,16 +237,6 @@ def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go() -> N
     typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
     text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
     assert "best val/accuracy" in text and "0.3000" in text and "512 MiB" not in text
-
-
-def test_runs_that_are_equally_fast_are_not_called_the_fastest() -> None:
-    seeds = shown(of_sweep("seed=0", "seed=1", "seed=2", rates=[20_000.0, 20_100.0, 20_300.0]))
-    assert "samples fast" not in seeds and "Best val/accuracy" in seeds
-    two = ["optimization=none", "optimization=basic"]
-    text = shown(of_sweep(*two, rates=[20_000.0, 20_100.0]))
-    assert "No run was more than 5 % slower than another" in text and "fastest" not in text
-    text = shown(of_sweep(*two, rates=[20_000.0, 30_000.0]))
-    assert "optimization=basic processed samples 1.50× as fast" in text
 
 
 def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:
@@ -272,7 +263,7 @@ def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(
         run(folder / "0", [f"optimization={level}"], 2000.0 if name == "two" else 1000.0)
     done = command("one", "two", "--out", "x/both", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "ultra" in done.stdout and "2.00×" in done.stdout and "tensorboard" in done.stdout
+    assert "ultra" in done.stdout and "×" not in done.stdout and "tensorboard" in done.stdout
     out = tmp_path / "x/both"
     files = {path.name for path in out.iterdir()}
     assert {"comparison.json", "comparison.md", "comparison.html"} <= files

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,13 +25,12 @@ def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
     run(folder / "2", ["optimization=ultra"], 900.0, "failed", reason="RuntimeError")
     run(folder / "3", ["optimization=maximum"], 3000.0, "stopped")
     found = compare_folders([folder])
-    assert (found.kind, found.reference) == ("sweep", "none")
+    assert (found.kind, found.reference) == ("sweep", "")
     assert [row.name for row in found.rows] == ["basic", "none", "ultra", "maximum"]
-    assert [row.speedup for row in found.rows] == [1.5, 1.0, None, 3.0]
-    assert {(row.speedup_interval, row.parity) for row in found.rows} == {(None, None)}
+    assert {(x.speedup, x.speedup_interval, x.parity) for x in found.rows} == {(None, None, None)}
     assert (found.rows[2].status, found.rows[2].reason) == ("oom", "no memory")
-    assert any("job=benchmark interleaves" in note for note in found.notes)
-    assert "hint" in texts(found)[0] and "3.00×" in texts(found)[0]
+    assert any("not interleaved" in note for note in found.notes)
+    assert not [text for text in texts(found) if "fast" in text or "×" in text]
 
 
 def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path: Path) -> None:
@@ -126,27 +124,6 @@ def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None
     (bench / "benchmark.json").write_text('{"schema": 1')
     with pytest.raises(StorageError, match="is damaged"):
         compare_folders([bench])
-
-
-def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path: Path) -> None:
-    folder = sweep(tmp_path / "s", [job(i, str(i)) for i in range(7)])
-    data, model = {"kind": "digits", "workers": 0}, {"kind": "mlp", "width": 8}
-    config = {"data": data, "model": model}
-    more: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (config, {}),
-        (config | {"data": data | {"workers": 2}}, {}),  # reads the same samples
-        (config | {"data": {"kind": "stdlib_text"}}, {}),
-        (config | {"model": model | {"width": 9}}, {}),
-        (config, {"device": {"kind": "cuda", "name": "x"}}),
-        (config, {"steps": 2}),
-    ]
-    for number, (settings, summary) in enumerate(more):
-        place = run(folder / str(number), [], 1000.0 * (number + 1), **summary)
-        (place / ".hydra" / "config.yaml").write_text(json.dumps(settings))
-    run(folder / "6", ["data=digits"], 9e4)  # its config is gone
-    found = compare_folders([folder])
-    assert [row.speedup for row in found.rows] == [1.0, 2.0, None, None, None, None, None]
-    assert any("fewer than 10 steps" in note for note in found.notes)
 
 
 def headline(folder: Path, one: str, other: str, first: str, second: str) -> str:

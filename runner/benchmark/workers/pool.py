@@ -16,11 +16,11 @@ from runner import fork_server
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import Turn, WorkerFailure, WorkerResults, WorkerSetup
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import LoadMonitor
 from runner.benchmark.workers import worker
 from runner.benchmark.workers.process import EXIT_TIMEOUT_S, ChildProcess, block_interrupt
 from runner.benchmark.workers.worker import FINISH, WORKER_LOG, WorkerSpec
 from runner.device.config import omp_env
+from runner.device.load import LoadMonitor
 from runner.errors import StorageError
 from runner.security.pickle_transfer import pickle_parts
 from runner.training.summary import Summary
