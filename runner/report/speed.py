@@ -22,6 +22,7 @@ from runner.report.replicates import REPLICATE_KEYS, configuration_key, name_con
 FOLDER = "benchmark"  # of a sweep: the configurations measured in turns
 MIN_TURNS = 5  # of each configuration, for an interval and a headline
 MAX_ARMS = 6  # of the command that compares speeds
+MEASURED_FACTS = {"cache", "pairs"}  # evidence that differs between equal runs, besides numbers
 SHARED_GROUPS = {"job", "benchmark", "sweep", "search", "hydra", "security", "name", "monitoring"}
 """Groups of keys that cannot differ between the arms of a benchmark, or make no difference."""
 
@@ -40,8 +41,11 @@ def engagement(row: ComparisonRow) -> str:
 
 def _without_measurements(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _without_measurements(x) for k, x in value.items() if not isinstance(x, float)}
-    return [*map(_without_measurements, value)] if isinstance(value, list) else value
+        facts = {k: x for k, x in value.items() if k not in MEASURED_FACTS}
+        return {k: _without_measurements(x) for k, x in facts.items() if not isinstance(x, float)}
+    if isinstance(value, list):
+        return [_without_measurements(x) for x in value if not isinstance(x, float)]
+    return value
 
 
 def describe_equal_engagement(rows: Sequence[ComparisonRow]) -> list[str]:

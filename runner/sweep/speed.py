@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from runner import fork_server
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.result import BenchmarkResult
+from runner.benchmark.result import FILE, BenchmarkResult
 from runner.composing import typed
 from runner.config import RunConfig
 from runner.distributed.config import DistributedKind
@@ -25,7 +25,7 @@ from runner.record.text import escape_control_chars
 from runner.report.comparison import Comparison, ComparisonRow
 from runner.report.naming import varied_keys
 from runner.report.replicates import configuration_key, name_configurations
-from runner.report.speed import FILE, FOLDER, MIN_TURNS, engagement, read_measured_speed
+from runner.report.speed import FOLDER, MIN_TURNS, engagement, read_measured_speed
 from runner.sweep.state import SweepSession
 
 log = logging.getLogger("runner")

@@ -23,11 +23,11 @@ from tests.report.planted_results import arm, reference, result, technique
 from tests.report.planted_runs import run, sweep, texts
 from tests.report.test_comparison import shown
 
-FUSED = technique("fused_optimizer", implementation="fused", seconds=0.25)
+FUSED = technique("fused_optimizer", implementation="fused", seconds=0.25, cache="cold")
 ENGAGED: dict[str, list[Any]] = {
     "none": [technique("fused_optimizer", "not requested")],
     "basic": [FUSED],
-    "ultra": [technique("fused_optimizer", implementation="fused", seconds=0.5)],
+    "ultra": [technique("fused_optimizer", implementation="fused", cache="warm", interval=[0.4], pairs=2)],
 }
 
 
