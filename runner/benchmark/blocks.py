@@ -70,6 +70,7 @@ class WorkerResults:
     problems: list[str]  # signs that the model does not learn
     metrics: dict[str, Any]  # what `MeasureOptions.metrics` returned
     notes: list[str] = field(default_factory=list)
+    planned: dict[str, str] = field(default_factory=dict)  # see `ArmResult.planned`
 
     def technique(self, name: str) -> dict[str, Any]:
         """Return the summary's row of a technique; a row with only a reason if it has none."""

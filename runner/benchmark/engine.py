@@ -328,7 +328,7 @@ def _fill_speed(row: ArmResult, turns: Sequence[Turn], use_mean: bool) -> None:
 
 
 def _fill_run(row: ArmResult, results: WorkerResults) -> None:
-    row.summary = results.summary
+    row.summary, row.planned = results.summary, dict(results.planned)
     memory = results.summary.get("memory") or {}
     row.peak_process_bytes = memory.get("peak_process_bytes") or None
     row.peak_device_bytes = memory.get("peak_device_bytes") or None

@@ -17,6 +17,7 @@ SCHEMA = 1
 NEGLIGIBLE = 0.02  # a difference too small to matter
 DONE = "done"
 """Other statuses: failed, killed, timeout, oom, interrupted."""
+ENGAGED, TRIED = "engaged", "tried"
 MEDIAN, MEAN = "median step", "mean step"
 
 
@@ -57,6 +58,9 @@ class ArmResult:
     problems: list[str] = field(default_factory=list)  # signs that the model does not learn
     losses: list[float] = field(default_factory=list)  # of the first steps
     notes: list[str] = field(default_factory=list)
+    # technique → engaged, tried (measured in the run, kept if faster), or why a run of the typed
+    # length skips it; {} if that is what was measured
+    planned: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from runner.benchmark.result import BenchmarkResult
+from runner.benchmark.result import ENGAGED, TRIED, BenchmarkResult
 from runner.format import (
     MAX_NAMES,
     interval,
@@ -28,6 +28,9 @@ from runner.report.speed import differ_in_speed, engagement
 
 HIGH_NOISE_FLOOR = 0.05  # a noise floor above this is mentioned in the headline
 HIGH_LOAD = 0.1  # so is a larger share of the CPUs used by other processes
+MIN_COMPILE_S = 0.1  # less is no compiling
+PLANS = {ENGAGED: "engages", TRIED: "measures, and keeps if faster,"}
+"""What a run of the typed length does with a technique: the verb of a sentence."""
 NOT_COMPARED = "the runs' metrics are not compared."
 CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
 
@@ -67,7 +70,9 @@ def status_or_verdict(row: ComparisonRow, comparison: Comparison) -> str:
 
 def conclusion(comparison: Comparison) -> list[Sentence]:
     """Return the conclusions, most important first, then warnings."""
-    return [*_headline(comparison), *_warnings(comparison), *_other_measurements(comparison)]
+    planned = list(_describe_planned_runs(comparison))
+    others = _other_measurements(comparison)
+    return [*_headline(comparison), *planned, *_warnings(comparison), *others]
 
 
 def _headline(comparison: Comparison) -> Iterator[Sentence]:
@@ -79,6 +84,37 @@ def _headline(comparison: Comparison) -> Iterator[Sentence]:
         yield from map(Sentence, _conclude_runs(comparison))
     else:
         yield from map(Sentence, _conclude_benchmark(comparison, benchmark))
+
+
+def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
+    """Yield what a run of the typed length engages of each arm, and when compiling is paid back."""
+    for row in comparison.rows:
+        arm = row.measured
+        if arm is None or not row.finished:
+            continue
+        by_plan = {word: [k for k, x in arm.planned.items() if x == word] for word in PLANS}
+        parts = [
+            f"{verb} {_technique_names(by_plan[word])}"
+            for word, verb in PLANS.items()
+            if by_plan[word]
+        ]
+        skipped: dict[str, list[str]] = {}  # techniques that were measured, by the reason
+        for name, plan in arm.planned.items():
+            if plan not in PLANS and row.techniques.get(name, {}).get("engaged"):
+                skipped.setdefault(plan, []).append(name)
+        parts += [f"skips {_technique_names(names)}: {why}" for why, names in skipped.items()]
+        if parts:
+            parts[0] = f"a run of this length {parts[0]}"
+        if (arm.compile_seconds or 0.0) >= MIN_COMPILE_S and row.name != comparison.reference:
+            after = arm.break_even_steps
+            when = "not paid back" if after is None else f"paid back after {after:,} steps"
+            parts.append(f"{seconds(arm.compile_seconds)} of compiling are {when}")
+        if parts:
+            yield Sentence(f"{row.name}: {'; '.join(parts)}.")
+
+
+def _technique_names(names: Sequence[str]) -> str:
+    return join_names([name.replace("_", " ") for name in names])
 
 
 def _warnings(comparison: Comparison) -> Iterator[Sentence]:

@@ -142,6 +142,7 @@ def _arm_config(composed: DictConfig, row: ComparisonRow) -> RunConfig | None:
         state = row.techniques.get(name, {})
         if technique.enabled and state.get("requested") and not state.get("engaged"):
             technique.enabled = False
+    config.optimization.measure = False  # the job has done so
     compiled = row.techniques.get("compile", {}).get("engaged")
     if compiled and config.optimization.compile.min_steps is None:  # the job has decided it
         config.optimization.compile.min_steps = 0

@@ -25,7 +25,15 @@ from runner.report.curves import downsample_curve, read_curves
 from runner.report.naming import name_rows
 from runner.report.table import ComparisonScreen
 from runner.report.verdicts import conclusion, verdict
-from tests.report.planted_results import arm, attribution, failed, levels, reference, result
+from tests.report.planted_results import (
+    arm,
+    attribution,
+    failed,
+    levels,
+    reference,
+    result,
+    technique,
+)
 from tests.report.planted_runs import job, run, sweep, texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,6 +245,23 @@ def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go() -> N
     typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
     text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
     assert "best val/accuracy" in text and "0.3000" in text and "512 MiB" not in text
+
+
+def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_is_paid_back() -> (
+    None
+):
+    short = "run too short (900 steps; tried from 970,000 on)"
+    planned = {"fused_optimizer": "engaged", "amp": "tried", "compile": short, "tf32": "no TF32"}
+    fast = arm(
+        "ultra", 1.8, techniques=[technique("compile"), technique("tf32", "skipped")],
+        planned=planned, compile_seconds=30.0, break_even_steps=1350,
+    )  # fmt: skip
+    never = arm("advanced", 0.5, "slower", compile_seconds=30.0)
+    found = " ".join(shown(compared(reference(), fast, never)).split())
+    assert "ultra: a run of this length engages fused optimizer; measures, and keeps" in found
+    assert f"faster, amp; skips compile: {short};" in found and "TF32" not in found
+    assert "30 s of compiling are paid back after 1,350 steps" in found
+    assert "advanced: 30 s of compiling are not paid back." in found
 
 
 def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:

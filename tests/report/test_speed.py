@@ -40,7 +40,9 @@ def planted(
     for number, overrides in enumerate(jobs):
         level = overrides_by_key(overrides).get("optimization", "none")
         rate = 1000.0 * 2 ** [*ENGAGED, "other"].index(level)
-        throughput = Throughput(rate, None, StepTime(64e3 / rate, 64e3 / rate), {}, 0.25)
+        throughput = Throughput(
+            rate, None, StepTime(64e3 / rate, 64e3 / rate), other_cpu_share=0.25
+        )
         engaged = (techniques or ENGAGED)[level]
         run(folder / str(number), overrides, rate, throughput=throughput, techniques=engaged)
         entries.append({"overrides": overrides, "folder": str(number), "status": "done"})

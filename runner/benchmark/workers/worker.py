@@ -5,6 +5,7 @@ Torch is imported only after the process has its own session and log.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.result import ENGAGED, TRIED
 from runner.benchmark.workers.process import ChildContext, RequestFailure
 from runner.config import RunConfig
 from runner.distributed.config import DistributedKind
@@ -103,7 +105,34 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
         summary = train(run)
         if not hook.is_finishing:
             raise RunnerError(f"the run ended early: {summary.reason or summary.status}")
-        pipe.send(collect_results(run, hook, summary, metrics))
+        results = collect_results(run, hook, summary, metrics)
+    if spec.config.optimization.measure and config.distributed.kind is DistributedKind.none:
+        results = replace(results, planned=planned_techniques(spec.config, payload))
+    pipe.send(results)
+
+
+def planned_techniques(config: RunConfig, payload: bytes) -> dict[str, str]:
+    """Return what a run of the planned length does with each requested technique: a word or reason.
+
+    Unlike in the measured run, a technique of uncertain gain is measured, or skipped if the run is
+    too short. {} if the run cannot be built once more.
+    """
+    from runner.build import Components, build
+    from runner.security.pickle_transfer import unpickle_parts
+
+    config = deepcopy(config)
+    config.checkpoint.enabled, config.checkpoint.resume = False, "none"
+    parts = unpickle_parts(payload)
+    del parts["metrics"]
+    try:
+        with build(config, None, Components(**parts)) as run:
+            switches = run.trials.switches if run.trials is not None else {}
+            planned = {name: TRIED if name in switches else ENGAGED for name, _ in run.techniques}
+            skipped = {row.name: row.reason for row in run.unapplied_techniques if row.requested}
+            return planned | skipped
+    except Exception as error:
+        logging.getLogger("runner").debug("no plan of a run of this length: %s", error)
+        return {}
 
 
 def remove_limits(run: Run) -> None:
@@ -141,8 +170,6 @@ def _next_request(pipe: Connection, answer: Any) -> float | str:
 
 def _report_failure(error: BaseException, folder: Path | None) -> RequestFailure:
     """Return the error as a message; log its traceback and write a summary to the folder."""
-    import logging
-
     from runner.benchmark.workers.turn_hook import is_memory_error
     from runner.record import provenance
     from runner.record.text import describe_error, escape_control_chars, shorten
