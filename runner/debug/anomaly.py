@@ -187,7 +187,8 @@ class AnomalyTool(DebugTool):
             finding += ", uncompiled"
         if slowdown:
             finding += f"; such a step takes {slowdown:.1f} times as long"
-        return Cost(self.name, self.inspections, self.seconds, finding)
+        is_known = slowdown > 0 or not self.inspections
+        return Cost(self.name, self.inspections, self.seconds if is_known else None, finding)
 
     def _measure_slowdown(self, run: Run) -> tuple[float, float]:
         """Return (slowdown factor, total seconds) of its steps against the others; 0 if unknown.

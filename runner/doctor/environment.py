@@ -12,6 +12,7 @@ import sysconfig
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -35,6 +36,9 @@ PACKAGES = (
     "torch hydra-core omegaconf tensorboard numpy safetensors rich psutil matplotlib Pillow "
     "pyarrow triton"
 ).split()
+
+
+PROBE_SOURCE = '#include <cmath>\nextern "C" double probe(double x) { return std::sqrt(x); }\n'
 
 
 class CheckStatus(Enum):
@@ -148,21 +152,32 @@ def check_compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorChe
 
 
 def _probe_compiler(path: str) -> tuple[bool, str]:
-    """Return whether the compiler runs, and its version."""
+    """Return whether the compiler makes a library as torch does, and its version."""
     try:
-        output = subprocess.run(  # noqa: S603  # the compiler that torch would run, asked its version
-            [path, "--version"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
+        output = _run_compiler(path, "--version")
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+            source.write_text(PROBE_SOURCE)
+            _run_compiler(path, "-shared", "-fPIC", str(source), "-o", str(library))
+            if not library.is_file():
+                return False, f"{path} compiles nothing: it wrote no library"
     except (OSError, subprocess.SubprocessError) as error:
-        return False, f"{path} does not run: {error}"
+        lines = str(getattr(error, "stderr", None) or "").strip().splitlines()
+        return False, f"{path} does not compile: {lines[0] if lines else error}"
     return True, f"{path}: {output.splitlines()[0] if output else ''}"
+
+
+def _run_compiler(path: str, *arguments: str) -> str:
+    return subprocess.run(  # noqa: S603  # the compiler that torch would run
+        [path, *arguments], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def check_compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
     """Check that compiled code can be cached; else each run compiles again (25 s instead of 3)."""
     folder = compiler.cache_folder(environ)
     problem = compiler.NO_HOME if folder is None else _write_problem(folder)
-    if problem is None and folder is not None and folder.exists():
+    if problem is None and folder is not None and folder.is_dir():
         reason = compiler.cache_problem(folder, environ)
         problem = reason and f"{folder} {reason}"
     fix = "set TORCHINDUCTOR_CACHE_DIR to a writable folder"
@@ -211,13 +226,16 @@ def check_disk(outputs: Path) -> DoctorCheck:
 def _nearest_existing(folder: Path) -> Path:
     """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def _write_problem(folder: Path) -> str | None:
     """Return why the folder cannot be written, or None; tests by writing a file."""
     try:
-        with tempfile.TemporaryFile(dir=_nearest_existing(folder)):
+        nearest = _nearest_existing(folder)
+        with suppress(FileNotFoundError):
+            folder.stat()  # raises for a name that is too long, and for links in a circle
+        with tempfile.TemporaryFile(dir=nearest):
             return None
-    except OSError as error:
-        return f"{folder} cannot be written: {error.strerror}"
+    except (OSError, ValueError) as error:
+        return f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}"

@@ -167,9 +167,10 @@ def _replay_command(folder: Path, faults: list[Fault]) -> str:
 
 def _format_tool(cost: Cost, summary: Summary) -> str:
     """Format a debug tool's finding and cost."""
-    share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
-    looks = count_noun(cost.looks, "look")
-    text = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
+    text = f"{count_noun(cost.looks, 'look')}, cost unknown"
+    if cost.seconds is not None:
+        share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
+        text = f"{count_noun(cost.looks, 'look')}, {seconds(cost.seconds)}, {share:.1%} of the run"
     return f"{cost.finding}  ({text})" if cost.finding else text
 
 

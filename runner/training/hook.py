@@ -69,7 +69,7 @@ class Cost:
 
     name: str
     looks: int
-    seconds: float  # in all, in addition to the steps
+    seconds: float | None  # in all, in addition to the steps; None: unknown
     finding: str = ""  # in a few words
 
 

@@ -15,8 +15,3 @@ def test_a_short_run_of_a_level_that_compiles_when_measured_skips_compiling() ->
         assert planned[name].startswith("run too short (900 steps; tried from")
     measured = {name for name, plan in planned.items() if plan == "tried"}
     assert not measured & {"compile", "whole_step"} and "recompute" not in planned
-
-
-def test_a_long_run_measures_compiling() -> None:
-    long = config("data=digits", "optimization=advanced", "training.steps=50000000")
-    assert planned_techniques(long, pickle_parts({"metrics": {}}))["compile"] == "tried"

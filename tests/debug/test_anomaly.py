@@ -16,6 +16,7 @@ from runner.build import Components
 from runner.data.batch import Batch
 from runner.errors import GaveUp
 from runner.objectives.custom import CustomObjective
+from runner.report.run import _format_tool
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests import runs
@@ -260,3 +261,12 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
     assert first["message"].startswith("the gradient of scale is not finite")
     assert second["message"].startswith("SqrtBackward0 gave Inf in backward, in the model itself")
     assert "uncompiled" in finding(summary)
+
+
+@pytest.mark.parametrize(("every", "known"), [(1, False), (4, True)])
+def test_the_cost_of_checking_every_step_is_unknown(every: int, known: bool) -> None:
+    typed = ("data=cancer", "optimization=none", "training.steps=12", "debug=anomaly")
+    summary = runs.trained(*typed, f"debug.anomaly.every={every}")
+    (cost,) = (row for row in summary.tools if row.name == "anomaly")
+    assert (cost.seconds is not None) == known
+    assert ("cost unknown" in _format_tool(cost, summary)) != known

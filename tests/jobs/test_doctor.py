@@ -95,7 +95,8 @@ def test_python_and_packages_are_compared_with_what_the_project_needs():
 
 
 def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
-    for name, body in (("works", "echo my compiler 1.2"), ("broken", "exit 3")):
+    makes = 'echo my compiler 1.2\nfor last; do :; done\ntest $# -eq 1 || touch "$last"'
+    for name, body in (("works", makes), ("broken", "exit 3")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     works, broken = tmp_path / "works", tmp_path / "broken"
@@ -104,8 +105,25 @@ def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
         for environ in ({"CXX": str(works)}, {"CXX": str(broken)}, {"PATH": str(tmp_path)})
     )
     assert good.status is CheckStatus.ok and good.finding == f"{works}: my compiler 1.2"
-    assert bad.status is CheckStatus.warn and "does not run" in bad.finding
+    assert bad.status is CheckStatus.warn and "does not compile" in bad.finding
     assert absent.status is CheckStatus.warn and "CXX" in absent.fix
+
+
+@pytest.mark.parametrize("end", ["echo cannot find cc1plus >&2; exit 1", "exit 0"])
+def test_a_compiler_that_tells_its_version_but_compiles_nothing_is_no_compiler(tmp_path, end):
+    path = tmp_path / "c++"
+    path.write_text(f'#!/bin/sh\ntest "$1" = --version && echo 12.2 && exit 0\n{end}\n')
+    path.chmod(0o755)
+    check = next(iter(environment.check_compilers("cpu", {"CXX": str(path)})))
+    assert check.status is CheckStatus.warn and "compile" in check.finding
+    assert ("cc1plus" in check.finding) == ("cc1plus" in end)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30), "loop/cache"])
+def test_a_cache_folder_that_cannot_exist_is_a_warning(tmp_path, name):
+    (tmp_path / "loop").symlink_to("loop")
+    check = environment.check_compile_cache({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name)})
+    assert check.status is CheckStatus.warn and "cannot be written" in check.finding
 
 
 def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, monkeypatch):
