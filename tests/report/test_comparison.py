@@ -260,8 +260,8 @@ def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_i
     found = " ".join(shown(compared(reference(), fast, never)).split())
     assert "ultra: a run of this length engages fused optimizer; measures, and keeps" in found
     assert f"faster, amp; skips compile: {short};" in found and "TF32" not in found
-    assert "30 s of compiling are paid back after 1,350 steps" in found
-    assert "advanced: 30 s of compiling are not paid back." in found
+    assert "30.0 s of compiling are paid back after 1,350 steps" in found
+    assert "advanced: 30.0 s of compiling are not paid back." in found
 
 
 def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:
