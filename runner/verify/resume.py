@@ -75,7 +75,7 @@ def draw_cuts(seed: int, steps: int) -> list[int]:
     With both, a lost counter of any period up to `steps` shows: one of them is no multiple of the
     period, and at least as many steps follow the second as precede the first.
     """
-    numbers = random.Random(seed)
+    numbers = random.Random(seed)  # noqa: S311
     last = numbers.randint(max(1, steps // 2), max(1, steps * 3 // 4 - 1))
     firsts = [n for n in range(2, min(last, steps - last + 1)) if gcd(n, last) == 1]
     return [numbers.choice(firsts), last] if firsts else [*range(1, min(last, 2)), last]

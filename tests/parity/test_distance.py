@@ -66,8 +66,8 @@ def test_a_count_has_to_be_the_same() -> None:
 def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there() -> None:
     one = torch.ones(2)
     start, key = TrajectoryState({"w": one}, {}, {}), TensorKey(ErrorKind.gradient, "w")
-    ours = [record({"w": one, "v": one}), record({"v": one}), record({"v": one})]
-    truth = [record({"w": one, "v": one}), record({"v": one}), record({"w": one, "v": one})]
+    ours = [record({"v": one}), record({"w": one, "v": one}), record({"v": one})]
+    truth = [record({"v": one}), record({"w": one, "v": one}), record({"w": one, "v": one})]
     starts = [TrajectoryState(start.parameters | {"v": one}, {}, {})] * 3
     assert [step.error for step in compare_steps(ours, truth, starts).steps[key]] == [
         *(0.0, 0.0, math.sqrt(2)),
