@@ -81,6 +81,7 @@ class Run(RunParts):
     higher_is_better: bool
     report_every: int = 10
     strict: bool = False  # True: a technique that does not engage is an error
+    uninspected: bool = True  # no training batch has shown how model and loss fit together
 
     recorder: Recorder
     history: History
