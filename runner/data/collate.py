@@ -28,13 +28,18 @@ MAX_SECONDS = 30.0
 LABEL_KEYS = ("labels", "label", "target", "targets", "y")
 
 
+def label_key(sample: Any) -> str | None:
+    """Return the key of the target in a sample that is a dict."""
+    return next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
+
+
 def as_pair(sample: Any, index: int, batch_index: int = 0) -> tuple[Nest, Nest]:
     """Return inputs and target of one sample as tensors.
 
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
     of `LABEL_KEYS`. Raises BadSample with `batch_index`, its position in the batch, otherwise.
     """
-    key = next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
+    key = label_key(sample)
     if key is not None:
         inputs: Any = {k: v for k, v in sample.items() if k != key}
         position = index, batch_index

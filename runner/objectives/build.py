@@ -26,7 +26,7 @@ OPTION_KINDS = {
     "delta": ("regression",),
     "class_weights": ("classification",),
     "label_smoothing": ("classification",),
-    "ignore_index": ("classification", "language_modelling"),
+    "ignore_index": ("classification", "language_modelling", "model"),
 }
 LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
 """Losses by kind; the first is the default."""
@@ -45,7 +45,11 @@ OPTION_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_ent
 
 
 def build_objective(
-    config: ObjectiveConfig, sizes: Sizes, resolve: Resolve, class_weights: Tensor | None = None
+    config: ObjectiveConfig,
+    sizes: Sizes,
+    resolve: Resolve,
+    class_weights: Tensor | None = None,
+    model: nn.Module | None = None,
 ) -> Objective:
     """Construct the objective of `config`; `auto` takes the one that fits the data's task.
 
@@ -63,6 +67,10 @@ def build_objective(
     if config.arguments:
         key = f"objective.{next(iter(config.arguments))}"
         raise ConfigError(key, "no such key", f"only {TARGET_KEY} takes more keys")
+    if kind == "model":
+        from runner.objectives.from_model import ModelLossObjective, shifts_labels
+
+        return ModelLossObjective(sizes.task, config.ignore_index, shifts_labels(model))
     if kind not in KINDS or kind != sizes.task:
         targets_are_classes = (kind, sizes.task) == ("classification", "regression")
         fix = f"use objective=auto, other data, or name a loss by {TARGET_KEY}"
