@@ -16,6 +16,8 @@ Batch = tuple[Inputs, Any]
 """Inputs and target; the first dimension of every tensor in them is the sample."""
 
 
+LABEL_KEYS = ("labels", "label", "target", "targets", "y")
+"""Keys of the target in samples that are dicts; the first that is there counts."""
 LINKS = ("exp", "sigmoid")
 """Functions of a tensor from a model's output to the unit of the targets."""
 

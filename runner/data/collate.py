@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.data.batch import Sizes
+from runner.data.batch import LABEL_KEYS, Sizes
 from runner.data.labels import NO_LOSS, TASKS
 from runner.data.nested import describe, named_leaves, tree_map
 from runner.data.paths import suggestion
@@ -25,7 +25,6 @@ Sample = Callable[[int], tuple[Nest, Nest]]
 
 MAX_SAMPLES = 10_000  # read to find the largest label or id
 MAX_SECONDS = 30.0
-LABEL_KEYS = ("labels", "label", "target", "targets", "y")
 
 
 def label_key(sample: Any) -> str | None:

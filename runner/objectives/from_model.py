@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.data.batch import Batch
-from runner.data.collate import LABEL_KEYS
+from runner.data.batch import LABEL_KEYS, Batch
 from runner.data.nested import describe, named_leaves
 from runner.errors import ConfigError
 from runner.objectives import model_output
