@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from runner.models.build import build_model, refuse_lazy
 from runner.models.config import HuggingFaceConfig
 from runner.objectives.base import Objective, resolve_monitor
 from runner.objectives.build import build_objective, elementwise_loss
+from runner.objectives.config import ObjectiveConfig
 from runner.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import lr_factors
@@ -285,14 +287,16 @@ class _Build:
         requested = config.objective.class_weights is not None
         rare = config.data.sampler is None and counts is not None and has_rare_class(counts)
         trains = config.job.kind not in EVALUATION_JOBS and self.components.objective is None
-        if trains and config.objective._target_ is None and (requested or rare):
+        objective = self.choose_objective_kind()
+        has_own_loss = objective._target_ is not None or objective.kind == "model"
+        if trains and not has_own_loss and (requested or rare):
             from runner.objectives.class_weights import choose_class_weights
 
             weights, choice = choose_class_weights(config.objective, self.data.sizes, counts)
             weights = None if weights is None else weights.to(self.device.torch)
             self.choices += choice
         self.objective = self.components.objective or build_objective(
-            config.objective, self.data.sizes, self.resolve_target, weights
+            objective, self.data.sizes, self.resolve_target, weights, self.model
         )
         if config.objective.metrics:
             from runner.objectives.named_metrics import build_named_metrics
@@ -303,6 +307,27 @@ class _Build:
             self.choices += named[1]
         self.monitor = resolve_monitor(self.objective, config.training.monitor)
 
+    def choose_objective_kind(self) -> ObjectiveConfig:
+        """Return the `objective` group; `auto` is `model` for a language model with labels inside.
+
+        With `model`, forward also gets the target, if it names it.
+        """
+        config, self.target_input = self.config.objective, None
+        if self.components.objective is not None or config._target_ is not None:
+            return config
+        if config.kind == "auto" and self.data.sizes.task == "language_modelling":
+            parameters = inspect.signature(self.model.forward).parameters
+            if "labels" in parameters and self.data.target_key() == "labels":
+                reason = "the samples have `labels`, which the model's forward takes"
+                self.choices.append(Choice("objective", "model", reason))
+                log.info("objective=model: %s: its own loss is trained", reason)
+                config = replace(config, kind="model")
+        if config.kind == "model":
+            from runner.objectives.from_model import TargetInput
+
+            self.target_input = TargetInput.of(self.model, self.data.target_key())
+        return config
+
     def make_builder(self) -> None:
         """Create the RunBuilder, which techniques read and change."""
         config, data, user_optimizer = self.config, self.data, self.components.optimizer
@@ -310,7 +335,8 @@ class _Build:
         can_measure = (
             config.job.kind is JobKind.train and self.world is None and user_optimizer is None
         )
-        to_device = make_batch_mover(self.device.torch, pin=False, aside=False) or (lambda b: b)
+        move = make_batch_mover(self.device.torch, pin=False, aside=False) or (lambda b: b)
+        add_target = self.target_input or (lambda batch: batch)
         cls = (
             type(user_optimizer)
             if user_optimizer
@@ -332,7 +358,8 @@ class _Build:
             requested_threads=config.device.threads,
             data=config.data,
             in_memory=data.in_memory,
-            sample=lambda count: to_device(self.loader_factory.sample_batch(count)),
+            sample=lambda count: add_target(move(self.loader_factory.sample_batch(count))),
+            placements=[self.target_input] if self.target_input else [],
             loader=lambda data_config: self.loader_factory.training_loader(config=data_config),
             total_steps=self.total_steps,
             scope=self.scope,

@@ -50,7 +50,8 @@ stability
 checks.outputs
 captures parity.flops
 distributed.process_stats
-training.evaluation training.evidence training.grace training.step training.test_set \
+training.baseline training.evaluation training.evidence training.first_call \
+training.grace training.step training.test_set \
 training.trials \
 benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \

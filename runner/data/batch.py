@@ -16,6 +16,12 @@ Batch = tuple[Inputs, Any]
 """Inputs and target; the first dimension of every tensor in them is the sample."""
 
 
+LABEL_KEYS = ("labels", "label", "target", "targets", "y")
+"""Keys of the target in samples that are dicts; the first that is there counts."""
+LINKS = ("exp", "sigmoid")
+"""Functions of a tensor from a model's output to the unit of the targets."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the data; a model's constructor gets those that its parameters name."""
@@ -31,6 +37,12 @@ class Sizes:
     target_mean: float = 0.0  # regression: the objective subtracts it from the targets …
     target_deviation: float = 1.0  # … and divides by it, so that any unit can be learned
     padding: int | None = None  # id of a tokenizer's padding
+    link: str = ""  # regression: exp | sigmoid of the output is in the target's unit; "": itself
+
+    def in_target_unit(self, output: Any) -> Any:
+        """Return a regression's output, a floating tensor, in the unit of the targets."""
+        values = output * self.target_deviation + self.target_mean
+        return getattr(values, self.link)() if self.link in LINKS else values
 
     def for_constructor(self) -> dict[str, int]:
         """Return the known sizes by parameter name."""

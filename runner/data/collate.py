@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.data.batch import Sizes
+from runner.data.batch import LABEL_KEYS, Sizes
 from runner.data.labels import NO_LOSS, TASKS
 from runner.data.nested import describe, named_leaves, tree_map
 from runner.data.paths import suggestion
@@ -25,7 +25,11 @@ Sample = Callable[[int], tuple[Nest, Nest]]
 
 MAX_SAMPLES = 10_000  # read to find the largest label or id
 MAX_SECONDS = 30.0
-LABEL_KEYS = ("labels", "label", "target", "targets", "y")
+
+
+def label_key(sample: Any) -> str | None:
+    """Return the key of the target in a sample that is a dict."""
+    return next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
 
 
 def as_pair(sample: Any, index: int, batch_index: int = 0) -> tuple[Nest, Nest]:
@@ -34,7 +38,7 @@ def as_pair(sample: Any, index: int, batch_index: int = 0) -> tuple[Nest, Nest]:
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
     of `LABEL_KEYS`. Raises BadSample with `batch_index`, its position in the batch, otherwise.
     """
-    key = next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
+    key = label_key(sample)
     if key is not None:
         inputs: Any = {k: v for k, v in sample.items() if k != key}
         position = index, batch_index

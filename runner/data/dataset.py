@@ -49,6 +49,10 @@ class Dataset(ABC):
     rows: RowNames = RowNames()  # names of samples in messages
     ids: Mapping[str, Any] = {}  # id columns (NumPy or arrow) that name the samples; no inputs
 
+    def target_key(self) -> str | None:
+        """Return the key of the target in samples that are dicts; None for other samples."""
+        return None
+
     def labels(self) -> np.ndarray | None:
         """Return the class index of every sample, or None if that requires reading each sample."""
         return None

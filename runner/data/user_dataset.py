@@ -14,7 +14,15 @@ import torch
 from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Batch
-from runner.data.collate import Nest, as_pair, infer_sizes, main_leaf, stack, stack_pairs
+from runner.data.collate import (
+    Nest,
+    as_pair,
+    infer_sizes,
+    label_key,
+    main_leaf,
+    stack,
+    stack_pairs,
+)
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
 from runner.data.labels import check_id_range
@@ -88,6 +96,12 @@ class UserDataset(Dataset):
 
     def _cast(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.dtype) if self._casts(values.dtype) else values
+
+    def target_key(self) -> str | None:
+        """Return the key of the target in the first sample, if that is a dict."""
+        with _global_generators(), suppress(BadSample):
+            return label_key(self._samples([0], sample_seeds(0, 0, np.array([0])).tolist())[0])
+        return None
 
     def labels(self) -> np.ndarray | None:
         """Return the data set's `targets` (torchvision's convention), or None."""

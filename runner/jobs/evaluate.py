@@ -93,7 +93,7 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
         is_regression = run.sizes.task == "regression" and isinstance(output, Tensor)
         if not is_regression:
             return sanitise(output)[1] if tensors(output) else Changes()
-        values = output * run.sizes.target_deviation + run.sizes.target_mean
+        values = run.sizes.in_target_unit(output)
         return sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)[1]
 
     forward = run.forward

@@ -125,7 +125,7 @@ def _sample_columns(
 
 def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> PredictionColumns:
     if sizes.task == "regression":
-        values = output.double() * sizes.target_deviation + sizes.target_mean
+        values = sizes.in_target_unit(output.double())
         # float32 outputs are precise to about 1e-7 of the targets' deviation
         digits = 7 - math.floor(math.log10(sizes.target_deviation))
         values = values.reshape(len(values), -1).round(decimals=digits)

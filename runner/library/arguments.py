@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.data.batch import Batch, Inputs, Sizes
-from runner.data.collate import LABEL_KEYS
+from runner.data.batch import LABEL_KEYS, Batch, Inputs, Sizes
 from runner.data.dataset import Dataset, class_labels
 from runner.data.nested import describe, tensors, tree_map
 from runner.errors import RunnerError, UsageError

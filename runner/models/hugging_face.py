@@ -50,7 +50,8 @@ def build_pretrained(
     _apply_sizes(settings, sizes, str(folder))
     auto = getattr(transformers, AUTO_CLASSES[sizes.task])
     if policy is None:
-        return _build_untrained(auto, settings, str(folder)), []
+        model = _build_untrained(auto, settings, str(folder))
+        return model, _match_padding(model, sizes.padding)
     weights = read_weights(folder, policy)
     state: dict[str, Any] = {}
     for part in weights.parts(policy):
@@ -77,7 +78,7 @@ def build_pretrained(
     reason = "; ".join([trust, *weights.notes, *_describe_loading(model, info)])
     choice = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)
     log.info("%s: %s: %s", KEY, choice.value, choice.reason)
-    return model, [choice]
+    return model, [choice, *_match_padding(model, sizes.padding)]
 
 
 def save_pretrained_files(model: Any, tokenizer: Path, folder: Path) -> None:
@@ -118,6 +119,23 @@ def _apply_sizes(settings: Any, sizes: Sizes, path: str) -> None:
         settings.num_labels = len(names) if sizes.task == "classification" else sizes.classes
         settings.id2label = dict(enumerate(names))
         settings.label2id = {name: number for number, name in enumerate(names)}
+
+
+def _match_padding(model: Any, padding: int | None) -> list[Choice]:
+    """Set the id that the data are padded with as the model's padding, and return the choice.
+
+    A decoder classifies at the last token that is no padding: with another id a prediction would
+    depend on the longest text of its batch. Left alone where positions count from the padding's id
+    (RoBERTa): these do not depend on padding that follows the text.
+    """
+    stated = model.config.pad_token_id
+    tables = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    from_padding = any("position" in name and m.padding_idx is not None for name, m in tables)
+    if padding is None or stated == padding or from_padding:
+        return []
+    model.config.pad_token_id = padding
+    reason = f"the tokenizer pads with it; config.json of the model says {stated}"
+    return [Choice("model.pad_token_id", padding, reason)]
 
 
 def _build_untrained(auto: Any, settings: Any, path: str) -> nn.Module:

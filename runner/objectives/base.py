@@ -34,6 +34,9 @@ class Objective(ABC):
     indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
     ignored: int | None = None  # class index that marks no target
     named: NamedMetrics | None = None  # those of `objective.metrics`
+    loss_name: str | None = None  # of a loss by `_target_`, for messages
+    applies_activation: bool = False  # the loss applies softmax or sigmoid to the output
+    from_model: bool = False  # the loss is part of the model's output
 
     @abstractmethod
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -50,6 +53,12 @@ class Objective(ABC):
     @abstractmethod
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
         """Return the metrics of the totals, by bare names (`loss`, `accuracy`)."""
+
+    def used_tensors(self, output: Any) -> list[Any]:
+        """Return the tensors of the output that are part of the loss."""
+        from runner.objectives.model_output import find_logits
+
+        return [find_logits(output)]
 
     def metric_names(self) -> list[str] | None:
         """Return the names of all possible metrics; None if unknown."""

@@ -26,7 +26,7 @@ OPTION_KINDS = {
     "delta": ("regression",),
     "class_weights": ("classification",),
     "label_smoothing": ("classification",),
-    "ignore_index": ("classification", "language_modelling"),
+    "ignore_index": ("classification", "language_modelling", "model"),
 }
 LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
 """Losses by kind; the first is the default."""
@@ -36,11 +36,20 @@ REGRESSION_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonN
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss"),
 )
 """Elementwise losses of torch.nn, by name."""
+LOSS_LINKS = {
+    **dict.fromkeys(("PoissonNLLLoss", "poisson_nll_loss"), "exp"),
+    **dict.fromkeys(("BCEWithLogitsLoss", "binary_cross_entropy_with_logits"), "sigmoid"),
+}
+"""Functions from a model's output to the target's unit, by loss."""
 OPTION_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_entropy"}
 
 
 def build_objective(
-    config: ObjectiveConfig, sizes: Sizes, resolve: Resolve, class_weights: Tensor | None = None
+    config: ObjectiveConfig,
+    sizes: Sizes,
+    resolve: Resolve,
+    class_weights: Tensor | None = None,
+    model: nn.Module | None = None,
 ) -> Objective:
     """Construct the objective of `config`; `auto` takes the one that fits the data's task.
 
@@ -58,6 +67,10 @@ def build_objective(
     if config.arguments:
         key = f"objective.{next(iter(config.arguments))}"
         raise ConfigError(key, "no such key", f"only {TARGET_KEY} takes more keys")
+    if kind == "model":
+        from runner.objectives.from_model import ModelLossObjective, shifts_labels
+
+        return ModelLossObjective(sizes.task, config.ignore_index, shifts_labels(model))
     if kind not in KINDS or kind != sizes.task:
         targets_are_classes = (kind, sizes.task) == ("classification", "regression")
         fix = f"use objective=auto, other data, or name a loss by {TARGET_KEY}"
@@ -107,11 +120,15 @@ def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes
     name = elementwise_loss(config)
     if config._target_ is None or (sizes.task == "classification" and not name):
         return sizes, []
+    link = LOSS_LINKS.get(name, "") if config.arguments.get("log_input", True) else ""
     if sizes.task != "classification":
         reason = f"{config._target_} gets targets in their own unit"
         scaled = sizes.target_mean or sizes.target_deviation != 1.0
         choices = [Choice("data.target", "not standardised", reason)] if scaled else []
-        return replace(sizes, target_mean=0.0, target_deviation=1.0), choices
+        if link:
+            reason = f"{config._target_} applies it: predictions are in the target's unit"
+            choices.append(Choice("objective", f"predictions are {link} of the output", reason))
+        return replace(sizes, target_mean=0.0, target_deviation=1.0, link=link), choices
     if name in BINARY_LOSSES:
         if sizes.classes != 2:
             problem = f"{name} is for two classes, and the data has {sizes.classes}"
@@ -126,7 +143,7 @@ def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes
         fix = "use objective=auto; for numbers in a table or arrays: data.task=regression"
         raise ConfigError(TARGET_KEY, problem, fix)
     reason = f"{config._target_} is for regression; for classes use objective=auto"
-    regression_sizes = replace(sizes, task="regression", classes=1, class_names=())
+    regression_sizes = replace(sizes, task="regression", classes=1, class_names=(), link=link)
     return regression_sizes, [Choice(TARGET_KEY, "float targets", reason)]
 
 

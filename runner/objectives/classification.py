@@ -25,6 +25,7 @@ class ClassificationObjective(Objective):
 
     monitor = "val/accuracy"
     higher_is_better = True
+    applies_activation = True
 
     def __init__(
         self,

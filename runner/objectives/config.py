@@ -9,14 +9,15 @@ from typing import Any
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
-KINDS = ("auto", "classification", "language_modelling", "regression")
+KINDS = ("auto", "classification", "language_modelling", "regression", "model")
 
 
 @dataclass
 class ObjectiveConfig:
     """The training loss and the metrics."""
 
-    kind: str = "auto"  # auto (by the data), classification, language_modelling or regression
+    # auto (by the data), classification, language_modelling, regression, or model: the model's own
+    kind: str = "auto"
     _target_: str | None = None  # your own loss: (output, target) -> mean; null: a built-in one
     arguments: dict[str, Any] = field(default_factory=dict)  # arguments for `_target_`
     # classification: cross_entropy | focal; regression: mse | mae | huber; null: the first of these

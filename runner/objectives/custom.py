@@ -18,6 +18,10 @@ MISMATCH = re.compile(
     r"dtype|scalar type|[Tt]arget|size of tensor|shape|not implemented for|out of bounds|dimension"
 )
 """Words in torch's errors for outputs and targets that do not fit its losses."""
+LOGIT_LOSSES = ("CrossEntropyLoss", "cross_entropy", "MultiLabelSoftMarginLoss") + (
+    *("BCEWithLogitsLoss", "binary_cross_entropy_with_logits", "sigmoid_focal_loss"),
+)
+"""Losses, by name, that apply softmax or sigmoid."""
 
 
 class CustomObjective(Objective):
@@ -36,7 +40,8 @@ class CustomObjective(Objective):
         elementwise: bool = False,
     ) -> None:
         self.loss, self.elementwise = loss, elementwise
-        self.name, self.key = name, key  # for messages
+        self.name, self.loss_name, self.key = name, name, key  # for messages
+        self.applies_activation = name.rpartition(".")[2] in LOGIT_LOSSES
         self.module = loss if isinstance(loss, nn.Module) else None
         if self.module is not None and any(p.requires_grad for p in self.module.parameters()):
             problem = f"{name} has parameters, but only the model's are trained"

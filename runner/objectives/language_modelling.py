@@ -29,6 +29,7 @@ class LanguageModellingObjective(Objective):
     higher_is_better = False
     unit = "tokens"
     takes_deferred = True
+    applies_activation = True
 
     def __init__(self, vocab: int | None, ignore_index: int | None = -100) -> None:
         self.vocab = vocab

@@ -68,7 +68,7 @@ class NamedMetrics:
             problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
             raise ConfigError(METRICS_KEY, problem, "return as many numbers as there are targets")
         dtype = torch.float32 if output.device.type == "mps" else torch.float64
-        values = output.to(dtype) * self.sizes.target_deviation + self.sizes.target_mean
+        values = self.sizes.in_target_unit(output.to(dtype))
         rows = (len(target), -1) if target.numel() > len(target) else (-1,)
         return values.reshape(rows), target.to(dtype, copy=True).reshape(rows)
 

@@ -426,6 +426,17 @@ class LossScaler:
         """Adapt to one step; the flag is 1.0 or 0.0."""
         torch._amp_update_scale_(self.value, self.growth_tracker, overflowed, 2.0, 0.5, 2000)
 
+    def values_before(self, overflowed: Sequence[bool]) -> list[float]:
+        """Return the scale in each of the last steps, given which of them overflowed. Host sync.
+
+        It did not grow between two overflows that are less than 2,000 steps apart.
+        """
+        value, values = float(self.value), list[float]()
+        for overflow in reversed(overflowed):
+            value = value * 2 if overflow else value
+            values.append(value)
+        return values[::-1]
+
     def lower(self, factor: float) -> None:
         """Multiply the scale by `factor`, in addition to its own rule."""
         self.value.mul_(factor)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.parity.numerics import ROUNDOFF
-from runner.parity.trajectory import StepRecord, Tensors
+from runner.parity.numerics import ROUNDOFF, to_fp64
+from runner.parity.trajectory import StepRecord, Tensors, TrajectoryState
 
 P90_FACTOR = 8.0
 """Factor on the plain run's 90th percentile error: equal roundings, differently
@@ -127,8 +127,8 @@ class Distances:
         size = norm(torch.where(expected.isfinite(), expected, torch.zeros_like(expected)))
         error = distance(actual, expected)
         if floor is None:
-            floor = ROUNDOFF.get(actual.dtype, 0.0) * size
-        if error and not actual.is_floating_point():
+            floor = _roundoff(actual) * size
+        if error and not (actual.is_floating_point() or actual.is_complex()):
             error = math.inf  # a count has to be the same
         self.steps.setdefault(key, []).append(Difference(error, size, floor))
 
@@ -136,9 +136,9 @@ class Distances:
         """Add the difference between two changes of a tensor, both from `start`."""
         if actual.shape != expected.shape:
             return self.add(key, actual, expected)
-        origin = start.double()
-        change, expected_change = actual.double() - origin, expected.double() - origin
-        floor = ROUNDOFF.get(actual.dtype, 0.0) * (norm(origin) + norm(expected_change))
+        origin = to_fp64(start)
+        change, expected_change = to_fp64(actual) - origin, to_fp64(expected) - origin
+        floor = _roundoff(actual) * (norm(origin) + norm(expected_change))
         return self.add(key, change, expected_change, floor)
 
     def kind_norms(self) -> dict[ErrorKind, list[float]]:
@@ -217,24 +217,28 @@ def judge_tensors(distances: Distances, tolerance: Tolerance) -> Iterator[Parity
 
 
 def compare_steps(
-    steps: list[StepRecord], truth: list[StepRecord], starts: list[Tensors]
+    steps: list[StepRecord], truth: list[StepRecord], starts: list[TrajectoryState]
 ) -> Distances:
-    """Compare loss, norm, gradients, and the buffers' changes from `starts`."""
+    """Compare loss, norm, gradients, and the changes of buffers and moved weights from `starts`.
+
+    A tensor without a gradient in some of the steps has a gradient of 0 there.
+    """
     distances = Distances()
+    names = dict.fromkeys(name for step in (*truth, *steps) for name in step.gradients)
+    moved = dict.fromkeys(name for step in (*truth, *steps) for name in step.moved)
     for actual, expected, start in zip(steps, truth, starts, strict=True):
         distances.add(TensorKey(ErrorKind.loss, "loss"), actual.loss, expected.loss)
         distances.add(
             TensorKey(ErrorKind.grad_norm, "grad_norm"), actual.grad_norm, expected.grad_norm
         )
-        names = expected.gradients.keys() | actual.gradients.keys()
         for name in names if actual.gradients else ():  # gradients inside one graph may be unknown
-            gradients = [
-                dense(one.gradients[name]) for one in (actual, expected) if name in one.gradients
-            ]
-            zero = torch.zeros_like(gradients[0])
+            zero = torch.zeros_like(start.parameters[name])
             a, b = (dense(one.gradients.get(name, zero)) for one in (actual, expected))
             distances.add(TensorKey(ErrorKind.gradient, name), a, b)
-        _compare_buffers(distances, actual.after.buffers, expected.after.buffers, start)
+        _compare_buffers(distances, actual.after.buffers, expected.after.buffers, start.buffers)
+        before = {name: start.parameters[name] for name in moved if name not in actual.hidden}
+        known = {name: value for name, value in expected.moved.items() if name in before}
+        _compare_buffers(distances, before | actual.moved, before | known, before)
     return distances
 
 
@@ -245,17 +249,18 @@ def _compare_buffers(
     for name, value in expected.items():
         key, start_value = TensorKey(ErrorKind.buffer, name), start.get(name)
         actual_value = actual.get(name, torch.zeros_like(value))
-        if start_value is None or start_value.shape != value.shape or not value.is_floating_point():
+        counts = not (value.is_floating_point() or value.is_complex())
+        if start_value is None or start_value.shape != value.shape or counts:
             distances.add(key, actual_value, value)
         else:
             distances.add_change(key, actual_value, value, start_value)
 
 
 def compare_outputs(distances: Distances, outputs: list[Any], truth: list[Any]) -> None:
-    """Compare floating-point outputs, by validation batch."""
+    """Compare floating-point and complex outputs, by validation batch."""
     for batch in zip(outputs, truth, strict=True):
         tensors = ([t for t in tree_leaves(one) if isinstance(t, Tensor)] for one in batch)
-        leaves = ([t for t in some if t.is_floating_point()] for some in tensors)
+        leaves = ([t for t in some if t.is_floating_point() or t.is_complex()] for some in tensors)
         for number, (actual, expected) in enumerate(zip(*leaves, strict=True)):
             distances.add(TensorKey(ErrorKind.output, f"output {number}"), actual, expected)
 
@@ -269,7 +274,7 @@ def is_equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def norm(tensor: Tensor) -> float:
     """Return the 2-norm, computed in fp64."""
-    return float(torch.linalg.vector_norm(tensor.double()))
+    return float(torch.linalg.vector_norm(_wide(tensor)))
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -281,9 +286,20 @@ def distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference; Inf if only one of two values is finite."""
     if a.shape != b.shape:
         return math.inf
-    a, b = a.double(), b.double()
+    a, b = _wide(a), _wide(b)
     result = norm(torch.where(a.isfinite() | b.isfinite(), a - b, 0.0))
     return math.inf if math.isnan(result) else result
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the values in fp64 or complex128."""
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
+
+
+def _roundoff(tensor: Tensor) -> float:
+    """Return the unit roundoff of the dtype, or of its real and imaginary parts."""
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    return ROUNDOFF.get(dtype, 0.0)
 
 
 def _ratio(error: float, size: float) -> float:

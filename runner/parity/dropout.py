@@ -10,6 +10,7 @@ from torch import nn
 
 from runner.errors import UsageError
 from runner.parity.distance import ErrorKind, ParityRow, dense, norm
+from runner.parity.numerics import to_fp64
 from runner.parity.trajectory import (
     StepWindow,
     Tensors,
@@ -67,9 +68,10 @@ def _statistics(gradients: Tensors, base_gradients: Tensors) -> dict[str, float]
         return {}
     parts: dict[str, tuple[float, float, float]] = {}
     for name, value in base_gradients.items():
-        base = dense(value).double()
-        difference = (dense(gradients[name]).double() if name in gradients else 0.0 * base) - base
-        parts[name] = norm(difference) ** 2, float((difference * base).sum()), norm(base) ** 2
+        base = to_fp64(dense(value))
+        difference = (to_fp64(dense(gradients[name])) if name in gradients else 0 * base) - base
+        projection = float((difference * base.conj()).sum().real)
+        parts[name] = norm(difference) ** 2, projection, norm(base) ** 2
     sums = [math.fsum(column) for column in zip(*parts.values(), strict=True)]
     statistics = {"energy": sums[0] / (sums[2] or 1.0), "projection": sums[1] / (sums[2] or 1.0)}
     for name, (energy, projection, squared_norm) in parts.items():
@@ -136,13 +138,14 @@ def _mean_and_variance(values: list[float]) -> tuple[float, float]:
 def is_random(run: Run) -> bool:
     """Whether a batch's loss depends on the step number, which seeds the generators."""
     run.model.train()
-    start, losses = run.progress.step, []
+    start, losses, start_state = run.progress.step, [], snapshot(run)
     try:
         batch = next(run.train.batches(start))
         for offset in range(4):
             run.progress.step = start + offset
             losses.append(forward_backward(run, batch).loss.item())
             run.update.abandon()
+            load_state(run.model, start_state)  # a forward may move weights
     finally:
         run.progress.step = start
         run.train.close()

@@ -91,7 +91,7 @@ def apply_numerics(target: Numerics, run: Run) -> Iterator[None]:
 
 def convert_run_to_fp64(run: Run) -> None:
     """Convert weights, buffers and optimizer state to fp64; batches are not converted."""
-    run.model.double()
+    double_model(run.model)
     update = run.update
     update.buffers.saved = [to_fp64(saved) for saved in update.buffers.saved]
     update.average = [to_fp64(average) for average in update.average]
@@ -101,9 +101,20 @@ def convert_run_to_fp64(run: Run) -> None:
                 state[key] = to_fp64(value)
 
 
+def double_model(model: nn.Module) -> None:
+    """Convert weights and buffers to fp64; unlike `Module.double`, complex ones, too."""
+    model._apply(to_fp64)
+
+
 def to_fp64(value: Any) -> Any:
-    """Convert all floats in a nest of tensors to fp64."""
-    return tree_map(value, lambda t: t.double() if t.is_floating_point() else t)
+    """Convert all floats in a nest of tensors to fp64, and complex numbers to two of them."""
+    return tree_map(value, _widen)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def perturb_weights(model: nn.Module, seed: int) -> None:
@@ -115,10 +126,11 @@ def perturb_weights(model: nn.Module, seed: int) -> None:
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point():
-                sign = torch.randint(0, 2, parameter.shape, generator=noise) * 2 - 1
-                step = 2 * ROUNDOFF.get(parameter.dtype, 0.0)
-                parameter.mul_(1 + step * sign.to(parameter))
+            values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            if values.is_floating_point():
+                sign = torch.randint(0, 2, values.shape, generator=noise) * 2 - 1
+                step = 2 * ROUNDOFF.get(values.dtype, 0.0)
+                values.mul_(1 + step * sign.to(values))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -148,9 +148,8 @@ class PlainRuns:
 
     def distances(self, record: Trajectory, truth: Trajectory) -> Distances:
         """Compare losses, norms, gradients, buffers and outputs of two records."""
-        states = map(self.trajectory.state_before, range(self.window.steps))
-        buffers = [state.buffers for state in states]
-        distances = compare_steps(record.steps, truth.steps, buffers)
+        starts = [self.trajectory.state_before(step) for step in range(self.window.steps)]
+        distances = compare_steps(record.steps, truth.steps, starts)
         compare_outputs(distances, record.outputs, truth.outputs)
         if record.gradients_hidden:
             self._raise_floors(distances)
@@ -187,7 +186,10 @@ class PlainRuns:
         else:
             for own_step, true_step in zip(baseline.steps, truth.steps, strict=True):
                 own_step.gradients = {}  # large, and no longer needed
-                true_step.gradients = {n: g.float() for n, g in true_step.gradients.items()}
+                true_step.gradients = {
+                    n: g.to(torch.complex64 if g.is_complex() else torch.float32)
+                    for n, g in true_step.gradients.items()
+                }
         tolerances = {self.numerics: Tolerance(errors, SUMMATION_ORDER_FACTOR)}
         return PlainRecord(truth or baseline, truth is not None, baseline, tolerances)
 

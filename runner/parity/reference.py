@@ -39,7 +39,7 @@ from runner.parity.distance import (
 from runner.parity.dropout import DRAWS, compare_draws, repeat_draws
 from runner.parity.numerics import Numerics, convert_run_to_fp64, read_numerics
 from runner.parity.plain_runs import SAME_ROUNDING_FACTOR, PlainRuns
-from runner.parity.trajectory import Trajectory, replay_updates
+from runner.parity.trajectory import Trajectory, replay_updates, update_names
 from runner.training.run import Run
 
 REPEAT_SEEDS = 2  # additional seeds with which a small failure has to repeat
@@ -263,18 +263,20 @@ class ParityReference:
         self, trajectory: Trajectory, run: Run, fp64_run: Run
     ) -> tuple[list[ParityRow], bool]:
         distances, plain_distances, equal = Distances(), Distances(), True
-        reference = self.plain.trajectory
+        reference, updated = self.plain.trajectory, update_names(run)
         arguments = self.plain.window, reference, trajectory
         replays = replay_updates(run, *arguments), replay_updates(fp64_run, *arguments)
         steps = zip(trajectory.steps, *replays, strict=True)
         for number, (step, plain, truth) in enumerate(steps):
-            after, start = step.after, reference.state_before(number).parameters
+            after, start = step.after, reference.state_before(number).parameters | step.moved
             average = reference.start.average
             for kind, actual, replayed, expected, before in (
                 (ErrorKind.update, after.parameters, plain.parameters, truth.parameters, start),
                 (ErrorKind.average, after.average, plain.average, truth.average, average),
             ):
                 for name, value in expected.items():
+                    if name not in updated:  # the forward moves it, which is compared as a buffer
+                        continue
                     key = TensorKey(kind, name)
                     distances.add_change(key, actual[name], value, before[name])
                     plain_distances.add_change(key, replayed[name], value, before[name])

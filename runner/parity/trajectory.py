@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from runner.training.step import forward_backward, make_step
 
-MAX_OVERFLOWS = 20  # consecutive overflows while a loss scale settles; 65536 / 2**20 = 0.06
+MAX_OVERFLOWS = 132  # consecutive overflows while a loss scale settles: from the largest to 0.06
 MAX_OUTPUT_VALUES = 2**24  # evaluation outputs to keep; no further validation batch beyond this …
 MAX_OUTPUT_BATCHES = 8  # … or beyond this many batches
 
@@ -50,6 +50,9 @@ class StepRecord:
     grad_norm: Tensor
     gradients: Tensors  # before clipping, divided by the loss scale
     after: TrajectoryState
+    moved: Tensors = field(default_factory=dict)  # weights that the forward changed, before the …
+    # … update; of those inside one graph, which are not judged, as in the reference
+    hidden: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -100,9 +103,13 @@ def record_trajectory(
             if perturbed:
                 perturb_weights(run.model, run.seed + number)
             if update:
-                trajectory.steps.append(_record_step(run, batch, trajectory))
+                step = _record_step(run, batch, trajectory)
             else:
-                trajectory.steps.append(_record_backward(run, to_fp64(batch) if fp64 else batch))
+                step = _record_backward(run, to_fp64(batch) if fp64 else batch)
+            if reference is not None and step.hidden:
+                moved = reference.steps[number].moved.items()
+                step.moved |= {name: value for name, value in moved if name in step.hidden}
+            trajectory.steps.append(step)
             run.progress.step += 1
     finally:
         run.train.close()
@@ -122,14 +129,17 @@ def make_finite_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) ->
 
 
 class TrajectoryCapture(Hook):
-    """Copies the gradients before clipping modifies them in place."""
+    """Copies the gradients before clipping modifies them in place, and what the forward moved."""
 
-    def __init__(self) -> None:
-        self.gradients: Tensors = {}
+    def __init__(self, before: Tensors | None = None) -> None:
+        """`before` are the weights before the step; without them `moved` stays empty."""
+        self.gradients, self.moved, self.before = Tensors(), Tensors(), before
 
     def on_gradients(self, run: Run, step: Step) -> None:
-        """Copy the gradients to the host, divided by the loss scale."""
+        """Copy the gradients to the host, divided by the loss scale, and the moved weights."""
         self.gradients = copy_gradients(run)
+        if self.before is not None:
+            self.moved = _moved_weights(run, self.before)
 
 
 def copy_gradients(run: Run) -> Tensors:
@@ -139,12 +149,22 @@ def copy_gradients(run: Run) -> Tensors:
     return {name: _to_host(p.grad / scale) for name, p in parameters if p.grad is not None}
 
 
+def _copy_weights(run: Run) -> Tensors:
+    return {name: _to_host(p) for name, p in run.model.named_parameters()}
+
+
+def _moved_weights(run: Run, before: Tensors) -> Tensors:
+    """Return the weights that differ from those before the step, such as a teacher's."""
+    weights = _copy_weights(run)
+    return {n: value for n, value in weights.items() if not torch.equal(value, before[n])}
+
+
 def snapshot(run: Run) -> TrajectoryState:
     """Return host copies of parameters, buffers and average; synchronises."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     averages = zip(run.update.parameters, run.update.average, strict=False)
     return TrajectoryState(
-        {name: _to_host(p) for name, p in run.model.named_parameters()},
+        _copy_weights(run),
         {name: _to_host(b) for name, b in run.model.named_buffers()},
         {names[p]: _to_host(average) for p, average in averages if isinstance(p, nn.Parameter)},
     )
@@ -171,17 +191,23 @@ def load_state(model: nn.Module, state: TrajectoryState, averaged_run: Run | Non
 
 def _record_step(run: Run, batch: Batch, trajectory: Trajectory) -> StepRecord:
     """Make a full step; gradients inside one graph are inferred from the optimizer's moments."""
-    capture = TrajectoryCapture()
+    before = _copy_weights(run)
+    capture = TrajectoryCapture(before)
     gradients_hidden = run.step_graph is not None and run.step_graph.takes(batch)
     moments = _copy_moments(run) if gradients_hidden else {}
     step = make_finite_step(run, batch, [] if gradients_hidden else [capture])
     gradients = _infer_gradients(run, step, moments) if gradients_hidden else capture.gradients
     trajectory.gradients_hidden |= gradients_hidden
-    return StepRecord(_to_host(step.loss), _to_host(step.grad_norm), gradients, snapshot(run))
+    loss, norm, moved = _to_host(step.loss), _to_host(step.grad_norm), capture.moved
+    hidden = frozenset(update_names(run) if gradients_hidden else ())
+    if gradients_hidden:
+        moved = {n: x for n, x in _moved_weights(run, before).items() if n not in hidden}
+    return StepRecord(loss, norm, gradients, snapshot(run), moved, hidden)
 
 
 def _record_backward(run: Run, batch: Batch) -> StepRecord:
     """Run forward and backward, lowering the loss scale until the gradients are finite."""
+    before = _copy_weights(run)
     for _ in range(MAX_OVERFLOWS):
         step = forward_backward(run, batch)
         if run.update.scale is None or step.grad_norm.isfinite():  # waits for the device
@@ -190,9 +216,15 @@ def _record_backward(run: Run, batch: Batch) -> StepRecord:
         run.update.abandon()
     gradients, buffers = copy_gradients(run), snapshot(run).buffers
     run.update.abandon()
-    return StepRecord(
-        _to_host(step.loss), _to_host(step.grad_norm), gradients, TrajectoryState({}, buffers, {})
-    )
+    loss, norm, after = step.loss, step.grad_norm, TrajectoryState({}, buffers, {})
+    moved = _moved_weights(run, before)
+    return StepRecord(_to_host(loss), _to_host(norm), gradients, after, moved)
+
+
+def update_names(run: Run) -> set[str]:
+    """Return the names of the weights that the optimizer updates."""
+    updated = {id(parameter) for parameter in run.update.parameters}
+    return {name for name, p in run.model.named_parameters() if id(p) in updated}
 
 
 def _copy_moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
@@ -228,8 +260,8 @@ def _infer_gradients(run: Run, step: Step, moments: dict[Tensor, tuple[Tensor, T
         weight_decay = 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"])
         sign = -1.0 if group.get("maximize") else 1.0
         for p in group["params"]:
-            weight, moment = (t.double() for t in moments[p])
-            value = (_first_moment(run, p).double() - momentum * moment) / gradient_share
+            weight, moment = (to_fp64(t) for t in moments[p])
+            value = (to_fp64(_first_moment(run, p)) - momentum * moment) / gradient_share
             gradients[names[p]] = _to_host(sign * clip_ratio * (value - weight_decay * weight))
     return gradients
 
@@ -271,17 +303,22 @@ def replay_updates(
 ) -> Iterator[TrajectoryState]:
     """Yield the state after each update by `run`, with the gradients of `gradient_source`.
 
-    Without forward and backward, only the update can differ.
+    Without forward and backward, only the update can differ. It starts from the weights as the
+    forward of `gradient_source` has moved them.
     """
     seek_window(run, window)
     run.model.train()
     for number, step in enumerate(gradient_source.steps):
-        load_state(run.model, reference.state_before(number))
+        start = reference.state_before(number)
+        moved = replace(start, parameters=start.parameters | step.moved)
+        load_state(run.model, moved)
         run.update.begin()
         for name, parameter in run.model.named_parameters():
             gradient = step.gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter, copy=True)
-        loss = step.loss.to(run.update.parameters[0])
+        weight = run.update.parameters[0]
+        dtype = weight.dtype.to_real() if weight.is_complex() else weight.dtype
+        loss = step.loss.to(weight.device, dtype)
         run.update.apply(*run.update.measure(loss))
         run.progress.step += 1
         yield snapshot(run)

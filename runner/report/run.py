@@ -26,7 +26,7 @@ from runner.record.text import escape_control_chars
 from runner.report.curves import draw_run_curves
 from runner.techniques.base import TechniqueStatus
 from runner.training.hook import Cost
-from runner.training.summary import Summary
+from runner.training.summary import Summary, unbeaten
 
 log = logging.getLogger("runner")
 
@@ -226,6 +226,7 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
     rows += values.items() if full or len(values) < 2 else [(name, _join_metrics(values))]
     if classes and not full:
         rows.append(_class_range(classes))
+    rows.append(("baseline", _format_baseline(summary)))
     check = summary.model_check
     rows.append(("model check", "" if check.get("ok", True) else _format_model_check(check)))
     duration = f"in {seconds(summary.wall_seconds)}"
@@ -249,6 +250,19 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
     others = f"{len(notices) - MAX_NOTICES:,} more in report.md"
     last_rows += [*shown, ("notices", others if len(notices) > MAX_NOTICES else "")]
     return rows + last_rows
+
+
+def _format_baseline(summary: Summary) -> str:
+    """Return the metrics of constant predictions, and which of them the model does not beat."""
+    baseline, by = summary.baseline, "the mean (mae: median) of the training targets"
+    if any(name.lower().endswith("accuracy") for name in baseline):
+        by = "the most frequent class"
+    missed = unbeaten(baseline, summary.metrics, summary.monitor, summary.best)
+    values = {
+        name: f"{metric(x)}{' (not beaten)' if name in missed else ''}"
+        for name, x in baseline.items()
+    }
+    return f"{_join_metrics(values)} by {by}" if values else ""
 
 
 def _join_metrics(values: Mapping[str, str]) -> str:

@@ -59,6 +59,15 @@ class Anomalies:
             del self.rows[MAX_FIRST]
         self.unwritten = True
 
+    def count_before(self, step: int, kind: str) -> int:
+        """Return how many bad steps of that kind directly precede `step`."""
+        count = 0
+        for row in reversed(self.rows):
+            if row.kind != kind or row.step != step - 1 - count:
+                break
+            count += 1
+        return count
+
     def write(self, folder: Path | None) -> None:
         """Replace the file in a run's folder if rows were added since the last write."""
         if not self.unwritten or folder is None:

@@ -71,7 +71,7 @@ class StabilityController:
         """Add the values of a report, and decide on remedies without applying them."""
         progress = run.progress
         progress.skipped += sum(report.skipped)
-        for i, kind in enumerate(self._classify_report(report)):
+        for i, kind in enumerate(self._classify_report(run, report)):
             step, loss, norm = report.first + i, report.loss[i], report.grad_norm[i]
             limits = self.spikes.limits_at(step)
             if kind is not None:
@@ -197,9 +197,25 @@ class StabilityController:
 
     # -- the fault of a step -------------------------------------------------------------------
 
-    def _classify_report(self, report: Report) -> list[BadStepKind | None]:
+    def _loss_scales(self, run: Run, report: Report) -> list[float]:
+        """Return the loss scale in each step of a report. Host sync."""
+        rows = run.reader.since(report.first)
+        norms = report.grad_norm if rows is None else [row[1] for row in rows]
+        overflowed = [not math.isfinite(norm) for norm in norms]
+        scale = self.update.scale
+        values = [] if scale is None else scale.values_before(overflowed)
+        return values[: len(report.loss)]
+
+    def _classify_report(self, run: Run, report: Report) -> list[BadStepKind | None]:
         numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
         kinds = [self._classify_step(report.first + i, *row) for i, row in enumerate(numbers)]
+        if BadStepKind.overflow in kinds:
+            scales = self._loss_scales(run, report)
+            # without a scale above 1 it is the gradient itself
+            kinds = [
+                BadStepKind.non_finite if kind is BadStepKind.overflow and scale < 1 else kind
+                for kind, scale in zip(kinds, scales, strict=True)
+            ]
         # a host sync, made only after a non-finite step
         if any(kind in NONFINITE_KINDS for kind in kinds) and not self.update.finite(
             self.update.parameters
@@ -235,7 +251,8 @@ class StabilityController:
         from runner.stability.messages import describe_fault
 
         step = anomaly.step
-        if step > self.reset_step:
+        # an overflow halves the scale until a step is taken, which may take many steps
+        if step > self.reset_step and kind is not BadStepKind.overflow:
             run.progress.consecutive_skips += 1
             self.bad_since = self.bad_since or step
         message = describe_fault(kind, anomaly, self.spikes)
@@ -266,13 +283,17 @@ class StabilityController:
         """Set the decision unless one is pending; return the action as text."""
         from runner.stability.messages import Decision, describe_remedy
 
-        in_a_row = run.progress.consecutive_skips
+        in_a_row, overflow = run.progress.consecutive_skips, kind is BadStepKind.overflow
+        if overflow:
+            in_a_row = self.anomalies.count_before(anomaly.step, kind.name) + 1
         fatal = self.raise_on_fatal and kind in FATAL_KINDS
         action = "skipped" if anomaly.skipped else ""
         pending = self.decision is not None or anomaly.step <= self.last_remedy_step
         if pending or not (fatal or self.config.guard):
             return action
-        row = None if fatal else self._matching_row(run, kind)
+        row = None if fatal else self._matching_row(run, kind, in_a_row=in_a_row)
+        if overflow and row is None:
+            return action  # the loss scale is halved
         rule = None if row is None else self.table.rules[row]
         if row is not None and rule is not None and rule.action is Action.skip:
             self.table.record_use(row, anomaly.step)
@@ -287,8 +308,15 @@ class StabilityController:
         self, run: Run, kind: BadStepKind, start: int = 0, in_a_row: int = 0
     ) -> int | None:
         in_a_row = in_a_row or max(run.progress.consecutive_skips, 1)
-        scaled = self.update.scale is not None
-        return self.table.first_match(kind, in_a_row, run.progress.rollbacks, scaled, start)
+        arguments = kind, in_a_row, run.progress.rollbacks, self.update.scale is not None
+        row = self.table.first_match(*arguments, start)
+        # rules for any kind are about bad steps; an overflow is one of loss scaling's own
+        while kind is BadStepKind.overflow and row is not None:
+            rule = self.table.rules[row]
+            if BadStepKind.overflow is rule.kind or rule.action is Action.lower_scale:
+                break
+            row = self.table.first_match(*arguments, row + 1)
+        return row
 
     def _decided_rule(self, decision: Decision) -> RecoveryRule | None:
         if decision.row is None:

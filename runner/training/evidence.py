@@ -33,6 +33,7 @@ def build_summary(
         epochs=run.epoch,
         metrics={**progress.metrics, **run.test_metrics},
         tested=dict(run.tested),
+        baseline=dict(run.baseline),
         job=job,
         monitor=run.monitor,
         best=progress.best,

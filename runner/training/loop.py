@@ -25,6 +25,7 @@ from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
+from runner.training.baseline import record_baseline
 from runner.training.evaluation import evaluate
 from runner.training.evidence import (
     build_summary,
@@ -86,6 +87,7 @@ def train(run: Run) -> Summary:
             with redact_errors(), translate_oom("while training"), record, translate:
                 _train(run)
             collect_evidence(run)
+            record_baseline(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
     except Interrupted as error:
         status, reason = "interrupted", str(error)

@@ -81,6 +81,7 @@ class Run(RunParts):
     higher_is_better: bool
     report_every: int = 10
     strict: bool = False  # True: a technique that does not engage is an error
+    uninspected: bool = True  # no training batch has shown how model and loss fit together
 
     recorder: Recorder
     history: History
@@ -105,6 +106,7 @@ class Run(RunParts):
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # of process and device
+    baseline: dict[str, float] = field(default_factory=dict)  # metrics of constant predictions
     test_metrics: dict[str, float] = field(default_factory=dict)  # `test/…`
     tested: dict[str, int] = field(default_factory=dict)  # step of the weights, samples
     model_check: dict[str, Any] = field(default_factory=dict)  # summary of the model check

@@ -46,6 +46,10 @@ def make_step(
 
 
 def _make_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
+    if run.uninspected and (run.step_graph is not None or run.compilation is not None):
+        from runner.training.first_call import inspect_before_graph  # imported only if used
+
+        inspect_before_graph(run, batch)
     if due:
         return _hooked_step(run, batch, due)
     if run.step_graph is not None and run.step_graph.takes(batch):
@@ -243,13 +247,22 @@ def _gradient_sync(run: Run, last: bool) -> AbstractContextManager[None]:
 def _forward(run: Run, batch: Batch) -> Tensor:
     irregular = run.compilation is not None and not _is_regular_size(run, batch_size_of(batch[1]))
     if not run.contexts and not irregular:
-        return run.objective(call_model(run.forward, batch[0]), batch[1])
+        return _compute_loss(run, batch)
     with ExitStack() as stack:
         if irregular:  # the last batch of an epoch: compiling for its size would take longer
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in run.contexts:
             stack.enter_context(context())
-        return run.objective(call_model(run.forward, batch[0]), batch[1])
+        return _compute_loss(run, batch)
+
+
+def _compute_loss(run: Run, batch: Batch) -> Tensor:
+    output = call_model(run.forward, batch[0])
+    if run.uninspected and batch_size_of(batch[1]) > 1:
+        from runner.training.first_call import inspect_first_call  # imported once
+
+        return inspect_first_call(run, batch, output)
+    return run.objective(output, batch[1])
 
 
 def _is_regular_size(run: Run, samples: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +21,23 @@ SUMMARY_FILE = "summary.json"
 FINISHED_STATUSES = ("done", "stopped")
 """Statuses of a run that ended normally and is not run again; others are failures with a reason."""
 STATUS_HEAD_BYTES = 64  # bytes at the start of the file that contain the status
+
+
+HIGHER_IS_BETTER = ("accuracy", "Accuracy", "r2", "R2Score")
+"""Metrics of a baseline for which higher is better."""
+
+
+def unbeaten(
+    baseline: Mapping[str, float], metrics: Mapping[str, float], monitor: str, best: float | None
+) -> list[str]:
+    """Return the metrics that are not better than the baseline; of the monitored one the best."""
+    names = []
+    for name, limit in baseline.items():
+        value = best if name == monitor and best is not None else metrics.get(name, math.nan)
+        higher = name.rpartition("/")[2] in HIGHER_IS_BETTER
+        if not (value > limit if higher else value < limit):  # NaN beats nothing
+            names.append(name)
+    return names
 
 
 @dataclass
@@ -96,6 +115,8 @@ class Summary:
     best: float | None = None
     best_step: int = 0
     tested: dict[str, int] = field(default_factory=dict)  # the test set: step of weights, samples
+    # of constant predictions: the most frequent class, mean and median of the training targets
+    baseline: dict[str, float] = field(default_factory=dict)
 
     @property
     def monitored(self) -> float | None:

@@ -21,6 +21,7 @@ from runner.distributed.config import Compression, DistributedConfig, Distribute
 from runner.distributed.launch import count_processes
 from runner.distributed.rank_info import detect_rank
 from runner.errors import ConfigError, RunnerError
+from runner.parity.numerics import to_fp64
 from runner.verify.end_state import (
     EndState,
     ValueKey,
@@ -232,7 +233,7 @@ def _group(key: ValueKey) -> tuple[str, str]:
 
 def _largest_magnitude(value: Any) -> float:
     if isinstance(value, Tensor):
-        return value.double().abs().max().item() if value.numel() else 0.0
+        return to_fp64(value).abs().max().item() if value.numel() else 0.0
     return abs(float(value)) if isinstance(value, int | float) else 0.0
 
 
@@ -242,9 +243,10 @@ def _difference(actual: Any, expected: Any) -> float:
         return 0.0
     if isinstance(actual, float) and isinstance(expected, float):
         return abs(actual - expected)
-    if isinstance(actual, Tensor) and isinstance(expected, Tensor) and expected.is_floating_point():
-        same_shape = actual.shape == expected.shape
-        return _largest_magnitude(actual.double() - expected.double()) if same_shape else inf
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        rounds = expected.is_floating_point() or expected.is_complex()
+        if rounds and actual.shape == expected.shape:
+            return _largest_magnitude(to_fp64(actual) - to_fp64(expected))
     return inf
 
 

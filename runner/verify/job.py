@@ -122,8 +122,9 @@ def _describe_resume(result: ResumeEquality) -> tuple[str, Lines]:
     lines += [("differs", name) for name in result.differing[:10]]
     lines += [("likely cause", result.cause)] if result.cause else []
     return (
-        f"{result.steps} uninterrupted steps, compared with {process} killed after step "
-        f"{result.killed} and resumed from {result.cut}"
+        f"{result.steps} uninterrupted steps, compared with {process} killed "
+        f"{'twice' if len(result.cuts) > 1 else f'after step {result.killed}'} and resumed from "
+        f"{' and '.join(map(str, result.cuts or [result.cut]))}"
     ), lines
 
 

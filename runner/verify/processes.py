@@ -24,11 +24,10 @@ from runner.distributed.rank_info import RankInfo
 from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobConfig
 from runner.parity.dropout import zero_dropout
-from runner.parity.numerics import perturb_weights, to_fp64
+from runner.parity.numerics import double_model, perturb_weights, to_fp64
 from runner.record.storage import replace_text
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.hook import Hook, Step, Verdict
-from runner.training.resume import save
 from runner.training.run import Run
 
 FACTS_FILE = "facts.json"
@@ -43,7 +42,7 @@ class RunProbe(Hook):
     stop_at: int = 0
     kill_at: int = 0
     kill_rank: int = 0
-    save_at: int = 0
+    save_at: tuple[int, ...] | None = None  # the only checkpoints, but the best; None: by config
     save_again: bool = False  # a resumed run saves its restored state before the first step
     has_drawn: bool = False  # whether a step has drawn random numbers
 
@@ -52,6 +51,7 @@ class RunProbe(Hook):
         """Write the facts at start and end, since the run may be killed."""
         if self.save_again:
             run.saved_step = -1
+        self._set_checkpoint_interval(run)
         self._write(run)
         yield
         self._write(run)
@@ -59,13 +59,17 @@ class RunProbe(Hook):
     def on_step(self, run: Run, step: Step) -> Verdict:
         """Save, kill or stop at the configured steps; pending checkpoints are written first."""
         self.has_drawn = self.has_drawn or _has_drawn(run.device.torch)
-        if step.number == self.save_at:
-            save(run)
+        self._set_checkpoint_interval(run)
         if step.number == self.kill_at:
             run.checkpointer.wait()
             if run.world is None or run.world.rank == self.kill_rank:
                 os.kill(os.getpid(), signal.SIGKILL)
         return Verdict.STOP if step.number == self.stop_at else Verdict.KEEP
+
+    def _set_checkpoint_interval(self, run: Run) -> None:
+        """Let the loop save at the steps of `save_at`, as it saves any scheduled checkpoint."""
+        if self.save_at is not None:
+            run.checkpoint_every = 1 if run.progress.step in self.save_at else run.total_steps
 
     def _write(self, run: Run) -> None:
         if run.folder is None or not run.writes:
@@ -107,7 +111,7 @@ class ReferencePrecision(Technique):
         """Modify the model before its average is made and before it is distributed."""
         self.silenced = zero_dropout(builder.model)
         if self.fp64:
-            builder.model.double()
+            double_model(builder.model)
             builder.placements.append(to_fp64)
             loss: Any = getattr(builder.objective, "loss", None)
             if getattr(loss, "class_weights", None) is not None:

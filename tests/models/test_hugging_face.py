@@ -18,6 +18,7 @@ from runner.data.open import open_data
 from runner.data.text import LENGTH_MULTIPLE
 from runner.errors import ConfigError, SecurityError
 from runner.jobs import evaluate, predict
+from runner.models.hugging_face import _match_padding
 from tests import runs
 from tests.models import folders
 
@@ -249,3 +250,34 @@ def test_data_without_tokens_of_the_model_are_refused(data: str) -> None:
         ConfigError, match=f"data={data} does not have; use data=text or data=tokens"
     ):
         runs.config("model=hf", "model.path=somewhere", f"data={data}")
+
+
+@pytest.mark.parametrize("pretrained", ["true", "false"])
+def test_a_prediction_does_not_depend_on_its_batch_where_config_and_tokenizer_pad_differently(
+    tmp_path: Path, pretrained: str
+) -> None:
+    folder = folders.gpt2(tmp_path / "gpt2")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"pad_token_id": 1}))
+    folders.reviews(tmp_path / "r.csv")
+    own = ["model=hf", f"model.path={folder}", f"model.pretrained={pretrained}", "data=text"]
+    with runs.opened(*own, f"data.path={tmp_path}/r.csv", "optimization=none") as run:
+        assert ("model.pad_token_id", 3) in [(c.key, c.value) for c in run.choices]
+        data = run.train.fetch.source
+        shortest = int(data.lengths.argmin())
+        longest = int(data.lengths.argmax())
+        assert data.lengths[longest] - data.lengths[shortest] > LENGTH_MULTIPLE
+        run.model.eval()
+        together, alone = (
+            run.model(**data.fetch(np.array(rows), None)[0]).logits[0]
+            for rows in ([shortest, longest], [shortest])
+        )
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_count_from_the_padding_keep_its_id() -> None:
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = RobertaForSequenceClassification(RobertaConfig(vocab_size=20, **sizes))
+    assert _match_padding(model, 3) == [] and model.config.pad_token_id == 1

@@ -59,8 +59,28 @@ def test_a_count_has_to_be_the_same() -> None:
     one, two = (record({}, seen=torch.tensor(n)) for n in (1, 2))
     key = TensorKey(ErrorKind.buffer, "seen")
     for ours, error in ((two, math.inf), (one, 0.0)):
-        (step,) = compare_steps([ours], [one], [{}]).steps[key]
+        (step,) = compare_steps([ours], [one], [TrajectoryState({}, {}, {})]).steps[key]
         assert step.error == error
+
+
+def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there() -> None:
+    one = torch.ones(2)
+    start, key = TrajectoryState({"w": one}, {}, {}), TensorKey(ErrorKind.gradient, "w")
+    ours = [record({"v": one}), record({"w": one, "v": one}), record({"v": one})]
+    truth = [record({"v": one}), record({"w": one, "v": one}), record({"w": one, "v": one})]
+    starts = [TrajectoryState(start.parameters | {"v": one}, {}, {})] * 3
+    assert [step.error for step in compare_steps(ours, truth, starts).steps[key]] == [
+        *(0.0, 0.0, math.sqrt(2)),
+    ]
+
+
+def test_the_imaginary_part_of_a_complex_tensor_is_compared() -> None:
+    ours, truth = torch.tensor([1 + 1j]), torch.tensor([1 + 3j])
+    found = Distances()
+    found.add(GRADIENT, ours, truth)
+    found.add_change(GRADIENT, ours, truth, torch.tensor([1 + 0j]))
+    assert [step.error for step in found.steps[GRADIENT]] == [2.0, 2.0]
+    assert [step.floor > 0 for step in found.steps[GRADIENT]] == [True, True]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

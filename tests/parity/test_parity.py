@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from runner.build import Components
 from runner.config import RunConfig
 from runner.parity import trajectory
 from runner.parity.candidates import without_techniques
@@ -48,7 +51,76 @@ def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
     return check_parity(runs.config(*overrides), runs.config(*QUIET, *model), STEPS, attribute=True)
 
 
+class Fourier(nn.Module):
+    """A layer with complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(30, dtype=torch.cfloat))
+        self.out = nn.Linear(30, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.fft.ifft(torch.fft.fft(x) * self.weight).real)
+
+
+class TwoBranches(nn.Module):
+    """One of two layers a step: weights without a gradient in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(30, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[int(self.training and torch.rand(()) < 0.5)](x)
+
+
+class Teacher(nn.Module):
+    """A copy that the forward moves, frozen or not, and weights that it limits."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(30, 2)
+        self.copy, self.rate = deepcopy(self.net).requires_grad_(not frozen), 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.training:
+                self.net.weight.clamp_(-0.1, 0.1)
+                for moved, weight in zip(
+                    self.copy.parameters(), self.net.parameters(), strict=True
+                ):
+                    moved.lerp_(weight, self.rate)
+            soft = self.copy(x)
+        return self.net(x) + 0.1 * soft
+
+
 # -- what is right passes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Fourier(), TwoBranches(), Teacher(True), Teacher(False)],
+    ids=["complex", "unused", "frozen teacher", "teacher"],
+)
+def test_weights_that_are_complex_unused_or_moved_in_forward_are_no_false_alarm(
+    model: nn.Module,
+) -> None:
+    given = Components(model=model)
+    table = [*QUIET, "data=cancer"]
+    reference = ParityReference(runs.config(*table), STEPS, given)
+    found = reference.judge(runs.config(*table, *FUSED))
+    assert found.verdict is not Agreement.fail, found.first
+    assert found.reference == "fp64"
+    kinds = {row.kind for row in found.rows}
+    assert {"gradient", "update"} <= kinds
+    assert ("buffer" in kinds) is isinstance(model, Teacher)
+    if isinstance(model, Teacher) and model.copy.weight.requires_grad:
+        # moved twice as far
+        extra = ["optimization.extra=[parity_mutants.FasterTeacher]"]
+        trusted = "security.trusted=[parity_mutants]"
+        wrong = reference.judge(runs.config(*table, *FUSED, *extra, trusted))
+        assert wrong.verdict is Agreement.fail and wrong.first is not None
+        assert wrong.first.name in ("copy.weight", "copy.bias", "loss", "grad_norm", "net.weight")
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,34 @@ def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_pat
     assert scale == 1e8 * 0.5**summary.skipped_steps
 
 
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_scale_that_only_overflows_is_halved_until_a_step_is_taken(
+    tmp_path: Path, every: int
+) -> None:
+    fp16 = [*FP16[:2], "optimization.amp.initial_scale=1e12", "training.steps=50"]
+    with faulty([*NOISY, *fp16, f"monitoring.every={every}"], tmp_path) as run:
+        summary = train(run)
+        scale = float(run.update.scale.value)  # type: ignore[union-attr]
+    assert summary.status == "done" and set(summary.faults) == {"overflow"}
+    assert 18 < summary.skipped_steps < 40  # of 10 in a row that bad steps may be
+    assert scale == pytest.approx(1e12 / 2**summary.skipped_steps)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_an_overflow_at_a_scale_below_1_is_a_gradient_that_is_not_finite_and_counts(
+    tmp_path: Path, every: int
+) -> None:
+    fp16 = [*FP16[:2], "optimization.amp.initial_scale=8", "training.steps=60"]
+    with faulty([*NOISY, *fp16, f"monitoring.every={every}"], tmp_path) as run:
+        next(run.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+        with pytest.raises(GaveUp):
+            train(run)
+        kinds = [row.kind for row in run.stability.anomalies]
+    # scales 8, 4, 2 and 1; then as many bad steps as may be skipped, and the roll-back
+    assert kinds[:15] == ["overflow"] * 4 + ["non_finite"] * 11
+    assert run.progress.rollbacks == 2
+
+
 def test_the_scale_is_lowered_where_the_table_says_so() -> None:
     table = "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]"
     with faulty([*NOISY, *FP16, "monitoring.every=1", table]) as run:

@@ -19,7 +19,7 @@ from runner.checkpoint.state_schema import STATE
 from runner.training.resume import save
 from runner.verify.end_state import IGNORED_STATE, read_end_state, saved_steps
 from runner.verify.processes import RunProbe, prepare_config, train_in_processes
-from runner.verify.resume import compare_resumed, name_differences, verify_resume
+from runner.verify.resume import compare_resumed, draw_cuts, name_differences, verify_resume
 from tests import runs
 
 MLP = ("data=cancer", "model=mlp", "model.width=8", "device.threads=1")
@@ -34,16 +34,36 @@ def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
 
 
-def test_state_that_no_checkpoint_holds_is_a_difference(tmp_path: Path) -> None:
+def test_a_counter_that_no_checkpoint_holds_is_a_difference_even_at_its_period(
+    tmp_path: Path,
+) -> None:
     hidden = ["optimization.extra=[parity_mutants.Forgetful]", "security.trusted=[parity_mutants]"]
     found = verify_resume(runs.config(*MLP, *hidden), tmp_path, 12)
     assert not found.exact
     assert found.differing[0].startswith("metric train/")
-    assert int(found.differing[0].rpartition(" ")[2]) > found.cut  # right up to there
+    assert int(found.differing[0].rpartition(" ")[2]) > found.cuts[0]  # right up to there
+    assert len(found.cuts) == 2 and found.cuts[-1] == found.cut
     assert "state outside it" in found.cause
     assert any(name.startswith("parameter layers.0.weight") for name in found.differing)
     assert any(name.startswith("optimizer optimizer.state.0.exp_avg") for name in found.differing)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_counter_of_any_period_differs_after_one_of_the_drawn_cuts() -> None:
+    def fires(steps: int, period: int, cuts: list[int]) -> list[int]:
+        count, fired = 0, []
+        for step in range(1, steps + 1):
+            count += 1
+            fired += [step] if count % period == 0 else []
+            count = 0 if step in cuts else count  # a resumed process starts at 0
+        return fired
+
+    for seed in range(40):
+        cuts = draw_cuts(seed, 20)
+        assert 0 < cuts[0] < cuts[1] < 20
+        for period in range(2, 21):
+            assert fires(20, period, cuts) != fires(20, period, []), (cuts, period)
+    assert len({tuple(draw_cuts(seed, 20)) for seed in range(40)}) > 10
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +129,7 @@ def resumed_differences(
             run.saved_step = -1
             save(run, final=True)
     before, after = (read_end_state(each, [4]).values for each in (folder, place))
-    return name_differences(before, after, 4)[0]
+    return name_differences(before, after, [4])[0]
 
 
 def test_each_part_of_a_checkpoint_that_is_lost_is_named(
@@ -150,7 +170,7 @@ def test_a_damaged_checkpoint_is_what_differs(
     (tmp_path / "twice/checkpoints/step_00000004/state.pt").write_bytes(b"nothing")
     for other in saved_steps(tmp_path / "twice").keys() - {4}:
         shutil.rmtree(saved_steps(tmp_path / "twice")[other])
-    found = compare_resumed(config, tmp_path / "once", tmp_path / "twice", 4, 5)
+    found = compare_resumed(config, tmp_path / "once", tmp_path / "twice", [4], 5)
     assert found.differing == ["checkpoint of step 4"]
     assert "state.pt" in found.cause
 
