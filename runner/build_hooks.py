@@ -48,8 +48,7 @@ def build_hooks(
         sinks = make_sinks(config.monitoring.sinks, resolve_target)
         hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, settings))
     if folder is not None:
-        options = {"write_empty": bool(tools), "data_files": data_files}
-        hooks.append(Recording(config.monitoring, settings, monitor, **options))
+        hooks.append(Recording(config.monitoring, settings, monitor, bool(tools), data_files))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, monitor))
     if config.security.limits.has_limit:

@@ -77,7 +77,7 @@ class ImageCache:
         start += HEADER.itemsize
         if not size or start + size > self.starts[index + 1]:
             return None
-        pixels = self.pixels[start : start + size]
+        pixels: np.ndarray = self.pixels[start : start + size]
         if crc32(pixels.data) != head["crc"]:
             return None
         return pixels.view(self.dtype).reshape(height, width, self.channels)
