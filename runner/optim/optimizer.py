@@ -108,6 +108,11 @@ def build_optimizer(
     except (TypeError, ValueError, RuntimeError) as error:
         problem = f"{cls.__name__}: {error}"
         raise ConfigError("optimizer", problem, "check its options") from error
+    if any("lr_share" in group for group in groups) and not any(
+        "lr_share" in group for group in optimizer.param_groups
+    ):
+        problem = f"{cls.__name__} makes its own groups, so these rates are lost"
+        raise ConfigError("optimizer.groups", problem, "set the rates in its constructor")
     if cls is torch.optim.SGD:
         from runner.optim.optimizer_state import fill_momentum
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,11 +13,66 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.optim.origin import is_torch_class
+from runner.security.files.encode import encode
 
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
 """State that fused kernels access at the weight's size without checking it."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
 """State that exists only while an option is on; torch creates a missing momentum itself."""
+
+OPTIONS_OF_THIS_RUN = ("fused", "foreach", "differentiable", "capturable", "lr_share")
+"""Options that techniques and the config set, whatever a checkpoint has."""
+
+
+def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of each group's values of constructor arguments: those a config can change."""
+    signatures = [inspect.signature(base) for base in type(optimizer).__mro__[:-1]]
+    names = {name for signature in signatures for name in signature.parameters} - {"params"}
+    names |= set(OPTIONS_OF_THIS_RUN)
+    return [{k: deepcopy(v) for k, v in g.items() if k in names} for g in optimizer.param_groups]
+
+
+def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:
+    """Return each group's multiple of the scheduled rate `lr`; 1 if it is None.
+
+    Groups to which the optimizer's class gave rates of their own keep their ratio to the first.
+    """
+    groups = optimizer.param_groups
+    if lr is None:
+        return [1.0] * len(groups)
+    first = float(groups[0].get("lr", lr)) or lr or 1.0
+    return [g.get("lr_share", 1.0) * (float(g.get("lr", first)) / first) for g in groups]
+
+
+def restore_options(
+    groups: list[dict[str, Any]],
+    current_groups: list[dict[str, Any]],
+    constructed: list[dict[str, Any]],
+    saved: list[dict[str, Any]] | None,
+) -> None:
+    """Complete loaded `groups`: they keep what the optimizer counts in them (Prodigy's `d`).
+
+    The config has precedence where it changed: where the `constructed` option differs from the one
+    `saved` (None: not recorded by older checkpoints, so all options are taken from the config).
+    """
+    saved = saved or [{} for _ in groups]
+    for group, current, options, before in zip(
+        groups, current_groups, constructed, saved, strict=True
+    ):
+        for key, value in current.items():
+            was_changed = key in options and not (
+                key in before and _is_equal(encode(options[key]), before[key])
+            )
+            if key not in group or key in OPTIONS_OF_THIS_RUN or was_changed:
+                group[key] = value
+            elif isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                group[key] = group[key].to(value.device)  # torch moves only the state
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
 
 
 def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from runner.optim.gradients import (
     gradient_values,
     tensor_norms,
 )
+from runner.optim.optimizer_state import constructor_options, group_lr_shares, restore_options
 from runner.optim.origin import skip_compiler_import, uses_torch_step
 from runner.stability.config import StabilityConfig
 
@@ -57,10 +58,8 @@ class OptimizerStep:
         self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
         # each group's multiple of the scheduled rate; 1 if an owner sets the rates
-        set_by_owner = lr is None
-        self.lr_shares = [
-            1.0 if set_by_owner else g.get("lr_share", 1.0) for g in optimizer.param_groups
-        ]
+        self.lr_shares = group_lr_shares(optimizer, lr)
+        self.constructed_options = constructor_options(optimizer)
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
         # fused kernels of MPS accept the flag and the scale, and ignore both (torch 2.13)
@@ -376,6 +375,7 @@ class OptimizerStep:
             optimizer_state = self.optimizer.state_dict()
         return {
             "optimizer": optimizer_state,
+            "options": self.constructed_options,
             "updates": self.updates,
             "backoff": self.backoff,
             "average": self.average,
@@ -392,13 +392,11 @@ class OptimizerStep:
         from runner.optim.optimizer_state import align_state, compatible_state
 
         compatible = compatible_state(self.optimizer, state["optimizer"])
-        current_options = [
-            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
-        ]
+        current_groups = [dict(group) for group in self.optimizer.param_groups]
         with skip_compiler_import():
             self.optimizer.load_state_dict(compatible)
-        for group, options in zip(self.optimizer.param_groups, current_options, strict=True):
-            group.update(options)  # the config has precedence over saved options
+        groups, saved_options = self.optimizer.param_groups, state.get("options")
+        restore_options(groups, current_groups, self.constructed_options, saved_options)
         align_state(self.optimizer)
         if self.kernel is not None and not self.kernel.load_state():
             self.kernel = None

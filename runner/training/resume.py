@@ -230,7 +230,11 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     if restored is None:
         return False
     backoff, updates = update.backoff, update.updates.clone()
+    rates = [group["lr"] for group in update.optimizer.param_groups]
     load_weights(run, restored.path, restored.model, restored.state["update"])
+    if update.lr is None:  # set by their owner, whose schedule continues
+        for group, rate in zip(update.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     update.updates.copy_(updates)
     update.backoff = backoff
     progress.rollbacks += 1
