@@ -92,6 +92,8 @@ class OptimizerStep:
         self.updates = torch.zeros((), dtype=torch.int64, device=counter_device)
         self.ema_weight = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
+        self.has_modes = all(callable(getattr(optimizer, n, None)) for n in ("train", "eval"))
+        self.training_weights: list[Tensor] = []  # in the optimizer's evaluation mode
         self.buffers = BufferSnapshot(model, self.device)
         self.zero = torch.zeros((), device=self.device)
         self.one = torch.ones((), device=self.device)
@@ -276,7 +278,8 @@ class OptimizerStep:
     def averaged(self) -> Iterator[None]:
         """Put the averaged weights, if there are any, into the model while entered."""
         if not self.average:
-            yield
+            with self.evaluation_mode():
+                yield
             return
         parameters = [p.detach() for p in self.parameters]
         current = [p.clone() for p in parameters]
@@ -285,6 +288,26 @@ class OptimizerStep:
             yield
         finally:
             torch._foreach_copy_(parameters, current)
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Enter the optimizer's own evaluation mode, if it has one (schedule-free averages).
+
+        The weights of training are restored to the bit on exit, where its `train()` would round.
+        """
+        if not self.has_modes or self.training_weights:
+            yield
+            return
+        optimizer: Any = self.optimizer
+        parameters = [p.detach() for p in self.parameters]
+        self.training_weights = [p.clone() for p in parameters]
+        try:
+            optimizer.eval()
+            yield
+        finally:
+            optimizer.train()
+            torch._foreach_copy_(parameters, self.training_weights)
+            self.training_weights = []
 
     # -- schedule ------------------------------------------------------------------------------
 
@@ -379,6 +402,7 @@ class OptimizerStep:
             "updates": self.updates,
             "backoff": self.backoff,
             "average": self.average,
+            "training_weights": self.training_weights,
             "scale": [self.scale.value, self.scale.growth_tracker] if self.scale else [],
         }
 
@@ -398,6 +422,11 @@ class OptimizerStep:
         groups, saved_options = self.optimizer.param_groups, state.get("options")
         restore_options(groups, current_groups, self.constructed_options, saved_options)
         align_state(self.optimizer)
+        if self.has_modes:
+            optimizer: Any = self.optimizer
+            optimizer.train()
+            if weights := state.get("training_weights"):
+                torch._foreach_copy_([p.detach() for p in self.parameters], weights)
         if self.kernel is not None and not self.kernel.load_state():
             self.kernel = None
         self.updates.copy_(state["updates"])

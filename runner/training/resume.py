@@ -59,9 +59,10 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
         planned = best or run.progress.step % run.checkpoint_every == 0
-        state = {**_run_state(run), "planned": planned, "clean": not bad}
         sharded = () if run.shards is None else run.shards.names
-        run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
+        with run.update.evaluation_mode():
+            state = {**_run_state(run), "planned": planned, "clean": not bad}
+            run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
         run.saved_step = run.progress.step
     if final:
         run.checkpointer.close()
