@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runner.errors import CheckpointError
 from runner.optim.origin import is_torch_class
 from runner.security.files.encode import encode
 
@@ -40,8 +41,9 @@ def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:
     groups = optimizer.param_groups
     if lr is None:
         return [1.0] * len(groups)
-    first = float(groups[0].get("lr", lr)) or lr or 1.0
-    return [g.get("lr_share", 1.0) * (float(g.get("lr", first)) / first) for g in groups]
+    rates = [float(group.get("lr", lr)) for group in groups]  # host sync: when it is built
+    first = rates[0] or lr or 1.0
+    return [g.get("lr_share", 1.0) * (r / first) for g, r in zip(groups, rates, strict=True)]
 
 
 def restore_options(
@@ -71,8 +73,8 @@ def restore_options(
 
 def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a.cpu(), b.cpu())
-    return bool(a == b)
+        return torch.equal(a.cpu(), b.cpu())  # host sync: where a state is loaded
+    return bool(a == b)  # host sync: none, plain values
 
 
 def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +105,16 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
     return {**saved, "state": state}
 
 
+def check_saved_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, at a save, for a state that `compatible_state` would refuse."""
+    try:
+        compatible_state(optimizer, state)
+    except (KeyError, TypeError, ValueError) as error:
+        name = type(optimizer).__name__
+        problem = f"the state of {name} cannot be saved, as it could not be resumed: {error}"
+        raise CheckpointError(f"{problem}; use checkpoint=off to train without") from error
+
+
 def check_optimizer_state(optimizer: Optimizer) -> None:
     """Raise ValueError if state does not have the shape of its weight."""
     if torch_base(optimizer) is not None:
@@ -120,7 +132,10 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
             is_user_class and (name not in MOMENTS or not isinstance(value, Tensor))
         ):
             continue
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        if name == "step" and type(value) is int and isinstance(optimizer, torch.optim.SparseAdam):
+            value = torch.tensor(value)  # host sync: none, on the host
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if not is_dense and not _is_sparse_momentum(optimizer, weight, value):
             raise ValueError(f"{name} is not a dense tensor")
         if value.shape != weight.shape and (value.ndim or name in MOMENTS):
             raise ValueError(f"{name} must have its weight's shape, {list(weight.shape)}")
@@ -130,6 +145,14 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
         # host sync: the counters of a loaded state
         if name == "step" and not (value.numel() == 1 and 0 <= float(value) < math.inf):
             raise ValueError("an optimizer's step must be one number ≥ 0")
+
+
+def _is_sparse_momentum(optimizer: Optimizer, weight: Tensor, value: Any) -> bool:
+    """Whether it is SGD's momentum of sparse gradients, which no fused kernel accesses."""
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo
+    return is_sgd and not is_fused and is_sparse and value.shape == weight.shape
 
 
 def torch_base(optimizer: Optimizer) -> type[Optimizer] | None:

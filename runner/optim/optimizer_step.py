@@ -19,8 +19,13 @@ from runner.optim.gradients import (
     gradient_values,
     tensor_norms,
 )
-from runner.optim.optimizer_state import constructor_options, group_lr_shares, restore_options
-from runner.optim.origin import skip_compiler_import, uses_torch_step
+from runner.optim.optimizer_state import (
+    check_saved_state,
+    constructor_options,
+    group_lr_shares,
+    restore_options,
+)
+from runner.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
 from runner.stability.config import StabilityConfig
 
 if TYPE_CHECKING:
@@ -94,7 +99,7 @@ class OptimizerStep:
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
         self.has_modes = all(callable(getattr(optimizer, n, None)) for n in ("train", "eval"))
         self.training_weights: list[Tensor] = []  # in the optimizer's evaluation mode
-        self.buffers = BufferSnapshot(model, self.device)
+        self.buffers = BufferSnapshot(model, self.device, frozen=shards is None)
         self.zero = torch.zeros((), device=self.device)
         self.one = torch.ones((), device=self.device)
         self.limits = torch.full((2,), LARGEST, device=self.device)  # of the loss and of the norm
@@ -396,6 +401,8 @@ class OptimizerStep:
             self.kernel.write_counter()
         with skip_compiler_import():
             optimizer_state = self.optimizer.state_dict()
+        if not is_torch_class(type(self.optimizer)):
+            check_saved_state(self.optimizer, optimizer_state)
         return {
             "optimizer": optimizer_state,
             "options": self.constructed_options,
@@ -403,6 +410,7 @@ class OptimizerStep:
             "backoff": self.backoff,
             "average": self.average,
             "training_weights": self.training_weights,
+            "buffers": self.buffers.changed(),
             "scale": [self.scale.value, self.scale.growth_tracker] if self.scale else [],
         }
 
@@ -431,6 +439,7 @@ class OptimizerStep:
             self.kernel = None
         self.updates.copy_(state["updates"])
         self.backoff = state["backoff"]
+        self.buffers.frozen.forget_versions()
         self._set_schedule()
         if self.average:
             torch._foreach_copy_(self.average, state["average"])

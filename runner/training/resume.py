@@ -308,6 +308,7 @@ def _comparable_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
     """Load model and optimizer states; CheckpointError naming `path` if they do not fit."""
     try:
+        run.update.buffers.load(update.get("buffers", {}), model)
         if run.shards is None:
             run.model.load_state_dict(model)
         else:
