@@ -30,7 +30,7 @@ from runner.format import count_noun
 from runner.models.modes import evaluation_mode
 from runner.models.preserved_state import preserve_random_state
 from runner.objectives.base import Objective
-from runner.objectives.model_output import DeferredLogits, logits
+from runner.objectives.model_output import DeferredLogits, find_logits
 from runner.techniques.base import Choice
 from runner.training.run import Run
 
@@ -191,19 +191,27 @@ def _find_split_obstacle(run: Run) -> str:
 
 def _is_mean_over_samples(objective: Objective, output: Any, target: Any) -> bool:
     """Whether the loss is that of two halves of the samples, weighted by their items."""
-    if isinstance(output, DeferredLogits):
-        output = logits(output)
-    samples = batch_size_of(target)
-    output = tree_map(output, lambda x: x.double() if x.is_floating_point() else x)
+    samples, found = batch_size_of(target), find_logits(output)
+    if isinstance(found, DeferredLogits):
+        output = found = found.compute()
     if not all(x.ndim and len(x) == samples for x in tensors(output)):
-        return False
-    whole = objective(output, target).double()
-    total: Any = 0.0
+        output = found  # of a structure that also holds other tensors
+    try:
+        double = tree_map(output, lambda x: x.double() if x.is_floating_point() else x)
+        return _equals_halves(objective, double, target, samples, rtol=1e-9)
+    except RuntimeError:  # its weights are of another dtype
+        return _equals_halves(objective, output, target, samples, rtol=1e-4)
+
+
+def _equals_halves(
+    objective: Objective, output: Any, target: Any, samples: int, rtol: float
+) -> bool:
+    whole, total = objective(output, target).double(), torch.zeros((), dtype=torch.float64)
     for half in split_batch(samples, (samples + 1) // 2):
         rows, labels = slice_rows((output, target), half)
         share = objective.weight(labels) / objective.weight(target)
-        total = total + objective(rows, labels).double() * share
-    return bool(torch.isclose(whole, total, rtol=1e-5, atol=1e-9))
+        total = total.to(whole.device) + objective(rows, labels).double() * share
+    return bool(torch.isclose(whole, total, rtol=rtol, atol=rtol))
 
 
 def _drop_graphs(run: Run, reason: str) -> bool:

@@ -194,6 +194,14 @@ def test_a_skipped_step_restores_the_buffers_of_modules_that_the_loss_calls() ->
     assert all(bool(b.isfinite().all()) for b in discriminator.buffers())
 
 
+def test_a_module_that_the_loss_calls_for_the_first_time_in_a_bad_step_is_restored() -> None:
+    model, critic = nn.Linear(4, 8), nn.BatchNorm1d(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.full((6, 4), math.nan), torch.ones(6, 8))
+    runner.train_step(model, optimizer, batch, lambda x, y: (critic(x) - y).square().mean())
+    assert critic.running_mean is not None and critic.running_mean.eq(0).all()
+
+
 def test_a_model_with_poisoned_statistics_is_named_and_not_skipped_for_ever() -> None:
     with pytest.raises(UsageError, match=r"1\.running_mean is not finite, so every step would be"):
         adversarial(late=True)
