@@ -46,8 +46,8 @@ def train_step(
     `labels`, `target`, `targets` or `y`, whose other keys become the arguments of the model's
     forward. `loss_fn(output, target)` returns the batch's mean. Gradients are clipped to total norm
     `clip_norm` over all of the optimizer's parameters (None: not clipped). With `guard` a
-    non-finite step changes no weight, buffer or optimizer state. Gradients that are already in
-    `.grad` are discarded.
+    non-finite step changes no weight, buffer or optimizer state, nor buffers of modules that
+    `loss_fn` calls, such as a discriminator. Gradients that are already in `.grad` are discarded.
 
     The optimizer stays the caller's, with its groups, scheduler and state_dict. If `fused` and
     `foreach` are unset, its fused kernel is used; an optimizer without one needs the host to read a
@@ -135,7 +135,10 @@ class GuardedOptimizer:
             handle.remove()
             for snapshot in snapshots:
                 snapshot.restore(skipped)
-            if snapshots:
+            if skipped is None:  # the step failed: find them again at the next
+                del self.others[len(self.others) - len(snapshots) :]
+                self.known_losses.clear()
+            elif snapshots:
                 modules = nn.ModuleList([self.model, *self.others])
                 self.update.buffers = BufferSnapshot(modules, self.update.device)
 

@@ -259,14 +259,11 @@ class FrozenParameters:
 
     def restore(self, skipped: Tensor | None) -> None:
         """Restore the saved ones; with a flag only if it is 1, without a host sync."""
+        tensors = self._tensors()
         with torch.no_grad():
             for number, saved in self.saved.items():
-                owner, name = self.slots[number]
-                parameter = owner[name]
-                if parameter is None:
-                    continue
                 # `.data` keeps the version, by which the next save notices a move
-                data = parameter.data
+                data = tensors[number].data
                 if skipped is None:
                     data.copy_(saved)
                 else:
@@ -277,7 +274,12 @@ class FrozenParameters:
         self.last = []
 
     def _tensors(self) -> list[Tensor]:
-        return [p for owner, name in self.slots if (p := owner[name]) is not None]
+        found = [(slot, slot[0].get(slot[1])) for slot in self.slots]
+        tensors = [parameter for _, parameter in found if parameter is not None]
+        if len(tensors) < len(found):  # the model dropped one; take the others for moved
+            self.slots = [slot for slot, parameter in found if parameter is not None]
+            self.saved, self.last, self.moved = {}, [], set(range(len(tensors)))
+        return tensors
 
 
 def _named_buffers(model: nn.Module) -> list[tuple[str, Tensor | None, bool]]:

@@ -202,6 +202,17 @@ def test_a_module_that_the_loss_calls_for_the_first_time_in_a_bad_step_is_restor
     assert critic.running_mean is not None and critic.running_mean.eq(0).all()
 
 
+def test_a_step_that_fails_after_the_loss_called_a_module_restores_all_buffers() -> None:
+    model, critic = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.BatchNorm1d(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(6, 4), torch.ones(6, 8))
+    for _ in range(2):
+        with pytest.raises(UsageError):
+            runner.train_step(model, optimizer, batch, lambda x, y: critic(x) - y)
+        for module in (model[1], critic):
+            assert module.running_mean.eq(0).all()  # type: ignore[operator,union-attr]
+
+
 def test_a_model_with_poisoned_statistics_is_named_and_not_skipped_for_ever() -> None:
     with pytest.raises(UsageError, match=r"1\.running_mean is not finite, so every step would be"):
         adversarial(late=True)
