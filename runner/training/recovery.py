@@ -175,8 +175,8 @@ def _find_split_obstacle(run: Run) -> str:
     """
     if any(isinstance(m, _BatchNorm) and m.training for m in run.model.modules()):
         return "BatchNorm normalises each micro-batch by itself"
-    if run.world is not None:
-        return ""  # each process computes the loss of its part anyway
+    if run.shards is not None:  # a forward needs all processes
+        return "it is not known whether the loss is a mean over samples"
     try:
         with preserve_random_state(), torch.no_grad(), evaluation_mode(run.model), ExitStack() as s:
             for context in run.contexts:
