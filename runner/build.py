@@ -416,6 +416,17 @@ class _Build:
         )
         if user_optimizer is not None:
             sync_state(self.update, builder.optimizer_options, self.scope)
+        if self.update.has_modes:
+            if shards is not None:
+                problem = f"{type(optimizer).__name__} has an evaluation mode of its own"
+                raise ConfigError("optimizer", problem, "use distributed=ddp")
+            untyped: Any = optimizer
+            untyped.train()
+        shares = self.update.lr_shares
+        if len(set(shares)) > 1 and not config.optimizer.groups:
+            reason = f"{type(optimizer).__name__} gives its groups these rates; kept in ratio"
+            rates = [config.optimizer.lr * share for share in shares]
+            builder.choices.append(Choice("optimizer.lr", rates, reason))
         if self.update.host_waits:
             reason = f"{type(optimizer).__name__} is not fused"
             builder.choices.append(Choice("stability.guard", "host reads a flag", reason))

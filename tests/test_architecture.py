@@ -44,7 +44,8 @@ training.hook techniques.base
 training.run
 techniques.compiler objectives.model_output \
 objectives.chunked_cross_entropy \
-models.modes training.metrics training.recovery training.resume training.summary training.timing \
+models.modes
+training.metrics training.recovery training.resume training.summary training.timing \
 training.device_timing \
 stability
 checks.outputs

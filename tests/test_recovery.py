@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from runner import build, compose, train
+from runner.build import Components
 from runner.errors import ConfigError, OutOfMemory
+from runner.library.arguments import loss_objective
 from runner.objectives.base import Objective
 from runner.training.recovery import is_out_of_memory, translate_oom
 from runner.training.summary import Summary
@@ -286,3 +289,41 @@ def test_a_whole_step_through_the_cpp_wrapper_that_exceeds_the_limit_goes_on_wit
     assert found["status"] == "done" and found["steps"] == 3 and found["micro"] < 200000
     assert found["faults"]["out_of_memory"] >= 1
     assert found["row"].startswith("step 2 ran out of memory")
+
+
+class ShortOfMemory(nn.Module):
+    """Does not fit with more than 16 samples in training; `norm` adds a BatchNorm."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(30) if norm else nn.Identity(), nn.Linear(30, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return self.layer(self.norm(x))
+
+
+def pair_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    similarity = output @ output.T
+    return nn.functional.cross_entropy(similarity, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "effect"),
+    [
+        (None, False, "its gradient is the same"),
+        (nn.functional.cross_entropy, False, "its gradient is the same"),
+        (pair_loss, False, "the step is another one: the loss is not a mean over samples"),
+        (None, True, "the step is another one: BatchNorm"),
+    ],
+)
+def test_a_halved_batch_is_called_the_same_only_where_the_loss_is_a_mean_over_samples(
+    loss: Any, norm: bool, effect: str
+) -> None:
+    options = [*QUICK, "data=cancer", "training.batch_size=32", "training.steps=2"]
+    components = Components(ShortOfMemory(norm), objective=loss and loss_objective(loss))
+    with build(compose(options), None, components) as run:
+        summary = train(run)
+    (choice,) = [c for c in summary.choices if c.key == "training.micro_batch"]
+    assert choice.value == 16 and effect in choice.reason

@@ -15,6 +15,7 @@ from runner.security.files.encode import TIED, encode
 
 # Read by every safetensors since 0.4.3. Tensors of other dtypes are stored with the state.
 DTYPES = {torch.uint8: "U8", torch.bool: "BOOL", torch.bfloat16: "BF16"}
+DTYPES |= {torch.complex64: "C64"}  # since 0.6
 DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)}
 DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)}

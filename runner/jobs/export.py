@@ -119,7 +119,11 @@ def _write_quantized(run: Run, path: Path) -> None:
 
 def _write_tensors(path: Path, state: dict[str, Any]) -> None:
     path.unlink(missing_ok=True)
-    write_file(path, partial(write_tensors, Copier(reuse=False).take(state, {})))
+    snapshot = Copier(reuse=False).take(state, {})
+    if missing := [f"{n} ({x.dtype})" for n, x in snapshot.extra.items() if isinstance(x, Tensor)]:
+        problem = f"safetensors does not hold {', '.join(missing)}"
+        raise ConfigError(EXPORT_KEY, problem, "use evaluate.export=export")
+    write_file(path, partial(write_tensors, snapshot))
 
 
 def _write_example_script(folder: Path) -> None:

@@ -18,7 +18,7 @@ from runner.data.dataset import Dataset, class_labels
 from runner.data.nested import describe, tensors, tree_map
 from runner.errors import RunnerError, UsageError
 from runner.objectives.custom import CustomObjective
-from runner.optim.optimizer import Optimizer, incompatibility
+from runner.optim.optimizer import Optimizer, incompatibility, sparse_embeddings
 from runner.record.text import shorten
 from runner.techniques.base import Choice
 
@@ -184,8 +184,14 @@ def _check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         got = describe(optimizer)
         raise UsageError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {got}")
-    if reason := incompatibility(type(optimizer), model):
-        raise UsageError(f"{caller}: {reason}; use torch.optim.AdamW")
+    sparse = {id(module.weight) for module in sparse_embeddings(model)}
+    decays = (
+        group.get("weight_decay", 0.0)
+        for group in optimizer.param_groups
+        if any(id(p) in sparse for p in group["params"])
+    )
+    if conflict := incompatibility(type(optimizer), model, max(decays, default=0.0)):
+        raise UsageError(f"{caller}: {'; '.join(conflict)}")
     parameter_ids = {id(p) for p in model.parameters()}
     if not any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from numbers import Real
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from runner.checkpoint.finite_checks import is_statistic
 from runner.data.batch import call_model
 from runner.errors import UsageError
 from runner.library.arguments import Loss, as_batch, check_loss, check_model_arguments
+from runner.optim.buffers import BufferSnapshot
 from runner.optim.gradients import disable_autocast
 from runner.optim.optimizer import Optimizer
 from runner.optim.optimizer_step import OptimizerStep
@@ -20,6 +26,7 @@ from runner.stability.config import StabilityConfig
 from runner.techniques.fused_optimizer import fastest_implementation
 from runner.training.hook import Step
 
+POISON_STEPS = 100  # between checks of the statistics on an accelerator
 GUARD_ATTRIBUTE = "_runner_guarded"
 """Attribute of an optimizer that holds its `GuardedOptimizer`, tying their lifetimes."""
 
@@ -39,8 +46,8 @@ def train_step(
     `labels`, `target`, `targets` or `y`, whose other keys become the arguments of the model's
     forward. `loss_fn(output, target)` returns the batch's mean. Gradients are clipped to total norm
     `clip_norm` over all of the optimizer's parameters (None: not clipped). With `guard` a
-    non-finite step changes no weight, buffer or optimizer state. Gradients that are already in
-    `.grad` are discarded.
+    non-finite step changes no weight, buffer or optimizer state, nor buffers of modules that
+    `loss_fn` calls, such as a discriminator. Gradients that are already in `.grad` are discarded.
 
     The optimizer stays the caller's, with its groups, scheduler and state_dict. If `fused` and
     `foreach` are unset, its fused kernel is used; an optimizer without one needs the host to read a
@@ -60,12 +67,15 @@ def train_step(
     update.clip_norm, update.guard = clip_norm, guard
     update.begin()
     try:
-        loss = loss_fn(call_model(model, inputs), target)
-        check_loss("train_step", loss)
-        step: Step = guarded.apply(loss)
+        with nullcontext() if guarded.knows_modules(loss_fn) else guarded.find_modules():
+            loss = loss_fn(call_model(model, inputs), target)
+            check_loss("train_step", loss)
+            step: Step = guarded.apply(loss)
     except Exception:
         update.abandon()
         raise
+    if guard:
+        guarded.refuse_poisoned_statistics(step.skipped)
     return step
 
 
@@ -88,6 +98,77 @@ class GuardedOptimizer:
         adopt_optimizer(optimizer, options, self.scope)
         self.update = OptimizerStep(model, optimizer, config or StabilityConfig(), None, [1.0])
         sync_state(self.update, options, self.scope)
+        self.known_losses: set[Any] = set()
+        self.others: list[nn.Module] = []  # called by the loss, such as a discriminator
+        self.host_flag: Tensor | None = None  # 1.0 if statistics were not finite, on accelerators
+
+    def knows_modules(self, loss_fn: Loss) -> bool:
+        """Whether a step with this loss was made before; lambdas are compared by their code."""
+        function: Any = loss_fn
+        while isinstance(function, partial):
+            function = function.func
+        code = getattr(function, "__code__", type(function))
+        known = code in self.known_losses
+        self.known_losses.add(code)
+        return known
+
+    @contextmanager
+    def find_modules(self) -> Iterator[None]:
+        """Find other modules that the step calls; a skipped step restores their buffers, too."""
+        known = {id(m) for root in (self.model, *self.others) for m in root.modules()}
+        snapshots: list[BufferSnapshot] = []
+
+        def before_forward(module: nn.Module, _: Any) -> None:
+            if id(module) not in known:
+                known.update(id(m) for m in module.modules())
+                if next(module.buffers(), None) is not None:
+                    self.others.append(module)
+                    snapshots.append(BufferSnapshot(module, self.update.device, frozen=False))
+
+        # for one step only, as hooks make each call slower
+        handle = register_module_forward_pre_hook(before_forward)
+        skipped = None
+        try:
+            yield
+            skipped = self.last_skipped
+        finally:
+            handle.remove()
+            for snapshot in snapshots:
+                snapshot.restore(skipped)
+            if skipped is None:  # the step failed: find them again at the next
+                del self.others[len(self.others) - len(snapshots) :]
+                self.known_losses.clear()
+            elif snapshots:
+                modules = nn.ModuleList([self.model, *self.others])
+                self.update.buffers = BufferSnapshot(modules, self.update.device)
+
+    def refuse_poisoned_statistics(self, skipped: Tensor) -> None:
+        """Raise UsageError if statistics were not finite before the step: all would be skipped.
+
+        On an accelerator without a host sync, at most POISON_STEPS later.
+        """
+        buffers = self.update.buffers
+        if not buffers.statistic_slots:
+            return
+        if self.update.device.type == "cpu":
+            if not skipped.item() or buffers.are_finite():
+                return
+        else:
+            if self.steps % POISON_STEPS:
+                return
+            if self.host_flag is None:
+                self.host_flag = torch.zeros((), pin_memory=self.update.device.type == "cuda")
+            poisoned = bool(self.host_flag)
+            self.host_flag.copy_(buffers.are_finite().logical_not(), non_blocking=True)
+            if not poisoned:
+                return
+        named = buffers.model.named_buffers()
+        name = next((n for n, b in named if is_statistic(n) and not b.isfinite().all()), "a buffer")
+        raise UsageError(
+            f"train_step: {name} is not finite, so every step would be skipped: another module's "
+            "step called this model with non-finite inputs; reset it (reset_running_stats) and "
+            "make that step with train_step, too"
+        )
 
     def matches(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Whether it matches this model and optimizer, including the number of parameters."""
@@ -107,4 +188,5 @@ class GuardedOptimizer:
             norm, skipped = self.update.measure(loss)
             self.update.apply(norm, skipped)
         self.steps += 1
+        self.last_skipped = skipped
         return Step(self.steps, loss, norm, skipped)

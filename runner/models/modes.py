@@ -26,6 +26,23 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def enter_training(model: nn.Module) -> str:
+    """Put the model in training mode; parts that are in evaluation mode stay there.
+
+    A model that is in evaluation mode as a whole, as `from_pretrained` returns it, is put into
+    training mode with all its parts. Returns what to tell the user, or "".
+    """
+    whole = not model.training
+    frozen = {} if whole else {n: m for n, m in model.named_modules() if not m.training}
+    model.train()  # always called: some models freeze parts in their own `train`
+    for module in frozen.values():
+        module.training = False
+    if whole:
+        return "given in evaluation mode as a whole, so all its parts are trained"
+    roots = [name for name in frozen if name.rpartition(".")[0] not in frozen]
+    return f"in evaluation mode when given, and stays there: {', '.join(roots)}" if roots else ""
+
+
 def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of the modules that accept hooks; scripted ones do not."""
     import torch

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.checkpoint.finite_checks import is_statistic
 
+TRIAL_STEPS = 2  # in which all frozen parameters are watched by value
+MAX_COPIED_BYTES = 2**28
 LARGEST = torch.finfo(torch.float32).max
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their bytes."""
@@ -27,8 +29,14 @@ class BufferSnapshot:
     one. Such changes are noticed by identity, which costs 30 ns per buffer.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, model: nn.Module, device: torch.device, frozen: bool = True) -> None:
+        """`frozen` covers also frozen parameters, some of which a forward moves."""
+        self.device, self.model = device, model
+        self.frozen = FrozenParameters(model if frozen else None)
+        self.initial = {
+            name: (None if buffer is None else buffer.shape, _copy_initial(buffer, persistent))
+            for name, buffer, persistent in _named_buffers(model)
+        }
         # a scripted module returns a view, not a dict; its buffers are not replaced
         self.buffer_dicts = [
             dict(module._buffers.items())
@@ -42,8 +50,13 @@ class BufferSnapshot:
         """Return the current tensors: some models replace them, also by ones with gradients."""
         return _writable([buffers.get(name) for buffers, name in self.slots])
 
+    def changing(self) -> list[Tensor]:
+        """Return the current buffers, and the frozen parameters that a forward moves."""
+        return self.current() + self.frozen.current()
+
     def save(self) -> None:
         """Save the buffers, before forward."""
+        self.frozen.save()
         current = self._current_by_slot()
         if current is None or not self._matches_saved(current):
             self._save_all()
@@ -60,6 +73,7 @@ class BufferSnapshot:
 
         After a step that changed a buffer's shape, dtype or device the host reads the flag.
         """
+        self.frozen.restore(skipped)
         current = self._current_by_slot()
         if current is None or not self._matches_saved(current):
             if skipped is None or skipped.item():  # host sync: a forward changed a buffer's shape
@@ -101,9 +115,9 @@ class BufferSnapshot:
 
     def _matches_saved(self, current: list[Tensor | None]) -> bool:
         """Whether all buffers have the shape, dtype and device of their saved copies."""
-        if all(map(is_, current, self.last_tensors)):
-            return True  # usual case
         count = len(self.saved)
+        if all(map(is_, current, self.last_tensors)):  # usual case; `resize_` keeps the identity
+            return [buffer.shape for buffer in current[:count] if buffer is not None] == self.shapes
         return all(map(is_, current[count:], self.last_tensors[count:])) and all(
             new is not None and _signature(new) == _signature(old)
             for new, old in zip(current[:count], self.saved, strict=False)
@@ -116,6 +130,7 @@ class BufferSnapshot:
         # the others are None or not writable, and can only be replaced
         self.slots: list[Slot] = writable + [s for s in slots if not _is_writable(s[0][s[1]])]
         self.saved = [buffer.detach().clone() for buffer in self.current()]
+        self.shapes = [saved.shape for saved in self.saved]
         self._record_tensors()
         self.statistic_slots: list[Slot] = [
             slot
@@ -131,6 +146,42 @@ class BufferSnapshot:
         ]
         current = [buffers[name] for buffers, name in self.slots[: len(self.saved)]]
         self.groups = _group_by_type(current, self.saved)
+
+    def changed(self) -> dict[str, Any]:
+        """Return what a state_dict and a new model lack of the buffers, for a checkpoint.
+
+        These are new shapes, new and dropped buffers, and values of non-persistent ones.
+        """
+        changed: dict[str, Any] = {}
+        now = {n: (b, persistent) for n, b, persistent in _named_buffers(self.model)}
+        for name in self.initial.keys() | now.keys():
+            shape, value = self.initial.get(name, (None, None))
+            buffer, persistent = now.get(name, (None, True))
+            new_shape = None if buffer is None else buffer.shape
+            entry = {"was": _as_list(shape), "shape": _as_list(new_shape)}
+            if buffer is not None and not persistent:
+                if value is None or shape != new_shape or not _same_values(value, buffer):
+                    changed[name] = {**entry, "value": buffer}
+            elif shape != new_shape:
+                changed[name] = {**entry, "value": None}
+        return changed
+
+    def load(self, changed: dict[str, Any], model: dict[str, Any]) -> None:
+        """Prepare the buffers for loading a state_dict `model` that was saved with `changed`."""
+        for name, entry in changed.items():
+            path, _, key = name.rpartition(".")
+            buffers = self.model.get_submodule(path)._buffers
+            current = buffers.get(key)
+            if _as_list(None if current is None else current.shape) != entry["was"]:
+                continue  # of another model: loading reports it
+            value = model.get(name) if entry["value"] is None else entry["value"]
+            if value is None or entry["shape"] is None:
+                buffers[key] = None
+                continue
+            device = self.device if current is None else current.device
+            buffers[key] = value.to(device, copy=True)
+            if entry["value"] is not None:
+                self.model.get_submodule(path)._non_persistent_buffers_set.add(key)
 
     def _reassign_saved(self) -> None:
         """Replace buffers that changed by copies of the saved ones, and delete new ones."""
@@ -150,6 +201,111 @@ class BufferSnapshot:
                     current.copy_(original)
                 else:
                     buffers[name] = original.clone()
+
+
+@final
+class FrozenParameters:
+    """Frozen parameters that a forward moves, as that of an EMA teacher does.
+
+    In the first steps all are saved, if they are small, later those that moved. A move is noticed
+    by the tensor's version or memory, and in the first steps also by its values.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = [] if model is None else [*model.modules()]
+        slots = {
+            id(parameter): (module._parameters, name)
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad and _is_plain(parameter)
+        }
+        self.slots = list(slots.values())
+        self.saved: dict[int, Tensor] = {}  # by the slot's number
+        self.moved: set[int] = set()
+        self.last: list[tuple[Tensor, int, int]] = []
+        size = sum(p.nbytes for p in self._tensors())
+        self.saves = 0
+        self.trial_steps = TRIAL_STEPS if size <= MAX_COPIED_BYTES else 0
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is not yet known which of them move."""
+        return len(self.slots) > 0 and self.saves <= self.trial_steps
+
+    def current(self) -> list[Tensor]:
+        """Return those that move."""
+        tensors = self._tensors()
+        return [tensors[number] for number in sorted(self.moved)]
+
+    def save(self) -> None:
+        """Save those that move, before forward."""
+        if not self.slots:
+            return
+        tensors = self._tensors()
+        now = [(p, p._version, p.data_ptr()) for p in tensors]
+        for number, (new, old) in enumerate(zip(now, self.last, strict=False)):
+            if number in self.moved:
+                continue
+            same = new[0] is old[0] and new[1:] == old[1:]
+            if same and number in self.saved:  # `.data` changed in place has the same version
+                same = torch.equal(new[0], self.saved[number])  # host sync: in the first steps
+            if not same:
+                self.moved.add(number)
+        self.last = now
+        numbers = self.moved if self.saves >= self.trial_steps else range(len(tensors))
+        self.saved = {number: tensors[number].detach().clone() for number in numbers}
+        self.saves += 1
+
+    def restore(self, skipped: Tensor | None) -> None:
+        """Restore the saved ones; with a flag only if it is 1, without a host sync."""
+        tensors = self._tensors()
+        with torch.no_grad():
+            for number, saved in self.saved.items():
+                # `.data` keeps the version, by which the next save notices a move
+                data = tensors[number].data
+                if skipped is None:
+                    data.copy_(saved)
+                else:
+                    torch.where(skipped.bool(), saved, data, out=data)
+
+    def forget_versions(self) -> None:
+        """Do not take the loading of weights for a move."""
+        self.last = []
+
+    def _tensors(self) -> list[Tensor]:
+        found = [(slot, slot[0].get(slot[1])) for slot in self.slots]
+        tensors = [parameter for _, parameter in found if parameter is not None]
+        if len(tensors) < len(found):  # the model dropped one; take the others for moved
+            self.slots = [slot for slot, parameter in found if parameter is not None]
+            self.saved, self.last, self.moved = {}, [], set(range(len(tensors)))
+        return tensors
+
+
+def _named_buffers(model: nn.Module) -> list[tuple[str, Tensor | None, bool]]:
+    """Return name, tensor and whether it is persistent, of all buffers but scripted ones."""
+    return [
+        (f"{path}.{name}" if path else name, buffer, name not in module._non_persistent_buffers_set)
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name, buffer in module._buffers.items()
+    ]
+
+
+def _as_list(shape: torch.Size | None) -> list[int] | None:
+    return None if shape is None else [*shape]
+
+
+def _copy_initial(buffer: Tensor | None, persistent: bool) -> Tensor | None:
+    return None if buffer is None or persistent else buffer.detach().clone()
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether all bits are equal, so that NaN equals itself. Host sync."""
+    if a.dtype != b.dtype or a.layout is not torch.strided:
+        return False
+    pair = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*pair)  # host sync: where a checkpoint is saved
 
 
 def restore_where(skipped: Tensor, buffers: list[Tensor], saved: list[Tensor], lists: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from runner.errors import ConfigError
 from runner.format import nearest
 from runner.optim.config import OptimizerConfig
-from runner.optim.origin import skip_compiler_import
+from runner.optim.origin import is_torch_class, skip_compiler_import
 
 Optimizer = torch.optim.Optimizer
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "differentiable"})
 """Options that choose how an update is computed; at most one of them may be on."""
 OPTIONS_WITH_OWN_KEY = ("lr", "weight_decay")
+TAKE_SPARSE = (torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad)
 log = logging.getLogger("runner")
 
 
@@ -38,21 +40,45 @@ def resolve_optimizer_class(
                 f"{config._target_} is not an optimizer",
                 "name a subclass of torch.optim.Optimizer",
             )
-    if problem := incompatibility(cls, model):
-        raise ConfigError(key, problem, "use AdamW")
+    if conflict := incompatibility(cls, model, config.weight_decay):
+        raise ConfigError(key, *conflict)
     return cls
 
 
-def incompatibility(cls: type[Optimizer], model: nn.Module) -> str:
-    """Return why a training step cannot use this class, or ""."""
-    if issubclass(cls, torch.optim.LBFGS):
-        return "LBFGS runs the model several times a step"
-    if issubclass(cls, torch.optim.SparseAdam):
-        sparse = {id(module.weight) for module in sparse_embeddings(model)}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in sparse:
-                return f"SparseAdam needs sparse gradients, but those of {name} are dense"
-    return ""
+def incompatibility(
+    cls: type[Optimizer], model: nn.Module, weight_decay: float = 0.0
+) -> tuple[str, str] | None:
+    """Return why a training step cannot use this class, and what can be used; None if it can."""
+    name = cls.__name__
+    if _needs_closure(cls):
+        return f"{name} runs the model several times a step", "use AdamW"
+    weights = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    sparse_ids = {id(module.weight) for module in sparse_embeddings(model)}
+    sparse = [n for n, p in weights if id(p) in sparse_ids]
+    dense = [n for n, p in weights if id(p) not in sparse_ids]
+    both = "use SGD or Adagrad with weight_decay=0, which take dense and sparse gradients; or AdamW"
+    both += " with sparse=False in the embedding"
+    if dense and issubclass(cls, torch.optim.SparseAdam):
+        problem = f"SparseAdam needs sparse gradients, but those of {dense[0]} are dense"
+        return problem, both if sparse else "use AdamW"
+    if sparse and cls is getattr(torch.optim, name, None):
+        if not issubclass(cls, TAKE_SPARSE):
+            fix = both if dense else "use SparseAdam, or sparse=False in the embedding"
+            return f"{name} does not take sparse gradients, as those of {sparse[0]}", fix
+        if weight_decay and cls is not torch.optim.SparseAdam:
+            problem = f"{name} has no weight decay for sparse gradients, as those of {sparse[0]}"
+            return problem, "set weight_decay=0"
+    return None
+
+
+def _needs_closure(cls: type[Optimizer]) -> bool:
+    """Whether step() needs a closure that evaluates the model: LBFGS, and SAM in all its forms."""
+    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
+    is_required = any(
+        p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters
+    )
+    two_steps = all(callable(getattr(cls, name, None)) for name in ("first_step", "second_step"))
+    return issubclass(cls, torch.optim.LBFGS) or is_required or two_steps
 
 
 def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
@@ -102,17 +128,46 @@ def build_optimizer(
     elif config.weight_decay:
         log.info("optimizer.weight_decay is not used: %s has no weight decay", cls.__name__)
     groups = _parameter_groups(config, names or dict(model.named_parameters()), decays)
+    stand_ins = [{**g, "params": [_stand_in(p) for p in g["params"][:4]]} for g in groups]
     try:
         with skip_compiler_import():
             optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = f"{cls.__name__}: {error}"
         raise ConfigError("optimizer", problem, "check its options") from error
+    if not is_torch_class(cls):
+        _refuse_closure(partial(cls, stand_ins, **arguments), cls.__name__)
+    if any("lr_share" in group for group in groups) and not any(
+        "lr_share" in group for group in optimizer.param_groups
+    ):
+        problem = f"{cls.__name__} makes its own groups, so these rates are lost"
+        raise ConfigError("optimizer.groups", problem, "set the rates in its constructor")
     if cls is torch.optim.SGD:
         from runner.optim.optimizer_state import fill_momentum
 
         fill_momentum(optimizer)
     return optimizer
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    """Return a small weight with as many dimensions, and a gradient."""
+    weight = nn.Parameter(torch.ones([min(2, n) for n in parameter.shape], dtype=parameter.dtype))
+    weight.grad = torch.full_like(weight, 0.01)
+    return weight
+
+
+def _refuse_closure(make: Callable[[], Optimizer], name: str) -> None:
+    """Raise ConfigError if step() fails on stand-ins, and works with a closure."""
+    with torch.random.fork_rng([]):
+        try:
+            make().step()
+        except Exception as failure:
+            try:
+                make().step(lambda: torch.zeros((), requires_grad=True))
+            except Exception:  # it fails for another reason, which the first step will show
+                return
+            problem = f"{name}.step() needs a closure, which runs the model several times"
+            raise ConfigError("optimizer._target_", problem, "use AdamW") from failure
 
 
 def _parameter_groups(

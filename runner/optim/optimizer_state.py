@@ -2,20 +2,79 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runner.errors import CheckpointError
 from runner.optim.origin import is_torch_class
+from runner.security.files.encode import encode
 
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
 """State that fused kernels access at the weight's size without checking it."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
 """State that exists only while an option is on; torch creates a missing momentum itself."""
+
+OPTIONS_OF_THIS_RUN = ("fused", "foreach", "differentiable", "capturable", "lr_share")
+"""Options that techniques and the config set, whatever a checkpoint has."""
+
+
+def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of each group's values of constructor arguments: those a config can change."""
+    signatures = [inspect.signature(base) for base in type(optimizer).__mro__[:-1]]
+    names = {name for signature in signatures for name in signature.parameters} - {"params"}
+    names |= set(OPTIONS_OF_THIS_RUN)
+    return [{k: deepcopy(v) for k, v in g.items() if k in names} for g in optimizer.param_groups]
+
+
+def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:
+    """Return each group's multiple of the scheduled rate `lr`; 1 if it is None.
+
+    Groups to which the optimizer's class gave rates of their own keep their ratio to the first.
+    """
+    groups = optimizer.param_groups
+    if lr is None:
+        return [1.0] * len(groups)
+    rates = [float(group.get("lr", lr)) for group in groups]  # host sync: when it is built
+    first = rates[0] or lr or 1.0
+    return [g.get("lr_share", 1.0) * (r / first) for g, r in zip(groups, rates, strict=True)]
+
+
+def restore_options(
+    groups: list[dict[str, Any]],
+    current_groups: list[dict[str, Any]],
+    constructed: list[dict[str, Any]],
+    saved: list[dict[str, Any]] | None,
+) -> None:
+    """Complete loaded `groups`: they keep what the optimizer counts in them (Prodigy's `d`).
+
+    The config has precedence where it changed: where the `constructed` option differs from the one
+    `saved` (None: not recorded by older checkpoints, so all options are taken from the config).
+    """
+    saved = saved or [{} for _ in groups]
+    for group, current, options, before in zip(
+        groups, current_groups, constructed, saved, strict=True
+    ):
+        for key, value in current.items():
+            was_changed = key in options and not (
+                key in before and _is_equal(encode(options[key]), before[key])
+            )
+            if key not in group or key in OPTIONS_OF_THIS_RUN or was_changed:
+                group[key] = value
+            elif isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                group[key] = group[key].to(value.device)  # torch moves only the state
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())  # host sync: where a state is loaded
+    return bool(a == b)  # host sync: none, plain values
 
 
 def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,6 +105,16 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
     return {**saved, "state": state}
 
 
+def check_saved_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, at a save, for a state that `compatible_state` would refuse."""
+    try:
+        compatible_state(optimizer, state)
+    except (KeyError, TypeError, ValueError) as error:
+        name = type(optimizer).__name__
+        problem = f"the state of {name} cannot be saved, as it could not be resumed: {error}"
+        raise CheckpointError(f"{problem}; use checkpoint=off to train without") from error
+
+
 def check_optimizer_state(optimizer: Optimizer) -> None:
     """Raise ValueError if state does not have the shape of its weight."""
     if torch_base(optimizer) is not None:
@@ -63,7 +132,10 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
             is_user_class and (name not in MOMENTS or not isinstance(value, Tensor))
         ):
             continue
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        if name == "step" and type(value) is int and isinstance(optimizer, torch.optim.SparseAdam):
+            value = torch.tensor(value)  # host sync: none, on the host
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if not is_dense and not _is_sparse_momentum(optimizer, weight, value):
             raise ValueError(f"{name} is not a dense tensor")
         if value.shape != weight.shape and (value.ndim or name in MOMENTS):
             raise ValueError(f"{name} must have its weight's shape, {list(weight.shape)}")
@@ -73,6 +145,14 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
         # host sync: the counters of a loaded state
         if name == "step" and not (value.numel() == 1 and 0 <= float(value) < math.inf):
             raise ValueError("an optimizer's step must be one number ≥ 0")
+
+
+def _is_sparse_momentum(optimizer: Optimizer, weight: Tensor, value: Any) -> bool:
+    """Whether it is SGD's momentum of sparse gradients, which no fused kernel accesses."""
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo
+    return is_sgd and not is_fused and is_sparse and value.shape == weight.shape
 
 
 def torch_base(optimizer: Optimizer) -> type[Optimizer] | None:

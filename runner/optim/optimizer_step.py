@@ -19,7 +19,13 @@ from runner.optim.gradients import (
     gradient_values,
     tensor_norms,
 )
-from runner.optim.origin import skip_compiler_import, uses_torch_step
+from runner.optim.optimizer_state import (
+    check_saved_state,
+    constructor_options,
+    group_lr_shares,
+    restore_options,
+)
+from runner.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
 from runner.stability.config import StabilityConfig
 
 if TYPE_CHECKING:
@@ -57,10 +63,8 @@ class OptimizerStep:
         self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
         # each group's multiple of the scheduled rate; 1 if an owner sets the rates
-        set_by_owner = lr is None
-        self.lr_shares = [
-            1.0 if set_by_owner else g.get("lr_share", 1.0) for g in optimizer.param_groups
-        ]
+        self.lr_shares = group_lr_shares(optimizer, lr)
+        self.constructed_options = constructor_options(optimizer)
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
         # fused kernels of MPS accept the flag and the scale, and ignore both (torch 2.13)
@@ -93,7 +97,9 @@ class OptimizerStep:
         self.updates = torch.zeros((), dtype=torch.int64, device=counter_device)
         self.ema_weight = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
-        self.buffers = BufferSnapshot(model, self.device)
+        self.has_modes = all(callable(getattr(optimizer, n, None)) for n in ("train", "eval"))
+        self.training_weights: list[Tensor] = []  # in the optimizer's evaluation mode
+        self.buffers = BufferSnapshot(model, self.device, frozen=shards is None)
         self.zero = torch.zeros((), device=self.device)
         self.one = torch.ones((), device=self.device)
         self.limits = torch.full((2,), LARGEST, device=self.device)  # of the loss and of the norm
@@ -277,7 +283,8 @@ class OptimizerStep:
     def averaged(self) -> Iterator[None]:
         """Put the averaged weights, if there are any, into the model while entered."""
         if not self.average:
-            yield
+            with self.evaluation_mode():
+                yield
             return
         parameters = [p.detach() for p in self.parameters]
         current = [p.clone() for p in parameters]
@@ -286,6 +293,26 @@ class OptimizerStep:
             yield
         finally:
             torch._foreach_copy_(parameters, current)
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Enter the optimizer's own evaluation mode, if it has one (schedule-free averages).
+
+        The weights of training are restored to the bit on exit, where its `train()` would round.
+        """
+        if not self.has_modes or self.training_weights:
+            yield
+            return
+        optimizer: Any = self.optimizer
+        parameters = [p.detach() for p in self.parameters]
+        self.training_weights = [p.clone() for p in parameters]
+        try:
+            optimizer.eval()
+            yield
+        finally:
+            optimizer.train()
+            torch._foreach_copy_(parameters, self.training_weights)
+            self.training_weights = []
 
     # -- schedule ------------------------------------------------------------------------------
 
@@ -374,11 +401,16 @@ class OptimizerStep:
             self.kernel.write_counter()
         with skip_compiler_import():
             optimizer_state = self.optimizer.state_dict()
+        if not is_torch_class(type(self.optimizer)):
+            check_saved_state(self.optimizer, optimizer_state)
         return {
             "optimizer": optimizer_state,
+            "options": self.constructed_options,
             "updates": self.updates,
             "backoff": self.backoff,
             "average": self.average,
+            "training_weights": self.training_weights,
+            "buffers": self.buffers.changed(),
             "scale": [self.scale.value, self.scale.growth_tracker] if self.scale else [],
         }
 
@@ -392,18 +424,22 @@ class OptimizerStep:
         from runner.optim.optimizer_state import align_state, compatible_state
 
         compatible = compatible_state(self.optimizer, state["optimizer"])
-        current_options = [
-            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
-        ]
+        current_groups = [dict(group) for group in self.optimizer.param_groups]
         with skip_compiler_import():
             self.optimizer.load_state_dict(compatible)
-        for group, options in zip(self.optimizer.param_groups, current_options, strict=True):
-            group.update(options)  # the config has precedence over saved options
+        groups, saved_options = self.optimizer.param_groups, state.get("options")
+        restore_options(groups, current_groups, self.constructed_options, saved_options)
         align_state(self.optimizer)
+        if self.has_modes:
+            optimizer: Any = self.optimizer
+            optimizer.train()
+            if weights := state.get("training_weights"):
+                torch._foreach_copy_([p.detach() for p in self.parameters], weights)
         if self.kernel is not None and not self.kernel.load_state():
             self.kernel = None
         self.updates.copy_(state["updates"])
         self.backoff = state["backoff"]
+        self.buffers.frozen.forget_versions()
         self._set_schedule()
         if self.average:
             torch._foreach_copy_(self.average, state["average"])

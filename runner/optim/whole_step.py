@@ -76,6 +76,8 @@ class StepGraph:
         update = self.update
         update.recheck_step()
         size = batch_size_of(batch[1])
+        if update.buffers.frozen.undecided:  # the graph restores those that move
+            return False
         if size != self.samples or update.kernel is None or not update.has_single_lr:
             return False
         return self.index_limit is None or not compiler.out_of_range(batch[1], self.index_limit)
@@ -179,9 +181,9 @@ def _build_step(
         if kernel is None:
             raise RuntimeError("parameters differ in their number of updates")
         target, veto = targets.replace_wrong(target, veto)
-        before = [buffer.detach().clone() for buffer in update.buffers.current()]
+        before = [buffer.detach().clone() for buffer in update.buffers.changing()]
         loss = objective(call_model(forward, inputs), target)
-        if [buffer.shape for buffer in update.buffers.current()] != [old.shape for old in before]:
+        if [buffer.shape for buffer in update.buffers.changing()] != [old.shape for old in before]:
             raise RuntimeError("its forward adds, removes or resizes a buffer")
         with disable_autocast(update.device.type):
             scaled = loss if update.scale is None else loss * update.scale.value
@@ -208,7 +210,7 @@ def _build_step(
                 )
             for average, parameter in zip(update.average, parameters, strict=False):
                 average.add_((parameter - average) * (update.ema_weight * applied))
-            for buffer, old in zip(update.buffers.current(), before, strict=True):
+            for buffer, old in zip(update.buffers.changing(), before, strict=True):
                 buffer.copy_(torch.where(applied, buffer, old))
         return loss, norm, skipped, overflow
 

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from torch import nn
 
 from runner.errors import UsageError
+from runner.models.modes import enter_training
 from runner.parity.distance import ErrorKind, ParityRow, dense, norm
 from runner.parity.numerics import to_fp64
 from runner.parity.trajectory import (
@@ -41,7 +42,7 @@ def repeat_draws(run: Run, window: StepWindow, base_gradients: Tensors) -> DrawS
     `base_gradients` are the gradients of that batch without dropout.
     """
     seek_window(run, window)
-    run.model.train()
+    enter_training(run.model)
     draws, capture, start_state = DrawStatistics(), TrajectoryCapture(), snapshot(run)
     try:
         batch = next(run.train.batches(run.progress.step))
@@ -137,7 +138,7 @@ def _mean_and_variance(values: list[float]) -> tuple[float, float]:
 
 def is_random(run: Run) -> bool:
     """Whether a batch's loss depends on the step number, which seeds the generators."""
-    run.model.train()
+    enter_training(run.model)
     start, losses, start_state = run.progress.step, [], snapshot(run)
     try:
         batch = next(run.train.batches(start))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.data.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.models import modes
+from runner.models.modes import enter_training
 from runner.parity.flops import call_flops
 from runner.parity.numerics import perturb_weights, to_fp64
 from runner.training.evaluation import evaluate
@@ -92,7 +93,7 @@ def record_trajectory(
     unit in the last place. Then evaluates the last weights on `validation_batches` batches.
     """
     seek_window(run, window)
-    run.model.train()
+    enter_training(run.model)
     trajectory = Trajectory(snapshot(run), [], [])
     batches = run.train.batches(run.progress.step)
     try:
@@ -307,7 +308,7 @@ def replay_updates(
     forward of `gradient_source` has moved them.
     """
     seek_window(run, window)
-    run.model.train()
+    enter_training(run.model)
     for number, step in enumerate(gradient_source.steps):
         start = reference.state_before(number)
         moved = replace(start, parameters=start.parameters | step.moved)

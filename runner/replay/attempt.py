@@ -8,6 +8,7 @@ from typing import Any
 
 from runner.captures.reader import Capture
 from runner.data.batch import Batch
+from runner.models.modes import enter_training
 from runner.record.text import shorten
 from runner.replay.results import Attempt, non_finite_state
 from runner.training.run import Run
@@ -24,7 +25,7 @@ def make_attempt(run: Run, batch: Batch, capture: Capture) -> Attempt:
     An exception of the step becomes part of the result. The host waits for the device.
     """
     attempt = Attempt()
-    run.model.train()
+    enter_training(run.model)
     skipped = False
     try:
         step, _ = make_step(run, batch)

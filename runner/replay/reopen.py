@@ -24,6 +24,7 @@ from runner.config import RunConfig
 from runner.data.batch import Batch
 from runner.data.loader import make_batch_mover
 from runner.errors import CheckpointError, UsageError
+from runner.models.modes import enter_training
 from runner.parity.candidates import keep_techniques, without_side_effects
 from runner.training.evaluation import evaluate
 from runner.training.hook import Hook, Step, Verdict
@@ -147,7 +148,7 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
 
 
 def _run_steps(run: Run, capture: Capture) -> None:
-    run.model.train()
+    enter_training(run.model)
     batches, hooks = run.train.batches(run.progress.step), [_SkipSteps(capture.skipped)]
     while run.progress.step < capture.step - 1:
         run.update.set_limits(math.inf, math.inf)  # spikes are among the recorded skips
@@ -163,7 +164,7 @@ def _load_state(run: Run, capture: Capture) -> None:
     """Load weights, buffers, optimizer and random state before the step; set train mode."""
     if capture.model is None or capture.update is None:
         raise CheckpointError(f"{capture.path}: has neither weights nor a checkpoint")
-    run.model.train()
+    enter_training(run.model)
     # copied, since an optimizer updates loaded tensors in place
     copied = Copier(reuse=False).take(dict(capture.model), {"update": dict(capture.update)})
     update = copied.state["update"]

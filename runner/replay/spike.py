@@ -19,6 +19,7 @@ from runner.data.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.data.nested import tensors
 from runner.data.order import mix
 from runner.models import modes
+from runner.models.modes import enter_training
 from runner.replay.results import Cause, Ratio, StepPhase, rms, tensor_stats
 from runner.replay.trace import batch_tensors, discard_step, hook_gradients, module_label
 from runner.training.run import Run
@@ -37,7 +38,7 @@ class _StepMagnitudes:
         self.outputs: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         scale = 1.0 if run.update.scale is None else float(run.update.scale.value)
-        run.model.train()
+        enter_training(run.model)
 
         def record_gradient(name: str, gradient: Tensor) -> None:
             self.gradients[name] = rms(gradient) * math.sqrt(gradient.numel()) / scale

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from runner.data.batch import Batch, batch_size_of
 from runner.data.nested import named_leaves
 from runner.debug.source_line import location_in_trace, raising_line, read_source_line
+from runner.models.modes import enter_training
 from runner.replay.attempt import one_line_error
 from runner.replay.results import (
     Cause,
@@ -41,7 +42,7 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
     cause = find_bad_weights(run.model)
     if cause is not None:
         return cause
-    run.model.train()
+    enter_training(run.model)
     tracer = Tracer(run.model, batch_tensors(batch))
     bad_gradients: list[str] = []  # parameters with a bad gradient, in backward order
 

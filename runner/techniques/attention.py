@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from runner.device.device import Device
+from runner.models.modes import enter_training
 from runner.record.text import shorten
 from runner.techniques import probe
 from runner.techniques.base import Evidence, RunBuilder
@@ -57,7 +58,7 @@ def apply(config: Attention, builder: RunBuilder) -> str | None:
     inputs, _ = probe.sample_batch(builder, samples)
     forward = partial(probe.forward, builder, inputs)
     with probe.preserve_builder_state(builder):
-        builder.model.train()
+        enter_training(builder.model)
         try:
             calls = record_calls(forward, builder.model)
         except Exception as error:  # such as a model with a fixed batch size

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from runner.data.batch import batch_size_of, call_model
 from runner.models import modes
+from runner.models.modes import enter_training
 from runner.models.preserved_state import NotRestorable
 from runner.techniques import probe
 from runner.techniques.base import ForwardCost, RunBuilder
@@ -129,7 +130,7 @@ def step_seconds(builder: RunBuilder) -> float:
     inputs, _ = probe.sample_batch(builder, builder.micro_batch)
     seconds: list[float] = []
     with probe.preserve_builder_state(builder), torch.no_grad():
-        builder.model.train()
+        enter_training(builder.model)
         for _ in range(TIMED_FORWARDS):
             start = perf_counter()
             try:

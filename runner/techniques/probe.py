@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.data.batch import Batch, Inputs, call_model, slice_rows
 from runner.device.device import Device
+from runner.models.modes import enter_training
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.techniques.base import RunBuilder
 from runner.training.run import Run
@@ -101,7 +102,7 @@ def trial_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tens
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
     ):
-        builder.model.train()
+        enter_training(builder.model)
         with enter_contexts(builder.contexts):
             loss = builder.objective(call_model(builder.forward, inputs), target)
         return loss.detach(), torch.autograd.grad(loss, weights, allow_unused=True)

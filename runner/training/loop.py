@@ -20,11 +20,13 @@ from runner.errors import (
     RunnerError,
     StorageError,
 )
+from runner.models.modes import enter_training
 from runner.objectives.base import unknown_metric
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
+from runner.techniques.base import Choice
 from runner.training.baseline import record_baseline
 from runner.training.evaluation import evaluate
 from runner.training.evidence import (
@@ -133,7 +135,8 @@ def _train(run: Run) -> None:
         h for h in run.hooks if overrides_event(h, "on_gradients") or overrides_event(h, "around")
     ]
     after_step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
-    run.model.train()
+    if text := enter_training(run.model):
+        run.choices.append(Choice("model.train", "training mode", text))
     distributed = run.world is not None
     make_grace_period = partial(_make_grace_period, run)
     with InterruptHandler(_signal_notice(run), distributed, make_grace_period) as interrupts:

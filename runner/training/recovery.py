@@ -8,21 +8,36 @@ import logging
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.data.batch import largest_slice, split_batch
+from runner.data.batch import (
+    Batch,
+    batch_size_of,
+    call_model,
+    largest_slice,
+    slice_rows,
+    split_batch,
+)
+from runner.data.nested import tensors, tree_map
 from runner.device import memory
 from runner.errors import ConfigError, OutOfMemory, RunnerError
 from runner.format import count_noun
+from runner.models.modes import evaluation_mode
+from runner.models.preserved_state import preserve_random_state
+from runner.objectives.base import Objective
+from runner.objectives.model_output import DeferredLogits, find_logits
 from runner.techniques.base import Choice
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
 MICRO_BATCH = "training.micro_batch"
+NO_MEAN = "the loss is not a mean over samples, and each micro-batch has a loss of its own"
 OOM_MESSAGE = re.compile(
     r"DefaultCPUAllocator|not enough memory|out of memory|std::bad_alloc|"
     r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|[Cc]annot allocate memory"
@@ -107,7 +122,9 @@ def suppress_device_errors() -> Iterator[None]:
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:
-    """Halve the micro-batch after out of memory; the batch and its gradient stay the same.
+    """Halve the micro-batch after out of memory; the batch stays the same.
+
+    So does its gradient where the loss is a mean over samples; the record says whether it is.
 
     Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
@@ -135,6 +152,9 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
         raise _single_sample_error(run, error, step_label) from None
     run.micro_batch = largest_slice(run.largest_local_batch(run.train.samples(0)), (size + 1) // 2)
     reason = f"{step_label} ran out of memory{_missing_memory(error)} with {size}"
+    obstacle = _find_split_obstacle(run)
+    effect = f"the step is another one: {obstacle}" if obstacle else "its gradient is the same"
+    reason = f"{reason}; {effect}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
     # a new dict: a checkpoint of the old one may be in the making
@@ -142,10 +162,56 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     message = (
         f"ran out of memory{_missing_memory(error)} with {count_noun(size, 'sample')} at a time"
     )
-    action = f"retrying the batch with {run.micro_batch} at a time"
+    action = f"retrying the batch with {run.micro_batch} at a time; {effect}"
     _record_oom(run, message, action, error)
-    _drop_graphs(run, f"{reason} samples at a time, and micro-batches exclude graphs")
+    _drop_graphs(run, f"{step_label} ran out of memory, and micro-batches exclude graphs")
     return True
+
+
+def _find_split_obstacle(run: Run) -> str:
+    """Return why micro-batches do not give the batch's gradient, or "" if they do.
+
+    Compares the loss on outputs of a part that fits with the mean of its halves.
+    """
+    if any(isinstance(m, _BatchNorm) and m.training for m in run.model.modules()):
+        return "BatchNorm normalises each micro-batch by itself"
+    if run.shards is not None:  # a forward needs all processes
+        return "it is not known whether the loss is a mean over samples"
+    try:
+        with preserve_random_state(), torch.no_grad(), evaluation_mode(run.model), ExitStack() as s:
+            for context in run.contexts:
+                s.enter_context(context())
+            part: Batch = slice_rows(run.validation.peek(), slice(max(2, run.micro_batch)))
+            output = call_model(run.model, part[0])
+        return "" if _is_mean_over_samples(run.objective, output, part[1]) else NO_MEAN
+    except Exception as error:  # the user's model and loss raise any type
+        release_references(error)
+        return f"it is not known whether the loss is a mean over samples ({type(error).__name__})"
+
+
+def _is_mean_over_samples(objective: Objective, output: Any, target: Any) -> bool:
+    """Whether the loss is that of two halves of the samples, weighted by their items."""
+    samples, found = batch_size_of(target), find_logits(output)
+    if isinstance(found, DeferredLogits):
+        output = found = found.compute()
+    if not all(x.ndim and len(x) == samples for x in tensors(output)):
+        output = found  # of a structure that also holds other tensors
+    try:
+        double = tree_map(output, lambda x: x.double() if x.is_floating_point() else x)
+        return _equals_halves(objective, double, target, samples, rtol=1e-9)
+    except RuntimeError:  # its weights are of another dtype
+        return _equals_halves(objective, output, target, samples, rtol=1e-4)
+
+
+def _equals_halves(
+    objective: Objective, output: Any, target: Any, samples: int, rtol: float
+) -> bool:
+    whole, total = objective(output, target).double(), torch.zeros((), dtype=torch.float64)
+    for half in split_batch(samples, (samples + 1) // 2):
+        rows, labels = slice_rows((output, target), half)
+        share = objective.weight(labels) / objective.weight(target)
+        total = total.to(whole.device) + objective(rows, labels).double() * share
+    return bool(torch.isclose(whole, total, rtol=rtol, atol=rtol))
 
 
 def _drop_graphs(run: Run, reason: str) -> bool:

@@ -59,9 +59,10 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
         planned = best or run.progress.step % run.checkpoint_every == 0
-        state = {**_run_state(run), "planned": planned, "clean": not bad}
         sharded = () if run.shards is None else run.shards.names
-        run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
+        with run.update.evaluation_mode():
+            state = {**_run_state(run), "planned": planned, "clean": not bad}
+            run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
         run.saved_step = run.progress.step
     if final:
         run.checkpointer.close()
@@ -230,7 +231,11 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     if restored is None:
         return False
     backoff, updates = update.backoff, update.updates.clone()
+    rates = [group["lr"] for group in update.optimizer.param_groups]
     load_weights(run, restored.path, restored.model, restored.state["update"])
+    if update.lr is None:  # set by their owner, whose schedule continues
+        for group, rate in zip(update.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     update.updates.copy_(updates)
     update.backoff = backoff
     progress.rollbacks += 1
@@ -303,6 +308,7 @@ def _comparable_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
     """Load model and optimizer states; CheckpointError naming `path` if they do not fit."""
     try:
+        run.update.buffers.load(update.get("buffers", {}), model)
         if run.shards is None:
             run.model.load_state_dict(model)
         else:

@@ -42,6 +42,7 @@ from runner.config import RunConfig, config_hash
 from runner.data.batch import call_model
 from runner.data.loader import BatchLoader
 from runner.errors import RunnerError
+from runner.models.modes import enter_training
 from runner.parity.candidates import copy_components, open_run, without_side_effects
 from runner.parity.trajectory import make_finite_step
 from runner.record import provenance
@@ -233,7 +234,7 @@ def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
 def _time_steps(run: Run) -> float:
     """Return the median seconds of up to `TIMED_STEPS` steps on training batches."""
     durations: list[float] = []
-    run.model.train()
+    enter_training(run.model)
     batches = run.train.batches(0)
     start_time = perf_counter()
     while len(durations) < TIMED_STEPS:
