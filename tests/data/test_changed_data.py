@@ -119,6 +119,16 @@ def test_other_jobs_stop_at_a_replaced_file_unless_it_is_accepted(trained: Path,
             assert not accepts and "has changed since" in str(error)
 
 
+def test_verification_takes_another_path_as_meant(
+    trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also from Python, where no override is typed."""
+    copied = write_table(trained / "copy.csv", sign=-1)
+    config = runs.config(*QUICK, f"data.path={copied}")
+    _check_data(trained / "run", config)
+    assert f"t.csv'}}, and is repeated on {{'data.path': '{copied}'}}" in caplog.text
+
+
 def write_hydra_files(run: Path, start: Path, *overrides: str) -> None:
     """The record of a run that was started in `start`."""
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
