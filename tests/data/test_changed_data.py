@@ -175,6 +175,15 @@ def test_a_path_typed_for_an_evaluation_means_what_it_has_now(
     assert ("data.changed=accept" in merged) is accepts
 
 
+def test_a_change_is_accepted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_hydra_files(tmp_path / "run", tmp_path, "data.path=t.csv", "data.changed=accept")
+    for typed, accepts in (([], False), (["data.changed=accept"], True)):
+        merged = merge_recorded_overrides(["checkpoint.resume=run", *typed], sweeps=False)
+        assert "data.path=t.csv" in merged.overrides
+        assert ("data.changed=accept" in merged.overrides) is accepts
+
+
 def evaluated(folder: Path, path: Path) -> dict[str, str]:
     """The choices of an evaluation of the run on `path`."""
     overrides = [*QUICK, f"data.path={path}", f"checkpoint.resume={folder / 'run'}"]
