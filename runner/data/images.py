@@ -82,7 +82,8 @@ class ImageCache:
         pixels: np.ndarray = self.pixels[start : start + size]
         if crc32(pixels.data) != head["crc"]:
             return None
-        return pixels.view(self.dtype).reshape(height, width, self.channels)
+        shaped: np.ndarray = pixels.view(self.dtype).reshape(height, width, self.channels)
+        return shaped
 
     def store(self, index: int, pixels: np.ndarray) -> None:
         """Cache the pixels, if the image has room."""
