@@ -187,11 +187,15 @@ def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles)
     earlier, then = before.get("paths", {}), str(before.get("sha256"))
     pairs = {key: (files.paths.get(key), earlier.get(key)) for key in {**earlier, **files.paths}}
     other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    if not other and describe_files(files).get("sha256", then) != then:
-        problem = change_problem(files, "the run was trained on it", then)
+    now = {} if other else describe_files(files)
+    if now.get("sha256", then) != then:
+        own = ["data.path"] if now["own"] != before.get("own") else []
+        keys = own or [key for key in files.paths if key != "data.path"]
+        what = " or ".join(files.paths[key] for key in keys)
+        problem = change_problem(files, "the run was trained on it", then, what)
         if data.changed is not DataChanged.accept:
-            raise ConfigError("data.path", problem, CHANGED_FIX)
-        log.warning("data.path: %s (data.changed=accept)", problem)
+            raise ConfigError(keys[0], problem, CHANGED_FIX)
+        log.warning("%s: %s (data.changed=accept)", keys[0], problem)
     elif not other:
         return fitted
     elif trains:

@@ -8,6 +8,7 @@ import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from runner.data.open import DEFAULT_OPENING, OpenOptions
 from runner.data.paths import existing_path
 from runner.data.saved_dataset import SavedImages, is_saved
 from runner.data.split import split_samples
-from runner.data.usable import DROP_FIX, lacks_resources
+from runner.data.usable import DROP_FIX, lacks_resources, usable_indices
 from runner.device import memory
 from runner.errors import BadSample, ConfigError, DataError
 from runner.techniques.base import Choice
@@ -40,7 +41,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded, whatever the suffix: others, such as PostScript, run programs."""
 MAX_HEADERS = 500  # files that are opened before training: 0.1 s
 MAX_RANGE = 2_000  # training images that are decoded for the range of 16-bit and float pixels
-MAX_LISTED, MAX_NAMED = 20_000, 20  # files that are checked after a bad one, and named
+MAX_LISTED, MAX_NAMED = 20_000, 20  # files that are searched for bad ones, and named
+MAX_DECODED = 2**28  # pixels that this search decodes: a few seconds; headers are all read
 MARGIN = 1.125  # ratio of the shorter side to the side of a random crop
 HEADER = np.dtype([("crc", np.uint32), ("height", np.uint32), ("width", np.uint32)])
 
@@ -80,7 +82,8 @@ class ImageCache:
         pixels: np.ndarray = self.pixels[start : start + size]
         if crc32(pixels.data) != head["crc"]:
             return None
-        return pixels.view(self.dtype).reshape(height, width, self.channels)
+        shaped: np.ndarray = pixels.view(self.dtype).reshape(height, width, self.channels)
+        return shaped
 
     def store(self, index: int, pixels: np.ndarray) -> None:
         """Cache the pixels, if the image has room."""
@@ -121,6 +124,13 @@ class ImageFolder(Dataset):
         self.sources: Sequence[Any]
         read = self._read_saved if is_saved(root) else self._read_folders
         labels, class_names, choices = read(root, opening)
+        if config.bad_samples is BadSamples.drop:
+            usable, dropped = self._drop_bad()
+            labels, choices = labels[usable], (*choices, *dropped)
+        if opening.labelled and isinstance(self.sources, list):
+            if twins := find_twins(self.sources, labels, self.rows):
+                log.warning("data.path: %s", twins)
+                choices = (*choices, Choice("data.path", str(root), twins))
         self.target, count = torch.from_numpy(labels), len(self.sources)
         has_deep = self._check_headers()
         strata = labels if opening.labelled else None
@@ -153,9 +163,6 @@ class ImageFolder(Dataset):
         kinds = ", ".join(sorted(SUFFIXES))
         files, labels, names, notes = labelled_files(root, opening, is_image, f"images ({kinds})")
         self.sources, self.rows = files, relative_names(root, files)
-        if opening.labelled and (twins := find_twins(files, labels, self.rows)):
-            log.warning("data.path: %s", twins)
-            notes = (*notes, Choice("data.path", str(root), twins))
         if other_files:
             reason = f"left out: files that are not images: {len(other_files):,}"
             notes = (Choice("data.path", str(root), reason), *notes)
@@ -216,6 +223,19 @@ class ImageFolder(Dataset):
                         raise error
         return any(map(is_deep, modes))
 
+    def _drop_bad(self) -> tuple[np.ndarray, tuple[Choice, ...]]:
+        """Leave out the images that cannot be decoded; return the indices of the others."""
+        count, problems = len(self.sources), self._find_problems()
+        usable, choices = usable_indices(problems, count, self.config)
+        if choices:
+            choices = (replace(choices[0], reason=_join_problems(problems)),)
+            if isinstance(self.sources, SavedImages):
+                self.sources.kept, self.rows = usable, RowNames("row", usable)
+            else:
+                self.sources = [self.sources[index] for index in usable]
+                self.rows = RowNames(names=[self.rows(index) for index in usable])
+        return usable, choices
+
     def _fit_range(self) -> tuple[tuple[float, float], Choice]:
         """Return the lowest and the highest value of the training images that are deep."""
         if self.config.randaugment:
@@ -246,30 +266,30 @@ class ImageFolder(Dataset):
                 raise
             problem = self._describe(index, error)
             if self.config.bad_samples is BadSamples.stop:
-                problem = self._list_problems({index: problem})
+                problem = _join_problems({index: problem} | self._find_problems())
             raise BadSample(
                 batch_index, problem, f"; replace or remove the file, or {DROP_FIX}"
             ) from None
 
     def _describe(self, index: int, error: Exception) -> str:
         source = self.sources[index]
-        where = source if isinstance(source, Path) else f"{self.config.path}: row {index}"
+        where = source if isinstance(source, Path) else f"{self.config.path}: {self.rows(index)}"
         return f"{where}: cannot be decoded as an image ({type(error).__name__}: {error})"
 
-    def _list_problems(self, problems: dict[int, str]) -> str:
-        """Return all bad files as one text: headers are read, and some images decoded."""
-        count = min(MAX_LISTED, len(self.sources))
-        decoded = set(np.linspace(0, count - 1, min(MAX_HEADERS, count)).astype(int).tolist())
-        for index in range(count):
+    def _find_problems(self) -> dict[int, str]:
+        """Return the problems of bad images: all headers are read, MAX_DECODED pixels decoded."""
+        problems, pixels = dict[int, str](), MAX_DECODED
+        for index in range(min(MAX_LISTED, len(self.sources))):
             try:
                 with _open(self.sources[index]) as file:
-                    if index in decoded:
+                    pixels -= file.width * file.height
+                    if pixels >= 0:
                         file.load()
             except Exception as error:
-                problems.setdefault(index, self._describe(index, error))
-        texts = [problems[index] for index in sorted(problems)]
-        more = len(texts) - MAX_NAMED
-        return "; ".join(texts[:MAX_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
+                if lacks_resources(error):
+                    raise
+                problems[index] = self._describe(index, error)
+        return problems
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """Return decoded and cropped images; raise BadSample for a file that cannot be decoded."""
@@ -354,6 +374,13 @@ class ImageFolder(Dataset):
 def is_deep(mode: str) -> bool:
     """Whether PIL's `mode` has more than 8 bits per channel: integers of 16 or 32, or floats."""
     return mode[0] in "IF"
+
+
+def _join_problems(problems: dict[int, str]) -> str:
+    """Return the problems in order of their images, MAX_NAMED of them, as one text."""
+    texts = [problems[index] for index in sorted(problems)]
+    more = len(texts) - MAX_NAMED
+    return "; ".join(texts[:MAX_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def find_twins(files: Sequence[Path], labels: np.ndarray, rows: RowNames) -> str:

@@ -90,17 +90,19 @@ class SavedImages(Sequence[BytesIO]):
             raise DataError(f"data.path: {path} has {counts}; {fix}")
         table = read_saved(path, policy)
         self.path, self.column = path, table.column(images[0])
+        self.kept = np.arange(len(self.column))  # rows; others are left out
         self.class_names = tuple(map(str, features[classes[0]]["names"])) if classes else ()
         self.labels = None if not classes else _class_codes(table.column(classes[0]), path)
 
     def __len__(self) -> int:
-        return len(self.column)
+        return len(self.kept)
 
     def __getitem__(self, index: Any) -> Any:
         """Return the encoded bytes of one image; DataError if only its path was saved."""
-        content = (self.column[int(index)].as_py() or {}).get("bytes")
+        row = int(self.kept[index])
+        content = (self.column[row].as_py() or {}).get("bytes")
         if content is None:
-            problem = f"row {index} has no bytes, only the path of a file"
+            problem = f"row {row} has no bytes, only the path of a file"
             raise DataError(f"data.path: {self.path}: {problem}; embed the images")
         return BytesIO(content)
 

@@ -107,7 +107,8 @@ def examples(problems: Mapping[Any, str]) -> str:
 
 def left_out(problems: Mapping[int, str], total: int) -> Choice:
     """Return the choice that reports the dropped samples."""
-    return Choice(BAD_SAMPLES_KEY, f"{len(problems):,} of {total:,} left out", examples(problems))
+    value = f"{len(problems):,} of {total:,} left out"
+    return Choice(BAD_SAMPLES_KEY, value, examples(problems), is_notice=True)
 
 
 def check_bad_share(problems: Mapping[Any, str], total: int, config: DataConfig) -> None:

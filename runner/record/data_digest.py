@@ -71,11 +71,14 @@ class DataFiles:
         return {"paths": self.paths, "sha256": self.digest["sha256"], "own": own["sha256"]}
 
 
-def change_problem(files: DataFiles, since: str, then: str) -> str:
-    """Return the message about files with another digest than `then`. Raises OSError."""
+def change_problem(files: DataFiles, since: str, then: str, what: str = "") -> str:
+    """Return the message about files with another digest than `then`. Raises OSError.
+
+    `what` has changed; by default data.path.
+    """
     now = files.digest["sha256"]
     digests = f"sha256 {then[:12]}… then, {now[:12]}… now"
-    return f"{files.paths['data.path']} has changed since {since}: {digests}"
+    return f"{what or files.paths['data.path']} has changed since {since}: {digests}"
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:

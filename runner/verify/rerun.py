@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -11,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from runner.checkpoint.manifest import MODEL, read_manifest, shard_names
+from runner.checkpoint.manifest import MODEL, PREPROCESSING, read_manifest, shard_names
 from runner.config import RunConfig
 from runner.data.config import DataChanged
 from runner.errors import CheckpointError, ConfigError, StorageError
@@ -21,6 +22,8 @@ from runner.record.text import shorten
 from runner.training.summary import Summary
 from runner.verify.end_state import differing_keys, read_metrics, saved_steps
 from runner.verify.processes import RunProbe, train_in_processes, without_monitoring
+
+log = logging.getLogger("runner")
 
 CHANGE_KINDS = "config data technique choice threads cpu device version code".split()
 """Kinds of changes, most likely cause first."""
@@ -70,14 +73,28 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEqua
 
 
 def _check_data(run: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the run's data have changed, unless `data.changed` is accept."""
+    """Raise ConfigError if the run's data have changed, unless `data.changed` is accept.
+
+    Other paths than those of the run are taken as meant.
+    """
     facts, files = dict(_read_facts(run)), DataFiles(config.data)
     then = facts.get("data sha256")
     accepts = getattr(config.data, "changed", None) is DataChanged.accept
     if then is None or accepts or not files.paths or then == files.digest["sha256"]:
         return
+    if (earlier := _trained_paths(run)) and earlier != files.paths:
+        log.warning("the run was trained on %s, and is repeated on %s", earlier, files.paths)
+        return
     problem = change_problem(files, "the run was trained on it", then)
     raise ConfigError("data.path", problem, CHANGED_FIX)
+
+
+def _trained_paths(run: Path) -> dict[str, str]:
+    """Return the files that a run was trained on, by config key; {} if its record lacks them."""
+    with suppress(OSError, StorageError, ValueError, LookupError, TypeError):
+        checkpoint = [*saved_steps(run).values()][-1]
+        return dict(json.loads(read_record(checkpoint / PREPROCESSING))["files"]["paths"])
+    return {}
 
 
 def compare_runs(

@@ -16,9 +16,11 @@ import torch
 from PIL import Image
 
 from runner import fork_server, train
+from runner.data import images
 from runner.data.arrays import arrays
 from runner.data.batch import slice_rows
-from runner.data.config import Arrays, BadSamples, DataConfig, Text
+from runner.data.config import Arrays, BadSamples, DataConfig, Images, Text
+from runner.data.images import ImageFolder
 from runner.data.loader import BatchLoader
 from runner.data.order import sample_seeds
 from runner.data.text import text
@@ -158,15 +160,55 @@ def test_images_that_cannot_be_decoded_are_left_out_counted_and_named(tmp_path: 
     with opened(*data, DROP, *more, folder=tmp_path / "run") as run:
         summary = train(run)
     assert summary.status == "done" and summary.faults == {"bad_samples": 4}
-    said = [c for c in summary.choices if c.key == "data.bad_samples"]
-    assert sum(int(str(c.value).split()[0]) for c in said) == 4
-    listed = json.loads((tmp_path / "run" / "debug" / "bad_samples.json").read_text())
-    problems = [problem for part in listed.values() for problem in part.values()]
-    root = f"{tmp_path / 'data'}/"
+    (said,) = [c for c in summary.choices if c.key == "data.bad_samples"]
+    root, problems = f"{tmp_path / 'data'}/", said.reason.split("; ")
+    assert said.value == "4 of 59 left out" and said.is_notice
     assert {problem.removeprefix(root).partition(":")[0] for problem in problems} == damaged
     with pytest.raises(DataError, match=r"png: cannot be decoded .* or use data.bad_samples=drop"):
         with opened(*data, *more) as run:
             train(run)
+
+
+def save_images(folder: Path, contents: list[bytes], labels: list[int]) -> None:
+    """A folder as `datasets` writes it."""
+    datasets = pytest.importorskip("datasets")
+    classes = datasets.ClassLabel(names=["a", "b"])
+    features = datasets.Features({"image": datasets.Image(), "label": classes})
+    rows = {"image": [{"bytes": b, "path": None} for b in contents], "label": labels}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(folder))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_bad_images_are_left_out_before_the_split_and_the_others_keep_names_and_labels(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class a has images of value 50, class b of 200; three are bad, and the split has the rest."""
+    contents = []
+    for number in range(40):
+        path = tmp_path / "images" / ("a", "b")[number // 20] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 4, 3), (50, 200)[number // 20], np.uint8)).save(path)
+        damaged = {0: b"", 7: b"no image", 25: path.read_bytes()[:45]}
+        path.write_bytes(damaged.get(number, path.read_bytes()))
+        contents.append(path.read_bytes())
+    config = Images(path=str(tmp_path / "images"), image_size=4, bad_samples=BadSamples.drop)
+    if saved:
+        save_images(tmp_path / "saved", contents, [number // 20 for number in range(40)])
+        config.path = str(tmp_path / "saved")
+    source = ImageFolder(config)
+    good = [number for number in range(40) if number not in (0, 7, 25)]
+    assert sorted([*source.train.tolist(), *source.validation.tolist()]) == list(range(37))
+    x, y = source.fetch(np.arange(37), None)
+    assert torch.equal(x[:, 0, 0, 0] > 0.5, y == 1)
+    assert y.tolist() == [number // 20 for number in good]
+    (choice,) = [c for c in source.choices if c.key == "data.bad_samples"]
+    assert choice.value == "3 of 40 left out" and choice.is_notice
+    names = ["row 0:", "row 7:", "row 25:"] if saved else ["a/00.png:", "a/07.png:", "b/25.png:"]
+    assert [name in choice.reason for name in names] == [True] * 3
+    named = [f"row {n}" if saved else f"{'ab'[n // 20]}/{n:02}.png" for n in good]
+    assert [source.rows(i) for i in range(37)] == named
+    monkeypatch.setattr(images, "MAX_DECODED", 0)  # what is not decoded is left out when fetched
+    assert len(ImageFolder(config).target) == 38
 
 
 def test_texts_of_a_folder_that_are_empty_or_cannot_be_read_are_left_out(tmp_path: Path) -> None:

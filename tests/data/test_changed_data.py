@@ -119,6 +119,16 @@ def test_other_jobs_stop_at_a_replaced_file_unless_it_is_accepted(trained: Path,
             assert not accepts and "has changed since" in str(error)
 
 
+def test_verification_takes_another_path_as_meant(
+    trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also from Python, where no override is typed."""
+    copied = write_table(trained / "copy.csv", sign=-1)
+    config = runs.config(*QUICK, f"data.path={copied}")
+    _check_data(trained / "run", config)
+    assert f"t.csv'}}, and is repeated on {{'data.path': '{copied}'}}" in caplog.text
+
+
 def write_hydra_files(run: Path, start: Path, *overrides: str) -> None:
     """The record of a run that was started in `start`."""
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -163,6 +173,15 @@ def test_a_path_typed_for_an_evaluation_means_what_it_has_now(
     write_hydra_files(tmp_path / "run", tmp_path, "data=tabular", "data.path=t.csv")
     merged = merge_recorded_overrides(["checkpoint.resume=run", *typed], sweeps=False).overrides
     assert ("data.changed=accept" in merged) is accepts
+
+
+def test_a_change_is_accepted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_hydra_files(tmp_path / "run", tmp_path, "data.path=t.csv", "data.changed=accept")
+    for typed, accepts in (([], False), (["data.changed=accept"], True)):
+        merged = merge_recorded_overrides(["checkpoint.resume=run", *typed], sweeps=False)
+        assert "data.path=t.csv" in merged.overrides
+        assert ("data.changed=accept" in merged.overrides) is accepts
 
 
 def evaluated(folder: Path, path: Path) -> dict[str, str]:

@@ -110,7 +110,8 @@ def test_all_bad_images_are_in_one_message(tmp_path: Path) -> None:
         ImageFolder(config)
     assert str(error.value).count("data.bad_samples=drop") == 1
     config.bad_samples = BadSamples.drop
-    assert len(ImageFolder(config).sources) == 20  # they are left out when they are fetched
+    with pytest.raises(DataError, match="3 of 20 samples cannot be used, more than data.most_bad"):
+        ImageFolder(config)
 
 
 def test_the_same_image_in_two_classes_is_named(

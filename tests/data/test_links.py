@@ -23,12 +23,15 @@ def opened(config: DataConfig, level: SecurityLevel = SecurityLevel.standard) ->
     return open_data(config, lambda name, key: name, OpenOptions(FilePolicy(level)))
 
 
-def write(root: Path) -> Path:
-    """Two classes of small images, which are read as texts, too."""
+def write(root: Path, kind: str) -> Path:
+    """Two classes of small images, or of texts under the same names."""
     for number in range(8):
         folder = root / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+        if kind == "text":
+            (folder / f"{number}.png").write_text(f"text {number}")
+        else:
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
     return root
 
 
@@ -46,8 +49,8 @@ LINKS = {  # by place in the folder: where it leads
 @pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("kind", ["text", "images"])
 def test_a_link_out_of_the_folder_is_refused(kind: str, links: str, tmp_path: Path) -> None:
-    root = write(tmp_path / "data")
-    write(tmp_path / "data-of-others")
+    root = write(tmp_path / "data", kind)
+    write(tmp_path / "data-of-others", kind)
     for place, target in LINKS[links].items():
         (root / place).symlink_to((root / target).absolute())
     config = config_of(kind, root)
@@ -59,7 +62,7 @@ def test_a_link_out_of_the_folder_is_refused(kind: str, links: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["text", "images"])
 def test_links_within_the_folder_and_to_the_folder_are_followed(kind: str, tmp_path: Path) -> None:
-    root = write(tmp_path / "data")
+    root = write(tmp_path / "data", kind)
     (root / "class0/again.png").symlink_to("../class1/1.png")
     (root / "class2").symlink_to("class1")
     (tmp_path / "named").symlink_to(root)

@@ -115,6 +115,9 @@ def test_a_finished_run_is_not_tested_again_and_a_longer_one_is(tmp_path: Path) 
     typed, folder = files(tmp_path), tmp_path / "run"
     first = runs.trained(*typed, folder=folder)
     (tmp_path / "test.csv").write_text("a,b,y\n9,9,no\n")
+    with pytest.raises(ConfigError, match=r"data\.validation_path: .* or .*/test.csv has changed"):
+        runs.trained(*typed, "checkpoint.resume=auto", folder=folder)
+    typed.append("data.changed=accept")
     again = runs.trained(*typed, "checkpoint.resume=auto", folder=folder)
     assert again.metrics == first.metrics and len(runs.rows(folder, "test")) == 1
     longer = "training.steps=28", "checkpoint.resume=auto"
