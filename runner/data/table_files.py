@@ -34,7 +34,7 @@ UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 FALLBACK_ENCODING = "cp1252"  # Western European Windows; 5 bytes are undefined
 ENCODINGS = ("utf-8", "cp1252", "mac-roman", "cp850", "cp1250", "cp1251", "gb18030", "cp932")
 SEPARATORS = ",;\t|"
-NEWLINE, QUOTE, ZERO, POINT = map(ord, '\n"0.')
+NEWLINE, QUOTE, POINT, ZERO, NINE = map(ord, '\n".09')
 SCAN_BYTES = 1 << 18  # of csv that are scanned at a time, in the processor's cache
 MAX_CODE_CHARS = 40  # a longer whole number is beyond 2^53, too
 
@@ -381,25 +381,26 @@ def _name_columns(names: list[str], first_cells: list[str]) -> tuple[list[str], 
 def _holds_code(text: bytes, separator: str) -> bool:
     """Whether a cell is a whole number with leading zeros, or hexadecimal."""
     chars = np.frombuffer(text, np.uint8)
-    digits = chars - ZERO  # wraps around
-    is_digit = digits < 10
-    starts = (digits[1:-1] == 0) & is_digit[2:]  # a zero before a digit …
-    starts = starts > is_digit[:-2]  # … but not after one
-    places = np.flatnonzero(starts & (chars[:-2] != POINT))
-    is_edge = np.zeros(256, bool)
+    starts = chars[:-2] - POINT > NINE - POINT  # wraps around: neither a digit nor a point …
+    starts &= chars[1:-1] == ZERO  # … before a zero …
+    starts &= chars[2:] > POINT  # … before what may be a digit
+    places = np.flatnonzero(starts)
+    if not len(places):
+        return False
+    is_edge, is_digit = np.zeros(256, bool), np.zeros(256, bool)
     is_edge[[*b'\n\r" \t', ord(separator)]] = True
-    if len(places):
-        before = chars[places]
-        is_sign = (before == ord("+")) | (before == ord("-"))
-        before = np.where(is_sign, chars[np.maximum(places - 1, 0)], before)
-        ends = places[is_edge[before]] + 2
-        while len(ends := ends[ends < len(chars)]):
-            if is_edge[chars[ends]].any():
-                return True
-            ends = ends[is_digit[ends]] + 1
-    edges = re.escape(f'\n\r" \t{separator}').encode()
-    has_x = b"x" in text or b"X" in text
-    return has_x and re.search(b"[" + edges + b"][+-]?0[xX]", text) is not None
+    is_digit[ZERO : NINE + 1] = True
+    before = chars[places]
+    is_sign = (before == ord("+")) | (before == ord("-"))
+    before = np.where(is_sign, chars[np.maximum(places - 1, 0)], before)
+    ends = places[is_edge[before]] + 2
+    if ((chars[ends] | ord(" ")) == ord("x")).any():  # 0x or 0X
+        return True
+    while len(ends := ends[is_digit[chars[ends]]]):
+        ends = ends[ends + 1 < len(chars)] + 1
+        if is_edge[chars[ends]].any():
+            return True
+    return False
 
 
 def _most_frequent(header: str) -> tuple[str, int]:
