@@ -300,7 +300,7 @@ def _largest(numbers: np.ndarray) -> float:
     """Return the largest absolute value; reductions avoid a copy, as slow as reading the column."""
     if numbers.dtype.kind == "M":
         return 0.0
-    return max(np.fmax.reduce(numbers, initial=0.0), -np.fmin.reduce(numbers, initial=0.0))
+    return float(max(np.fmax.reduce(numbers, initial=0.0), -np.fmin.reduce(numbers, initial=0.0)))
 
 
 def _not_float32(numbers: np.ndarray) -> list[int]:
@@ -338,11 +338,11 @@ class _TextCells:
         self.counts = np.bincount(self.codes, minlength=len(self.words)) * ~self.empty
         self.present = int(self.counts.sum())
 
-    def count(self, matches: Sequence[bool]) -> int:
+    def count(self, matches: Sequence[bool] | np.ndarray) -> int:
         """Return the number of cells whose word matches."""
         return int(self.counts[np.asarray(matches, bool)].sum())
 
-    def example(self, matches: Sequence[bool]) -> str:
+    def example(self, matches: Sequence[bool] | np.ndarray) -> str:
         """Return a word that matches; the same in any order of the rows."""
         is_shown = np.asarray(matches, bool) & (self.counts > 0)
         words = [self.words[i] for i in np.flatnonzero(is_shown).tolist()]

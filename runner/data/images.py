@@ -141,9 +141,13 @@ class ImageFolder(Dataset):
             self.pixel_range, choice = self._fit_range()
             choices = (*choices, choice)
         features = channels * self.size**2
-        shape = {"in_channels": channels, "image_size": self.size}
         sizes = Sizes(
-            "classification", features, **shape, classes=len(class_names), class_names=class_names
+            "classification",
+            features,
+            in_channels=channels,
+            image_size=self.size,
+            classes=len(class_names),
+            class_names=class_names,
         )
         self.sizes = sizes if fitted is None else fitted.sizes
         self.cache, cache_choices = self._make_cache(channels)

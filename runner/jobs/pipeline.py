@@ -44,7 +44,7 @@ class RawInputModel(nn.Module):
         output = logits(call_model(self.model, inputs)).double()
         if self.sizes.task == "classification":
             return class_logits(output, self.sizes.classes).softmax(1).float()
-        values = self.sizes.in_target_unit(output)
+        values: Tensor = self.sizes.in_target_unit(output)
         # len() would make the batch size static
         return values.reshape(values.shape[0], -1).float()
 

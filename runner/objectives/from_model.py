@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runner.data.batch import LABEL_KEYS, Batch
@@ -29,7 +30,7 @@ def find_loss(output: Any) -> dict[str, Tensor] | None:
     if isinstance(output, Tensor):
         return {"loss": output} if _is_number(output) else None
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if _is_number(loss):
+    if isinstance(loss, Tensor) and _is_number(loss):
         return {"loss": loss}
     if isinstance(output, dict):
         return dict(output) if output and all(map(_is_number, output.values())) else None
@@ -82,7 +83,7 @@ class ModelLossObjective(Objective):
         """Return weighted sums of the loss and its parts; of tokens, the correct ones."""
         weight, parts = self.weight(target), find_loss(output)
         first = next(leaf for _, leaf in named_leaves(target))
-        sums: dict[str, Any] = {"count": first.new_zeros((), dtype=int) + weight}
+        sums: dict[str, Any] = {"count": first.new_zeros((), dtype=torch.int64) + weight}
         if parts is None:
             if self.named is not None:
                 return sums

@@ -275,7 +275,7 @@ class FrozenParameters:
 
     def _tensors(self) -> list[Tensor]:
         found = [(slot, slot[0].get(slot[1])) for slot in self.slots]
-        tensors = [parameter for _, parameter in found if parameter is not None]
+        tensors: list[Tensor] = [parameter for _, parameter in found if parameter is not None]
         if len(tensors) < len(found):  # the model dropped one; take the others for moved
             self.slots = [slot for slot, parameter in found if parameter is not None]
             self.saved, self.last, self.moved = {}, [], set(range(len(tensors)))

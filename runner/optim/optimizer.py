@@ -163,7 +163,8 @@ def _refuse_closure(make: Callable[[], Optimizer], name: str) -> None:
             make().step()
         except Exception as failure:
             try:
-                make().step(lambda: torch.zeros((), requires_grad=True))
+                closure: Callable[[], Any] = partial(torch.zeros, (), requires_grad=True)
+                make().step(closure)
             except Exception:  # it fails for another reason, which the first step will show
                 return
             problem = f"{name}.step() needs a closure, which runs the model several times"

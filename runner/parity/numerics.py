@@ -103,7 +103,7 @@ def convert_run_to_fp64(run: Run) -> None:
 
 def double_model(model: nn.Module) -> None:
     """Convert weights and buffers to fp64; unlike `Module.double`, complex ones, too."""
-    model._apply(to_fp64)
+    model._apply(to_fp64)  # type: ignore[no-untyped-call]
 
 
 def to_fp64(value: Any) -> Any:

@@ -171,7 +171,8 @@ def _all_pairs(output: Tensor, target: Tensor) -> torch.Size | None:
     if output.ndim == target.ndim or not output.numel() == target.numel() > 1:
         return None
     with suppress(RuntimeError):  # they do not broadcast
-        pairs = torch.broadcast_shapes(output.shape, target.shape)
+        shapes = output.shape, target.shape
+        pairs: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
         return pairs if pairs.numel() > output.numel() else None
     return None
 
