@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from runner.build_data import (
@@ -68,7 +69,9 @@ from runner.training.timing import Stopwatch
 
 if TYPE_CHECKING:
     from runner.distributed.world import World
+    from runner.optim.equivalence import Implementation
     from runner.optim.whole_step import StepGraph
+    from runner.techniques.measured_gains import MeasuredGains
 
 log = logging.getLogger("runner")
 WEIGHTS = "model.weights"
@@ -368,10 +371,30 @@ class _Build:
             recorded=self.recorded,
             recoveries=[halve_micro_batch],
             world=self.world,
+            gains=self.measured_gains() if config.optimization.measure and can_measure else None,
             measure_gains=config.optimization.measure
             and not config.optimization.strict
             and can_measure,
         )
+
+    def measured_gains(self) -> MeasuredGains:
+        """Return the cache of gains for this model, batch size, techniques and machine."""
+        from runner.device.capabilities import cpu_name, usable_cores
+        from runner.record.provenance import versions
+        from runner.techniques.measured_gains import MeasuredGains
+
+        optimization = {**asdict(self.config.optimization), "level": "", "auto": ""}
+
+        def facts() -> list[Any]:
+            model, threads = self.model, torch.get_num_threads()
+            weights = [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
+            micro_batch = self.config.training.micro_batch
+            batch = [self.data.sizes, self.batch_size, micro_batch]
+            classes = [type(self.objective).__name__, self.builder.optimizer_class.__name__]
+            machine = [cpu_name(), usable_cores(), self.device.name, threads, versions()]
+            return [str(model), weights, batch, classes, optimization, machine]
+
+        return MeasuredGains(facts)
 
     def apply_techniques(self) -> None:
         """Apply the techniques in order; record a smaller micro-batch of the resumed run."""
@@ -394,28 +417,42 @@ class _Build:
         """Create the OptimizerStep, with the config's optimizer or the caller's."""
         config, builder, user_optimizer = self.config, self.builder, self.components.optimizer
         shards = None if self.world is None else self.world.shards
-        if user_optimizer is None:
-            trained = self.model if shards is None else shards.local_rows
-            names = None if shards is None else shards.by_name()
-            optimizer = build_optimizer(
-                config.optimizer, builder.optimizer_class, trained, builder.optimizer_options, names
-            )
-        else:
-            from runner.optim.user_optimizer import adopt_optimizer, sync_state
+        factors = [1.0] if user_optimizer else lr_factors(config.schedule, self.total_steps)
+        trained = self.model if shards is None else shards.local_rows
+        names = None if shards is None else shards.by_name()
 
-            optimizer = adopt_optimizer(user_optimizer, builder.optimizer_options, self.scope)
+        def construct(options: dict[str, Any]) -> Optimizer:
+            cls = builder.optimizer_class
+            return build_optimizer(config.optimizer, cls, trained, options, names)
+
+        requested = builder.optimizer_options
+        if user_optimizer is not None:
+            from runner.optim.user_optimizer import adopt_optimizer, applicable, sync_state
+
+            requested = applicable(user_optimizer, requested)
+        optimizer = user_optimizer or construct(requested)
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        options, shortcuts = requested, True
+        if requested or is_fused or self.device.kind != "cpu":  # else it is torch's default
+            scheduled = len(set(factors)) > 1
+            options, shortcuts = self.select_implementation(optimizer, requested, scheduled)
+        if user_optimizer is not None:
+            adopt_optimizer(user_optimizer, options, self.scope)
+        elif options != requested:
+            optimizer = construct(options)
         self.update = OptimizerStep(
             self.model,
             optimizer,
             config.stability,
             None if user_optimizer else config.optimizer.lr,
-            [1.0] if user_optimizer else lr_factors(config.schedule, self.total_steps),
+            factors,
             loss_scale=builder.loss_scale,
             ema=config.optimizer.ema,
             shards=shards,
+            shortcuts=shortcuts,
         )
         if user_optimizer is not None:
-            sync_state(self.update, builder.optimizer_options, self.scope)
+            sync_state(self.update, options, self.scope)
         if self.update.has_modes:
             if shards is not None:
                 problem = f"{type(optimizer).__name__} has an evaluation mode of its own"
@@ -430,6 +467,30 @@ class _Build:
         if self.update.host_waits:
             reason = f"{type(optimizer).__name__} is not fused"
             builder.choices.append(Choice("stability.guard", "host reads a flag", reason))
+
+    def select_implementation(
+        self, optimizer: Optimizer, requested: dict[str, Any], scheduled: bool
+    ) -> Implementation:
+        """Return the first implementation with torch's default updates, and record the reason."""
+        from runner.optim.equivalence import KEY, UpdateComparison
+
+        user_optimizer, recorded = self.components.optimizer, self.recorded.get(KEY)
+        self.comparison = UpdateComparison(
+            optimizer,
+            requested,
+            self.model,
+            self.config.seed,
+            sets_rate=user_optimizer is None,
+            scheduled=scheduled,
+        )
+
+        def decide() -> tuple[str, str]:
+            return self.comparison.select(recorded)
+
+        name, reason = decide() if self.world is None else self.world.broadcast_choice(decide)
+        if reason:
+            self.builder.choices.append(Choice(KEY, name, reason))
+        return self.comparison.candidates[name]
 
     def make_run(self) -> Run:
         """Create the run from the parts of the builder."""
@@ -495,7 +556,11 @@ class _Build:
             return None
         from runner.optim.whole_step import StepGraph
 
-        if (refusal := StepGraph.unsupported_reason(self.update)) is None:
+        refusal = StepGraph.unsupported_reason(self.update)
+        if refusal is None:
+            implementation = next(iter(self.comparison.candidates.values()))
+            refusal = self.comparison.difference(implementation, whole_step=True) or None
+        if refusal is None:
             arguments = builder.forward, builder.objective, builder.contexts, self.update
             return StepGraph(
                 *arguments, builder.batch_size, builder.whole_step_options, builder.index_limit

@@ -123,19 +123,53 @@ def test_what_is_asked_for_alone_or_strictly_is_used_and_nothing_is_timed(
         assert len(run.contexts) == 1
 
 
-def test_a_run_that_is_too_short_to_measure_goes_by_rule_and_says_why() -> None:
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def skipped(run: Run, name: str) -> str:
+    return next((row.reason for row in run.unapplied_techniques if row.name == name), "")
+
+
+def test_a_run_too_short_to_measure_uses_only_what_was_measured_before_and_says_why() -> None:
     with runs.opened(*RUN, *LEVEL, "training.steps=1300") as run:
-        reasons = [row.reason for row in run.unapplied_techniques if row.name == "amp"]
-        if run.device.capabilities.bf16_fast:
-            assert reasons == []
-        else:
-            assert "1,300 steps are too few to measure" in reasons[0]
+        assert "1,300 steps are too few to measure" in skipped(run, "amp")
+        assert "no earlier run here measured it" in skipped(run, "amp")
         (choice,) = [c for c in run.choices if c.key == "optimization.measure"]
         assert choice.value is False
         assert "1,350" in choice.reason
     with runs.opened(*CNN, "optimization=advanced", "training.steps=20") as run:
         assert run.trials is None
-        assert "channels_last" in dict(run.techniques)
+        assert "too few to measure" in skipped(run, "channels_last")
+        assert dict(run.techniques).keys() <= {"system", "fused_optimizer", "tf32"}
+
+
+@pytest.mark.parametrize("slow_with", [False, True])
+def test_a_short_run_uses_a_technique_that_a_long_one_measured_as_faster(slow_with: bool) -> None:
+    trained(*LEVEL, slow_with=slow_with)
+    short = runs.config(*RUN, *LEVEL, "training.steps=100")
+    with build(short, given=Components(model=Slow(slow_with))) as run:
+        (choice,) = [c for c in run.choices if c.key == "optimization.amp.enabled"]
+        assert choice.value is not slow_with
+        assert choice.reason.startswith("measured before on this machine: ")
+        assert ("amp" in dict(run.techniques)) is not slow_with
+        assert skipped(run, "amp") == (choice.reason if slow_with else "")
+    for changed in ("training.batch_size=4", "device.threads=2"):
+        config = runs.config(*RUN, *LEVEL, "training.steps=100", changed)
+        with build(config, given=Components(model=Slow(slow_with))) as run:
+            assert "no earlier run here measured it" in skipped(run, "amp")
+
+
+def test_a_resumed_short_run_keeps_what_it_used_though_the_cache_changed(tmp_path: Path) -> None:
+    once = (*LEVEL, "training.steps=80", "checkpoint.every=40")
+    summary, _, _ = trained(*once, slow_with=False, folder=tmp_path / "run")
+    assert runs.status(summary, "amp").status == "skipped"
+    trained(*LEVEL, slow_with=False)  # measured meanwhile as faster
+    resumed, _, _ = trained(
+        *once, "checkpoint.resume=auto", slow_with=False, folder=tmp_path / "run"
+    )
+    assert runs.status(resumed, "amp").reason == "kept from the resumed run"
 
 
 def test_laying_weights_out_anew_between_steps_changes_no_more_than_rounding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,15 +19,18 @@ from runner.data.batch import call_model
 from runner.errors import UsageError
 from runner.library.arguments import Loss, as_batch, check_loss, check_model_arguments
 from runner.optim.buffers import BufferSnapshot
+from runner.optim.equivalence import UpdateComparison
 from runner.optim.gradients import disable_autocast
 from runner.optim.optimizer import Optimizer
 from runner.optim.optimizer_step import OptimizerStep
-from runner.optim.user_optimizer import adopt_optimizer, sync_state
+from runner.optim.user_optimizer import adopt_optimizer, applicable, sync_state
 from runner.stability.config import StabilityConfig
 from runner.techniques.fused_optimizer import fastest_implementation
 from runner.training.hook import Step
 
 POISON_STEPS = 100  # between checks of the statistics on an accelerator
+log = logging.getLogger("runner")
+
 GUARD_ATTRIBUTE = "_runner_guarded"
 """Attribute of an optimizer that holds its `GuardedOptimizer`, tying their lifetimes."""
 
@@ -95,8 +99,15 @@ class GuardedOptimizer:
             earlier.close()
         self.model, self.optimizer, self.steps, self.scope = model, optimizer, 0, ExitStack()
         options = fastest_implementation(type(optimizer), model)[0]
+        options = applicable(optimizer, options)
+        comparison = UpdateComparison(optimizer, options, model)
+        name, self.reason = comparison.select()
+        if self.reason:
+            log.info("%s: update by %s: %s", caller, name, self.reason)
+        options, shortcuts = comparison.candidates[name]
         adopt_optimizer(optimizer, options, self.scope)
-        self.update = OptimizerStep(model, optimizer, config or StabilityConfig(), None, [1.0])
+        settings = config or StabilityConfig()
+        self.update = OptimizerStep(model, optimizer, settings, None, [1.0], shortcuts=shortcuts)
         sync_state(self.update, options, self.scope)
         self.known_losses: set[Any] = set()
         self.others: list[nn.Module] = []  # called by the loss, such as a discriminator

@@ -73,9 +73,11 @@ class StabilitySummary:
     skipped: int
     faults: dict[str, int]  # by kind
     anomalies: list[Anomaly]  # bad steps; of very many, the first and the latest
+    update: str = ""  # why it is not computed by torch's fastest implementation
 
     def __str__(self) -> str:
         lines = [f"{count_noun(self.steps, 'step')}, {self.skipped:,} skipped"]
+        lines += [f"update not by {self.update}"] if self.update else []
         for a in self.anomalies[:MAX_SHOWN]:
             numbers = f"loss {a.loss:.4g}, grad_norm {a.grad_norm:.4g}"
             lines.append(f"step {a.step}: {a.kind}, {numbers}: {a.action} {a.capture}".rstrip())
@@ -180,7 +182,8 @@ class Stability(Closeable):
         self._write()
         progress, counts = self.progress, dict(self.history.counts)
         anomalies = list(self.controller.anomalies)
-        return StabilitySummary(progress.step, progress.skipped, counts, anomalies)
+        reason = self.guarded.reason
+        return StabilitySummary(progress.step, progress.skipped, counts, anomalies, reason)
 
     def close(self) -> None:
         """Write the records, and restore the optimizer as it was."""

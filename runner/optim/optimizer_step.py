@@ -59,6 +59,7 @@ class OptimizerStep:
         loss_scale: float | None = None,
         ema: float | None = None,
         shards: Shards | None = None,  # this process's shard of every weight
+        shortcuts: bool = True,  # whether an update may be skipped or reverted on the device
     ) -> None:
         self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
@@ -71,7 +72,10 @@ class OptimizerStep:
         groups = optimizer.param_groups
         fused = all(group.get("fused") and not group.get("dampening") for group in groups)
         self.in_kernel = (
-            fused and self.device.type in ("cpu", "cuda") and uses_torch_step(optimizer)
+            fused
+            and shortcuts
+            and self.device.type in ("cpu", "cuda")
+            and uses_torch_step(optimizer)
         )
         supported = self.in_kernel and FusedKernel.supports(optimizer)
         self.kernel = FusedKernel(optimizer, self.device) if supported else None
@@ -88,10 +92,12 @@ class OptimizerStep:
         has_shares = len(set(self.lr_shares)) > 1 or self.lr_shares[0] != 1.0
         self.lr_share_tensor: Tensor | None = None
         if has_shares:
-            shares = torch.tensor(self.lr_shares, device=self.device)  # host sync: at the start
+            # host sync: at the start
+            shares = torch.tensor(self.lr_shares, dtype=self.rate_dtype, device=self.device)
             self.lr_share_tensor = shares
         sync_free = self.in_kernel or self.device.type == "cpu"  # no host sync to read the flag
-        is_revertible = not sync_free and RevertibleStep.supports(optimizer, model, self.scheduled)
+        is_revertible = shortcuts and not sync_free
+        is_revertible &= RevertibleStep.supports(optimizer, model, self.scheduled)
         self.revertible = RevertibleStep(optimizer) if is_revertible else None
         counter_device = "cpu" if self.host_waits else self.device  # one read a step is enough
         self.updates = torch.zeros((), dtype=torch.int64, device=counter_device)
@@ -336,6 +342,13 @@ class OptimizerStep:
         self.scheduled = True
         self._set_schedule()
 
+    @property
+    def rate_dtype(self) -> torch.dtype:
+        """The dtype of rates on the device: as precise as the weights, where kernels take it."""
+        is_double = any(parameter.dtype is torch.float64 for parameter in self.parameters)
+        only_single = self.in_kernel and self.device.type != "cpu"
+        return torch.float64 if is_double and not only_single else torch.float32
+
     def _read_lr_table(self) -> None:
         if self.scheduled and self.lr is not None:
             # a benchmark may exceed the schedule
@@ -348,8 +361,8 @@ class OptimizerStep:
         if self.scheduled and (self.in_kernel or self.revertible is not None):
             lrs = [self.lr_at(u) for u in range(len(self.factors) + 1)]
             # host sync: the table of rates, at the start and after a rollback
-            self.lr_table = torch.tensor(lrs, dtype=torch.float32, device=self.device)
-            self.current_lr = torch.zeros((), dtype=torch.float32, device=self.device)
+            self.lr_table = torch.tensor(lrs, dtype=self.rate_dtype, device=self.device)
+            self.current_lr = torch.zeros((), dtype=self.rate_dtype, device=self.device)
             if self.lr_share_tensor is None:
                 self._set_lrs([self.current_lr] * len(self.groups))
             else:

@@ -19,7 +19,7 @@ def adopt_optimizer(
 ) -> Optimizer:
     """Set `options` such as `fused` on the optimizer, until `scope` closes; return it.
 
-    An implementation that its owner chose is kept, as is a step() that is not torch's.
+    The options are those of `applicable`.
     """
     untyped: Any = optimizer
     # else schedulers warn that step() was not called: the kernel replaces it
@@ -30,15 +30,24 @@ def adopt_optimizer(
                 state[name] = value.to(parameter.device)
     fill_momentum(optimizer)  # if its owner chose the fused kernel
     groups = optimizer.param_groups
-    if not options or not all(_is_undecided(group, options) for group in groups):
-        return optimizer
-    if not uses_torch_step(optimizer) or (options.get("fused") and not _supports_fused(optimizer)):
+    if not options:
         return optimizer
     scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
     _set_options(optimizer, [options] * len(groups))
     check_optimizer_state(optimizer)
     align_state(optimizer)  # counters may be on the host
     return optimizer
+
+
+def applicable(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options`, or none if they do not apply.
+
+    An implementation that its owner chose is kept, as is a step() that is not torch's.
+    """
+    undecided = all(_is_undecided(group, options) for group in optimizer.param_groups)
+    if not undecided or not uses_torch_step(optimizer):
+        return {}
+    return {} if options.get("fused") and not _supports_fused(optimizer) else options
 
 
 def sync_state(update: OptimizerStep, options: Mapping[str, Any], scope: ExitStack) -> None:

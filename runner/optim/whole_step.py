@@ -17,7 +17,7 @@ from torch import Tensor
 from runner.data.batch import Batch, batch_size_of, call_model
 from runner.errors import DataError
 from runner.objectives.base import Objective
-from runner.optim.fused_kernel import KernelGroup
+from runner.optim.fused_kernel import FusedKernel, KernelGroup
 from runner.optim.gradients import disable_autocast, tensor_norms
 from runner.optim.optimizer_step import OptimizerStep
 from runner.techniques import compiler
@@ -190,31 +190,39 @@ def _build_step(
             gradients = list(torch.autograd.grad(scaled, parameters))
         with torch.no_grad():
             loss = loss.detach()
-            norm, skipped = update.norm_and_skip(loss, tensor_norms(gradients))
-            overflow = update.overflowed(norm) if update.scale else skipped
-            skipped = torch.maximum(skipped, veto)
-            applied = skipped == 0
-            divisors = update.divisors(norm, gradients)
-            index = update.updates.clamp(max=len(update.lr_table) - 1).reshape(1)
-            lr = update.lr_table.index_select(0, index).squeeze(0)
-            kernel.step_count.add_(applied)
-            update.updates.add_(applied)
-            iterator = iter(gradients)
-            for group, scale, share in zip(kernel.groups, divisors, update.lr_shares, strict=True):
-                group_gradients = [
-                    _scale_gradient(next(iterator), scale, group.options) for _ in group.parameters
-                ]
-                group_lr = lr if share == 1.0 else lr * share
-                (_adam_update if kernel.adam else _sgd_update)(
-                    group, group_gradients, group_lr, kernel.step_count, applied
-                )
-            for average, parameter in zip(update.average, parameters, strict=False):
-                average.add_((parameter - average) * (update.ema_weight * applied))
+            norm, skipped, overflow, applied = update_weights(update, kernel, gradients, loss, veto)
             for buffer, old in zip(update.buffers.changing(), before, strict=True):
                 buffer.copy_(torch.where(applied, buffer, old))
         return loss, norm, skipped, overflow
 
     return step
+
+
+def update_weights(
+    update: OptimizerStep, kernel: FusedKernel, gradients: list[Tensor], loss: Tensor, veto: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Update weights and averages unless skipped; return norm, skipped, overflow, applied."""
+    norm, skipped = update.norm_and_skip(loss, tensor_norms(gradients))
+    overflow = update.overflowed(norm) if update.scale else skipped
+    skipped = torch.maximum(skipped, veto)
+    applied = skipped == 0
+    divisors = update.divisors(norm, gradients)
+    index = update.updates.clamp(max=len(update.lr_table) - 1).reshape(1)
+    lr = update.lr_table.index_select(0, index).squeeze(0)
+    kernel.step_count.add_(applied)
+    update.updates.add_(applied)
+    iterator = iter(gradients)
+    for group, scale, share in zip(kernel.groups, divisors, update.lr_shares, strict=True):
+        group_gradients = [
+            _scale_gradient(next(iterator), scale, group.options) for _ in group.parameters
+        ]
+        group_lr = lr if share == 1.0 else lr * share
+        (_adam_update if kernel.adam else _sgd_update)(
+            group, group_gradients, group_lr, kernel.step_count, applied
+        )
+    for average, parameter in zip(update.average, update.parameters, strict=False):
+        average.add_((parameter - average) * (update.ema_weight * applied))
+    return norm, skipped, overflow, applied
 
 
 def _scale_gradient(gradient: Tensor, divisor: Tensor | None, options: dict[str, Any]) -> Tensor:
@@ -233,8 +241,8 @@ def _adam_update(
     decoupled = options["decoupled_weight_decay"]
     # in float64, as the kernel: in fp32 1 - 0.999 loses three digits
     updates = count.double().clamp(min=1)
-    step_size = (lr.double() / (1 - beta1**updates)).float()
-    root = (1 - beta2**updates).sqrt().float()
+    step_size = (lr.double() / (1 - beta1**updates)).to(lr.dtype)
+    root = (1 - beta2**updates).sqrt().to(lr.dtype)
     state = zip(group.parameters, gradients, group.first_moments, group.second_moments, strict=True)
     for p, g, first, second in state:
         if decay and not decoupled:

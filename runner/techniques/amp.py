@@ -16,7 +16,6 @@ from runner.techniques.cost import forward_cost
 from runner.training.run import Run
 
 KEY = "optimization.amp.dtype"
-ENABLED = "optimization.amp.enabled"
 
 
 def unavailable(config: Amp, device: Device) -> str | None:
@@ -44,9 +43,9 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
     def set_enabled(run: Run, on: bool) -> None:
         (run.contexts.append if on else run.contexts.remove)(autocast[0])
 
-    measured = builder.add_trial("amp", set_enabled)
-    if not measured and (reason := _skip_reason(config, builder)):
+    if reason := builder.skip_reason("amp"):
         return reason
+    builder.add_trial("amp", set_enabled)
     dtype = _choose_dtype(config, builder)
     if dtype is torch.float16:
         builder.loss_scale = config.initial_scale
@@ -57,19 +56,6 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
     )
     builder.contexts.append(autocast[0])
     return None
-
-
-def _skip_reason(config: Amp, builder: RunBuilder) -> str | None:
-    """Return why an optimization level skips it in a run too short to measure, or None."""
-    capabilities = builder.device.capabilities
-    fast = capabilities.fp16_fast
-    fast = fast or (config.dtype is not Precision.fp16 and capabilities.bf16_fast)
-    if fast or not (builder.measure_gains or ENABLED in builder.recorded):
-        return None
-    reason = f"{builder.device.name} has no fast {config.dtype.value} product, and "
-    reason += f"{builder.total_steps:,} steps are too few to measure the gain"
-    builder.choose(ENABLED, lambda: (False, reason))
-    return reason
 
 
 def _choose_dtype(config: Amp, builder: RunBuilder) -> torch.dtype:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from runner.distributed.world import World
     from runner.objectives.base import Objective
     from runner.techniques.compiler import Compilation
+    from runner.techniques.measured_gains import MeasuredGains
     from runner.techniques.recompute import RecomputedBlocks
     from runner.training.run import Recovery, Run
 
@@ -66,6 +67,7 @@ class Evidence:
     engaged: bool
     reason: str
     facts: dict[str, Any] = field(default_factory=dict)
+    status: str = ""  # of a technique that is not engaged, if not `failed`: such as skipped
 
     @classmethod
     def of_share(cls, part: int, total: int, counted: str, /, **facts: Any) -> Evidence:
@@ -143,6 +145,7 @@ class RunParts:
     choices: list[Choice] = field(default_factory=list)
     fallback_reasons: dict[str, str] = field(default_factory=dict)  # by technique given up
     switches: list[Switch] = field(default_factory=list)  # of techniques whose gain is measured
+    gains: MeasuredGains | None = None  # of earlier runs; None if none are measured
 
 
 @dataclass(kw_only=True)
@@ -188,19 +191,52 @@ class RunBuilder(RunParts):
         its state before the trial. `discard` frees what a rejected one holds. A resumed or replayed
         run has the trials that it had before.
         """
-        previous_trials = {trial["name"] for trial in self.recorded.get(TRIALS, ())}
-        trials = len(self.switches) + 1
-        fits_run = trials * MIN_TRIAL_STEPS <= self.total_steps * TRIAL_SHARE
-        if name not in previous_trials and not (
+        fits_run = self.total_steps >= self._steps_to_measure
+        if not self._had_trial(name) and not (
             self.measure_gains and fits_run and self.total_steps >= min_steps
         ):
             if self.measure_gains and not fits_run:
-                needed = math.ceil(trials * MIN_TRIAL_STEPS / TRIAL_SHARE)
-                reason = f"{self.total_steps:,} steps are too few to measure ({needed:,} needed)"
-                self.choose("optimization.measure", lambda: (False, reason))
+                self.choose("optimization.measure", lambda: (False, self._too_few_steps))
             return False
         self.switches.append(Switch(name, set_enabled, initially_on, discard=discard))
         return True
+
+    def skip_reason(self, name: str) -> str | None:
+        """Return why a level does not use a technique whose gain it cannot measure, or None.
+
+        In a run that is too short for its trial it is used if an earlier run found it faster.
+        """
+        if self.gains is not None:
+            self.gains.fix_path()
+        key = f"optimization.{name}.enabled"
+        can_measure = self.measure_gains and self.total_steps >= self._steps_to_measure
+        # a resumed run without this key is of a version that used it
+        undecided = self.measure_gains and "optimization.measure" not in self.recorded
+        if can_measure or self._had_trial(name) or not (undecided or key in self.recorded):
+            return None
+
+        def decide() -> tuple[bool, str]:
+            gain = None if self.gains is None else self.gains.gain(name)
+            if gain is None:
+                return False, f"{self._too_few_steps}, and no earlier run here measured it"
+            return gain.faster, str(gain)
+
+        self.choose("optimization.measure", lambda: (False, self._too_few_steps))
+        used = self.choose(key, decide)
+        return None if used else next(c.reason for c in self.choices if c.key == key)
+
+    def _had_trial(self, name: str) -> bool:
+        return any(trial["name"] == name for trial in self.recorded.get(TRIALS, ()))
+
+    @property
+    def _steps_to_measure(self) -> int:
+        """The least steps of a run that has room for one more trial."""
+        return math.ceil((len(self.switches) + 1) * MIN_TRIAL_STEPS / TRIAL_SHARE)
+
+    @property
+    def _too_few_steps(self) -> str:
+        needed = f"{self._steps_to_measure:,} needed"
+        return f"{self.total_steps:,} steps are too few to measure ({needed})"
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:
         """Return the choice of the resumed run, else that of `decide`; record the reason."""

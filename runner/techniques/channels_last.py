@@ -17,6 +17,8 @@ def apply(config: ChannelsLast, builder: RunBuilder) -> str | None:
     """Convert weights and batches to NHWC memory format."""
     if not any(isinstance(m, nn.Conv2d) for m in builder.model.modules()):
         return "the model has no 2-d convolution"
+    if reason := builder.skip_reason("channels_last"):
+        return reason
     memory_order = MemoryOrder()
     builder.model.to(memory_format=NHWC)  # type: ignore[call-overload]
     builder.placements.append(memory_order.convert)

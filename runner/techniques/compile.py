@@ -38,6 +38,9 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     failed = [c.reason for c in builder.choices if c.key == ENABLED and c.value is False]
     if reason := failed[0] if failed else too_short(builder, config.min_steps):
         return reason
+    alone = builder.whole_step_options is None
+    if alone and not config.min_steps and (reason := builder.skip_reason("compile")):
+        return reason
     from runner.techniques import compiler
     from runner.techniques.probe import repeated_blocks
 
@@ -95,6 +98,7 @@ def engaged(config: Compile, run: Run) -> Evidence:
     if compilation is None or not compilation.mode:
         return Evidence(False, reason or "nothing was compiled")
     facts = {"mode": compilation.mode, **compiler.compilation_facts()}
+    compiler.store_seconds(run, facts)
     graphs = [facts["graphs"]] if run.world is None else run.world.all_gather(facts["graphs"])
     if not min(graphs):  # agreed by all processes, since the dry runs below need all of them
         causes = facts.get("failed") or [compiler.graph_obstacle(run, eager=True)]

@@ -356,6 +356,12 @@ def compilation_facts() -> dict[str, Any]:
     }
 
 
+def store_seconds(run: Run, facts: Mapping[str, Any]) -> None:
+    """Store how long compilation took, for the break-even of later runs."""
+    if run.gains is not None and facts["graphs"] and facts["seconds"]:
+        run.gains.store("compilation", [facts["seconds"], os.environ.get(CACHE_VARIABLE, "")])
+
+
 # -- out-of-range indices, which would end the process ---------------------------------------------
 
 

@@ -76,23 +76,33 @@ def _count_dispatched(builder: RunBuilder, inputs: Any) -> tuple[int, int]:
     return counter.get_total_flops(), sum(operator in flop_registry for operator in products)
 
 
-def compile_break_even(builder: RunBuilder) -> tuple[int, str]:
+def compile_break_even(builder: RunBuilder, cold: bool = False) -> tuple[int, str]:
     """Return the least number of steps for which compiling is tried, and the reason.
 
-    If gains are measured, a timed step decides: a run that is compiled without gain (half a minute,
-    the first time) takes at most MAX_COMPILE_SHARE longer. Otherwise the FLOP count decides, so
-    that the same run is always compiled or never.
+    If gains are measured, those of an earlier run decide, or a timed step: a run that is compiled
+    without gain takes at most MAX_COMPILE_SHARE longer. Compiling takes COLD_COMPILE_S, or as long
+    as the last time if its code is cached (unless `cold`). Without measuring the FLOP count
+    decides, so that the same run is always compiled or never.
     """
     if not builder.measure_gains:
         return _compile_rule(builder)
+    known = None if builder.gains is None or cold else builder.gains.compile_seconds()
+    compile_s = COLD_COMPILE_S if known is None else known
+    compiling = f"{compile_s:.3g} s of compiling{'' if known is None else ', as the last time,'}"
+    if builder.gains is not None and not cold:
+        gains = [builder.gains.gain(name) for name in ("compile", "whole_step")]
+        saved_ms = max([g.without_ms - g.with_ms for g in gains if g and g.faster], default=0.0)
+        if saved_ms > 0:
+            reason = f"an earlier run saved {saved_ms:.3g} ms a step; {compiling} must pay back"
+            return _two_digits(1e3 * compile_s / saved_ms), reason
     try:
         seconds = step_seconds(builder)
         measured = f"forward and backward take about {1e3 * seconds:.3g} ms"
     except NotRestorable as error:
         seconds = ASSUMED_STEP_S
         measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
-    share = f"{COLD_COMPILE_S:.0f} s of compiling may take {MAX_COMPILE_SHARE:.0%} of the run"
-    return _two_digits(COLD_COMPILE_S / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
+    share = f"{compiling} may take {MAX_COMPILE_SHARE:.0%} of the run"
+    return _two_digits(compile_s / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
 
 
 def autotuning_mode(builder: RunBuilder) -> tuple[str, str]:
@@ -100,7 +110,7 @@ def autotuning_mode(builder: RunBuilder) -> tuple[str, str]:
 
     AUTOTUNE_S may take at most MAX_COMPILE_SHARE of the run, as COLD_COMPILE_S of default mode.
     """
-    steps, reason = compile_break_even(builder)
+    steps, reason = compile_break_even(builder, cold=True)
     required = _two_digits(steps * AUTOTUNE_S / COLD_COMPILE_S)
     pays = builder.total_steps >= required
     mode = "max-autotune-no-cudagraphs" if pays else "default"

@@ -15,6 +15,7 @@ from runner.techniques.base import Evidence, RunBuilder
 from runner.techniques.config import FusedOptimizer
 from runner.training.run import Run
 
+IMPLEMENTATION = "optimizer.implementation"  # key of the choice
 Options = dict[str, bool]
 
 
@@ -38,6 +39,9 @@ def engaged(config: FusedOptimizer, run: Run) -> Evidence:
     evidence = Evidence.of_share(weights["fused"], weights.total(), counted, **facts)
     if weights["fused"]:
         return evidence
+    for choice in run.choices:
+        if choice.key == IMPLEMENTATION:  # the fused one was compared with torch's default
+            return replace(evidence, reason=choice.reason, status="skipped")
     reason = fastest_implementation(type(optimizer), run.model)[1]
     default = f"{type(optimizer).__name__} has no fused kernel for these options: {kind}"
     return replace(evidence, reason=reason or default)

@@ -35,7 +35,7 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
     if builder.recompute is not None:
         return "recompute needs separate forward and backward graphs"
     fused, reason = fastest_implementation(builder.optimizer_class, builder.model)
-    reason = reason or compile_technique.too_short(builder)
+    reason = reason or compile_technique.too_short(builder) or builder.skip_reason("whole_step")
     if reason is not None:
         return reason
     import torch._dynamo.config as dynamo_config  # takes two seconds, so imported only if used
@@ -98,6 +98,7 @@ def engaged(config: WholeStep, run: Run) -> Evidence:
         return Evidence(False, run.fallback_reasons.get("whole_step", "no step ran as one graph"))
     total_steps = max(run.stopwatch.count, graph.steps)  # a user's own loop is not timed
     facts: dict[str, Any] = {"steps_in_one_graph": graph.steps, **compiler.compilation_facts()}
+    compiler.store_seconds(run, facts)
     if not graph.steps:
         return Evidence(False, compiler.graph_obstacle(run) or "no full batch seen", facts)
     return Evidence.of_share(graph.steps, total_steps, "steps run as one graph", **facts)

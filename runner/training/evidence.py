@@ -133,7 +133,8 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
                 name, True, False, reason, known=bool(fallback_reason), status=status
             )
             continue
-        status = "engaged" if evidence.engaged else "fell back" if fallback_reason else "failed"
+        status = "fell back" if fallback_reason else evidence.status or "failed"
+        status = "engaged" if evidence.engaged else status
         status = "skipped" if run.trials and run.trials.is_rejected(name) else status
         rows[name] = TechniqueStatus(
             name, True, evidence.engaged, evidence.reason, evidence.facts, status=status

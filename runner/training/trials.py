@@ -234,6 +234,9 @@ class Trials:
                 if estimate is not None:
                     run.choices.append(make_choice(trial, estimate))
                     log.info("optimization.%s: %s", trial.name, estimate.reason)
+                    if run.gains is not None:
+                        row = [estimate.with_ms, estimate.without_ms, estimate.faster]
+                        run.gains.store(trial.name, row)
         self.enter(run, step + 1)
         if trial is not None and self.is_timing and trial.used is False and step == trial.last:
             discard = self.switches[trial.name].discard
