@@ -480,7 +480,8 @@ class LossScaler:
 
         It did not grow between two overflows that are less than 2,000 steps apart.
         """
-        value, values = float(self.value), list[float]()
+        values = list[float]()
+        value = float(self.value)  # host sync: once a report with an overflow of the loss scale
         for overflow in reversed(overflowed):
             value = value * 2 if overflow else value
             values.append(value)

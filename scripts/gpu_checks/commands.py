@@ -113,8 +113,19 @@ RESUME_OF = ("job=verify", "verify.what=resume", "device.deterministic=true")
 ULTRA = ("optimization=ultra", "optimization.measure=false")
 RESUME = (
     Command("gpt_ultra", (*RESUME_OF, *GPT, *ULTRA)),
-    Command("gpt_advanced", (*RESUME_OF, *GPT, "optimization=advanced")),
-    Command("cnn_advanced", (*RESUME_OF, "data=digits", "model=cnn", "optimization=advanced")),
+    Command(
+        "gpt_advanced", (*RESUME_OF, *GPT, "optimization=advanced", "optimization.measure=false")
+    ),
+    Command(
+        "cnn_advanced",
+        (
+            *RESUME_OF,
+            "data=digits",
+            "model=cnn",
+            "optimization=advanced",
+            "optimization.measure=false",
+        ),
+    ),
 )
 
 
