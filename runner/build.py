@@ -457,6 +457,7 @@ class _Build:
             checkpoint_every=config.checkpoint.every or validate_every,
             grace_s=config.checkpoint.grace_s,
             patience=training.patience,
+            sanity=training.sanity and not self.resumes,
             monitor=self.monitor,
             higher_is_better=self.objective.rises(self.monitor),
             report_every=config.monitoring.every,

@@ -52,6 +52,7 @@ class Progress:
     consecutive_skips: int = 0
     rollbacks: int = 0
     best: float | None = None  # of the monitored metric
+    best_loss: float | None = None  # of the best step; None: not known
     best_step: int = 0
     stale_validations: int = 0  # consecutive ones without improvement
     validated_step: int = 0
@@ -77,6 +78,7 @@ class Run(RunParts):
     checkpoint_every: int
     grace_s: float  # seconds for a step to end after a signal
     patience: int | None
+    sanity: bool = True  # a batch is validated before step 1
     monitor: str
     higher_is_better: bool
     report_every: int = 10
