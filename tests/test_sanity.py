@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import build, compose, train
+from runner import build, compose, evaluate, train
 from runner.build import Components
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.folder import RestoredCheckpoint
@@ -26,7 +26,7 @@ from runner.errors import ConfigError, Interrupted
 from runner.objectives.custom import CustomObjective
 from runner.training.hook import Evaluation, Hook, Step
 from runner.training.run import Run
-from tests.runs import config, rows
+from tests.runs import NOISY, config, rows
 
 DEFAULT_HASH = "b96a6441f6abb7be98268e58a732b6b31acc91418b24e063009ef7cdfdd3c3ab"
 QUIET = ("training.steps=12", "training.validate_every=4", "checkpoint.keep=9",
@@ -124,6 +124,11 @@ def test_the_sanity_check_is_made_and_leaves_no_trace(tmp_path: Path) -> None:
         assert states_differ(checked.state[part], unchecked.state[part], part) == []
     assert states_differ(checked.model, unchecked.model) == []
     assert rows(tmp_path / "true", "train", "val") == rows(tmp_path / "false", "train", "val")
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 @pytest.mark.parametrize("kind", ["generator", "map"])
@@ -306,6 +311,30 @@ def test_of_equal_metrics_the_one_with_the_lower_loss_is_best_and_patience_count
 def test_the_hash_of_the_default_config_is_that_of_before_the_key() -> None:
     assert config_hash(compose([])) == DEFAULT_HASH
     assert config_hash(compose(["training.sanity=false"])) != DEFAULT_HASH
+
+
+def test_build_train_and_evaluate_leave_the_callers_generators_as_they_were(
+    tmp_path: Path,
+) -> None:
+    def drawn(folder: Path, **caller: int) -> tuple[list[list[str]], Any]:
+        seed_everything(caller["seed"])
+        before, changed = generators(), []
+        with build(config(*NOISY, "training.steps=6"), folder) as run:
+            changed.append(states_differ(before, generators()))
+            train(run)
+            changed.append(states_differ(before, generators()))
+            evaluate(run)
+            changed.append(states_differ(before, generators()))
+        return changed, stored(folder, 6)
+
+    (first, one), (second, other) = drawn(tmp_path / "1", seed=1), drawn(tmp_path / "2", seed=2)
+    assert first == second == [[], [], []]
+    assert states_differ(one.model, other.model) == []  # the run's numbers are those of its seed
+    assert states_differ(one.state["random"], other.state["random"]) == []
+
+
+def generators() -> list[Any]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]  # type: ignore[index,union-attr]
 
 
 class Interrupts(Hook):

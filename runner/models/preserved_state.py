@@ -56,6 +56,23 @@ def preserve_random_state() -> Iterator[None]:
         torch.set_rng_state(torch_)
 
 
+class RandomGenerators:
+    """The states of Python's, NumPy's and torch's generators, also of CUDA devices in use."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.torch = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Put the generators into these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
 @contextmanager
 def preserve_state(
     *roots: object,

@@ -84,6 +84,7 @@ def train(run: Run) -> Summary:
     status, reason = "failed", "a hook swallowed an exception"
     try:
         with ExitStack() as stack:
+            stack.enter_context(run.own_random_state())
             for hook in run.hooks:
                 enter_session(stack, hook, run)
             record, translate = _record_lost_device(run), _translate_lost(run)
