@@ -62,7 +62,8 @@ class RandomGenerators:
     def __init__(self) -> None:
         self.python, self.numpy = random.getstate(), np.random.get_state()
         self.torch = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self.cuda = torch.cuda.get_rng_state_all() if in_use else []
 
     def restore(self) -> None:
         """Put the generators into these states."""

@@ -95,7 +95,7 @@ def changes_weights(error: BaseException) -> bool:
 
 def _numpy_words() -> bytes:
     """Return the words of NumPy's global generator, b"" if it is not the usual one."""
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # no stub
     if not isinstance(generator, np.random.MT19937):
         return b""
     return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
