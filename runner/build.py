@@ -38,6 +38,7 @@ from runner.errors import ConfigError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.models.build import build_model, refuse_lazy
 from runner.models.config import HuggingFaceConfig
+from runner.models.preserved_state import RandomGenerators
 from runner.objectives.base import Objective, resolve_monitor
 from runner.objectives.build import build_objective, elementwise_loss
 from runner.objectives.config import ObjectiveConfig
@@ -102,15 +103,21 @@ def build(
     The components in `given` replace those that the config names.
     With a folder the run is recorded there and can be resumed; without, nothing is written.
     Close the run when done (it is a context manager): that restores all global switches.
+    The global random generators are as before: `train` and `evaluate` use the run's own state.
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
     while another thread trains.
     """
     components, folder = given or Components(), None if folder is None else Path(folder)
     validate_config(config, components.techniques)
     check_hooks("build", components.hooks)
-    with ExitStack() as scope, translate_oom("while building the run"):
-        run = _Build(config, folder, components, scope).run()
-        run.scope = scope.pop_all()  # success: the run now owns the clean-up
+    generators = RandomGenerators()
+    try:
+        with ExitStack() as scope, translate_oom("while building the run"):
+            run = _Build(config, folder, components, scope).run()
+            run.scope = scope.pop_all()  # success: the run now owns the clean-up
+        run.random = RandomGenerators()
+    finally:
+        generators.restore()
     return run
 
 
@@ -518,6 +525,7 @@ class _Build:
             checkpoint_every=config.checkpoint.every or validate_every,
             grace_s=config.checkpoint.grace_s,
             patience=training.patience,
+            sanity=training.sanity and not self.resumes,
             monitor=self.monitor,
             higher_is_better=self.objective.rises(self.monitor),
             report_every=config.monitoring.every,

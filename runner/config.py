@@ -272,6 +272,8 @@ def config_hash(config: RunConfig) -> str:
     tree = {key: value for key, value in full_tree.items() if key not in UNHASHED_KEYS}
     del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
     tree["data"].pop("changed", None)
+    if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
+        del tree["training"]["sanity"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # unused settings of a search

@@ -39,6 +39,10 @@ RUNTIME_ROW = re.compile(
     r"|Command Buffer Full$|Lazy Function Loading$|Runtime Triggered Module Loading$"
     r"|Instrumentation$|Resource$"
 )
+# rows of `debug.profile.stacks`: Python functions, and calls of modules
+PYTHON_ROW = re.compile(r".*\.py\(\d+\): |<.*>|nn\.Module: |\w[\w.]*\(\d+\): ")
+WAIT_ROW = re.compile(r"c10d::|gloo:|nccl:|ncclDevKernel|mpi:|ucc:|record_param_comms")
+"""Rows that wait for the other processes of a run."""
 
 DATA_WAIT_SHARE = 0.2  # share of a step
 LONG_PHASE_SHARE = 0.25  # share of a step, of the optimizer or of what is between steps
@@ -58,6 +62,7 @@ class StepMeasurements:
     operator: str = ""  # with the most time
     operator_share: float = 0.0
     operator_ms: float = 0.0  # of that operator, per step
+    operators_ms: float = 0.0  # of all operators, per step
     busy: float | None = None  # share of time in which the accelerator computed
     workers: int = 0  # data workers
     in_memory: bool = False
@@ -68,6 +73,19 @@ class StepMeasurements:
     def host_bound(self) -> bool:
         """Whether the host limits the speed of a step."""
         return self.busy is None or self.busy < BUSY_SHARE
+
+    @property
+    def python_share(self) -> float:
+        """The share of a step outside of operators, waits for data and what is between steps.
+
+        0 if calling the operators, which takes SMALL_OPERATOR_US each, may explain it.
+        """
+        inside = 1 - self.split.get("data", 0.0) - self.split.get("other", 0.0)
+        outside_ms = self.step_ms * inside - self.operators_ms
+        explained = outside_ms * 1e3 < SMALL_OPERATOR_US * self.operators
+        if not self.operators_ms or not self.step_ms or explained:
+            return 0.0
+        return outside_ms / self.step_ms
 
     @property
     def waits_for_data(self) -> bool:
@@ -99,6 +117,18 @@ def _operator_verdicts(measured: StepMeasurements) -> Iterator[str]:
         fix = "a larger training.batch_size" if compiled else "optimization.whole_step.enabled=true"
         busy = "" if measured.busy is None else f", the device busy {measured.busy:.0%} of the time"
         yield f"host-bound: {measured.operators:,.0f} small operators a step{busy}: {fix}"
+    elif (share := measured.python_share) > LARGE_OPERATOR_SHARE:
+        phases = {k: v for k, v in measured.split.items() if k not in ("data", "other")}
+        phase = max(phases, key=lambda name: phases[name], default="step")
+        yield (
+            f"{share:.0%} of step time is spent in Python outside of torch's operators, most in "
+            f"{PHASE_NAMES.get(phase, phase)}: debug.profile.stacks=true shows where in the trace"
+        )
+    elif WAIT_ROW.match(measured.operator) and measured.operator_share > LARGE_OPERATOR_SHARE:
+        yield (
+            f"waiting for the other processes takes {measured.operator_ms:.3g} ms a step "
+            f"({measured.operator}): the slowest one, or the network, is the limit"
+        )
     elif not measured.waits_for_data and measured.operator_share > LARGE_OPERATOR_SHARE:
         text = f"{measured.operator} takes {measured.operator_share:.0%} of the operators' time, "
         text += f"{measured.operator_ms:.3g} ms a step"
@@ -287,6 +317,7 @@ class ProfileTool(DebugTool):
             measured.operator = largest["name"]
             measured.operator_ms = largest["seconds"] / self.trace_steps * 1e3
             measured.operator_share = largest["seconds"] / (self._operator_seconds() or 1.0)
+            measured.operators_ms = self._operator_seconds() / self.trace_steps * 1e3
         return measured
 
     def _operator_seconds(self) -> float:
@@ -435,7 +466,8 @@ def is_operator(event: Any) -> bool:
     The time of a kernel is that of the operator that launched it.
     """
     is_on_host = event.device_type == DeviceType.CPU and not event.is_user_annotation
-    return is_on_host and RUNTIME_ROW.match(event.key) is None
+    is_python = PYTHON_ROW.match(event.key) is not None
+    return is_on_host and not is_python and RUNTIME_ROW.match(event.key) is None
 
 
 def operator_name(key: str) -> str:

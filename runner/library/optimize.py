@@ -337,16 +337,35 @@ class LazyRun:
         inputs, labels = move_to_device((inputs, labels), host)
         data = InMemoryDataset(inputs, labels, Sizes("given"), (rows, rows))
         compiled = [(module, module._compiled_call_impl) for module in self.model.modules()]
+        tensors_before = [*self.model.parameters(), *self.model.buffers()]
+        layouts = [(tensor, tensor.stride()) for tensor in tensors_before if _has_layout(tensor)]
         dummy = torch.zeros(1, device=device_of(self.model), requires_grad=True)
         optimizer = self.optimizer or torch.optim.SGD([dummy], lr=0.0)  # dummy: not trained
         run = build(config, given=Components(self.model, data, self.objective, optimizer))
         for module, implementation in compiled:  # techniques compile in place
             run.scope.callback(setattr, module, "_compiled_call_impl", implementation)
+        run.scope.callback(_restore_layouts, layouts)
         if self.loss_fn is None:  # without a loop no batch can be halved
             run.recoveries = [r for r in run.recoveries if r is not halve_micro_batch]
         # do not reseed the random generators of the caller's loop
         run.device = replace(run.device, reseed=lambda seed: None)
         return run
+
+
+def _has_layout(tensor: Tensor) -> bool:
+    """Whether a technique may change the memory format: of images or their kernels."""
+    return tensor.layout is torch.strided and tensor.ndim in (4, 5)
+
+
+def _restore_layouts(layouts: list[tuple[Tensor, tuple[int, ...]]]) -> None:
+    """Give tensors, and their gradients, the strides that they had."""
+    for tensor, strides in layouts:
+        for value in (tensor, tensor.grad):
+            if value is not None and value.stride() != strides:
+                plain = torch.empty_strided(
+                    value.shape, strides, dtype=value.dtype, device=value.device
+                )
+                value.data = plain.copy_(value.detach())
 
 
 @contextmanager

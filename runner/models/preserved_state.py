@@ -7,7 +7,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -27,6 +27,7 @@ FOREIGN_MODULES = (sys.stdlib_module_names - CONTAINER_MODULES) | {"torch", "num
 """Modules with objects and classes that are not the user's."""
 MAX_ARRAY_BYTES = 2**24  # of a NumPy array; a larger one is taken for a data set, not state
 MAX_COPIED_BYTES = 2**28  # of parameters that are copied
+MAX_DATA_ITEMS = 10_000  # of a data set's container; those of a larger one are taken for samples
 ITERATOR_TYPES: tuple[type, ...] = (count, type(iter(())), type(iter([])), type(iter(range(0))))
 LEAF_ATTRIBUTES = ("requires_grad", "grad", "_backward_hooks")  # restored, of a leaf tensor
 MISSING = object()
@@ -55,18 +56,41 @@ def preserve_random_state() -> Iterator[None]:
         torch.set_rng_state(torch_)
 
 
+class RandomGenerators:
+    """The states of Python's, NumPy's and torch's generators, also of CUDA devices in use."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.torch = torch.get_rng_state()
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self.cuda = torch.cuda.get_rng_state_all() if in_use else []
+
+    def restore(self) -> None:
+        """Put the generators into these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
 @contextmanager
 def preserve_state(
-    *roots: object, device: torch.device, safe: Iterable[Tensor] = (), complete: bool = False
+    *roots: object,
+    device: torch.device,
+    safe: Iterable[Tensor] = (),
+    complete: bool = False,
+    is_data: bool = False,
 ) -> Iterator[None]:
     """Restore models, all that they reference, and all random generators on exit.
 
     This covers modes, attributes (also of the user's classes and in closures), lists, dicts, hooks,
     gradients, and tensor values, which are copied to the host, except those of `safe`. Not covered:
-    global variables, generators, open files. With `complete`, raises NotRestorable if a generator
-    or an open file can be reached.
+    global variables, generators, open files. With `complete`, raises NotRestorable if a generator,
+    an iterator without a copy or an open file can be reached. With `is_data` the roots are data
+    sets: large tensors and the items of large containers are taken for samples, not state.
     """
-    snapshot = _StateSnapshot(roots, safe)
+    snapshot = _StateSnapshot(roots, safe, is_data)
     if complete and snapshot.opaque:
         raise NotRestorable(f"it holds {snapshot.opaque[0]}, whose state cannot be restored")
     random_states = random.getstate(), np.random.get_state()
@@ -84,8 +108,9 @@ def preserve_state(
 class _StateSnapshot:
     """The objects that can be reached from the roots, each with a function that restores it."""
 
-    def __init__(self, roots: Iterable[object], safe: Iterable[Tensor]) -> None:
+    def __init__(self, roots: Iterable[object], safe: Iterable[Tensor], is_data: bool) -> None:
         self.safe = {id(tensor) for tensor in safe}
+        self.is_data = is_data
         self.roots = list(roots)  # an objective of ours may hold a user's loss
         self.restorers: list[Callable[[], object]] = []
         self.opaque: list[str] = []  # objects that cannot be restored
@@ -116,18 +141,21 @@ class _StateSnapshot:
         if isinstance(item, dict):
             values = {key: _copy_iterator(value) for key, value in item.items()}
             self.restorers.append(partial(_restore_dict, item, values))
-            return values.values()
+            return () if self._is_samples(item) else values.values()
         if isinstance(item, list | set | deque):
             items = [_copy_iterator(element) for element in item]
             self.restorers.append(partial(_restore_items, item, items))
-            return items
+            return () if self._is_samples(item) else items
         if isinstance(item, tuple | frozenset):
-            return item
+            return () if self._is_samples(item) else item
         if isinstance(item, types.GeneratorType):
             self.opaque.append("a generator")
         elif isinstance(item, io.IOBase):
             if item not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
                 self.opaque.append("an open file")
+        elif isinstance(item, Iterator) and _is_foreign(type(item).__module__):
+            if not isinstance(item, ITERATOR_TYPES):
+                self.opaque.append(f"an iterator ({type(item).__name__})")
         elif isinstance(item, np.ndarray):
             if item.nbytes <= MAX_ARRAY_BYTES and not item.dtype.hasobject and item.flags.writeable:
                 self.restorers.append(partial(np.copyto, item, item.copy()))
@@ -141,6 +169,9 @@ class _StateSnapshot:
                 partial(setattr, item.bit_generator, "state", item.bit_generator.state)
             )
         return ()
+
+    def _is_samples(self, container: Collection[Any]) -> bool:
+        return self.is_data and len(container) > MAX_DATA_ITEMS
 
     def _record_closure(self, function: FunctionType) -> Iterable[object]:
         """Record a user function's closure; told by its globals, as decorators copy __module__."""
@@ -194,6 +225,8 @@ class _StateSnapshot:
 
     def _record_storage(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self.storages:  # shared by views and tied tensors
+            return
+        if self.is_data and storage.nbytes() > MAX_ARRAY_BYTES:
             return
         self.storages[storage._cdata] = storage
         own: Any = storage

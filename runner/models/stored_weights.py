@@ -77,8 +77,9 @@ class StoredWeights:
 
 
 def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
-    """Read weights from a file, a checkpoint, a run's newest good checkpoint, or a Hugging Face
-    folder (`model.safetensors`, `pytorch_model.bin`, or their shards by an index).
+    """Read weights from a file, a checkpoint, a run's best checkpoint (the newest good one if there
+    is no good best one), or a Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or
+    their shards by an index).
 
     Raises ConfigError if there are none, SecurityError and CheckpointError if they are refused.
     """
@@ -88,7 +89,7 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
         root = path if path.name == folders.FOLDER else path / folders.FOLDER
         if folders.is_checkpoint(path):
             return _from_checkpoint(reading.load_checkpoint(path, policy, check_state))
-        restored = reading.load_newest(root, policy, check_state)
+        restored = reading.load_newest(root, policy, check_state, best_first=True)
         if restored is not None:
             return _from_checkpoint(restored)
         path = _find_weight_file(path)

@@ -10,12 +10,13 @@ from runner.optim.config import ScheduleConfig, ScheduleKind
 def lr_factors(config: ScheduleConfig, updates: int) -> list[float]:
     """Return the factor on the peak learning rate for each of `updates` updates.
 
-    Warm-up rises linearly and ends at 1. `onecycle` follows the defaults of Smith and Topin
-    (arXiv:1708.07120) as torch.optim has them: from 1/25 up over 30 % of the run, then a cosine
-    down to 1/250,000.
+    Warm-up rises linearly and ends at 1. `onecycle` is the curve of torch's OneCycleLR with its
+    defaults: a cosine from 1/25 up over 30 % of the run, then one down to 1/250,000. Momentum stays
+    constant.
     """
     if config.kind is ScheduleKind.onecycle:
-        rise = _to_updates(config.warmup or 0.3, updates)
+        warmup = config.warmup or 0.3
+        rise = (warmup if warmup >= 1 else warmup * updates) - 1  # as torch counts: to update 0
         return [_one_cycle(u, rise, updates) for u in range(updates)]
     warmup = _to_updates(config.warmup, updates)
     every = max(1, _to_updates(config.every, updates))
@@ -45,8 +46,8 @@ def _cosine(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _one_cycle(update: int, rise: int, updates: int) -> float:
+def _one_cycle(update: int, rise: float, updates: int) -> float:
     low, last = 1 / 25, 1 / 250_000
-    if update < rise:
+    if update <= rise and rise > 0:
         return 1 + (low - 1) * _cosine(update / rise)
-    return last + (1 - last) * _cosine((update - rise) / max(1, updates - 1 - rise))
+    return last + (1 - last) * _cosine((update - rise) / (updates - 1 - rise))

@@ -94,6 +94,7 @@ class _Operands:
     level: int = FINITE  # of its tensors
     constant: int = FINITE  # of its Python numbers
     event: NonFiniteEvent | None = None  # of the worst tensor
+    storage: object = None  # of that tensor
     only_minus_inf: bool = True
 
 
@@ -108,7 +109,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.raised: tuple[Exception, ModuleFrame] | None = None
         self.backward_frame: ModuleFrame | None = None  # of the last node in this backward
         self.calls: dict[str, ModuleFrame] = {}  # the last call of each module
-        self.origins: dict[object, NonFiniteEvent] = {}  # by storage
+        # storage → events with the positions of their values, as views may change parts of it
+        self.origins: dict[object, list[tuple[NonFiniteEvent, Tensor | None]]] = {}
         self.parameters = {id(p): name for name, p in model.named_parameters()}
         # thread → [(autograd sequence number, frame from there on)]; numbers are per thread
         self.frames_by_sequence: dict[int, list[tuple[int, ModuleFrame | None]]] = {}
@@ -116,17 +118,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.locations: dict[tuple[int, int], SourceLocation | None] = {}
         self.forced_owner: Owner | None = None  # set by `assign_to`
         for buffer in model.buffers():  # checked by `find_bad_weights`; non-finite ones are masks
-            self.origins[_storage_key(buffer)] = NonFiniteEvent("", None, None, maybe_mask=True)
+            mask = NonFiniteEvent("", None, None, maybe_mask=True)
+            self.origins[_storage_key(buffer)] = [(mask, None)]
         for name, tensor in batch.items():
             if finiteness(tensor) != FINITE:
-                event = NonFiniteEvent("", None, None, batch_tensor=name)
-                self.origins[_storage_key(tensor)] = event
+                self._assign(tensor, NonFiniteEvent("", None, None, batch_tensor=name))
 
     def origin(self, tensor: Tensor) -> NonFiniteEvent | None:
         """Return the first event behind the tensor's NaN or Inf; None if there is none."""
-        event = self.origins.get(_storage_key(tensor)) if finiteness(tensor) != FINITE else None
+        event = self._find(tensor) if finiteness(tensor) != FINITE else None
         root = None if event is None else event.root()
         return root if root is not None and (root.operation or root.batch_tensor) else None
+
+    def _assign(self, tensor: Tensor, event: NonFiniteEvent) -> None:
+        """Assign the tensor's non-finite values to the event."""
+        self.origins.setdefault(_storage_key(tensor), []).append((event, _positions(tensor)))
+
+    def _find(self, tensor: Tensor) -> NonFiniteEvent | None:
+        """Return the last event that made the first of the tensor's worst values."""
+        events = self.origins.get(_storage_key(tensor), [])
+        if len(events) > 1 and (positions := _positions(tensor, worst=True)) is not None:
+            for event, made in reversed(events):
+                if made is None or bool(torch.isin(positions[:1], made).any()):
+                    return event
+        return events[-1][0] if events else None
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -152,12 +167,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, float) and leaf - leaf != 0.0:
                 operands.constant = max(operands.constant, INF if leaf == leaf else NAN)
             elif isinstance(leaf, Tensor) and (level := finiteness(leaf)) != FINITE:
-                event = self.origins.get(_storage_key(leaf)) or self._record_untraced(
-                    leaf, f"{UNTRACED}, before {operation}"
-                )
+                text = f"{UNTRACED}, before {operation}"
+                event = self._find(leaf) or self._record_untraced(leaf, text)
                 worst = operands.event
                 if worst is None or (level, worst.maybe_mask) > (operands.level, event.maybe_mask):
-                    operands.event = event
+                    operands.event, operands.storage = event, _storage_key(leaf)
                 operands.level = max(operands.level, level)
                 operands.only_minus_inf &= level == INF and not bool((leaf == torch.inf).any())
         return operands
@@ -165,7 +179,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, operation: str, operands: _Operands, output: Tensor) -> None:
         """Assign to a non-finite output the event of its operands, or a new one."""
         after, event = finiteness(output), operands.event
-        is_view = event is not None and event is self.origins.get(_storage_key(output))
+        is_view = event is not None and operands.storage == _storage_key(output)
         if after == FINITE or (is_view and after <= operands.level):
             return
         before, backward = max(operands.level, operands.constant), self._in_backward()
@@ -182,7 +196,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event = self._event(operation, output, source, None if is_mask else event)
         elif backward and event.maybe_mask:
             event = self._event(operation, output, source)
-        self.origins[_storage_key(output)] = event
+        self._assign(output, event)
 
     def _event(
         self,
@@ -212,7 +226,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         maybe_mask = level == INF and not self._in_backward()
         source = f"{_nan_or_inf(level)} that no operation made"
         event = self._event(operation, tensor, source, maybe_mask=maybe_mask)
-        self.origins[_storage_key(tensor)] = event
+        self._assign(tensor, event)
         return event
 
     # -- ownership -----------------------------------------------------------------------------
@@ -281,7 +295,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes(), self.assign_to(frame, location), torch.no_grad():
             for value in values:
                 if isinstance(value, Tensor) and finiteness(value) != FINITE:
-                    event = self.origins.get(_storage_key(value))
+                    event = self._find(value)
                     if event is None or (event.maybe_mask and self._in_backward()):
                         self._record_untraced(value, UNTRACED)
 
@@ -380,6 +394,23 @@ def _current_node() -> Any:
 
 def _nan_or_inf(level: int) -> str:
     return "NaN" if level == NAN else "Inf"
+
+
+def _positions(tensor: Tensor, worst: bool = False) -> Tensor | None:
+    """Return the bytes of the storage where non-finite values begin; None if unknown.
+
+    With `worst` those of NaN, if there is any.
+    """
+    try:
+        values = (tensor._values() if tensor.is_sparse else tensor).detach()
+        mask = values.isnan()
+        if not worst or not bool(mask.any()):
+            mask = ~values.isfinite()
+        strides = torch.tensor(values.stride(), dtype=torch.int64)
+        elements = (mask.nonzero().cpu() * strides).sum(1) + int(values.storage_offset())
+        return elements * int(values.element_size())
+    except (NotImplementedError, RuntimeError):  # no strides, or a dtype without NaN
+        return None
 
 
 def _storage_key(tensor: Tensor) -> object:

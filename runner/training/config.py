@@ -22,6 +22,7 @@ class TrainingConfig:
     # stop after this many validations without improvement of `monitor`; null: never
     patience: int | None = bounded(None, min=1)
     monitor: str | None = None  # metric of the best checkpoint, e.g. val/loss; null: objective's
+    sanity: bool = True  # validate one batch before step 1, without a trace; not when resuming
 
     def __post_init__(self) -> None:
         check_bounds(self, "training")

@@ -84,6 +84,7 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
     """Yield a forward in evaluation mode: of `model`, or of the run's with averaged weights."""
     evaluated = run.model if model is None else model
     with ExitStack() as stack:
+        stack.enter_context(run.own_random_state())
         stack.enter_context(torch.no_grad())
         stack.enter_context(modes.evaluation_mode(evaluated))
         if "torch._dynamo" in sys.modules:  # importing it takes a second

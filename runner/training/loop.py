@@ -36,6 +36,7 @@ from runner.training.evidence import (
     technique_statuses,
 )
 from runner.training.hook import Evaluation, Verdict, check_hooks
+from runner.training.last_state import LastState
 from runner.training.recovery import (
     is_device_error,
     is_out_of_memory,
@@ -83,6 +84,7 @@ def train(run: Run) -> Summary:
     status, reason = "failed", "a hook swallowed an exception"
     try:
         with ExitStack() as stack:
+            stack.enter_context(run.own_random_state())
             for hook in run.hooks:
                 enter_session(stack, hook, run)
             record, translate = _record_lost_device(run), _translate_lost(run)
@@ -130,7 +132,7 @@ def _read_ended_summary(run: Run) -> Summary | None:
 
 
 def _train(run: Run) -> None:
-    progress, stopwatch, update = run.progress, run.stopwatch, run.update
+    progress, stopwatch = run.progress, run.stopwatch
     in_step_hooks = [
         h for h in run.hooks if overrides_event(h, "on_gradients") or overrides_event(h, "around")
     ]
@@ -140,11 +142,15 @@ def _train(run: Run) -> None:
     distributed = run.world is not None
     make_grace_period = partial(_make_grace_period, run)
     with InterruptHandler(_signal_notice(run), distributed, make_grace_period) as interrupts:
+        last_state = LastState(run)
         try:
+            if run.sanity and not progress.step and run.saved_step < 0:
+                _check_sanity(run, interrupts)
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
                 save(run)  # the first rollback restores it
-            _validate_and_checkpoint(run, interrupts)  # may be due where a resumed run had stopped
+            # may be due where a resumed run had stopped
+            _validate_and_checkpoint(run, interrupts, last_state)
             while progress.step < run.total_steps and not run.stop_reason:
                 stopwatch.start()
                 interrupts.begin_wait()
@@ -164,6 +170,7 @@ def _train(run: Run) -> None:
                     raise
 
                 samples = record_step(run, step)
+                last_state.record_update()
                 if after_step_hooks:
                     verdict = max(verdict, call_hooks(after_step_hooks, "on_step", run, step))
                 if progress.step % run.report_every == 0:
@@ -183,7 +190,7 @@ def _train(run: Run) -> None:
                     interrupts.end_grace()
                     _save_and_stop(run, Interrupted(signal_number))
                     raise Interrupted(signal_number, _resume_hint(run))
-                _validate_and_checkpoint(run, interrupts)
+                _validate_and_checkpoint(run, interrupts, last_state)
             run.reader.close(stopwatch.elapsed())
             _apply_verdict(run, _process_reports(run, wait=True))
             if run.batch_validator is not None:
@@ -196,15 +203,21 @@ def _train(run: Run) -> None:
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # a checkpoint is saved, or saving has just failed
-        except RunnerError as error:  # an unfinished step has changed only buffers
+        except (Exception, SystemExit) as error:
             interrupts.end_grace()
-            _leave_world(run, error)
-            if _has_stalled_device(run):
+            if not isinstance(error, RunnerError) and _means_lost_process(run, error):
                 raise
-            update.abandon()
+            _leave_world(run, error)
+            # of an unfinished step or validation only buffers and random state have changed
+            if _has_stalled_device(run) or not last_state.restore(error):
+                raise
             gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
-            if run.shards is None or gave_up:
-                _save_and_stop(run, only_finite=gave_up)
+            if run.saved_step < 0 or run.shards is not None and not gave_up:
+                raise
+            if isinstance(error, RunnerError):
+                _save_and_stop(run, only_finite=gave_up, failed=True)
+            elif not run.checkpointer.in_memory:
+                _save_after_exception(run)
             raise
         finally:
             run.train.close()
@@ -229,7 +242,7 @@ def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
     process_lost = isinstance(error, ProcessLost | RestartRequired)
-    process_lost = process_lost or run.world is not None and run.world.means_loss(error)
+    process_lost = process_lost or _means_lost_process(run, error)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
         return
@@ -244,7 +257,36 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
     )  # fmt: skip
 
 
-def _save_and_stop(run: Run, error: RunnerError | None = None, only_finite: bool = False) -> None:
+def _check_sanity(run: Run, interrupts: InterruptHandler) -> None:
+    """Validate one batch; a run that cannot validate ends before its first step and checkpoint."""
+    from runner.training.sanity import validate_one_batch  # imported only if used
+
+    interrupts.begin_wait()
+    validate_one_batch(run)
+    interrupts.end_wait()
+
+
+def _save_after_exception(run: Run) -> None:
+    """Save the state after the last update; a failure is logged, as the exception says more."""
+    try:
+        with suppress(Exception):  # of hooks, perhaps the same as before
+            _process_reports(run, wait=True)
+        # its validation may have been recorded before a hook failed
+        best = run.progress.best_step == run.progress.step > 0
+        saved_best = str(run.checkpointer.best).endswith(f"{run.progress.step:08d}")
+        save(run, best=best and not saved_best, failed=True)
+        run.checkpointer.close()
+        log.info("stopped%s", _resume_hint(run))
+    except Exception as error:
+        log.warning("step %d: not saved: %s", run.progress.step, summarize_error(error))
+
+
+def _save_and_stop(
+    run: Run,
+    error: RunnerError | None = None,
+    only_finite: bool = False,
+    failed: bool = False,
+) -> None:
     """Report all steps and save a checkpoint before an early end.
 
     `error` is one that all processes have agreed on. With `only_finite`, non-finite weights are
@@ -254,11 +296,11 @@ def _save_and_stop(run: Run, error: RunnerError | None = None, only_finite: bool
     run.stopwatch.pause()
     if error is not None:
         _leave_world(run, error)
-    save(run, final=not only_finite)
+    save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
 
 
-def _leave_world(run: Run, error: RunnerError) -> None:
+def _leave_world(run: Run, error: BaseException) -> None:
     """Stop waiting for the other processes of the run, if there are any."""
     if run.world is not None:
         run.world.leave(error)
@@ -267,6 +309,11 @@ def _leave_world(run: Run, error: RunnerError) -> None:
 def _has_stalled_device(run: Run) -> bool:
     """Whether the device may wait forever for a lost process; see `World.has_stalled_device`."""
     return run.world is not None and run.world.has_stalled_device
+
+
+def _means_lost_process(run: Run, error: BaseException) -> bool:
+    """Whether the error means that another process has ended or does not answer."""
+    return run.world is not None and run.world.means_loss(error)
 
 
 def _translate_lost(run: Run) -> AbstractContextManager[None]:
@@ -302,7 +349,7 @@ def _make_grace_period(run: Run, interrupts: InterruptHandler, number: int) -> G
     return GracePeriod(run, interrupts, number, partial(_resume_hint, run))
 
 
-def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler) -> None:
+def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler, last_state: LastState) -> None:
     """Validate and save a checkpoint where due, also if it was due when a resumed run stopped."""
     progress = run.progress
     step, is_last = progress.step, progress.step >= run.total_steps
@@ -312,10 +359,13 @@ def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler) -> None:
         _handle_last_report(run)
     if step and (is_last or step % run.validate_every == 0) and progress.validated_step < step:
         run.stopwatch.pause()
+        last_state.record_validation()
         interrupts.begin_wait()  # a validation changes nothing, so a signal may end it
         evaluation = evaluate(run)
         interrupts.end_wait()
+        last_state.record_validation()
         improved, verdict = _update_best(run, evaluation)
+        last_state.end_validation()
     checkpoint_due = step > 0 and step % run.checkpoint_every == 0
     if improved or checkpoint_due:
         run.stopwatch.pause()
@@ -348,7 +398,10 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     best = progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
     loss = metrics.get("val/loss", 0.0)
-    improved = better and math.isfinite(value) and math.isfinite(loss)
+    is_finite = math.isfinite(value) and math.isfinite(loss)
+    # of equal metrics the one with the lower loss is best, which is no improvement for patience
+    is_tie = value == best and progress.best_loss is not None and loss < progress.best_loss
+    improved = (better or is_tie) and is_finite
     if not math.isfinite(loss):
         run.history.add(
             "validation_not_finite", f"the validation loss is {loss}", step=evaluation.step,
@@ -356,9 +409,8 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
         )  # fmt: skip
     if improved:
         progress.best, progress.best_step = value, evaluation.step
-        progress.stale_validations = 0
-    else:
-        progress.stale_validations += 1
+        progress.best_loss = metrics.get("val/loss")
+    progress.stale_validations = 0 if improved and better else progress.stale_validations + 1
     progress.metrics = metrics
     progress.validated_step = evaluation.step
     evaluation = Evaluation(evaluation.step, metrics, evaluation.confusion, improved)

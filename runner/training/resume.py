@@ -38,11 +38,12 @@ MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError
 """Raised by loading a state that does not fit."""
 
 
-def save(run: Run, best: bool = False, final: bool = False) -> None:
+def save(run: Run, best: bool = False, final: bool = False, failed: bool = False) -> None:
     """Write a checkpoint of the run between two steps, unless its weights are not finite.
 
     `final` writes it in any case, waits until it is on disk, and raises StorageError on failure.
-    Host sync while weights are copied; files are written in the background.
+    After `failed`, an exception, it is no scheduled one, which rollbacks prefer. Host sync while
+    weights are copied; files are written in the background.
     """
     if run.saved_step < run.progress.step or best:
         if run.world is not None and run.world.lost and run.shards is not None:
@@ -58,7 +59,7 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if run.trials is not None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
-        planned = best or run.progress.step % run.checkpoint_every == 0
+        planned = not failed and (best or run.progress.step % run.checkpoint_every == 0)
         sharded = () if run.shards is None else run.shards.names
         with run.update.evaluation_mode():
             state = {**_run_state(run), "planned": planned, "clean": not bad}
@@ -167,7 +168,9 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     run.choices.append(Choice("checkpoint.resume", str(restored.path), reason))
     if run.checkpointer.owns(restored.path):
         run.record_offset = state["record"]
-        run.saved_step = run.progress.step
+        due = run.progress.step > 0 and run.progress.step % run.checkpoint_every == 0
+        # one saved after an exception is saved again when due, as a scheduled one
+        run.saved_step = run.progress.step - (due and not state["planned"])
         run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run))
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from runner.data.loader import BatchLoader
     from runner.device.leaks import LeakDetector
     from runner.distributed.sharded import Shards
+    from runner.models.preserved_state import RandomGenerators
     from runner.optim.optimizer_step import OptimizerStep
     from runner.optim.whole_step import StepGraph
     from runner.record.history import History
@@ -52,6 +54,7 @@ class Progress:
     consecutive_skips: int = 0
     rollbacks: int = 0
     best: float | None = None  # of the monitored metric
+    best_loss: float | None = None  # of the best step; None: not known
     best_step: int = 0
     stale_validations: int = 0  # consecutive ones without improvement
     validated_step: int = 0
@@ -77,6 +80,7 @@ class Run(RunParts):
     checkpoint_every: int
     grace_s: float  # seconds for a step to end after a signal
     patience: int | None
+    sanity: bool = True  # a batch is validated before step 1
     monitor: str
     higher_is_better: bool
     report_every: int = 10
@@ -113,6 +117,7 @@ class Run(RunParts):
     columns: list[ColumnUse] = field(default_factory=list)  # how a table's columns were interpreted
     distributed: dict[str, Any] = field(default_factory=dict)  # processes, for the summary
     stop_reason: str = ""  # why training ends before its last step
+    random: RandomGenerators | None = None  # the run's own; None: they are in use
 
     @property
     def epoch(self) -> float:
@@ -138,6 +143,23 @@ class Run(RunParts):
         return (
             verdict if self.world is None else type(verdict)(self.world.all_reduce_max(verdict)[0])
         )
+
+    @contextmanager
+    def own_random_state(self) -> Iterator[None]:
+        """Use the run's random state while entered; then the caller's is as before."""
+        if self.random is None:
+            yield
+            return
+        from runner.models.preserved_state import RandomGenerators  # imports torch
+
+        caller, own = RandomGenerators(), self.random
+        self.random = None
+        own.restore()
+        try:
+            yield
+        finally:
+            self.random = RandomGenerators()
+            caller.restore()
 
     def __enter__(self) -> Run:
         return self

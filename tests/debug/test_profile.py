@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,40 @@ def test_one_long_operator_is_named_and_many_short_ones_are_host_bound() -> None
         "aten::mm"
     )
     assert operator_name("## Call CompiledFxGraph fhr6rbnwwefn7wij ##") == "compiled graph fhr6rbnw"
+
+
+class Stalling(nn.Module):
+    """Its forward waits in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(30, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("stacks", ["false", "true"])
+def test_a_stall_in_python_is_not_blamed_on_an_operator(stacks: str) -> None:
+    tool, _, _ = profiled(f"debug.profile.stacks={stacks}", model=Stalling())
+    assert "in Python outside of torch's operators, most in forward" in tool.verdicts[0]
+    assert not any("amp" in text for text in tool.verdicts)
+    assert not any(".py(" in row["name"] or "<" in row["name"] for row in tool.operators)
+
+
+def test_rows_of_python_functions_are_no_operators() -> None:
+    rows = ["model.py(12): forward", "<built-in method sleep of module>", "nn.Module: Linear_0"]
+    assert not any(is_operator(profiler_row(key, 1)) for key in rows)
+    assert is_operator(profiler_row("autograd::engine::evaluate_function: AddmmBackward0", 1))
+
+
+def test_waiting_for_other_processes_is_not_blamed_on_the_precision() -> None:
+    most: dict[str, Any] = {"operators": 40.0, "operator_share": 0.9, "operator_ms": 9.0}
+    measured = StepMeasurements(step_ms=11, operators_ms=10.0, operator="gloo:all_reduce", **most)
+    (text,) = find_bottlenecks(measured)
+    assert text.startswith("waiting for the other processes takes 9 ms a step (gloo:all_reduce)")
+    assert "amp" not in text
 
 
 class Lopsided(nn.Module):

@@ -14,6 +14,7 @@ from runner import optimize, optimize_model
 from runner.errors import ConfigError, UsageError
 from runner.techniques.base import TechniqueStatus
 
+NHWC = ["optimization.channels_last.enabled=true", "optimization.measure=false"]
 BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 
 
@@ -118,6 +119,26 @@ def test_a_frozen_model_is_optimized_wherever_it_is_first_called(around: Any) ->
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
+def test_closing_gives_weights_their_memory_format_back_with_the_same_values() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)).eval()
+    odd = nn.Conv2d(4, 4, 3)
+    odd.weight.data = odd.weight.data.to(memory_format=torch.channels_last)  # as it was given
+    net.append(odd)
+    x = torch.randn(2, 3, 12, 12)
+    expected, strides = net(x), [p.stride() for p in net.parameters()]
+    values, parameters = [p.detach().clone() for p in net.parameters()], [*net.parameters()]
+    with optimize(net, "none", example=x, overrides=NHWC) as fast:
+        assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
+        fast(x).sum().backward()
+    assert [p.stride() for p in net.parameters()] == strides
+    assert not net[0].weight.is_contiguous(memory_format=torch.channels_last)
+    for parameter, value in zip(net.parameters(), values, strict=True):
+        assert torch.equal(parameter, value) and parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+    assert [*map(id, net.parameters())] == [*map(id, parameters)]
+    assert torch.allclose(net(x), expected, atol=1e-6)
+
+
 def test_it_compiles_in_place_until_it_is_closed() -> None:
     model = Scaled()
     keys, x = list(model.state_dict()), torch.randn(4, 64)

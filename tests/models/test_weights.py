@@ -206,10 +206,12 @@ def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_
 ) -> None:
     with build(compose(QUIET)) as run:
         plain = {k: v.clone() for k, v in run.model.state_dict().items()}
-        numbers = drawn()
+        with run.own_random_state():
+            numbers = drawn()
     config = [*QUIET, f"model.weights={first}", "model.weights_except=[layers.4]"]
     with build(compose([*config, "optimizer.ema=0.9"])) as run:
-        assert drawn() == numbers
+        with run.own_random_state():
+            assert drawn() == numbers
         state = run.model.state_dict()
         for parameter, average in zip(run.update.parameters, run.update.average, strict=True):
             assert torch.equal(parameter, average)

@@ -22,7 +22,7 @@ OVERRIDES = (
     f"{TRUST} device.threads=2 monitoring.progress=false "
     "data._target_=faulty_models.Poisoned data.workers=0 "
     "model._target_=faulty_models.Net training.batch_size=8 training.steps=6 "
-    "training.validate_every=6 optimization=none"
+    "training.validate_every=6 optimization=none training.sanity=false"
 ).split()
 ROWS = {3, 17, 20, 33, 41, 50}
 POISON = f"+data.poison={sorted(ROWS)}".replace(" ", "")

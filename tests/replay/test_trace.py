@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.replay.attempt import make_attempt
 from runner.replay.results import StepPhase
 from runner.replay.spike import explain_spike
 from runner.replay.trace import trace_compiled, trace_step
+from runner.replay.tracer import Tracer
 from runner.training.step import forward_backward
 from tests.replay.faulty_models import Fuses, OnlyCompiled, Through
 from tests.replay.replays import POISON, ROWS, Captured, line_of, opened
@@ -146,3 +147,47 @@ def test_a_look_leaves_the_run_as_it_was(captured: Captured) -> None:
     with opened(path) as (run, batch, capture):
         plain = make_attempt(run, batch, capture)
     assert (str(traced.loss), str(traced.grad_norm)) == (str(plain.loss), str(plain.grad_norm))
+
+
+class OwnColumn(nn.Module):
+    """Makes NaN or Inf in one column of its input, through a view."""
+
+    def __init__(self, column: int, inf: bool = False) -> None:
+        super().__init__()
+        self.column, self.inf = column, inf
+
+    def forward(self, x: Tensor) -> Tensor:
+        column = x[:, self.column]
+        if self.inf:
+            column.div_(0)
+        else:
+            column.mul_(-1).log_()
+        return x
+
+
+class FirstColumn(nn.Module):
+    """Its loss is of the first column alone."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        for part in self.parts:
+            x = part(x)
+        return x[:, 0].sum()
+
+
+@pytest.mark.parametrize("inf", [False, True])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_module_that_changes_another_view_in_place_is_not_blamed(guilty: int, inf: bool) -> None:
+    parts = [OwnColumn(1, inf), OwnColumn(1, inf)]
+    parts[guilty] = OwnColumn(0)
+    model, x = FirstColumn(*parts), torch.rand(3, 4) + 0.1
+    tracer = Tracer(model, {"input": x})
+    with tracer.track_modules(), tracer:
+        loss = model(x)
+    event = tracer.origin(loss)
+    assert event is not None and event.frame is not None
+    assert (event.frame.name, event.operation, event.kind) == (f"parts.{guilty}", "log_", "NaN")
