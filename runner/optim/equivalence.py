@@ -229,7 +229,7 @@ class UpdateComparison:
 
     def _rate(self, group: Mapping[str, Any]) -> float | Tensor:
         if self.sets_rate:
-            return RATE * group.get("lr_share", 1.0)
+            return RATE * float(group.get("lr_share", 1.0))
         return torch.full_like(group["lr"], RATE) if isinstance(group["lr"], Tensor) else RATE
 
 
@@ -254,7 +254,7 @@ def _pick(weights: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 
 def _part(tensor: Tensor, limit: int) -> Tensor:
     """Return a part with at most `limit` values and the same number of dimensions."""
-    for dim in sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d)):  # it stays dense
+    for dim in sorted(range(tensor.ndim), key=tensor.stride, reverse=True):  # it stays dense
         rows = limit // max(1, tensor.numel() // tensor.shape[dim])
         tensor = tensor.narrow(dim, 0, max(1, min(tensor.shape[dim], rows)))
     return tensor
