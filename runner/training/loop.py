@@ -399,8 +399,11 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     better = best is None or (value > best if run.higher_is_better else value < best)
     loss = metrics.get("val/loss", 0.0)
     is_finite = math.isfinite(value) and math.isfinite(loss)
-    # of equal metrics the one with the lower loss is best, which is no improvement for patience
-    is_tie = value == best and progress.best_loss is not None and loss < progress.best_loss
+    # of equal metrics that are saved anyway the one with the lower loss is best, which is no
+    # improvement for patience
+    saved = evaluation.step % run.checkpoint_every == 0 or evaluation.step >= run.total_steps
+    best_loss = -math.inf if progress.best_loss is None else progress.best_loss
+    is_tie = saved and value == best and loss < best_loss
     improved = (better or is_tie) and is_finite
     if not math.isfinite(loss):
         run.history.add(

@@ -270,7 +270,8 @@ def test_ids_stand_beside_the_predictions(tmp_path: Path, suffix: str) -> None:
         write_csv(path, rows)
     else:
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    runs.trained(*data(path), "training.steps=1", folder=tmp_path / "run")
+    as_id = "+data.types={prediction: id}"
+    runs.trained(*data(path), as_id, "training.steps=1", folder=tmp_path / "run")
     found = predicted(tmp_path, path, tmp_path / "job")
     assert [row["customer"] for row in found] == names["customer"]
     assert [row["id prediction"] for row in found] == [*map(str, names["prediction"])]
