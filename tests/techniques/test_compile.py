@@ -151,12 +151,14 @@ def test_the_cache_is_one_folder_per_torch_and_cpu_unless_it_is_named(
 @pytest.fixture
 def gpu_builder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A builder on a GPU whose default mode pays from 100 steps on."""
-    monkeypatch.setattr(cost, "compile_break_even", lambda builder: (100, "by rule"))
+    monkeypatch.setattr(cost, "compile_break_even", lambda builder, cold: (100, "by rule"))
     choices: dict[str, tuple[str, str]] = {}
     with ExitStack() as scope:
         yield SimpleNamespace(
             device=SimpleNamespace(kind="cuda"),
             cuda_graphs=False,
+            micro_batch=32,
+            batch_size=32,
             total_steps=100,
             scope=scope,
             choices=choices,
