@@ -56,7 +56,7 @@ def split_of(metrics: dict[str, float], split: str) -> dict[str, float]:
 
 
 def test_the_best_checkpoint_is_tested_and_validation_has_a_file_of_its_own(tmp_path: Path) -> None:
-    typed, folder = [*files(tmp_path), "optimizer.lr=0.1"], tmp_path / "run"
+    typed, folder = [*files(tmp_path), "optimizer.lr=0.2"], tmp_path / "run"
     summary = train_job.main(runs.config(*typed), folder)
     columns = {column["name"]: column for column in known(folder)["columns"]}
     rows = np.loadtxt(tmp_path / "train.csv", delimiter=",", skiprows=1, usecols=(0, 1))
