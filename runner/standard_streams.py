@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from io import TextIOWrapper
-from typing import TextIO
+
+TYPE_CHECKING = False  # `typing` may lie in the current folder, still first on the module path
+if TYPE_CHECKING:
+    from typing import TextIO
 
 
 def prepare_streams() -> None:
