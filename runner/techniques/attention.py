@@ -76,7 +76,8 @@ def apply(config: Attention, builder: RunBuilder) -> str | None:
         dtypes = {call.dtype for call in calls}
         name = builder.choose(KEY, lambda: _choose_kernel(builder.device, dtypes, matrix_mb))
     if name != TORCH_CHOICE:
-        if reason := builder.skip_reason("attention"):
+        # a kernel asked for by name is used
+        if config.kernel is Kernel.auto and (reason := builder.skip_reason("attention")):
             return reason
         stack = builder.scope.enter_context(ExitStack())
 

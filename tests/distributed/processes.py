@@ -121,6 +121,8 @@ def alone(config: RunConfig, folder: Path | None = None, **given: Any) -> Iterat
             yield run
     finally:
         world.close()
+        if torch.distributed.is_initialized():  # a world under nccl leaves its group as it is
+            torch.distributed.destroy_process_group()
 
 
 def run_together(processes: int, cases: Mapping[str, Case]) -> list[dict[str, Outcome]]:

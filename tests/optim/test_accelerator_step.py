@@ -146,6 +146,7 @@ def make_run(net: Net, update: OptimizerStep, parts: int) -> Any:
         contexts=[],
         world=None,
         compilation=None,
+        uninspected=False,
         bad_samples=None,
     )
 

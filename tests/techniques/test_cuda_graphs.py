@@ -142,8 +142,9 @@ def test_a_compiled_forward_out_of_memory_goes_on_with_half_and_without_cuda_gra
 ) -> None:
     run, summary = trained(*COMPILE, GRAPHS_MODE, most=16, later=later)
     assert run.micro_batch == 16 and summary.status == "done"
-    assert calls[: later + 1] == ["reduce-overhead"] * (later + 1)
-    assert set(calls[later + 1 :]) == {"default"}
+    halved = calls.index("default")  # a call may be made twice, to look at the first batch
+    assert halved > later and {*calls[:halved]} == {"reduce-overhead"}
+    assert {*calls[halved:]} == {"default"}
     assert "ran out of memory" in run.fallback_reasons["cuda_graphs"]
     eager, _ = trained(*TABLE, most=16, later=later)
     assert differing(state(run), state(eager)) == []
