@@ -35,7 +35,8 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
         sys.executable, "-m", "runner", f"hydra.run.dir={folder}", "security.trusted=[my_package]",
         "data._target_=my_package.Noisy", "model._target_=my_package.Net", "training.steps=100000",
         "training.batch_size=4", "training.validate_every=100000", "device.threads=1",
-        "optimization=basic", *overrides,  # what looks at samples first would wait for them
+        # what looks at samples first would wait for them
+        "optimization=basic", "training.sanity=false", *overrides,
     ]  # fmt: skip
     path = os.pathsep.join([str(HERE), str(HERE.parent)])
     return subprocess.Popen(

@@ -229,7 +229,7 @@ class UpdateComparison:
 
     def _rate(self, group: Mapping[str, Any]) -> float | Tensor:
         if self.sets_rate:
-            return RATE * float(group.get("lr_share", 1.0))
+            return RATE * float(group.get("lr_share", 1.0))  # host sync: none, numbers of a group
         return torch.full_like(group["lr"], RATE) if isinstance(group["lr"], Tensor) else RATE
 
 
