@@ -52,7 +52,7 @@ def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
 def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
     assert (found["what"], found["verdict"], found["cut"]) == ("resume", "exact", 5)
-    assert found["killed"] == 5
+    assert found["killed"] == 6
     assert min(found["compared"][kind] for kind in ("optimizer", "guard", "random", "metric")) > 0
     out = " ".join(capsys.readouterr().out.split())
     assert "it killed after step 5 and resumed from 4" in out

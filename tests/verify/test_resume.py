@@ -125,7 +125,7 @@ def resumed_differences(
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpointer, "restore", restore)
-        with build(config, place) as run:
+        with build(config, place) as run, run.own_random_state():
             run.saved_step = -1
             save(run, final=True)
     before, after = (read_end_state(each, [4]).values for each in (folder, place))
