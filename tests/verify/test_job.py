@@ -55,7 +55,7 @@ def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["killed"] == 6
     assert min(found["compared"][kind] for kind in ("optimizer", "guard", "random", "metric")) > 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "it killed after step 5 and resumed from 4" in out
+    assert "it killed twice and resumed from 3 and 5" in out
 
 
 @pytest.mark.parametrize(
