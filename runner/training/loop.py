@@ -258,12 +258,7 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
 
 
 def _check_sanity(run: Run, interrupts: InterruptHandler) -> None:
-    """Validate one batch; a run that cannot validate ends before its first step and checkpoint.
-
-    Not under fsdp, where a forward gathers weights before the first step has set them up.
-    """
-    if run.shards is not None:
-        return
+    """Validate one batch; a run that cannot validate ends before its first step and checkpoint."""
     from runner.training.sanity import validate_one_batch  # imported only if used
 
     interrupts.begin_wait()

@@ -76,8 +76,9 @@ def _validate(run: Run) -> None:
             if run.shards is None:
                 sums = compute(batch)
             else:
-                total = run.validation.samples(0)
-                parts = run.shards.map_micro_batches(batch, total, samples, samples, compute)
+                total, own = run.validation.samples(0), 0 if run.validation.empty else samples
+                size = run.micro_batch  # the same for all processes, which forward equally often
+                parts = run.shards.map_micro_batches(batch, total, size, own, compute)
                 sums = parts[0] if parts else {}
             if sums:
                 _check_metrics(run, run.objective.all_metrics(sums), describe(outputs[0]))
