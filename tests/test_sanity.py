@@ -25,6 +25,7 @@ from runner.device.device import seed_everything
 from runner.errors import ConfigError, Interrupted
 from runner.objectives.custom import CustomObjective
 from runner.training.hook import Evaluation, Hook, Step
+from runner.training.last_state import NumpyState, PythonState
 from runner.training.run import Run
 from tests.runs import NOISY, config, rows
 
@@ -344,3 +345,27 @@ class Interrupts(Hook):
     def on_step(self, run: Run, step: Step) -> None:
         if step.number == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        lambda: random.gauss(0, 1),  # the second is stored by the first
+        lambda: random.seed(3),
+        lambda: random.randbytes(624 * 4),  # the same position in the next block of numbers
+        np.random.rand,
+        np.random.randn,
+        lambda: np.random.seed(3),
+        lambda: np.random.bytes(624 * 4),
+        lambda: np.random.set_state(np.random.RandomState(8).get_state()),
+    ],
+)
+def test_the_state_of_a_generator_is_read_after_whatever_moved_it(draw: Callable[[], Any]) -> None:
+    """Our readers ask the generator only after a change; its own answers are the truth."""
+    python_state, numpy_state = PythonState(), NumpyState()
+    seed_everything(0)
+    for _ in range(4):
+        assert python_state.read() == random.getstate()
+        assert all(map(np.array_equal, numpy_state.read(), np.random.get_state()))
+        draw()
