@@ -180,7 +180,7 @@ def _exceeds_whole(column: Any, values: np.ndarray) -> bool:
     from pyarrow import types
 
     is_exact = types.is_integer(column.type) or types.is_decimal(column.type)
-    return is_exact and _largest(values) >= MAX_WHOLE
+    return is_exact and largest(values) >= MAX_WHOLE
 
 
 def id_reason(name: str, column: Any) -> str:
@@ -188,7 +188,7 @@ def id_reason(name: str, column: Any) -> str:
     import pyarrow
     from pyarrow import compute, types
 
-    value_type = getattr(column.type, "value_type", column.type)
+    value_type = cell_type(column)
     if not ID_NAME.search(name) or not (types.is_integer(value_type) or is_text(value_type)):
         return ""
     cells = column.cast(value_type).drop_null()
@@ -277,6 +277,11 @@ def extract_part(values: np.ndarray, part: str) -> np.ndarray:
     return numbers
 
 
+def cell_type(column: Any) -> Any:
+    """Return the type of an arrow column's cells, dictionary-encoded or not."""
+    return getattr(column.type, "value_type", column.type)
+
+
 def is_text(arrow: Any) -> bool:
     """Whether `arrow` is a string type."""
     from pyarrow import types
@@ -296,15 +301,16 @@ def _encode_texts(column: Any) -> tuple[list[str], np.ndarray]:
     return [*words, ""], codes
 
 
-def _largest(numbers: np.ndarray) -> float:
+def largest(numbers: np.ndarray) -> float:
     """Return the largest absolute value; reductions avoid a copy, as slow as reading the column."""
     if numbers.dtype.kind == "M":
         return 0.0
-    return float(max(np.fmax.reduce(numbers, initial=0.0), -np.fmin.reduce(numbers, initial=0.0)))
+    high, low = np.fmax.reduce(numbers, initial=0), np.fmin.reduce(numbers, initial=0)
+    return max(float(high), -float(low))  # -low overflows for the lowest int64
 
 
 def _not_float32(numbers: np.ndarray) -> list[int]:
-    if _largest(numbers) <= FLOAT32_MAX:  # NaN is missing
+    if largest(numbers) <= FLOAT32_MAX:  # NaN is missing
         return []
     rows: list[int] = np.flatnonzero(np.abs(numbers) > FLOAT32_MAX).tolist()
     return rows

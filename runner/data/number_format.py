@@ -15,6 +15,7 @@ from runner.data.cells import (
     MISSING_WORDS,
     CellKind,
     CellRules,
+    cell_type,
     commonest_unit,
     is_text,
     plain_number,
@@ -156,7 +157,7 @@ def use_trained_format(
 
 def is_text_column(column: Any) -> bool:
     """Whether an arrow column holds texts, dictionary-encoded or not."""
-    return is_text(getattr(column.type, "value_type", column.type))
+    return is_text(cell_type(column))
 
 
 def sign_word(sign: str) -> str:

@@ -19,6 +19,7 @@ from runner.data.cells import (
     ColumnValues,
     ParsedColumn,
     TextColumn,
+    cell_type,
     id_reason,
     missing_cells,
     parse_column,
@@ -266,7 +267,7 @@ def _pop_id_columns(
                 choices.append(notice("data.target", name, reason))
     columns = {name: content.columns.pop(name) for name in names if name in reasons}
     for name, column in columns.items():
-        columns[name] = column.cast(getattr(column.type, "value_type", column.type))
+        columns[name] = column.cast(cell_type(column))
     return columns, choices
 
 

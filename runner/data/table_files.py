@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from runner.data.batch import NumberFormat
-from runner.data.cells import MAX_WHOLE, MISSING_WORDS, CellKind, CellRules, is_text
+from runner.data.cells import (
+    MAX_WHOLE,
+    MISSING_WORDS,
+    CellKind,
+    CellRules,
+    cell_type,
+    is_text,
+    largest,
+)
 from runner.data.config import CsvFormat, Tabular, sign_of
 from runner.data.number_format import convert_numbers, sign_word, use_trained_format
 from runner.data.preprocessing import Preprocessing
@@ -36,6 +44,7 @@ ENCODINGS = ("utf-8", "cp1252", "mac-roman", "cp850", "cp1250", "cp1251", "gb180
 SEPARATORS = ",;\t|"
 NEWLINE, QUOTE, POINT, ZERO, NINE = map(ord, '\n".09')
 SCAN_BYTES = 1 << 18  # of csv that are scanned at a time, in the processor's cache
+MAX_ENCODED_WORDS = 10_000  # of a text column; with more it is read as plain texts
 MAX_CODE_CHARS = 40  # a longer whole number is beyond 2^53, too
 
 
@@ -115,7 +124,7 @@ def _read_csv(path: Path, select: Select, rules: Rules, config: CsvFormat) -> Ta
     try:
         file = _CsvFile(path, config)
         table, malformed = _parse_csv(file, select, rules)
-        decoded = not any(is_binary(column.type) for column in table.columns)
+        decoded = not any(is_binary(cell_type(column)) for column in table.columns)
     except (UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
         if isinstance(error, pyarrow.ArrowInvalid) and "invalid UTF8" not in str(error):
             raise DataError(f"{path}: cannot be read as csv: {error}") from None
@@ -160,9 +169,9 @@ def _read_codes(file: _CsvFile, columns: Mapping[str, Any], rules: Rules) -> dic
     for name, column in columns.items():
         is_number = types.is_integer(column.type) or types.is_floating(column.type)
         if is_number and rules(name).kind is CellKind.any:
-            ends = compute.min_max(column)
-            is_large = max(-(ends["min"].as_py() or 0), ends["max"].as_py() or 0) >= MAX_WHOLE
-            names += [name] if is_large or file.has_codes else []
+            parts = (chunk.to_numpy(zero_copy_only=False) for chunk in column.chunks)
+            if file.has_codes or any(largest(part) >= MAX_WHOLE for part in parts):
+                names.append(name)
     if not names:
         return {}
     table, _ = _parse_csv(file, lambda *_: names, lambda _: CellRules(CellKind.texts))
@@ -196,13 +205,16 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
         true_values=[],
         false_values=[],
         null_values=MISSING_FORMS,
+        auto_dict_encode=True,  # a third faster than texts that are encoded afterwards
+        auto_dict_max_cardinality=MAX_ENCODED_WORDS,
         decimal_point=file.decimal,
     )
     read = partial(csv.ReadOptions, column_names=file.names)
     # only quoted cells contain line breaks; without quotes pyarrow splits blocks faster
     parse = partial(csv.ParseOptions, delimiter=file.separator, newlines_in_values=file.quotes > 0)
     with suppress(ArrowInvalid), file.rows() as rows:
-        return csv.read_csv(rows, read(block_size=BLOCK_BYTES), parse(), convert), malformed
+        table = csv.read_csv(rows, read(block_size=BLOCK_BYTES), parse(), convert)
+        return table.unify_dictionaries(), malformed
     # a row is longer than a block or malformed; with threads its number would be unknown
     one_block = read(use_threads=False, block_size=min(file.size + 1, 2**31 - 1))
     options = one_block, parse(invalid_row_handler=skip), convert
@@ -220,8 +232,9 @@ def is_blank(column: Any) -> bool:
     """Whether all cells of an arrow column are missing, or texts without letters."""
     from pyarrow import compute
 
-    if not is_text(column.type):
+    if not is_text(cell_type(column)):
         return bool(column.null_count == len(column))
+    column = column.cast(cell_type(column))
     return not compute.any(compute.greater(compute.utf8_length(column), 0)).as_py()
 
 
