@@ -183,6 +183,11 @@ class BatchLoader:
         if self.pool is not None:
             self.pool.report_lost = report
 
+    def free_worker_memory(self) -> None:
+        """Ask the workers to free garbage and unused heap, after the batches they already owe."""
+        if self.pool is not None:
+            self.pool.free_memory()
+
     def close(self) -> None:
         """Kill every worker, at once."""
         if self.pool is not None:

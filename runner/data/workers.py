@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from runner.device.memory import free_heap
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.parent_death import die_with_parent
 from runner.security.pickle_transfer import dumps_persistent, loads_persistent
@@ -45,6 +46,7 @@ from runner.training.signals import END_SIGNALS
 log = logging.getLogger("runner")
 
 REQUEST = struct.Struct("qqq")  # number of the pass, epoch, number of the batch
+FREE_MEMORY = REQUEST.pack(-1, 0, 0)  # without a response
 RESPONSE = struct.Struct("qqq")  # number of the pass, start of the pickle, bytes in all
 ALIGNMENT = 64  # of each storage, as torch allocates
 POPULATE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -139,6 +141,11 @@ class Workers:
             failed.set_exception(error)
             return failed
 
+    def free_memory(self) -> None:
+        """Ask every worker to free garbage and unused heap; it does so between two batches."""
+        for worker in range(len(self.sockets)):
+            self._send(worker, FREE_MEMORY)
+
     def close(self) -> None:
         """Kill every worker; they have no state to save."""
         if self.executor is not None:
@@ -183,9 +190,12 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _request(self, worker: int, key: Key) -> None:
-        """Request a batch. A dead worker is noticed when the batch is received."""
+        self._send(worker, REQUEST.pack(self.round, *key))
+
+    def _send(self, worker: int, request: bytes) -> None:
+        """Send a request. A dead worker is noticed when a batch is received."""
         try:
-            self.sockets[worker].sendall(REQUEST.pack(self.round, *key))
+            self.sockets[worker].sendall(request)
         except OSError as error:
             log.debug("data worker %d: no request sent: %s", worker, error)
 
@@ -318,6 +328,9 @@ def _serve(
             return
         if len(request) < REQUEST.size:
             return
+        if request == FREE_MEMORY:
+            free_heap()
+            continue
         request_round, *numbers = REQUEST.unpack(request)
         key = (numbers[0], numbers[1])
         result: Any

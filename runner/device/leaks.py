@@ -20,6 +20,8 @@ MAX_RISE_SHARE = 0.4  # largest share of the growth between two consecutive bloc
 MIN_SLOPE_RATIO = 0.75  # of the second half's slope to the first's: a warm-up slows down
 MIN_GROWTH_SHARE = 0.02  # of the growth to the size: long windows detect any small growth
 MIN_CLEANED_RATIO = 0.5  # of the slope between two cleanings to that of the window
+PLATEAU = WINDOW // 2  # samples of a leak's window without growth, after which it was none
+MAX_PLATEAU_RATIO = 0.25  # of the growth in a plateau to that of the leak in as many steps
 
 Sample = tuple[int, int]  # step and bytes
 
@@ -44,7 +46,8 @@ class LeakDetector:
     saw-tooth of garbage collection; the Theil-Sen estimator with Sen's interval (1968) gives the
     slope. If growth is significant, without a single jump or slowing down, memory is cleaned, and
     again a quarter of a window later; growth between the two cleanings is a leak. Each longer
-    window has minima of two samples of the one before, for slow leaks. A sample takes 1 µs.
+    window has minima of two samples of the one before, for slow leaks. A leak that stops growing
+    was none: a cache that is full. A sample takes 1 µs.
     """
 
     def __init__(self, least: int = 8 * MIB) -> None:
@@ -53,8 +56,13 @@ class LeakDetector:
         self.windows: list[_Window] = []
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
-        self.leaking = False  # whether a leak was confirmed
+        self.plateau: int | None = None  # step at which growth taken for a leak stopped
         self._suspicious: list[_Window] = []
+
+    @property
+    def leaking(self) -> bool:
+        """Whether a leak was confirmed, and still grows."""
+        return any(window.confirmed for window in self.windows)
 
     @property
     def samples(self) -> int:
@@ -83,12 +91,16 @@ class LeakDetector:
         if len(window.samples) < WINDOW or window.count % QUARTER:
             return
         trend = estimate_trend(window.samples, self.least)
+        if window.has_stopped():
+            window.confirmed, self.plateau = None, window.samples[-PLATEAU][0]
+            for one in self.windows:  # which were suspected of the same growth
+                one.suspected = one.after_first_cleaning = None
         if not self.leaking:
             self.trend = trend
-        if trend.leaking:
-            window.suspected = window.suspected or trend
-        if window.suspected is not None and not window.confirmed:
-            self._suspicious.append(window)
+        if window.confirmed is None:
+            window.suspected = window.suspected or (trend if trend.leaking else None)
+            if window.suspected is not None:
+                self._suspicious.append(window)
 
     def add_after_cleaning(self, step: int, size: int) -> Trend | None:
         """Add the size right after a cleaning; return the trend if it confirms a leak."""
@@ -101,10 +113,9 @@ class LeakDetector:
             window.suspected = window.after_first_cleaning = None
             slope = (size - before[1]) / (step - before[0])
             if slope > max(MIN_SLOPE, MIN_CLEANED_RATIO * suspected.slope):
-                window.confirmed = self.leaking = True
                 low, high = sorted((slope, suspected.slope))  # the first cleaning removed garbage
                 confirmed = replace(suspected, slope=low, low=low, high=high, last=step, size=size)
-                self.trend = confirmed
+                window.confirmed = self.trend = confirmed
         self._suspicious = []
         return confirmed
 
@@ -113,7 +124,8 @@ class LeakDetector:
         if self.leaking and self.trend is not None:
             return f"a leak: growing {_format_rate(self.trend.slope)} a step"
         if self.samples >= MIN_SAMPLES:
-            return f"no leak found in {self.samples:,} samples"
+            stopped = "" if self.plateau is None else f"; growth stopped at step {self.plateau:,}"
+            return f"no leak found in {self.samples:,} samples{stopped}"
         return f"too few samples for a leak verdict ({self.samples} of {MIN_SAMPLES})"
 
 
@@ -123,7 +135,7 @@ class _Window:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
-    confirmed: bool = False
+    confirmed: Trend | None = None  # a leak that still grows
     suspected: Trend | None = None
     after_first_cleaning: Sample | None = None
     pending: Sample | None = None  # first of two samples
@@ -137,6 +149,15 @@ class _Window:
         smaller, self.pending = min(self.pending, sample, key=lambda s: s[1]), None
         return smaller
 
+    def has_stopped(self) -> bool:
+        """Whether the newest samples, all later than the confirmed leak, do not grow with it."""
+        newest = list(self.samples)[-PLATEAU:]
+        if self.confirmed is None or newest[0][0] < self.confirmed.last:
+            return False
+        (start, first), *later = _block_floors(newest)
+        grown = max(size for _, size in later) - first
+        return grown < MAX_PLATEAU_RATIO * self.confirmed.slope * (later[-1][0] - start)
+
 
 def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
     """Return the verdicts on process and device as text; one if they are the same."""
@@ -149,11 +170,15 @@ def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
 def estimate_trend(window: Sequence[Sample], min_growth: int) -> Trend:
     """Return the trend of a window, oldest sample first."""
     samples = list(window)
-    blocks = [samples[i : i + BLOCK] for i in range(0, len(samples), BLOCK)]
-    floors = [min(block, key=lambda s: s[1]) for block in blocks]
+    floors = _block_floors(samples)
     slope, low, high = _theil_sen(floors)
     leaking = _is_steady(floors, low, min_growth)
     return Trend(leaking, slope, low, high, samples[0][0], samples[-1][0], floors[-1][1])
+
+
+def _block_floors(samples: list[Sample]) -> list[Sample]:
+    blocks = [samples[i : i + BLOCK] for i in range(0, len(samples), BLOCK)]
+    return [min(block, key=lambda s: s[1]) for block in blocks]
 
 
 def _theil_sen(points: list[Sample]) -> tuple[float, float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,18 @@ from runner.stability.config import WatchConfig
 from runner.training.hook import Hook, Report, Verdict
 from runner.training.run import Run
 
+log = logging.getLogger("runner")
+
 MIN_GROWTH = 0.01  # least growth since the last cleaning, as a share of memory, for another one
 MIB = 2**20
 MIN_OWN_SHARE = 0.1  # least share of memory used by this process for a stop to help
 REREAD_GROWTH = 1 / 8  # growth of the process for another reading, as a share of the memory left
 KEY = "stability.watch"
+SUBJECTS = {  # of which leaks are watched
+    "process": "the process",
+    "workers": "the data workers",
+    "device": "the tensors on the device",
+}
 
 
 class Resources(Hook):
@@ -32,7 +40,8 @@ class Resources(Hook):
     - Above stop_above (share of the memory of machine, container or `ulimit -v`): save and end the
       run, as the kernel would kill it without a checkpoint.
     - A nearly full disk, swapping, and a hot GPU: each logged once.
-    - A leak of the process or on the device: logged with its growth per step.
+    - A leak of the process, of its children such as the data workers, or on the device: logged with
+      its growth per step; withdrawn if the growth stops, as that of a cache that is full.
 
     Costs 20 µs a report; the machine is read every monitoring.system_every_s seconds, and the
     memory sooner if the process grows.
@@ -60,9 +69,14 @@ class Resources(Hook):
         if self.config.enabled:
             self.system_monitor.open(run.device)
             self.swap_before = resources.swap_bytes()
-            kinds = ["process", "device"] if run.device.kind == "cuda" else ["process"]
-            for kind in kinds if self.config.leaks else []:
-                run.leaks[kind] = LeakDetector(least=round(self.config.leak_mb * MIB))
+            kinds = {
+                "process": True,
+                "workers": bool(run.train.pool or run.validation.pool),
+                "device": run.device.kind == "cuda",
+            }
+            for kind, watched in kinds.items():
+                if watched and self.config.leaks:
+                    run.leaks[kind] = LeakDetector(least=round(self.config.leak_mb * MIB))
         yield
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
@@ -71,11 +85,7 @@ class Resources(Hook):
         if not self.config.enabled:
             return None
         for kind, detector in run.leaks.items():
-            if detector.add(report.last, _allocated_bytes(run, kind)):
-                memory.free_caches(run.device)  # so that only live memory is compared
-                trend = detector.add_after_cleaning(report.last, _allocated_bytes(run, kind))
-                if trend is not None:
-                    self._report_leak(run, kind, trend, report.last)
+            self._watch_leaks(run, kind, detector, report.last)
         now = time.monotonic()
         if now >= self.next_reading:
             self.next_reading = now + self.system_monitor.every_s
@@ -83,6 +93,23 @@ class Resources(Hook):
                 self._warn_once(run, warning, message, report.last)
             self.memory_limit = None
         return self._check_memory_limit(run, report.last)
+
+    def _watch_leaks(self, run: Run, kind: str, detector: LeakDetector, step: int) -> None:
+        size, trend = _allocated_bytes(run, kind), None
+        if kind == "workers":  # they have cleaned since the last report, between two batches
+            trend = detector.add_after_cleaning(step, size)
+        if detector.add(step, size):
+            if kind == "workers":
+                run.train.free_worker_memory()
+                run.validation.free_worker_memory()
+            else:
+                memory.free_caches(run.device)  # so that only live memory is compared
+                trend = detector.add_after_cleaning(step, _allocated_bytes(run, kind))
+        if trend is not None:
+            self._report_leak(run, kind, trend, step)
+        elif kind in self.leaks and not detector.leaking:
+            run.history.withdraw(self.leaks.pop(kind))
+            log.info("step %d: %s stopped growing: no leak", step, SUBJECTS[kind])
 
     def _clean(self, run: Run, step: int) -> None:
         if self.clean_above is None:
@@ -120,12 +147,13 @@ class Resources(Hook):
         memory_limit = self._read_memory_limit()
         if memory_limit.used_share <= above:
             return None
+        own_bytes = self.process_bytes + memory.descendant_bytes()
         message = (
             f"{memory_limit.used_share:.0%} of {memory_limit.name} "
-            f"({memory_limit.limit / GIB:.1f} GiB) is in use, this process holds "
-            f"{self.process_bytes / GIB:.1f} GiB"
+            f"({memory_limit.limit / GIB:.1f} GiB) is in use, this run holds "
+            f"{own_bytes / GIB:.1f} GiB"
         )
-        if self.process_bytes < MIN_OWN_SHARE * memory_limit.limit and not memory_limit.own:
+        if own_bytes < MIN_OWN_SHARE * memory_limit.limit and not memory_limit.own:
             action = "the run continues: other processes use most of it"
             self._warn_once(run, "memory_short", message, step, action)
             return None
@@ -139,10 +167,9 @@ class Resources(Hook):
         return self.memory_limit
 
     def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:
-        subject = "the process" if kind == "process" else "the tensors on the device"
         final_size = trend.size + trend.slope * (run.total_steps - step)
         message = (
-            f"leak: {subject} grows by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
+            f"leak: {SUBJECTS[kind]} grow{'s' * (kind == 'process')} by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
             f"to {trend.high / 1e3:.1f}, steps {trend.first} to {trend.last}); "
             f"{trend.size / MIB:,.0f} MiB now, {final_size / MIB:,.0f} MiB at step "
             f"{run.total_steps}"
@@ -188,6 +215,6 @@ def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, categor
 
 
 def _allocated_bytes(run: Run, kind: str) -> int:
-    if kind == "process":
-        return memory.anonymous_bytes()
+    if kind != "device":
+        return memory.anonymous_bytes() if kind == "process" else memory.child_bytes()
     return torch.cuda.memory_allocated(run.device.torch)

@@ -101,6 +101,13 @@ class History:
         fault.capture = fault.capture or capture
         return fault
 
+    def withdraw(self, fault: Fault) -> None:
+        """Remove a fault that later steps have disproved."""
+        self.faults = {key: other for key, other in self.faults.items() if other is not fault}
+        self.counts[fault.kind] -= fault.count
+        self.counts = {kind: count for kind, count in self.counts.items() if count}
+        self.unwritten = True
+
     def explain(self, step: int, cause: str) -> None:
         """Store the cause of a bad step for tools that find it later; keeps `MAX_CAUSES`."""
         self.causes[step] = cause
