@@ -147,6 +147,9 @@ class MemoryTool(DebugTool):
         gc.collect()
         self.growth = find_growth(self.object_counts, count_objects())
         text = "no Python object count grew: a library leaks, or the heap is fragmented"
+        if all(kind == "workers" for kind, detector in run.leaks.items() if detector.leaking):
+            self.growth = []
+            text = "objects of data workers are not counted; with data.workers=0 they are"
         if self.growth:
             text = "growing objects: " + "; ".join(map(str, self.growth[:2]))
         fault = _last_leak(run)

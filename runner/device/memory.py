@@ -1,7 +1,8 @@
 """Memory of the process and the device: current size, peaks and limits, in bytes.
 
-Process numbers exclude loader workers (`child_bytes` has them). They read one small file or make one system call, so they
-are cheap enough for each report (psutil on each step made a tiny training step 1.16 times as long).
+Process numbers exclude loader workers (`child_bytes` has them). They read one small file or make
+one system call, so they are cheap enough for each report (psutil on each step made a tiny training
+step 1.16 times as long).
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ MIN_OWN_SHARE = 0.1  # least share of memory used by this process for a stop to 
 REREAD_GROWTH = 1 / 8  # growth of the process for another reading, as a share of the memory left
 KEY = "stability.watch"
 SUBJECTS = {  # of which leaks are watched
-    "process": "the process",
-    "workers": "the data workers",
-    "device": "the tensors on the device",
+    "process": "the process grows",
+    "workers": "the data workers grow",
+    "device": "the tensors on the device grow",
 }
 
 
@@ -109,7 +109,8 @@ class Resources(Hook):
             self._report_leak(run, kind, trend, step)
         elif kind in self.leaks and not detector.leaking:
             run.history.withdraw(self.leaks.pop(kind))
-            log.info("step %d: %s stopped growing: no leak", step, SUBJECTS[kind])
+            message = "step %d: no leak: since step %d memory does not grow (was: %s)"
+            log.info(message, step, detector.plateau, SUBJECTS[kind])
 
     def _clean(self, run: Run, step: int) -> None:
         if self.clean_above is None:
@@ -169,7 +170,7 @@ class Resources(Hook):
     def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:
         final_size = trend.size + trend.slope * (run.total_steps - step)
         message = (
-            f"leak: {SUBJECTS[kind]} grow{'s' * (kind == 'process')} by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
+            f"leak: {SUBJECTS[kind]} by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
             f"to {trend.high / 1e3:.1f}, steps {trend.first} to {trend.last}); "
             f"{trend.size / MIB:,.0f} MiB now, {final_size / MIB:,.0f} MiB at step "
             f"{run.total_steps}"

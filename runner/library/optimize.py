@@ -91,6 +91,7 @@ class Optimized(Closeable):
     def __init__(self, lazy: LazyRun) -> None:
         self.lazy, self.model = lazy, lazy.model
         self.called = False
+        self.grad_enabled = True  # at the last call
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model, such as `parameters`."""
@@ -103,7 +104,7 @@ class Optimized(Closeable):
         run = self.lazy.run or self.prepare(self._as_inputs(args, kwargs))
         args = tuple(move_inputs(run, value) for value in args)
         kwargs = {name: move_inputs(run, value) for name, value in kwargs.items()}
-        self.called = True
+        self.called, self.grad_enabled = True, torch.is_grad_enabled()
         while True:
             try:
                 with enter_contexts(run.contexts):
@@ -127,7 +128,8 @@ class Optimized(Closeable):
     def engagements(self) -> list[TechniqueStatus]:
         """Return each technique's status: requested, engaged, reason and evidence.
 
-        Runs the model on the example, which takes a step's time. Without an example yet, nothing is
+        Runs the model on the example, with gradients if the last call had them, which takes a few
+        steps' time. Without an example yet, nothing is
         engaged.
         """
         run = self.lazy.run
@@ -136,7 +138,7 @@ class Optimized(Closeable):
             with preserve_state(self.model, device=device, safe=large), torch.no_grad():
                 with modes.evaluation_mode(self.model):
                     call_model(self, run.validation.peek()[0])
-        return self.lazy.statuses()
+        return self.lazy.statuses(self.grad_enabled)
 
     def close(self) -> None:
         """Undo every global switch; the model is restored, and this object cannot be called."""
@@ -302,13 +304,13 @@ class LazyRun:
                 self.run = self._build(inputs, target)  # some techniques try a step
         return self.run
 
-    def statuses(self) -> list[TechniqueStatus]:
-        """Return each technique's status. Runs the model."""
+    def statuses(self, grad_enabled: bool = True) -> list[TechniqueStatus]:
+        """Return each technique's status. Runs the model, with gradients if `grad_enabled`."""
         if self.run is None:
             reason = "closed" if self.closed else "waits for the first batch (or an example)"
             requested = self.config.optimization.techniques()
             return [TechniqueStatus(name, t.enabled, False, reason) for name, t in requested]
-        with stash_gradients(self.model):
+        with stash_gradients(self.model), torch.set_grad_enabled(grad_enabled):
             collect_evidence(self.run)
         return [
             replace(row, requested=True, reason=self.not_applicable[row.name])

@@ -40,7 +40,7 @@ OPERATORS = {
     "math": "aten::_scaled_dot_product_attention_math",
 }
 PRODUCT_OPERATORS = ("aten::bmm", "aten::baddbmm")
-UNFUSED = ("math", "plain", TORCH_CHOICE)  # decomposed by the compiler; torch's choice may be math
+UNFUSED = ("math", "plain")  # decomposed by the compiler
 
 
 def unavailable(config: Attention, device: Device) -> str | None:
@@ -65,7 +65,10 @@ def apply(config: Attention, builder: RunBuilder) -> str | None:
             return f"the model does not take {samples} samples ({type(error).__name__})"
         if not calls:
             return "the model does not call scaled_dot_product_attention"
-        builder.technique_facts["attention"] = {"calls": len(calls)}
+        builder.technique_facts["attention"] = {
+            "calls": len(calls),
+            "torch_choices": [call.torch_choice for call in calls],
+        }
         name = config.kernel.value
         if config.kernel is not Kernel.auto and (
             reason := _unsupported_reason(name, forward, builder)
@@ -75,19 +78,21 @@ def apply(config: Attention, builder: RunBuilder) -> str | None:
         matrix_mb = sum(c.matrix_bytes for c in calls) / 2**20 * builder.micro_batch / samples
         dtypes = {call.dtype for call in calls}
         name = builder.choose(KEY, lambda: _choose_kernel(builder.device, dtypes, matrix_mb))
-    if name != TORCH_CHOICE:
+        if name == TORCH_CHOICE:
+            reason = next(c.reason for c in reversed(builder.choices) if c.key == KEY)
+            return f"kernel {name}: {reason}"
         # a kernel asked for by name is used
-        if config.kernel is Kernel.auto and (reason := builder.skip_reason("attention")):
+        if reason := builder.skip_reason("attention"):
             return reason
-        stack = builder.scope.enter_context(ExitStack())
+    stack = builder.scope.enter_context(ExitStack())
 
-        def set_enabled(run: Run, on: bool) -> None:
-            stack.close()
-            if on:
-                stack.enter_context(use_kernel(name, run.model))
+    def set_enabled(run: Run, on: bool) -> None:
+        stack.close()
+        if on:
+            stack.enter_context(use_kernel(name, run.model))
 
-        stack.enter_context(use_kernel(name, builder.model))
-        builder.add_trial("attention", set_enabled)
+    stack.enter_context(use_kernel(name, builder.model))
+    builder.add_trial("attention", set_enabled)
     return None
 
 
@@ -137,9 +142,11 @@ def engaged(config: Attention, run: Run) -> Evidence:
         unfused_calls = min(_count_step_calls(run), products // 2)
     unfused = {"bmm": products} if unfused_calls else {}
     facts: dict[str, Any] = {"kernel": requested, "ran": kernels or unfused}
-    other_kernels = [name for name in kernels if name != requested and requested != TORCH_CHOICE]
+    other_kernels = [name for name in kernels if name != requested]
     if other_kernels:
         return Evidence(False, f"{' and '.join(other_kernels)} ran instead", facts)
+    if set(run.technique_facts["attention"]["torch_choices"]) == {requested}:
+        return Evidence(False, f"torch's own choice is {requested}, too", facts, status="skipped")
     # share of the calls recorded at build time; recomputed ones run twice a step
     calls = int(run.technique_facts["attention"]["calls"])
     calls_in_kernel = sum(kernels.values()) or unfused_calls
@@ -172,6 +179,7 @@ class AttentionCall(NamedTuple):
 
     dtype: torch.dtype  # of the query
     matrix_bytes: int  # of its attention matrices [query, key]
+    torch_choice: str  # the kernel that torch takes by itself; "" if unknown
 
 
 class _CallRecorder(TorchFunctionMode):
@@ -191,12 +199,29 @@ class _CallRecorder(TorchFunctionMode):
         arguments = dict(zip(ARGUMENT_NAMES, args, strict=False)) | dict(kwargs)
         query, key = arguments["query"], arguments["key"]
         elements = prod(query.shape[:-1]) * key.shape[-2]
-        self.calls.append(AttentionCall(query.dtype, elements * query.element_size()))
+        size = elements * query.element_size()
+        self.calls.append(AttentionCall(query.dtype, size, _torch_choice(arguments)))
 
     def plain_attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call `plain_attention`, and record the call."""
         self.record(args, kwargs)
         return plain_attention(*args, **kwargs)
+
+
+def _torch_choice(arguments: Mapping[str, Any]) -> str:
+    """Return the kernel that torch takes for a call, as autocast passes it on; "" if unknown."""
+    kind = arguments["query"].device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else None
+    values = {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    try:
+        number = torch._fused_sdp_choice(**values)
+    except (RuntimeError, TypeError):
+        return ""
+    return next((name for name, backend in BACKENDS.items() if backend.value == number), "")
 
 
 def record_calls(run: Callable[[], object], model: nn.Module) -> list[AttentionCall]:

@@ -87,7 +87,7 @@ def engaged(config: Compile, run: Run) -> Evidence:
     """Return the share of layers in compiled graphs, and dynamo's counters."""
     from runner.record.text import shorten
     from runner.techniques import compiler
-    from runner.techniques.layer_evidence import compiled_layers
+    from runner.techniques.layer_evidence import compiled_layers, compiled_work
 
     compilation = run.compilation
     if run.step_graph is not None:
@@ -104,5 +104,10 @@ def engaged(config: Compile, run: Run) -> Evidence:
         causes = facts.get("failed") or [compiler.graph_obstacle(run, eager=True)]
         return Evidence(False, shorten("; ".join(filter(None, ["no graph", *causes])), 300), facts)
     compiled, total = compiled_layers(run)
+    if (work := compiled_work(run)) is not None:
+        facts["work"] = f"{work:.0%}"
     evidence = Evidence.of_share(compiled, total, "layers in compiled graphs", **facts)
+    if evidence.engaged and work is not None and work <= 0.5:
+        reason = f"{work:.0%} of the work (FLOP of products, other elements) in compiled graphs"
+        evidence = replace(evidence, engaged=False, reason=reason)
     return replace(evidence, reason="; ".join(filter(None, (reason, evidence.reason))))

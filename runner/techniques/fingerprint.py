@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,20 +21,30 @@ if TYPE_CHECKING:
 
 CLAIM = "claimed by the technique itself"
 SAMPLES = 8  # in the compared step
-FIELDS_SEEN_IN_STEP = set("model forward contexts placements technique_facts choices scope".split())
-"""Fields of a builder that are not compared: their effect is seen in the compared step."""
+FIELDS_READ = (
+    *("device", "loss_scale", "micro_batch", "optimizer_class"),
+    *("switches", "total_steps", "whole_step_options"),
+)
+"""Fields of a builder that the rest of the build, or the run, reads and that are compared as such.
+
+The effects of model, forward, objective, contexts and placements are seen in the compared step.
+"""
+LOADER_FIELDS = "workers drop_last bad_samples", "prefetch persistent_workers"
+CUDA_LOADER_FIELDS = "pin_memory device_prefetch"
+"""Fields of `data` that every loader reads, those for workers, and those for a GPU."""
 
 
 def fingerprint(builder: RunBuilder) -> dict[str, Any]:
     """Return the observable state of a builder, by the name under which a change is reported."""
-    names = {f.name for f in fields(builder)} - FIELDS_SEEN_IN_STEP
-    settings = {name: getattr(builder, name) for name in names}
+    settings = {name: getattr(builder, name) for name in FIELDS_READ}
     settings = {k: copy(v) if isinstance(v, dict | list) else v for k, v in settings.items()}
     model, kind = builder.model, builder.device.kind
     with enter_contexts(builder.contexts):
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return {
         **settings,
+        "optimizer_options": _effective_options(builder),
+        "data": _loader_settings(builder),
         "types and layout of weights": {
             name: (weight.dtype, weight.stride(), weight.requires_grad)
             for name, weight in [*model.named_parameters(), *model.named_buffers()]
@@ -44,11 +55,32 @@ def fingerprint(builder: RunBuilder) -> dict[str, Any]:
             autocast,
             torch.get_num_threads(),
             torch.get_default_dtype(),
-            numerics.read_fp32_precision(),
-            torch.backends.cudnn.benchmark,
+            *(
+                (name, precision)
+                for name, precision in numerics.read_fp32_precision().items()
+                if kind == "cuda" or name.startswith("mkldnn")
+            ),
+            kind == "cuda" and torch.backends.cudnn.benchmark,
         ],
         **_step_effects(builder),
     }
+
+
+def _effective_options(builder: RunBuilder) -> dict[str, Any]:
+    """Return the optimizer's options, with its defaults where none are set."""
+    parameters = inspect.signature(builder.optimizer_class).parameters.values()
+    options = {p.name: p.default for p in parameters if p.default is not p.empty}
+    options |= builder.optimizer_options
+    if builder.device.kind == "cpu":  # where False is torch's default
+        options |= {name: options.get(name) or None for name in ("foreach", "fused")}
+    return options
+
+
+def _loader_settings(builder: RunBuilder) -> list[Any]:
+    always, for_workers = LOADER_FIELDS
+    names = [always, for_workers * bool(builder.data.workers)]
+    names.append(CUDA_LOADER_FIELDS * (builder.device.kind == "cuda"))
+    return [getattr(builder.data, name) for name in " ".join(names).split()]
 
 
 def _step_effects(builder: RunBuilder) -> dict[str, Any]:

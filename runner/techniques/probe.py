@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -108,8 +108,16 @@ def trial_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tens
         return loss.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
 
 
-def saved_bytes(model: nn.Module, step: Callable[[], object], *excluded: Tensor) -> int:
-    """Return the bytes that a step saves for backward, except state of the model and `excluded`."""
+def saved_bytes(
+    model: nn.Module,
+    step: Callable[[], object],
+    *excluded: Tensor,
+    outputs: Callable[[Any], bool] | None = None,
+) -> int:
+    """Return the bytes that a step saves for backward, except state of the model and `excluded`.
+
+    With `outputs`, also the output of each operator for which it is true; not of compiled code.
+    """
     tensors = [*model.state_dict(keep_vars=True).values(), *excluded]
     excluded_ids = {t.untyped_storage()._cdata for t in tensors}
     sizes: dict[int, int] = {}
@@ -119,7 +127,14 @@ def saved_bytes(model: nn.Module, step: Callable[[], object], *excluded: Tensor)
             sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def add_output(operator: Any, output: Any) -> None:
+        if outputs is not None and outputs(operator):
+            for tensor in output if isinstance(output, tuple | list) else (output,):
+                if isinstance(tensor, Tensor):
+                    pack(tensor)
+
+    observer = nullcontext() if outputs is None else OperatorObserver(add_output)
+    with observer, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step()
     return sum(sizes.values())
 
@@ -148,6 +163,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def dry_run_step(run: Run, samples: int | None = None) -> None:
     """Run a step over the first training batch without its update, in one graph if the run does.
 
+    Forward and loss alone where gradients are disabled.
     With `samples`, run forward and backward over at most that many, never one graph.
     """
     gradients = [parameter.grad for parameter in run.model.parameters()]
@@ -160,7 +176,8 @@ def dry_run_step(run: Run, samples: int | None = None) -> None:
         run.update.begin()
         with enter_contexts(run.contexts):
             loss = run.objective(call_model(run.forward, batch[0]), batch[1])
-        torch.autograd.backward(loss)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(loss)
     finally:
         run.update.abandon()
         for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):

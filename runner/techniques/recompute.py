@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -82,29 +82,36 @@ def engaged(config: Recompute, run: Run) -> Evidence:
         return Evidence(False, "nothing was recomputed")
     block_count, samples = len(recompute.blocks), min(run.micro_batch, SAMPLES)
 
-    def measure_saved(max_samples: int | None) -> int:
-        return saved_bytes(run.model, lambda: dry_run_step(run, max_samples))
+    # hooks do not see what the selective policy saves
+    outputs = recompute.saves_output if recompute.what is RecomputePolicy.selective else None
+
+    def measure_saved(max_samples: int) -> int:
+        step = partial(dry_run_step, run, max_samples)
+        return saved_bytes(run.model, step, outputs=outputs) * run.micro_batch // max_samples
 
     recompute.recomputed.clear()
     with torch.compiler.set_stance("force_eager"):  # few samples, as a step may not fit
-        saved = measure_saved(samples) * run.micro_batch // samples
+        saved = measure_saved(samples)
         recomputed = len(recompute.recomputed)
         recompute.disabled = True
         try:
-            saved_without = measure_saved(samples) * run.micro_batch // samples
+            saved_without = measure_saved(samples)
         finally:
             recompute.disabled = False
-    facts: dict[str, Any] = {"what": recompute.what.value}
-    if recompute.what is RecomputePolicy.full:  # hooks do not see what selective saves
-        facts["held_bytes"] = saved
+    facts: dict[str, Any] = {"what": recompute.what.value, "held_bytes": saved}
     facts |= {"held_bytes_without": saved_without, "blocks": block_count}
     if run.compilation is not None and run.compilation.mode:
-        facts["compiled_held_bytes"] = compiled = measure_saved(None)
+        facts["compiled_held_bytes"] = compiled = saved_bytes(run.model, partial(dry_run_step, run))
         # a graph without recomputation saves about as much as eager without it
         smaller = 0 < compiled < SAVING_RATIO * saved_without
         return Evidence(smaller, "" if smaller else "the compiled graph saves no memory", facts)
     facts["recomputed_blocks"] = recomputed
-    return Evidence.of_share(recomputed, block_count, "blocks ran again in the backward", **facts)
+    counted = "blocks ran again in the backward"
+    evidence = Evidence.of_share(recomputed, block_count, counted, **facts)
+    if evidence.engaged and saved >= saved_without:
+        reason = f"{saved:,} bytes are held for the backward, and {saved_without:,} without it"
+        return replace(evidence, engaged=False, reason=reason)
+    return evidence
 
 
 @dataclass
@@ -115,6 +122,7 @@ class RecomputedBlocks:
     blocks: list[nn.Module]
     disabled: bool = False  # True: everything is saved
     recomputed: set[nn.Module] = field(default_factory=set, compare=False)  # in a backward
+    depth: int = field(default=0, compare=False)  # forwards entered whose products are saved
 
     def wrap(self, scope: ExitStack) -> None:
         """Replace each block's forward until `scope` closes."""
@@ -134,6 +142,8 @@ class RecomputedBlocks:
             forward_context, recompute_context = (
                 (nullcontext(), nullcontext()) if contexts is None else contexts()
             )
+            if contexts is not None:
+                forward_context = self._mark_saving(forward_context)
             return forward_context, self._preserve_buffers(block, recompute_context)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -148,6 +158,19 @@ class RecomputedBlocks:
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
         return checkpointed
+
+    def saves_output(self, operator: Any) -> bool:
+        """Whether the selective policy saves the output of an operator that runs now."""
+        return self.depth > 0 and operator in SAVED_OPERATORS
+
+    @contextmanager
+    def _mark_saving(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        self.depth += 1
+        try:
+            with context:
+                yield
+        finally:
+            self.depth -= 1
 
     @contextmanager
     def _preserve_buffers(

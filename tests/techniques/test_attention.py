@@ -129,16 +129,22 @@ def switches() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "ran"), [("flash", {"flash": 2}), ("math", {"math": 2}), ("plain", {"bmm": 12})]
+    ("kernel", "ran", "engaged"),
+    [
+        ("flash", {"flash": 2}, False),  # which is what torch takes by itself here
+        ("math", {"math": 2}, True),
+        ("plain", {"bmm": 12}, True),
+    ],
 )
-def test_a_kernel_asked_for_by_name_is_the_one_that_ran_until_the_run_is_closed(
-    kernel: str, ran: Mapping[str, int]
+def test_a_kernel_asked_for_by_name_runs_and_is_engaged_unless_torch_takes_it_anyway(
+    kernel: str, ran: Mapping[str, int], engaged: bool
 ) -> None:
     before = switches()
     with runs.opened(*GPT, KERNEL + kernel) as run:
         assert switches() != before
         row = runs.status(train(run), "attention")
-    assert row.engaged, row.reason
+    assert row.engaged is engaged, row.reason
+    assert row.reason == ("" if engaged else "torch's own choice is flash, too")
     assert row.evidence["kernel"] == kernel
     assert row.evidence["ran"] == ran  # two layers
     assert switches() == before
@@ -152,7 +158,7 @@ def test_a_kernel_asked_for_by_name_is_the_one_that_ran_until_the_run_is_closed(
         ([], 1024, "default", ""),
     ],
 )
-def test_auto_goes_by_a_rule_gives_it_keeps_it_on_resume_and_takes_hold(
+def test_auto_goes_by_a_rule_gives_it_keeps_it_on_resume_and_engages_unless_it_is_torchs(
     more: list[str],
     limit: int,
     chosen: str,
@@ -165,7 +171,8 @@ def test_auto_goes_by_a_rule_gives_it_keeps_it_on_resume_and_takes_hold(
         (choice,) = [c for c in run.choices if c.key == attention.KEY]
         row = runs.status(train(run), "attention")
     assert choice.value == chosen and reason in choice.reason
-    assert row.engaged, row.reason
+    assert row.engaged is (chosen != "default"), row.reason
+    assert row.engaged or row.reason == f"kernel default: {choice.reason}"
     again = ["optimization=none", *GPT, *more, "checkpoint.resume=auto"]
     with runs.opened(*again, folder=tmp_path) as run:
         (choice,) = [c for c in run.choices if c.key == attention.KEY]
@@ -241,7 +248,8 @@ LEVELS = [
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("model", [WrittenByHand, OnlyOfFew])
 def test_products_of_matrices_are_no_attention(model: type[nn.Module], level: list[str]) -> None:
-    with runs.opened(*TABLE, *level, given=Components(model())) as run:
+    asked = [*TABLE, *level, f"{KERNEL}math"]
+    with runs.opened(*asked, given=Components(model())) as run:
         row = runs.status(train(run), "attention")
     assert row.requested and not row.engaged
     if model is OnlyOfFew:

@@ -191,7 +191,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("written_out", [0, 1, 2])
 def test_attention_is_engaged_by_the_share_of_calls_that_reach_the_kernel(written_out: int) -> None:
-    asked = [*QUICK, *TABLE, *on("attention", "kernel=flash")]
+    asked = [*QUICK, *TABLE, *on("attention", "kernel=math")]
     with runs.opened(*asked, given=Components(model=Attending())) as run:
         run.model.written_out = written_out  # decided by the user's code later on
         train(run)
@@ -360,7 +360,7 @@ class Doubled(Claimed):
 
 class Unfused(Claimed):
     def apply(self, builder: RunBuilder) -> None:
-        builder.optimizer_options["foreach"] = False
+        builder.optimizer_options["foreach"] = True
 
 
 def own(technique: Technique, *overrides: str) -> TechniqueStatus:
