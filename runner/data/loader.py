@@ -183,10 +183,9 @@ class BatchLoader:
         if self.pool is not None:
             self.pool.report_lost = report
 
-    def free_worker_memory(self) -> None:
-        """Ask the workers to free garbage and unused heap, after the batches they already owe."""
-        if self.pool is not None:
-            self.pool.free_memory()
+    def free_worker_memory(self) -> int:
+        """Ask the workers to free garbage and unused heap; return the batches until then."""
+        return 1 if self.pool is None else self.pool.free_memory() + 1
 
     def close(self) -> None:
         """Kill every worker, at once."""

@@ -141,10 +141,14 @@ class Workers:
             failed.set_exception(error)
             return failed
 
-    def free_memory(self) -> None:
-        """Ask every worker to free garbage and unused heap; it does so between two batches."""
+    def free_memory(self) -> int:
+        """Ask every worker to free garbage and unused heap after the batches that it owes.
+
+        Return the most batches that all of them owe.
+        """
         for worker in range(len(self.sockets)):
             self._send(worker, FREE_MEMORY)
+        return self.count * self.ahead
 
     def close(self) -> None:
         """Kill every worker; they have no state to save."""

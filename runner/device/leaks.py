@@ -70,9 +70,8 @@ class LeakDetector:
         return self.windows[0].count if self.windows else 0
 
     def add(self, step: int, size: int) -> bool:
-        """Add a sample; True asks to clean memory and to call `add_after_cleaning`."""
+        """Add a sample; True asks to clean memory and to call `add_after_cleaning`, once it is."""
         self.start = step if self.start is None else self.start
-        self._suspicious = []
         if step < self.start + WARM_UP_STEPS:
             return False
         sample = (step, size)
@@ -99,7 +98,7 @@ class LeakDetector:
             self.trend = trend
         if window.confirmed is None:
             window.suspected = window.suspected or (trend if trend.leaking else None)
-            if window.suspected is not None:
+            if window.suspected is not None and window not in self._suspicious:
                 self._suspicious.append(window)
 
     def add_after_cleaning(self, step: int, size: int) -> Trend | None:
@@ -129,7 +128,7 @@ class LeakDetector:
         return f"too few samples for a leak verdict ({self.samples} of {MIN_SAMPLES})"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Window:
     """The newest samples; the smaller of each two goes to the next window."""
 

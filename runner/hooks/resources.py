@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 
 import torch
 
@@ -61,6 +62,7 @@ class Resources(Hook):
         self.next_reading = 0.0  # of the machine
         self.swap_before: int | None = None
         self.warned: set[str] = set()
+        self.workers_clean_from: int | None = None  # the step, once they are asked to free memory
         self.leaks: dict[str, Fault] = {}  # by kind, as longer windows detect a leak again
 
     @contextmanager
@@ -96,15 +98,15 @@ class Resources(Hook):
 
     def _watch_leaks(self, run: Run, kind: str, detector: LeakDetector, step: int) -> None:
         size, trend = _allocated_bytes(run, kind), None
-        if kind == "workers":  # they have cleaned since the last report, between two batches
-            trend = detector.add_after_cleaning(step, size)
+        if kind == "workers" and step >= (self.workers_clean_from or inf):
+            trend, self.workers_clean_from = detector.add_after_cleaning(step, size), None
         if detector.add(step, size):
-            if kind == "workers":
-                run.train.free_worker_memory()
-                run.validation.free_worker_memory()
-            else:
+            if kind != "workers":
                 memory.free_caches(run.device)  # so that only live memory is compared
                 trend = detector.add_after_cleaning(step, _allocated_bytes(run, kind))
+            elif self.workers_clean_from is None:
+                run.validation.free_worker_memory()
+                self.workers_clean_from = step + run.train.free_worker_memory()
         if trend is not None:
             self._report_leak(run, kind, trend, step)
         elif kind in self.leaks and not detector.leaking:

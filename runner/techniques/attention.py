@@ -145,14 +145,16 @@ def engaged(config: Attention, run: Run) -> Evidence:
     other_kernels = [name for name in kernels if name != requested]
     if other_kernels:
         return Evidence(False, f"{' and '.join(other_kernels)} ran instead", facts)
-    if set(run.technique_facts["attention"]["torch_choices"]) == {requested}:
-        return Evidence(False, f"torch's own choice is {requested}, too", facts, status="skipped")
     # share of the calls recorded at build time; recomputed ones run twice a step
     calls = int(run.technique_facts["attention"]["calls"])
     calls_in_kernel = sum(kernels.values()) or unfused_calls
     counted = "calls ran in an attention kernel"
     evidence = Evidence.of_share(min(calls_in_kernel, calls), calls, counted, **facts)
-    return evidence if calls_in_kernel else replace(evidence, reason="no attention kernel ran")
+    if not calls_in_kernel:
+        return replace(evidence, reason="no attention kernel ran")
+    if set(run.technique_facts["attention"]["torch_choices"]) == {requested}:
+        return Evidence(False, f"torch's own choice is {requested}, too", facts, status="skipped")
+    return evidence
 
 
 def _count_step_calls(run: Run) -> int:

@@ -53,8 +53,9 @@ ROUGH = noise(MIB)
     ids=["noise", "saw-tooth", "slow", "late"],
 )
 def test_a_leak_is_found_and_said_once_a_window(curve: Curve, first: int, last: int) -> None:
-    _, leaks = watch(curve, last)
+    detector, leaks = watch(curve, last)
     assert leaks and first < leaks[0].last and len(leaks) < 5
+    assert detector.leaking and detector.plateau is None
 
 
 HEALTHY: dict[str, Curve] = {
@@ -79,6 +80,20 @@ def test_what_is_no_leak_raises_nothing(curve: Curve) -> None:
     detector, leaks = watch(curve, 5000)
     assert leaks == [] and not detector.leaking
     assert detector.describe() == "no leak found in 495 samples"
+
+
+@pytest.mark.parametrize("jitter", [0, MIB], ids=["exact", "noise"])
+def test_growth_that_has_stopped_is_no_leak_any_more_and_a_later_leak_is_one(jitter: int) -> None:
+    rough = noise(jitter)
+    filled: Curve = lambda s: 50_000 * min(s, 1000) + rough(s)  # noqa: E731
+    assert watch(filled, 1000)[0].leaking, "until then it cannot be told apart"
+    detector, leaks = watch(filled, 2000)
+    assert leaks and not detector.leaking
+    assert detector.plateau is not None and 900 <= detector.plateau <= 1200
+    stopped = f"no leak found in 195 samples; growth stopped at step {detector.plateau:,}"
+    assert detector.describe() == stopped
+    detector, _ = watch(lambda s: filled(s) + 50_000 * max(0, s - 2000), 3000)
+    assert detector.leaking and "a leak: growing" in detector.describe()
 
 
 def test_a_leak_is_found_though_cleaning_makes_a_step_down() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import resource
 import sys
 import time
@@ -17,9 +19,12 @@ import torch
 
 from runner import Hook, build, compose, train
 from runner.build import Components
+from runner.data.user_dataset import UserDataset
+from runner.device import memory
 from runner.errors import ConfigError, StorageError
 from runner.hooks.resources import Resources
 from runner.jobs.train import main as train_job
+from runner.record.history import History
 from runner.training.hook import Report, Step
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -174,6 +179,63 @@ def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> Non
     assert leak["steps"][0] <= 500 and "debug=memory" in leak["action"]
     slope = float(leak["message"].partition("grows by ")[2].partition(" KB a step")[0])
     assert 40 < slope < 65
+
+
+class Hoarding:
+    """Keeps 250 KB at each of the first `limit` fetches, or leaves them as cyclic garbage."""
+
+    sizes = {"task": "classification", "in_features": 2, "classes": 2}  # noqa: RUF012
+
+    def __init__(self, limit: int, garbage: bool = False) -> None:
+        self.limit, self.garbage, self.kept = limit, garbage, list[mmap.mmap]()
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        gc.disable()  # in the worker: its garbage stays until the run asks to free it
+        if len(self.kept) < self.limit:
+            block = mmap.mmap(-1, 250_000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block.write(b"x" * 250_000)
+            cycle: list[Any] = [block]
+            cycle.append(cycle)
+            if not self.garbage:
+                self.kept.append(block)
+        return torch.full((2,), float(index)), index % 2
+
+
+@linux
+@pytest.mark.parametrize(
+    ("limit", "garbage", "verdict"),
+    [
+        (10**9, False, "a leak: growing"),
+        (280, False, "growth stopped at step 1"),
+        (10**9, True, "samples"),
+    ],
+    ids=["leak", "cache", "garbage"],
+)
+def test_memory_of_data_workers_is_watched_for_leaks_without_full_caches_and_garbage(
+    limit: int, garbage: bool, verdict: str, tmp_path: Path
+) -> None:
+    config = compose([*QUICK[1:], "model=mlp", "training.batch_size=4", "data.workers=2"])
+    config.training.steps, config.monitoring.every = 260, 1
+    data = UserDataset(Hoarding(limit, garbage), "Hoarding", config.data)
+    with build(config, tmp_path, Components(data=data)) as run:
+        summary = train(run)
+        found = run.leaks["workers"].describe()
+        assert not run.leaks["process"].leaking
+    assert verdict in found
+    leaks = [fault for fault in History.read(tmp_path) if fault.kind == "leak"]
+    assert summary.faults.get("leak", 0) == len(leaks) == ("a leak" in verdict)
+    assert all("the data workers grow by" in leak.message for leak in leaks)
+
+
+@linux
+def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak() -> None:
+    before = memory.anonymous_bytes()
+    with mmap.mmap(-1, 40 * MIB) as block:
+        block.write(b"x" * 40 * MIB)
+        assert memory.anonymous_bytes() - before > 30 * MIB
 
 
 @pytest.mark.slow

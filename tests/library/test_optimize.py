@@ -151,6 +151,22 @@ def test_it_compiles_in_place_until_it_is_closed() -> None:
     assert model._compiled_call_impl is None
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
+@pytest.mark.parametrize("called", [None, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_a_model_compiled_for_calls_without_gradients_is_engaged(
+    training: bool, called: Any
+) -> None:
+    model, x = Scaled().train(training), torch.randn(4, 64)
+    with optimize(model, "compile", example=x) as fast:
+        if called is not None:
+            with called():
+                fast(x)
+        compiled = row(fast, "compile")
+    assert compiled.engaged, compiled.reason
+    assert model.training is training
+
+
 def test_a_mistake_names_the_argument_and_the_fix(net: nn.Module) -> None:
     anything: Any = net
     for call, error, message in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from runner import build, train
 from runner.build import Components
+from runner.data.config import DataConfig
 from runner.errors import ConfigError
 from runner.format import technique_status
-from runner.techniques.base import Evidence, RunBuilder, Technique, TechniqueStatus
+from runner.techniques.base import Evidence, RunBuilder, RunParts, Technique, TechniqueStatus
 from runner.techniques.config import CudaGraphs, Optimization, Tf32
+from runner.techniques.fingerprint import FIELDS_READ, MeasuredTechnique
 from runner.training.evidence import collect_evidence, technique_statuses
 from runner.training.run import Run
 from tests import runs
@@ -145,6 +147,65 @@ def test_recompute_is_engaged_by_the_share_of_blocks_that_ran_again(past: int) -
     assert again.evidence["recomputed_blocks"] == 3 - past
     assert again.engaged is (past < 2)
     assert again.reason == (f"{3 - past} of 3 blocks ran again in the backward" if past else "")
+
+
+class OneProduct(Block):
+    """Keeps its input for the backward, with recompute and without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class OneProducts(Blocks):
+    def __init__(self) -> None:
+        super().__init__(block=OneProduct)
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "engaged"),
+    [
+        (Blocks, "full", True),
+        (Blocks, "selective", False),  # keeps the product in place of the activation
+        (OneProducts, "full", False),
+        (OneProducts, "selective", False),
+    ],
+)
+def test_recompute_that_holds_as_many_bytes_is_not_engaged(
+    model: type[Blocks], what: str, engaged: bool
+) -> None:
+    again = trained("recompute", *TABLE, *on("recompute", f"what={what}"), model=model())
+    held, without = again.evidence["held_bytes"], again.evidence["held_bytes_without"]
+    assert again.evidence["recomputed_blocks"] == 3
+    assert (held < without) is engaged is again.engaged
+    assert engaged or f"{held:,} bytes are held" in again.reason
+
+
+class Heavy(nn.Module):
+    """Small layers around large products that are kept out of the compiler."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        self.up, self.head, self.functional = nn.Linear(16, 512), nn.Linear(16, 10), functional
+
+    @torch.compiler.disable
+    def products(self, x: Tensor) -> Tensor:
+        hidden = F.linear(x, self.up.weight) if self.functional else self.up(x)
+        return hidden.relu() @ self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.norms
+        return self.head(fourth(third(self.products(second(first(x))))))
+
+
+@COMPILES
+@pytest.mark.parametrize("functional", [True, False], ids=["function", "layer"])
+def test_compile_is_not_engaged_where_the_heavy_work_runs_uncompiled(functional: bool) -> None:
+    compiled = trained("compile", *TABLE, *on("compile"), model=Heavy(functional))
+    assert compiled.evidence["layers"] == ("5 of 5" if functional else "5 of 6")
+    assert not compiled.engaged
+    assert compiled.reason.startswith(f"{compiled.evidence['work']} of the work")
+    assert float(compiled.evidence["work"].rstrip("%")) < 10
 
 
 @COMPILES
@@ -363,6 +424,17 @@ class Unfused(Claimed):
         builder.optimizer_options["foreach"] = True
 
 
+class FieldSetter(Claimed):
+    """Sets a field of the builder."""
+
+    def __init__(self, field: str, value: Any) -> None:
+        super().__init__(True)
+        self.field, self.value = field, value
+
+    def apply(self, builder: RunBuilder) -> None:
+        setattr(builder, self.field, self.value)
+
+
 def own(technique: Technique, *overrides: str) -> TechniqueStatus:
     config = runs.config(*QUICK, *TABLE, *overrides)
     config.optimization.extra = ["mine.Own"]
@@ -396,6 +468,52 @@ def test_what_a_technique_of_the_users_own_changed_is_measured_and_named(
     assert status.engaged
     assert measured in status.evidence["measured"]
     assert status.reason == "claimed by the technique itself; twice as fast"
+
+
+UNREAD = [
+    *[("index_limit", 99), ("requested_micro_batch", 4), ("requested_threads", 3)],
+    *[("requested_tf32", True), ("ema", True), ("recorded", {"a": 1}), ("in_memory", False)],
+    *[("cuda_graphs", True), ("batch_size", 7), ("fallback_reasons", {"mine": "faster"})],
+    *[("recoveries", [lambda run, error: False]), ("forward_cost", 1), ("fast", True)],
+    ("optimizer_options", {"foreach": None, "fused": False}),  # as without it
+    ("data", DataConfig(kind="own", prefetch=7)),  # without workers
+]
+
+
+@pytest.mark.parametrize(("field", "value"), UNREAD, ids=[name for name, _ in UNREAD])
+def test_a_users_technique_that_sets_what_no_part_of_the_run_reads_is_not_engaged(
+    field: str, value: Any
+) -> None:
+    status = own(FieldSetter(field, value))
+    assert not status.engaged and status.evidence["measured"] == "nothing"
+
+
+@pytest.mark.parametrize(("field", "value"), [("micro_batch", 4), ("loss_scale", 2.0)])
+def test_a_users_technique_that_sets_what_the_run_reads_is_engaged(field: str, value: Any) -> None:
+    status = own(FieldSetter(field, value))
+    assert status.engaged and field in status.evidence["measured"]
+
+
+def test_what_the_build_reads_after_the_techniques_is_compared_for_those_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: set[str] = set()
+
+    def get(builder: RunBuilder, name: str) -> Any:
+        read.add(name)
+        return object.__getattribute__(builder, name)
+
+    apply = MeasuredTechnique.apply
+
+    def apply_and_watch(measured: MeasuredTechnique, builder: RunBuilder) -> str | None:
+        reason = apply(measured, builder)
+        monkeypatch.setattr(RunBuilder, "__getattribute__", get)
+        return reason
+
+    monkeypatch.setattr(MeasuredTechnique, "apply", apply_and_watch)
+    own(Claimed(True))
+    own_fields = {f.name for f in fields(RunBuilder)} - {f.name for f in fields(RunParts)}
+    assert read & own_fields - {"optimizer_options", "data"} <= {*FIELDS_READ, "measure_gains"}
 
 
 class Incomplete(Technique):
