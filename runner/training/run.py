@@ -109,7 +109,7 @@ class Run(RunParts):
     quantized: Quantized | None = None  # set by quantization if it is smaller and accurate
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
-    leaks: dict[str, LeakDetector] = field(default_factory=dict)  # of process and device
+    leaks: dict[str, LeakDetector] = field(default_factory=dict)  # by what grows
     baseline: dict[str, float] = field(default_factory=dict)  # metrics of constant predictions
     test_metrics: dict[str, float] = field(default_factory=dict)  # `test/…`
     tested: dict[str, int] = field(default_factory=dict)  # step of the weights, samples
