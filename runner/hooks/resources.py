@@ -97,7 +97,8 @@ class Resources(Hook):
         return self._check_memory_limit(run, report.last)
 
     def _watch_leaks(self, run: Run, kind: str, detector: LeakDetector, step: int) -> None:
-        size, trend = _allocated_bytes(run, kind), None
+        trend: Trend | None = None
+        size = _allocated_bytes(run, kind)
         if kind == "workers" and step >= (self.workers_clean_from or inf):
             trend, self.workers_clean_from = detector.add_after_cleaning(step, size), None
         if detector.add(step, size):

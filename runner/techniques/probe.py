@@ -133,7 +133,9 @@ def saved_bytes(
                 if isinstance(tensor, Tensor):
                     pack(tensor)
 
-    observer = nullcontext() if outputs is None else OperatorObserver(add_output)
+    observer: AbstractContextManager[Any] = nullcontext()
+    if outputs is not None:
+        observer = OperatorObserver(add_output)
     with observer, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step()
     return sum(sizes.values())
