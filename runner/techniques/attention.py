@@ -215,7 +215,7 @@ def _torch_choice(arguments: Mapping[str, Any]) -> str:
     kind = arguments["query"].device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else None
-    values = {
+    values: dict[str, Any] = {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()
     }

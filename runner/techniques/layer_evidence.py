@@ -88,7 +88,7 @@ def compiled_work(run: Run) -> float | None:
             dry_run_step(run)
     except Exception:  # such as an operator without a rule for modes
         return None
-    return max(0.0, 1 - eager_part.work / max(1, everything.work))
+    return max(0.0, 1 - float(eager_part.work / max(1, everything.work)))
 
 
 def product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
