@@ -34,15 +34,8 @@ FEWER = ["raise", "term", "kill", "stop"]
 TOGETHER = 4  # cases: a hung process is waited for
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run without a fault."""
-    return runs.run(tmp_path_factory.mktemp("run") / "whole", "", NO_WORKERS)
-
-
-def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(
-    whole: Any, tmp_path: Path
-) -> None:
+def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_path: Path) -> None:
+    whole = runs.run(tmp_path / "whole", "", NO_WORKERS)
     faults = "0:forward:kill:6,1:backward:exit:7"  # that is step 11, in the second attempt
     typed = "distributed.restarts=2", NO_WORKERS
     killed = runs.run(tmp_path / "killed", faults, *typed)
@@ -59,8 +52,9 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(
 
 @pytest.mark.parametrize("lost", ["1:backward", pytest.param("0:forward", marks=pytest.mark.slow)])
 def test_after_a_loss_under_nccl_the_device_is_not_used_and_all_restart_from_the_last_checkpoint(
-    whole: Any, tmp_path: Path, lost: str
+    tmp_path: Path, lost: str
 ) -> None:
+    whole = runs.run(tmp_path / "whole", "", NO_WORKERS)
     typed = "distributed.restarts=1", "distributed.timeout_s=300", NO_WORKERS
     killed = runs.run(tmp_path / "killed", f"{lost}:kill:7", *typed, BACKEND="nccl")
     assert (whole.code, killed.code) == (0, 0), killed.output
