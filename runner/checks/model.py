@@ -94,9 +94,11 @@ def _value_reasons(dense: dict[str, Tensor], parameters: dict[str, Any]) -> Iter
     for group in by_device.values():
         limits = torch.stack([torch.stack(torch.aminmax(t)).float() for t in group.values()])
         for (name, tensor), (low, high) in zip(group.items(), limits.tolist(), strict=True):
-            is_mask = name not in parameters and low == -math.inf and high < math.inf
+            # an attention mask, or the minimum of an observer that has not seen a batch
+            is_initial = low == -math.inf and high < math.inf or low == high == math.inf
             is_statistic = name.rpartition(".")[2].startswith("running_")
-            if not (math.isfinite(low) and math.isfinite(high)) and (is_statistic or not is_mask):
+            allowed = is_initial and name not in parameters and not is_statistic
+            if not (math.isfinite(low) and math.isfinite(high)) and not allowed:
                 yield from _not_finite(name, tensor)
 
 

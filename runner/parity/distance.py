@@ -165,12 +165,14 @@ class Tolerance:
         self.step_bounds: dict[TensorKey, list[float]] = {}  # absolute, by step
         typical_errors: dict[ErrorKind, list[float]] = {}  # relative to the tensor's own norm
         for key, steps in plain.steps.items():
-            shares = [_ratio(d.error, s) for d, s in zip(steps, kind_norms[key.kind], strict=True)]
+            # where the reference is 0, the bound of that step alone holds
+            sizes = kind_norms[key.kind]
+            shares = [d.error / s for d, s in zip(steps, sizes, strict=True) if s] or [0.0]
             self.relative_bounds[key] = max(
                 factor * median(shares), P90_FACTOR * _percentile_90(shares)
             )
             self.step_bounds[key] = [P90_FACTOR * d.error for d in steps]
-            relative_errors = [_ratio(d.error, d.size) for d in steps]
+            relative_errors = [d.error / d.size for d in steps if d.size] or [0.0]
             typical_errors.setdefault(key.kind, []).append(median(relative_errors))
         self.typical_bounds = {k: factor * median(values) for k, values in typical_errors.items()}
 

@@ -216,9 +216,9 @@ def _record_backward(run: Run, batch: Batch) -> StepRecord:
         run.update.scale.lower(0.5)
         run.update.abandon()
     gradients, buffers = copy_gradients(run), snapshot(run).buffers
-    run.update.abandon()
-    loss, norm, after = step.loss, step.grad_norm, TrajectoryState({}, buffers, {})
     moved = _moved_weights(run, before)
+    run.update.abandon()  # restores buffers and weights that the forward moved
+    loss, norm, after = step.loss, step.grad_norm, TrajectoryState({}, buffers, {})
     return StepRecord(_to_host(loss), _to_host(norm), gradients, after, moved)
 
 

@@ -72,6 +72,7 @@ def tie(model: nn.Module) -> None:
 
 def buffers(model: nn.Module) -> None:
     model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    model.register_buffer("min_val", torch.tensor(math.inf))  # of a quantisation observer
     model.register_buffer("ids", torch.full((3, 3), -(2**40)))
     model.register_buffer("none", torch.zeros(0, 4))
     model.register_buffer("wide", torch.full((2,), 1e300, dtype=torch.float64))

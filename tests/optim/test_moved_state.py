@@ -85,6 +85,30 @@ def test_a_skipped_step_restores_resized_buffers_and_moved_frozen_parameters(bad
     assert_same(*results)
 
 
+class Growing(nn.Module):
+    """A buffer that each forward makes longer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.resize_(len(self.seen) + 1).fill_(float(len(self.seen)))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_skipped_step_undoes_the_resize_of_a_buffer(bad: int) -> None:
+    model, y = Growing(), torch.arange(6) % 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(4):
+        before = model.seen.clone()
+        x = torch.full((6, 4), math.nan if i == bad else 1.0)
+        runner.train_step(model, optimizer, (x, y), nn.functional.cross_entropy)
+        assert torch.equal(model.seen, before) == (i == bad)
+
+
 def test_frozen_parameters_that_do_not_move_are_not_copied_at_each_step() -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

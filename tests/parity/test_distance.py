@@ -83,6 +83,15 @@ def test_the_imaginary_part_of_a_complex_tensor_is_compared() -> None:
     assert [step.floor > 0 for step in found.steps[GRADIENT]] == [True, True]
 
 
+def test_an_error_where_the_reference_is_zero_widens_no_other_bound() -> None:
+    plain, wrong = Distances(), Distances()
+    for truth in (torch.zeros(2), torch.ones(2)):
+        plain.add(GRADIENT, truth + 1e-7, truth, floor=0.0)
+        wrong.add(GRADIENT, truth + (0.5 if truth.any() else 1e-7), truth, floor=0.0)
+    (judged,) = judge_tensors(wrong, Tolerance(plain, 64.0))
+    assert judged.step == 2 and judged.error > judged.bound and math.isfinite(judged.bound)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_beyond_unless_the_reference_is_so_too(bad: float) -> None:
     good, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])

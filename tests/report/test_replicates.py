@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from runner.report import figures, page
+from runner.report.columns import BEST_KEY, select_columns
 from runner.report.comparison import Comparison, as_json
 from runner.report.discover import compare_folders
 from runner.report.table import ComparisonScreen
@@ -39,6 +40,8 @@ def best_sentence(comparison: Comparison) -> str:
 
 def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path: Path) -> None:
     comparison = planted(tmp_path, BEST)
+    assert comparison.compares_learning
+    assert select_columns(comparison)[0].key == BEST_KEY
     rows = json.loads(as_json(comparison))["rows"]
     assert rows[0]["replicates"] == rows[2]["replicates"] != rows[3]["replicates"]
     for row, values in ((rows[0], BEST["lr=1"]), (rows[3], BEST["lr=0.1"])):

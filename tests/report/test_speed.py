@@ -113,6 +113,8 @@ def test_the_command_that_compares_speeds_composes_its_arms(
     command = compare_folders([planted(tmp_path, jobs)]).speed_command
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "runner"] and "job=benchmark" in words
+    shared_keys = {word.partition("=")[0] for word in words[3:]}
+    assert not shared_keys & {"optimization", "debug", "optimizer.lr", "model.width"}
     settings = compose(words[3:]).benchmark
     made = compose_arms(settings, words[3:])
     assert [arm.name for arm in made] == arms

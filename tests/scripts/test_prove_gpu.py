@@ -21,6 +21,7 @@ from runner.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
+QUICK = ("doctor", "gpu_tests", "resume", "sweep")  # checks of each kind
 sys.path.insert(0, str(SCRIPTS))
 try:
     import prove_gpu
@@ -77,7 +78,11 @@ def verdicts(records: Records) -> dict[str, str]:
 # -- the plan --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one",
+    [one if one.name in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in CHECKS],
+    ids=lambda one: one.name,
+)
 def test_a_dry_run_prints_every_command_and_composes_every_config(
     one: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
