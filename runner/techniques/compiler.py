@@ -33,6 +33,8 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# what the loader says of a library that a killed process left incomplete
+DAMAGED_LIBRARY = re.compile(r"(/[^\s:]+): (?:file too short|invalid ELF header)")
 NO_HOME = "no home folder for a cache: HOME is not set, and passwd has no entry for this user"
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
 OPERATOR_CALL = re.compile(
@@ -275,7 +277,24 @@ def _traceback_contains(error: Exception, *parts: str) -> bool:
 def log_compiler_error(error: Exception) -> str:
     """Return a short text of a compiler error with the user's line; log all of it to run.log."""
     log.info("the compiler's message", exc_info=error, extra={"live": True})  # not on the screen
-    return f"{type(error).__name__}: {summarize_message(str(error))}"
+    text = f"{type(error).__name__}: {summarize_message(str(error))}"
+    if path := _remove_damaged(str(error)):
+        text += f"; {path} was damaged, as by a killed run, and is removed: the next run makes it"
+    return text
+
+
+def _remove_damaged(message: str) -> str:
+    """Remove the library of the cache that the loader says is damaged; return its path, or ""."""
+    match = DAMAGED_LIBRARY.search(message)
+    folder = os.environ.get(CACHE_VARIABLE)
+    if (
+        match is None
+        or not folder
+        or Path(folder).resolve() not in Path(match[1]).resolve().parents
+    ):
+        return ""
+    Path(match[1]).unlink(missing_ok=True)
+    return match[1]
 
 
 def summarize_message(text: str) -> str:

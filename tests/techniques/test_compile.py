@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -101,6 +102,22 @@ def test_the_second_run_uses_what_the_first_compiled(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     pair = [runs.status(runs.trained(*TINY, COMPILE), "compile").evidence for _ in range(2)]
     assert [evidence["cache"] for evidence in pair] == ["cold", "warm"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"text" * 100])
+def test_a_damaged_library_of_the_cache_is_removed_and_said(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process leaves part of a file; the loader's own message names it."""
+    cache, other = tmp_path / "cache" / "ab" / "code.so", tmp_path / "other.so"
+    cache.parent.mkdir(parents=True)
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    for library in (cache, other):
+        library.write_bytes(content)
+        with pytest.raises(OSError, match="file too short|invalid ELF header") as raised:
+            ctypes.CDLL(str(library))
+        is_said = f"{library} was damaged" in compiler.log_compiler_error(raised.value)
+        assert is_said == (not library.exists()) == (library == cache)
 
 
 def test_a_short_run_stays_eager_by_its_counted_operations() -> None:
