@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from threading import RLock
 from typing import Any
 
+import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -24,10 +29,18 @@ from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.groups import CONF
 from runner.security import secrets
-from runner.security.cli_overrides import parse_security_overrides
-from runner.security.config_files import limit_interpolations, reset_interpolation_counters
+from runner.security.cli_overrides import parse_overrides, parse_security_overrides
+from runner.security.config_files import (
+    ConfigFileChecker,
+    limit_interpolations,
+    reset_interpolation_counters,
+)
 from runner.sweep.config import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
 
+log = logging.getLogger("runner")
+
+BUILTIN_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
+"""Config folders that are exempt from checks."""
 SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
 """Groups with a schema per option, so that an option has only its own keys."""
 OUTPUT_FOLDERS = {
@@ -59,12 +72,38 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=kind, node=schema)
     secrets.install_resolvers()
     limit_interpolations()
+    replace_typed_mappings()
     resolver = partial(OmegaConf.register_new_resolver, replace=True)
     resolver("runner.name", _default_name)
     resolver("runner.home", lambda k: OUTPUT_FOLDERS.get(JobKind(getattr(k, "value", k)), "runs"))
     resolver("runner.id", lambda: token_hex(3), use_cache=True)
     # cached by its argument's text: all jobs of a sweep get the first one's value
     resolver("runner.once", lambda value: value, use_cache=True)
+
+
+def replace_typed_mappings() -> None:
+    """Let a typed mapping, such as `optimizer.options={}`, replace that of our config.
+
+    Hydra merges the two. `+optimizer.options={…}` adds to it, a dotted key changes one entry.
+    """
+    loader: Any = ConfigLoaderImpl
+    original = loader._apply_overrides_to_config
+    if getattr(original, "replaces", False):
+        return
+
+    def apply(overrides: list[Override], config: DictConfig) -> None:
+        for override in overrides:
+            key, value = override.key_or_group, override.value()
+            whole = isinstance(value, dict) and not (override.is_add() or override.is_delete())
+            if whole and OmegaConf.get_type(config) is RunConfig:
+                node = OmegaConf.select(config, key, throw_on_missing=False)
+                if isinstance(node, DictConfig) and OmegaConf.get_type(node) is dict:
+                    OmegaConf.update(config, key, {}, merge=False)
+                    override = replace(override, type=OverrideType.FORCE_ADD)
+            original([override], config)
+
+    apply.replaces = True  # type: ignore[attr-defined]
+    loader._apply_overrides_to_config = staticmethod(apply)
 
 
 def _default_name(*, _root_: DictConfig) -> str:
@@ -86,7 +125,16 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides must be a list of strings: 'training.steps=100'")
     with _LOCK, secrets.environment_access(parse_security_overrides(overrides).readable_variables):
-        return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
+        if not any("hydra.searchpath" in text for text in overrides):
+            return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
+        cli = parse_overrides(overrides, CONF)
+        files = ConfigFileChecker(BUILTIN_FOLDERS, cli, user_folders=cli.search_folders)
+        files.check_reserved_names()
+        with files.at_work():
+            config = typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
+        for note in files.notes:
+            log.info("%s", note)
+        return config
 
 
 def compose_raw(
@@ -140,7 +188,6 @@ def _is_composable(overrides: list[str], compose: Callable[[list[str]], DictConf
 
 
 def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path) -> DictConfig:
-    import hydra
     from hydra import version
     from hydra.core.global_hydra import GlobalHydra
 

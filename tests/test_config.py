@@ -364,3 +364,32 @@ def test_what_the_tests_compose_is_what_hydra_composes(typed: list[str]) -> None
         for owner, name, original in composed.REPLACED:
             patch.setattr(owner, name, original)
         assert ours == [OmegaConf.to_yaml(compose_raw(typed, hydra_too=True))] * 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "options"),
+    [
+        (["optimizer.options={}"], {}),
+        (["optimizer.options={momentum: 0.5}"], {"momentum": 0.5}),
+        (["++optimizer.options={momentum: 0.5}"], {"momentum": 0.5}),
+        (["optimizer.options={dampening: 0.1, x: {y: [1, null]}}"],
+         {"dampening": 0.1, "x": {"y": [1, None]}}),
+        (["optimizer.options={}", "+optimizer.options.momentum=0.5"], {"momentum": 0.5}),
+        (["optimizer.options.momentum=0.5"], {"momentum": 0.5, "nesterov": True}),
+        (["+optimizer.options={dampening: 0}"],
+         {"momentum": 0.9, "nesterov": True, "dampening": 0}),
+        (["~optimizer.options.nesterov"], {"momentum": 0.9}),
+    ],
+)  # fmt: skip
+def test_a_typed_mapping_replaces_the_option_s_and_a_dotted_key_changes_one_entry(
+    typed: list[str], options: dict[str, object]
+) -> None:
+    assert compose(["optimizer=sgd", *typed]).optimizer.options == options
+
+
+def test_a_typed_mapping_replaces_the_arguments_of_a_class_and_keeps_its_types() -> None:
+    net = ["model._target_=torch.nn.Linear", "+model.out_features=3"]
+    assert compose([*net, "model.arguments={bias: false}"]).model.arguments == {"bias": False}
+    table = ["data=tabular", "data.path=a.csv", "data.target=y"]
+    with pytest.raises(ConfigError, match="expected one of"):
+        compose([*table, "data.types={a: numbr}"])

@@ -79,6 +79,8 @@ def launch(request: Request) -> int:
     os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
     if request.cli_overrides.off and request.is_sweep:
         sys.stderr.write(f"warning: {SECURITY_OFF_WARNING}\n")
+    for note in request.files.notes if request.flags.cfg or request.is_sweep else ():
+        sys.stderr.write(f"{escape_control_chars(mask_secrets(note))}\n")
     command, results = list(sys.argv), JobResults()
     resumed = paths.distrust_resumed_folder(request.resumed_run, request.folder_trusted)
     try:

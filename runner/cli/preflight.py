@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
-from runner.composing import compose_raw, typed
+from runner.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.errors import ConfigError
 from runner.jobs.config import JobKind
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from runner.overrides.recorded import ResumedRun
     from runner.sweep.state import SweepSession
 
-OWN_CONFIG_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
-"""Config folders that are exempt from checks."""
 PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "plugins")
 HEADER = 500  # characters of a csv's first line, in a message
 
@@ -52,7 +49,7 @@ class Request:
     folder_trusted: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
     cli_overrides: CliOverrides = field(default_factory=CliOverrides)
-    files: ConfigFileChecker = field(default_factory=lambda: ConfigFileChecker(OWN_CONFIG_FOLDERS))
+    files: ConfigFileChecker = field(default_factory=lambda: ConfigFileChecker(BUILTIN_FOLDERS))
 
     @property
     def is_sweep(self) -> bool:
@@ -95,20 +92,22 @@ def check(arguments: Arguments) -> Request:
     flags.config_path = resolve_config_folders(folders, cli_overrides, CONF).get("--config-path")
     trusted = ", ".join(cli_overrides.security.trusted)
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
-    files = ConfigFileChecker(OWN_CONFIG_FOLDERS, cli_overrides)
+    files = ConfigFileChecker(BUILTIN_FOLDERS, cli_overrides)
     request = Request(
         flags, folder_trusted=folder_trusted, notes=notes, cli_overrides=cli_overrides, files=files
     )
     with secrets.redact_errors(), request.permissions():
         _check_request(request)
+    request.notes += request.files.notes
     return request
 
 
 def _check_request(request: Request) -> None:
     flags = request.flags
-    search_folders = [Path(url.removeprefix("file://")) for url in request.cli_overrides.searchpath]
-    folders = [*flags.config_folders, *search_folders]
+    folders = [*flags.config_folders, *request.cli_overrides.search_folders]
     name, conf = flags.config_name or "config", Path(flags.config_path or CONF)
+    request.files.user_folders, request.files.primary = folders, name
+    request.files.check_reserved_names()
     compose_config = partial(compose_raw, config_name=name, folders=folders, conf=conf)
 
     def compose(overrides: Sequence[str]) -> DictConfig:

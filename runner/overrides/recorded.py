@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from runner.format import nearest
 from runner.overrides.groups import GROUP_ALIASES, USER_CLASS_GROUPS, default_options, group_options
 from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.record import hydra_files
-from runner.record.text import quote_for_hydra
+from runner.record.text import PLAIN_NAME, quote_for_hydra, value_for_hydra
 
 RESUME_KEY = "checkpoint.resume"
 SPECIAL_VALUES = ("none", "auto", "None")
@@ -52,7 +53,8 @@ def merge_recorded_overrides(overrides: Sequence[str], sweeps: bool) -> ResumedR
     recorded = [_recorded_overrides(run) for run in runs]
     if any(other != recorded[0] for other in recorded[1:]):
         raise ConfigError(RESUME_KEY, "names runs of different configs", "name one run at a time")
-    merged = [*_select_recorded(recorded[0], typed), *overrides]
+    kept = _with_recorded_mappings(runs[0], _select_recorded(recorded[0], typed), typed)
+    merged = [*kept, *overrides]
     merged += _absolute_paths(runs[0], typed)
     keys = {o.key: o.value for o in map(parse_override, merged)}
     names_data = any(o.key in PATH_KEYS and o.key.startswith("data.") for o in typed)
@@ -136,6 +138,34 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     prefixes = ("security", "hydra", *dropped_groups, *replaced_groups)
     keys = [(text, parse_override(text).key) for text in recorded]
     return [text for text, key in keys if key not in dropped and not key.startswith(prefixes)]
+
+
+def _with_recorded_mappings(
+    run: Path | None, overrides: list[str], typed: Sequence[CliOverride]
+) -> list[str]:
+    """Replace mappings that were typed as a whole, such as `optimizer.options={}`, by those of the
+    recorded config: older versions merged them with the option's.
+
+    Entries that are now typed with `+` are left out.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    whole = {o.key for o in parsed if o.sign in ("", "++") and isinstance(o.parsed.value(), dict)}
+    if run is None or not whole:
+        return overrides
+    added_keys = {o.key for o in typed if o.sign == "+"}
+    mappings: dict[str, str] = {}
+    with suppress(StorageError):
+        config = hydra_files.read_yaml(run / hydra_files.CONFIG)
+        for key in whole:
+            node = config
+            for part in key.split("."):
+                node = node.get(part) if isinstance(node, dict) else None
+            if isinstance(node, dict) and all(PLAIN_NAME.fullmatch(str(name)) for name in node):
+                kept = {k: v for k, v in node.items() if f"{key}.{k}" not in added_keys}
+                mappings[key] = value_for_hydra(kept)
+    entries = tuple(f"{key}." for key in mappings)
+    others = [str(o) for o in parsed if o.key not in mappings and not o.key.startswith(entries)]
+    return [*others, *(f"{key}={value}" for key, value in mappings.items())]
 
 
 def _absolute_paths(run: Path | None, typed: Sequence[CliOverride]) -> list[str]:

@@ -98,6 +98,19 @@ def quote_for_hydra(text: str, mark: str = "single") -> str:
     return QuotedString(literal, Quote[mark]).with_quotes()
 
 
+def value_for_hydra(value: Any) -> str:
+    """Return a plain value of a config as the value of a Hydra override; interpolations stay."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{value_for_hydra(x)}' for key, x in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(value_for_hydra, value))}]"
+    if isinstance(value, str):
+        return QuotedString(value, Quote.single).with_quotes()
+    return "null" if value is None else str(value)
+
+
 def quote_for_shell(key: str, value: object) -> str:
     """Return `key=value`, quoted for a shell if needed."""
     text = str(value)

@@ -57,6 +57,11 @@ class CliOverrides:
         folders = self.values.get("hydra.searchpath")
         return [str(one) for one in folders] if isinstance(folders, list) else []
 
+    @property
+    def search_folders(self) -> list[Path]:
+        """The folders of `searchpath`."""
+        return [Path(url.removeprefix("file://")) for url in self.searchpath]
+
     def has(self, key: str) -> bool:
         """Whether a value for this key was typed."""
         return key in self.values

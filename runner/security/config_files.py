@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -51,6 +53,11 @@ MAX_RESOLVED_CHARS = 1 << 20
 LEVELS = list(SecurityLevel)  # least strict first
 WORD = re.compile(r"\w+")
 RESUME_KEYS = ("checkpoint.resume", "sweep.resume", "replay.path")
+RESERVED_GROUPS = ("security", "schema", "hydra")
+"""Groups with permissions and types, in which no file may replace one of ours."""
+CLI_ONLY_GROUPS = {"launcher": "isolated", "job_logging": "none", "hydra_logging": "none"}
+"""Groups of Hydra whose option config.yaml overrides, so that Hydra ignores other files' choice."""
+HYDRA_CHOICE = re.compile(r"(?:(?:override|optional) +)*/?hydra/(\w+)")
 
 
 @dataclass
@@ -61,6 +68,32 @@ class ConfigFileChecker:
     cli: CliOverrides = field(default_factory=CliOverrides)
     resumed_folders: list[Path] = field(default_factory=list)  # folders of runs to resume
     foreign_files: list[str] = field(default_factory=list)  # paths read so far
+    user_folders: Sequence[Path] = ()  # with groups in addition to ours
+    primary: str = "config"  # name of the config that is composed
+    replaced_options: dict[str, str] = field(default_factory=dict)  # of ours, by the user's file
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each of our options that a file of the user has replaced."""
+        return [
+            f"{option}: {os.path.relpath(path)} replaces the runner's option of that name"
+            for option, path in self.replaced_options.items()
+        ]
+
+    def check_reserved_names(self) -> None:
+        """Raise SecurityError if a user's folder has config.yaml or an option of our permissions,
+        types or Hydra's groups."""
+        for folder in self.user_folders:
+            paths = [path for group in RESERVED_GROUPS for path in (folder / group).rglob("*.yaml")]
+            for path in (folder / "config.yaml", *sorted(paths)):
+                name = path.relative_to(folder).as_posix()
+                if path.is_file() and not self._is_builtin(str(path)) and self._is_ours(name):
+                    problem = f"{path}: is refused: {name} is a file of the runner or of Hydra"
+                    raise SecurityError(f"{problem}, and cannot be replaced; rename it")
+
+    def _is_ours(self, name: str) -> bool:
+        stored = ConfigStore.instance().get_type(name) is ObjectType.CONFIG
+        return stored or any((folder / name).is_file() for folder in self.builtin_folders)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -73,7 +106,11 @@ class ConfigFileChecker:
         original_set_config = job.set_config
 
         def load_config(source: Any, config_path: str) -> ConfigResult:
-            path = os.path.join(source.path, source._normalize_file_name(config_path))
+            name = source._normalize_file_name(config_path)
+            path = os.path.join(source.path, name)
+            if self._is_builtin(path) and (folder := self._replacing_folder(name)) is not None:
+                source, path = type(source)(source.provider, f"file://{folder}"), str(folder / name)
+                self.replaced_options["=".join(config_path.rsplit("/", 1))] = path
             if not os.path.exists(path) or (self._is_builtin(path) and not _starts_with_bom(path)):
                 return cast(ConfigResult, original_load(source, config_path))
             return self._read(source, path, config_path)
@@ -128,6 +165,8 @@ class ConfigFileChecker:
         fix = "check the part below hydra against Hydra's own config"
         if isinstance(error, ValueError):  # in the defaults list
             fix = "fix the defaults list"
+        elif isinstance(error, RecursionError):
+            fix = "a defaults list must not lead back to its own file; give the file another name"
         where = ", ".join(self.foreign_files) or "the command line"
         return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
 
@@ -151,11 +190,33 @@ class ConfigFileChecker:
                 path, f"its first line is not a valid header: {error}", "write # @package _global_"
             ) from error
         config = _parse_yaml(path, text)
+        if foreign:
+            self._check_hydra_choices(path, config_path, config)
         if foreign and not self.cli.off:
             check_foreign_file(path, config_path, header.get("package") or "", config)
         return ConfigResult(
             provider=source.provider, path=f"file://{source.path}", config=config, header=header
         )
+
+    def _replacing_folder(self, name: str) -> Path | None:
+        """Return the user's folder with an option of this name; None for a name of ours alone."""
+        is_theirs = (f for f in self.user_folders if (f / name).is_file())
+        return next((f for f in is_theirs if not self._is_builtin(str(f / name))), None)
+
+    def _check_hydra_choices(self, path: str, config_path: str, config: Any) -> None:
+        """Raise ConfigError for an option of a Hydra group that Hydra ignores in this file."""
+        tree: Any = OmegaConf.to_container(config, resolve=False)
+        defaults = tree.get("defaults") if isinstance(tree, dict) else None
+        entries = defaults if isinstance(defaults, list) else []
+        pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
+        for key, option in pairs if config_path != self.primary else ():
+            match = HYDRA_CHOICE.fullmatch(str(key).strip())
+            group = match[1] if match else ""
+            if group in CLI_ONLY_GROUPS and option != CLI_ONLY_GROUPS[group]:
+                if not self.cli.has(f"hydra/{group}"):
+                    fix = f"remove it there and type hydra/{group}={option}"
+                    problem = f"hydra/{group}: {option} has no effect in this file"
+                    raise ConfigError(os.path.relpath(path), problem, fix)
 
     def _is_builtin(self, path: str) -> bool:
         return any(Path(os.path.realpath(path)).is_relative_to(f) for f in self.builtin_folders)

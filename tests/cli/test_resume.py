@@ -66,6 +66,33 @@ def test_a_path_continues_in_place_with_the_overrides_of_that_run(path: str) -> 
     assert request.resumed_run == Path(RUN)  # which vouches for nothing
 
 
+@pytest.mark.parametrize(
+    ("typed", "options"),
+    [
+        ([], {"momentum": 0.5, "nesterov": True, "dampening": 0}),
+        (["optimizer.options.momentum=0.7"], {"momentum": 0.7, "nesterov": True, "dampening": 0}),
+        (["optimizer.options={}"], {}),
+        (["optimizer.options={momentum: 0.1}"], {"momentum": 0.1}),
+        (["+optimizer.options.dampening=1"], {"momentum": 0.5, "nesterov": True, "dampening": 1}),
+        (["optimizer=adam"], {}),
+    ],
+)
+def test_a_resume_takes_a_mapping_from_the_recorded_config_unless_it_is_typed_again(
+    typed: list[str], options: dict[str, object]
+) -> None:
+    """An older version merged a typed mapping with the option's: its config says what was used."""
+    recorded = ["optimizer=sgd", "+optimizer.options.dampening=0"]
+    run = make_run(RUN, recorded)
+    lines = [recorded[0], "optimizer.options={momentum: 0.5}", recorded[1]]
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(lines))
+    used = "{momentum: 0.5, nesterov: true, dampening: 0}"
+    (run / ".hydra" / "config.yaml").write_text(f"optimizer:\n  options: {used}\n")
+    if typed == ["optimizer.options={}"]:  # the recorded entry is not typed again
+        (run / ".hydra" / "overrides.yaml").write_text(json.dumps(lines[:2]))
+    config = ask(f"checkpoint.resume={RUN}", *typed).config
+    assert config is not None and config.optimizer.options == options
+
+
 @pytest.mark.parametrize("inside", ["", "checkpoints/step_00000012"])
 def test_a_run_that_lies_elsewhere_goes_on_there_too_for_it_was_typed(
     inside: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.composing import compose_raw
 from runner.errors import ConfigError, RunnerError, SecurityError
+from runner.overrides.groups import CONF
 from runner.security.config import SecurityConfig
 from runner.security.config_files import check_security_group
 from runner.sweep.cluster_launchers import adapt_launcher
@@ -196,6 +197,70 @@ def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
         checked = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
     unchecked: Any = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
     assert source.load_config is read and unchecked == checked
+
+
+MINE = {"mine/optimizer/sgd.yaml": "name: SGD\nlr: 0.777\n"}
+
+
+@pytest.mark.parametrize("where", ["--config-dir=mine", "hydra.searchpath=[file://mine]"])
+def test_a_user_s_option_wins_over_ours_of_that_name_and_a_note_says_so(where: str) -> None:
+    request = ask([where, "optimizer=sgd"], MINE)
+    assert request.config is not None and request.config.optimizer.lr == 0.777
+    assert request.config.optimizer.options == {}
+    (note,) = request.notes
+    assert (
+        note == "optimizer=sgd: mine/optimizer/sgd.yaml replaces the runner's option of that name"
+    )
+    assert not ask([where, "optimizer=adam"]).notes  # it is not used
+
+
+def test_a_user_s_option_wins_in_python_and_in_the_jobs_of_a_sweep(folder: Path) -> None:
+    request = ask(["--config-dir=mine", "-m", "optimizer=sgd,adam"], MINE)
+    assert request.session is not None and len(request.notes) == 1
+    path = f"hydra.searchpath=[file://{folder / 'mine'}]"
+    assert compose([path, "optimizer=sgd"]).optimizer.lr == 0.777
+    ask([], {"mine/security/standard.yaml": "limits: {hours: 1}"})
+    with pytest.raises(SecurityError, match="security/standard.yaml is a file of the runner"):
+        compose([path])
+
+
+def test_a_folder_that_links_to_our_options_replaces_none(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "optimizer").symlink_to(CONF / "optimizer")
+    (folder / "mine" / "security").symlink_to(CONF / "security")
+    assert not ask(["--config-dir=mine", "optimizer=sgd"]).notes
+
+
+def test_an_option_whose_defaults_name_itself_is_a_plain_mistake() -> None:
+    text = "defaults: [sgd, _self_]\nlr: 0.777\n"
+    with pytest.raises(ConfigError, match="must not lead back to its own file"):
+        ask(["--config-dir=mine", "optimizer=sgd"], {"mine/optimizer/sgd.yaml": text})
+
+
+@pytest.mark.parametrize("group", ["launcher", "job_logging", "hydra_logging"])
+@pytest.mark.parametrize("key", ["override /hydra/{}", "/hydra/{}", "override  hydra/{}"])
+def test_an_option_of_hydra_that_a_file_cannot_choose_is_refused_with_what_to_type(
+    group: str, key: str
+) -> None:
+    body = f"defaults: [{{{key.format(group)}: basic}}]"
+    with pytest.raises(ConfigError, match=f"hydra/{group}: basic .* type hydra/{group}=basic"):
+        ask_file(body)
+
+
+def test_an_option_of_hydra_in_a_file_is_accepted_if_it_is_also_typed() -> None:
+    request = ask_file("defaults: [{override /hydra/launcher: basic}]", "hydra/launcher=basic")
+    assert request.config is not None
+    assert request.config.hydra.launcher._target_.endswith("BasicLauncher")
+    searches = ask_file("defaults: [{override /hydra/sweeper: search}]").config
+    assert searches is not None and "search" in searches.hydra.sweeper._target_.casefold()
+
+
+def test_a_primary_config_may_choose_the_launcher() -> None:
+    text = "defaults: [/schema@_here_: run, {/schema/data@data: digits}, " \
+        "{/schema/model@model: mlp}, {override hydra/launcher: basic}, _self_]\n"  # fmt: skip
+    request = ask(["--config-path=mine"], {"mine/config.yaml": text})
+    assert request.config is not None
+    assert request.config.hydra.launcher._target_.endswith("BasicLauncher")
 
 
 @pytest.mark.parametrize(
