@@ -25,7 +25,8 @@ from runner.build_data import (
 from runner.build_hooks import attach_batch_validator, build_hooks, record_lost_worker
 from runner.captures.run_captures import CaptureRecorder
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.checkpoint.lock import check_no_checkpoints, lock
+from runner.checkpoint.lock import lock
+from runner.checkpoint.ownership import archive_record, check_folder
 from runner.config import RunConfig, config_hash, config_to_plain, flatten_config, validate_config
 from runner.data.config import BadSamples
 from runner.data.dataset import Dataset, has_rare_class
@@ -141,7 +142,8 @@ class _Build:
         self.shared_folder = folder  # all processes but the first have subfolders in it
         if folder is not None:
             folder = folder if self.world is None else self.world.folder(folder)
-            _claim_folder(folder, config.checkpoint.resume, scope)
+            restarted = self.world is not None and self.world.place.attempt > 0
+            _claim_folder(folder, config, scope, restarted)
         self.folder = folder
         # folder of the run's record; None in processes that do not write it
         self.record_folder = folder if self.world is None or self.world.is_rank_zero else None
@@ -631,9 +633,17 @@ def _resolve_auto(config: RunConfig, components: Components) -> RunConfig:
     return config
 
 
-def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
-    """Create and lock the folder. Raises UsageError if it has checkpoints of another run."""
+def _claim_folder(
+    folder: Path, config: RunConfig, scope: ExitStack, restarted: bool = False
+) -> None:
+    """Create and lock the folder. Raises UsageError if it has the record of another run.
+
+    That of an own resume without a checkpoint is archived.
+    """
+    resume, trains = config.checkpoint.resume, config.job.kind not in EVALUATION_JOBS
+    check_folder(folder, resume, trains, restarted)
     folder.mkdir(parents=True, exist_ok=True)
     scope.enter_context(lock(folder))  # one run, one folder
-    if resume == "none":
-        check_no_checkpoints(folder)
+    check_folder(folder, resume, trains, restarted)  # another process may have ended since
+    if trains and resume == "auto":
+        archive_record(folder)

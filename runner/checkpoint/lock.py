@@ -88,15 +88,6 @@ def lock(folder: Path) -> Lock:
     return Lock(descriptor)
 
 
-def check_no_checkpoints(folder: Path) -> None:
-    """Raise UsageError if `folder` has checkpoints, which a new run would replace."""
-    if any(folder.glob("checkpoints/step_*")):
-        raise UsageError(
-            f"{folder} has the checkpoints of another run; use another hydra.run.dir, or continue "
-            "that run: checkpoint.resume=auto, with a larger training.steps if it has ended"
-        )
-
-
 def is_locked(folder: Path) -> bool:
     """Whether a running process has locked `folder`; False if that is unknown."""
     if _is_locked_here(folder):

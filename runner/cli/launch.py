@@ -27,7 +27,8 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoint.lock import NAME as LOCK
-from runner.cli.preflight import Request
+from runner.checkpoint.ownership import check_folder, folder_is_checked
+from runner.cli.preflight import RANK_VARIABLES, Request
 from runner.composing import typed
 from runner.device.config import omp_env
 from runner.distributed.config import DistributedKind
@@ -54,7 +55,6 @@ BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """Files in a run's folder before the run is built."""
 RANKS_MODULE = "runner.cli.ranks"  # imported for several processes only
 DISTRIBUTED_MODULE = "runner.distributed.launch"
-RANK_VARIABLES = {"RANK", "SLURM_STEP_ID"}  # variables that torchrun and srun set
 SECURITY_OFF_WARNING = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -208,7 +208,11 @@ def _run_and_report(
         for name in (hydra_files.FOLDER, hydra_files.RESUMED):
             secrets.mask_hydra_files(folder / name)
         with prefer_signal_error(), secrets.redact_errors():
-            return _run_job(config, request, folder, notes)
+            if number is not None:  # a job of another launcher; preflight checks a single run
+                trains = config.job.kind is JobKind.train
+                check_folder(folder, str(config.checkpoint.resume), trains)
+            with folder_is_checked():
+                return _run_job(config, request, folder, notes)
     except Interrupted as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from error  # Hydra does not catch it: no more jobs start

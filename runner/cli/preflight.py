@@ -15,6 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from runner.checkpoint.ownership import check_folder, has_checkpoints
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.config import RunConfig, config_hash
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from runner.sweep.state import SweepSession
 
 PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "plugins")
+RANK_VARIABLES = {"RANK", "SLURM_STEP_ID"}  # variables that torchrun and srun set
 HEADER = 500  # characters of a csv's first line, in a message
 
 
@@ -46,6 +48,7 @@ class Request:
     config: DictConfig | None = None  # of one run; None if Hydra composes (sweeps, help)
     session: SweepSession | None = None  # of a sweep
     resumed_run: Path | None = None  # folder of the run that was named to continue
+    is_job: bool = False  # of a sweep, which owns the folder
     folder_trusted: bool = True  # whether the user chose the folder to write to
     notes: list[str] = field(default_factory=list)  # for the log
     cli_overrides: CliOverrides = field(default_factory=CliOverrides)
@@ -81,7 +84,8 @@ def check(arguments: Arguments) -> Request:
         sys.path.append(PLUGIN_FOLDER)
     Plugins.instance()  # scan while the current folder is not importable
     folder_trusted, flags = True, replace(arguments)
-    if JOB_VARIABLE in os.environ:
+    is_job = JOB_VARIABLE in os.environ
+    if is_job:
         from runner.sweep.job_context import take_job_context
 
         context = take_job_context()
@@ -94,7 +98,12 @@ def check(arguments: Arguments) -> Request:
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
     files = ConfigFileChecker(BUILTIN_FOLDERS, cli_overrides)
     request = Request(
-        flags, folder_trusted=folder_trusted, notes=notes, cli_overrides=cli_overrides, files=files
+        flags,
+        is_job=is_job,
+        folder_trusted=folder_trusted,
+        notes=notes,
+        cli_overrides=cli_overrides,
+        files=files,
     )
     with secrets.redact_errors(), request.permissions():
         _check_request(request)
@@ -168,13 +177,16 @@ def _check_run(
             check_output_path("checkpoint.resume", folder, strict=True)
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.files.resumed_folders.append(folder)
-    elif config.job.kind is JobKind.train and (planned / hydra_files.FOLDER).is_dir():
-        from runner.checkpoint.lock import check_no_checkpoints, lock
+    elif planned.is_dir():
+        from runner.checkpoint.lock import lock
 
-        lock(planned).release()  # raises if a run is using it
-        if config.checkpoint.resume == "none":
-            check_no_checkpoints(planned)
-        folder = planned
+        trains = config.job.kind is JobKind.train
+        if trains and (planned / hydra_files.FOLDER).is_dir():
+            lock(planned).release()  # raises if a run is using it
+            folder = planned
+        resume = _continue_requeued_run(flags, planned, config)
+        if not (request.is_job or _is_restarted()):
+            check_folder(planned, resume, trains)
     if folder is not None:  # the recorded config is kept until training starts
         subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
         request.config = compose([*flags.overrides, subfolder])
@@ -184,6 +196,29 @@ def _check_run(
         from runner.jobs.scan import find_scan_path
 
         find_scan_path(config.scan.path)
+
+
+def _is_restarted() -> bool:
+    """Whether this process belongs to a run that another one has begun: torchrun or SLURM has
+    started it again, or it is a rank above 0."""
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        return True
+    if not RANK_VARIABLES & os.environ.keys():
+        return False
+    from runner.distributed.rank_info import detect_rank
+
+    place = detect_rank()
+    return place is not None and bool(place.rank or place.attempt)
+
+
+def _continue_requeued_run(flags: Arguments, planned: Path, config: RunConfig) -> str:
+    """Let a run that SLURM has requeued continue in its folder; return `checkpoint.resume`."""
+    resume, trains = config.checkpoint.resume, config.job.kind is JobKind.train
+    is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if is_requeued and trains and resume == "none" and has_checkpoints(planned):
+        flags.overrides.append("checkpoint.resume=auto")
+        return "auto"
+    return resume
 
 
 def _unnamed_target(path: Path) -> ConfigError:

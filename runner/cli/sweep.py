@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.checkpoint.ownership import check_no_record
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.cli.resume import check_inputs_exist
 from runner.composing import typed
@@ -90,6 +91,7 @@ def prepare_sweep(
             raise ConfigError("hydra/launcher", "a search starts its trials itself", fix)
         session.search_plan = plan_search(overrides, checked[0], session.hash)
     _find_earlier_sweep(session, config, overrides, isolated)
+    check_no_record(session.folder, key="hydra.sweep.dir")
     return session
 
 

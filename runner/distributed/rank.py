@@ -17,6 +17,7 @@ from traceback import format_exception
 import torch
 
 from runner.build import Components
+from runner.checkpoint.ownership import folder_is_checked
 from runner.config import RunConfig
 from runner.device.device import select
 from runner.distributed.agent import block_signals, unblock_signals
@@ -89,7 +90,8 @@ def _run_to_outcome(
         with raise_on_signals(), redact_errors():
             try:
                 unblock_signals()
-                run_rank(config, folder, components, place)
+                with folder_is_checked():
+                    run_rank(config, folder, components, place)
             finally:
                 block_signals()  # until the outcome is written
     except KeyboardInterrupt as error:

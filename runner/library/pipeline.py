@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorD
 
 from runner.benchmark.auto.resolve import resolve_auto
 from runner.build import Components, build
+from runner.checkpoint.ownership import check_folder
 from runner.composing import compose
 from runner.config import RunConfig
 from runner.data.batch import Sizes
@@ -83,6 +84,7 @@ def create_training_pipeline(
     if record:
         timestamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
         run_folder = Path(folder or Path("outputs/runs") / config.name / timestamp)
+        check_folder(run_folder, config.checkpoint.resume, trains=True)
     components = Components(model, dataset, loss_fn and loss_objective(loss_fn), optimizer)
     run = build(config, run_folder, resolve_auto(config, run_folder, components))
     run.hooks += hooks

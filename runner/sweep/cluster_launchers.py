@@ -23,6 +23,7 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from runner.checkpoint.ownership import archive_record, has_checkpoints
 from runner.errors import Interrupted, StorageError, SweepFailed
 from runner.record.console import close_logging, set_up_logging
 from runner.sweep.job_process import GRACE_S
@@ -142,7 +143,8 @@ def in_slurm_job(config: DictConfig) -> Iterator[None]:
     from submitit import JobEnvironment
 
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and config.checkpoint.resume == "none":
-        config.checkpoint.resume = "auto"
+        config.checkpoint.resume = "auto" if config.checkpoint.enabled else "none"
+        archive_record(Path(HydraConfig.get().runtime.output_dir))
     number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
     previous_handler = signal.signal(number, signal.SIG_DFL)
     try:
@@ -195,9 +197,10 @@ def _to_dict(config: DictConfig) -> dict[str, Any]:
 
 def _run_on_ray(task: Any, config: DictConfig) -> Any:
     """Run one job in its worker; a job that Ray restarts resumes from its last checkpoint."""
-    has_checkpoint = any(Path(HydraConfig.get().runtime.output_dir).glob("checkpoints/step_*"))
-    if has_checkpoint and config.checkpoint.resume == "none":
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if has_checkpoints(folder) and config.checkpoint.resume == "none":
         config.checkpoint.resume = "auto"
+    archive_record(folder)  # of a job that was lost before its first checkpoint
     return task(config)
 
 

@@ -10,6 +10,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from runner.checkpoint.lock import is_locked
+from runner.checkpoint.ownership import ARCHIVE
 from runner.errors import SecurityError, StorageError, UsageError
 from runner.sweep.job_context import ORPHAN_GRACE_S
 from runner.sweep.state import SWEEP_FILE, Job, Sweep
@@ -19,7 +20,6 @@ log = logging.getLogger("runner")
 
 POLL_S = 0.1
 NO_RESUME = ("none", "None", "")
-ARCHIVE = ".earlier"  # hidden, so that its folders are not jobs
 
 
 @dataclass
