@@ -49,6 +49,7 @@ from runner.optim.schedule import lr_factors
 from runner.random_state import exclusive_random_state
 from runner.record.data_digest import DataFiles
 from runner.record.history import History
+from runner.record.loaded_code import warn_changed_code
 from runner.record.recorder import Recorder
 from runner.security.files.policy import FilePolicy
 from runner.security.paths import run_tree_folders
@@ -600,6 +601,13 @@ class _Build:
         if resume != "none":
             if restore(run, None if resume == "auto" else Path(resume), trains) and trains:
                 log.info("continuing after step %s", f"{run.progress.step:,}")
+        if self.world is None or self.world.is_rank_zero:
+            weights = None if trains else self.config.model.weights
+            if self.resumes:
+                source = self.folder if resume == "auto" else Path(resume)
+                warn_changed_code(source or Path(), run.progress.step)
+            elif weights is not None:
+                warn_changed_code(Path(weights).expanduser(), None)
         if run.switches:
             from runner.training.trials import prepare_trials
 

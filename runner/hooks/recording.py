@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from runner.errors import Interrupted
 from runner.record import history, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.record.data_digest import DataFiles
+from runner.record.loaded_code import user_packages
 from runner.record.storage import read_record
 from runner.training.hook import Evaluation, Hook, Report, Verdict
 from runner.training.run import Run
@@ -49,6 +50,7 @@ class Recording(Hook):
         self.system_monitor = system_monitor or SystemMonitor(every_s=config.system_every_s)
         self.settings, self.data_files = settings, data_files
         self.write_empty = write_empty
+        self.origin: dict[str, Any] = {}  # this session in provenance.json
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
         self.row_due = self.load_due = self.history_due = 0.0
@@ -111,7 +113,8 @@ class Recording(Hook):
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
         try:
-            provenance.record(folder, self.data_files)
+            packages, step = user_packages(self.settings), run.progress.step
+            self.origin = provenance.record(folder, self.data_files, packages, step)
         except OSError as error:
             log.warning("provenance.json not written: %s", error)
 
@@ -145,6 +148,10 @@ class Recording(Hook):
             run.recorder.text("faults/history", history.fault_table(faults), run.progress.step)
 
     def _record_end(self, run: Run, status: str) -> None:
+        packages = user_packages(self.settings)
+        if run.folder is not None and self.origin and packages:
+            with suppress(OSError):
+                provenance.add_loaded_modules(run.folder, self.origin, packages)
         if self.steps:
             self._write_system_row(run)
         name, value = run.monitor.removeprefix("val/"), run.progress.best

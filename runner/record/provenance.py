@@ -11,7 +11,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -22,6 +22,7 @@ from typing import Any
 from runner import __version__
 from runner.module_path import python_command
 from runner.record.data_digest import DataFiles
+from runner.record.loaded_code import PROVENANCE, digest_modules
 from runner.record.storage import read_record, replace_text
 
 PACKAGES = "torch numpy hydra-core omegaconf safetensors tensorboard triton".split()
@@ -88,8 +89,13 @@ def literal_overrides(overrides: Any) -> list[str]:
     return [str(text) for text in texts] if isinstance(texts, list) else []
 
 
-def record(folder: Path, data: DataFiles | None = None) -> dict[str, Any]:
-    """Append this session to `provenance.json` and return it; earlier sessions come first."""
+def record(
+    folder: Path, data: DataFiles | None = None, packages: Collection[str] = (), step: int = 0
+) -> dict[str, Any]:
+    """Append this session to `provenance.json` and return it; earlier sessions come first.
+
+    It has the digests of the loaded modules of `packages`, the user's, and the `step` before it.
+    """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
@@ -98,13 +104,30 @@ def record(folder: Path, data: DataFiles | None = None) -> dict[str, Any]:
     }
     if data is not None and data.paths:
         session["data"] = data.digest
-    path = folder / "provenance.json"
-    try:
-        sessions = [*json.loads(read_record(path))["sessions"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        sessions = []
-    replace_text(path, json.dumps({"sessions": [*sessions, session]}, indent=2) + "\n")
+    if modules := digest_modules(packages):
+        session |= {"step": step, "modules": modules}
+    _write_sessions(folder, [*_read_sessions(folder), session])
     return session
+
+
+def add_loaded_modules(folder: Path, session: dict[str, Any], packages: Collection[str]) -> None:
+    """Add the modules that were loaded since `session` was recorded, as the last one."""
+    step = session.get("step", 0)
+    modules = digest_modules(packages, session.get("modules", {}))
+    sessions = _read_sessions(folder)
+    if modules != session.get("modules", {}) and sessions:
+        _write_sessions(folder, [*sessions[:-1], {**session, "step": step, "modules": modules}])
+
+
+def _read_sessions(folder: Path) -> list[Any]:
+    try:
+        return [*json.loads(read_record(folder / PROVENANCE))["sessions"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _write_sessions(folder: Path, sessions: list[Any]) -> None:
+    replace_text(folder / PROVENANCE, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
 
 def describe_git(state: dict[str, Any]) -> str:

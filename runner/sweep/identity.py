@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from runner.config import UNHASHED_KEYS, RunConfig, digest
+from runner.data.config import DataConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
 from runner.record import provenance
+from runner.security.cli_overrides import iterate_leaves
 
 VERSIONED_PACKAGES = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
 EXECUTION_KEYS = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run")
 """Keys that determine where and how jobs run, but not which."""
 EXTENDABLE_KEYS = ("search.trials", "search.parallel")  # may change when a search is continued
+MAX_ENTRIES = 100_000  # of a folder that a user's data set reads, to be compared
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -42,13 +45,15 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
     tree = asdict(config)
     settings = {k: v for k, v in tree.items() if k not in UNHASHED_KEYS}
     kind = config.job.kind.name
-    paths = [tree["data"].get(key) for key in ("path", "validation_path", "test_path")]
+    keys = ("path", "validation_path", "test_path", "tokenizer")
+    paths = [*(tree["data"].get(key) for key in keys), tree["model"].get("path")]
     return digest(
         {
             "config": settings,
             "job": [kind, tree.get(kind)],
             "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
             "data": [file_stamp(Path(os.path.expanduser(path))) for path in paths if path],
+            "arguments": [file_stamp(path, MAX_ENTRIES) for path in argument_paths(config.data)],
             "checkpoint": _checkpoint_stamp(config.checkpoint.resume),
             "weights": _checkpoint_stamp(config.model.weights),
             "variables": variables,
@@ -56,6 +61,18 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
             "device": describe_hardware(),
         }
     )
+
+
+def argument_paths(data: DataConfig) -> list[Path]:
+    """Return the files and folders that texts among the arguments of a user's data set name."""
+    texts = [x for _, x in iterate_leaves(data.arguments, "data") if isinstance(x, str) and x]
+    paths = [Path(os.path.expanduser(text)) for text in texts if data._target_ and "\0" not in text]
+    return [path for path in paths if os.path.exists(path)]
+
+
+def unstamped_paths(config: RunConfig) -> list[str]:
+    """Return the folders of a user's data set that are too large to be compared."""
+    return [str(p) for p in argument_paths(config.data) if not file_stamp(p, MAX_ENTRIES)]
 
 
 @cache
@@ -93,13 +110,25 @@ def describe_hardware() -> dict[str, Any]:
 
 
 @cache
-def file_stamp(path: Path) -> str:
-    """Return a sha256 of names, sizes and times of a file or folder; about 5 µs per file."""
-    sha256, files = hashlib.sha256(), [path]
+def file_stamp(path: Path, max_entries: int | None = None) -> str:
+    """Return a sha256 of names, sizes and times of a file or folder; about 5 µs per file.
+
+    The outputs of runs and caches of modules do not count. "" for more than `max_entries`.
+    """
+    sha256, files, outputs = hashlib.sha256(), [path], os.path.abspath("outputs")
     if path.is_dir():
-        walk = sorted(os.walk(path), key=lambda entry: entry[0])
-        files = [Path(folder, name) for folder, _, names in walk for name in sorted(names)]
-    for file in files:
+        files, entries = [], 0
+        for folder, folders, names in os.walk(path):
+            entries += len(folders) + len(names)
+            if max_entries is not None and entries > max_entries:
+                return ""
+            folders[:] = [
+                name
+                for name in folders
+                if name != "__pycache__" and os.path.abspath(os.path.join(folder, name)) != outputs
+            ]
+            files += [Path(folder, name) for name in names]
+    for file in sorted(files):
         try:
             status = file.stat()
         except OSError:

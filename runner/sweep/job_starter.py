@@ -33,7 +33,7 @@ from runner.security.config import SecurityLevel
 from runner.security.paths import check_subfolder, restrict_run_folder
 from runner.sweep import fork
 from runner.sweep.config import LauncherConfig, StartMethod
-from runner.sweep.identity import job_hash
+from runner.sweep.identity import job_hash, unstamped_paths
 from runner.sweep.job_process import JobProcess
 from runner.sweep.plan import JobPlan, load_previous_jobs, wait_for_running_jobs
 from runner.sweep.state import Job, Sweep, SweepSession, current_session, utc_now
@@ -162,6 +162,7 @@ def plan_job(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
         job,
         trains,
         writes_summary=trains or checked.job.kind is JobKind.evaluate,
+        unstamped=tuple(unstamped_paths(checked)),
         gpu_processes=0 if VISIBLE_DEVICES in variables else _count_gpu_processes(checked),
     )
 

@@ -153,6 +153,8 @@ class JobStream:
             text = f"{done} of {total} done before; {total - done} to run"
             text += f", {continued} of them from a checkpoint" if continued else ""
             text += "" if done < total else " (sweep.resume=none starts a new one)"
+            unstamped = sorted({path for plan, _ in self.composed for path in plan.unstamped})
+            text += f"; not compared, too large: {', '.join(unstamped)}" if unstamped else ""
             log.info("%s: %s", self.session.folder, text)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from runner.checkpoint.lock import is_locked
 from runner.checkpoint.ownership import ARCHIVE
 from runner.errors import SecurityError, StorageError, UsageError
+from runner.record.loaded_code import changed_files
 from runner.sweep.job_context import ORPHAN_GRACE_S
 from runner.sweep.state import SWEEP_FILE, Job, Sweep
 from runner.training.summary import FINISHED_STATUSES, Summary
@@ -33,6 +34,7 @@ class JobPlan:
     done: bool = False  # finished by an earlier process
     continues: bool = False  # resumes from the checkpoint in its folder
     replaces: bool = False  # its folder has other content
+    unstamped: tuple[str, ...] = ()  # folders of its data that are too large to be compared
     gpu_processes: int = 0  # processes that need a GPU each; 0: it selects its devices itself
 
 
@@ -137,7 +139,7 @@ class Planner:
             return plan
         job.folder = earlier.folder
         job_folder = self.folder / job.folder
-        if job.hash == earlier.hash != "":
+        if job.hash == earlier.hash != "" and not changed_files(job_folder):
             job.tries, job.seconds, job.started = earlier.tries, earlier.seconds, earlier.started
             plan.done = earlier.status in FINISHED_STATUSES and _has_finished(job_folder)
             if plan.done or earlier.failed:  # unchanged until it starts again
