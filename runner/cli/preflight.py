@@ -15,7 +15,6 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from runner.checkpoint.ownership import check_folder, has_checkpoints
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.config import RunConfig, config_hash
@@ -179,6 +178,7 @@ def _check_run(
         request.files.resumed_folders.append(folder)
     elif planned.is_dir():
         from runner.checkpoint.lock import lock
+        from runner.checkpoint.ownership import check_folder
 
         trains = config.job.kind is JobKind.train
         if trains and (planned / hydra_files.FOLDER).is_dir():
@@ -213,6 +213,8 @@ def _is_restarted() -> bool:
 
 def _continue_requeued_run(flags: Arguments, planned: Path, config: RunConfig) -> str:
     """Let a run that SLURM has requeued continue in its folder; return `checkpoint.resume`."""
+    from runner.checkpoint.ownership import has_checkpoints
+
     resume, trains = config.checkpoint.resume, config.job.kind is JobKind.train
     is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if is_requeued and trains and resume == "none" and has_checkpoints(planned):
