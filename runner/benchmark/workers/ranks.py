@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from runner.benchmark.workers.process import EXIT_TIMEOUT_S, worker_environment
 from runner.benchmark.workers.worker import WorkerSpec, remove_limits
 from runner.build import Components, build
+from runner.checkpoint.ownership import folder_is_checked
 from runner.config import RunConfig
 from runner.device.config import DeviceKind
 from runner.distributed.config import DistributedConfig
@@ -90,6 +91,7 @@ def _train_rank(spec: WorkerSpec, payload: bytes, place: RankInfo, safe_path: bo
     del parts["metrics"]
     with suppress(ProcessLost), ExitStack() as scope:  # rank 0 reports the error
         parts["world"] = join_world(spec.config, place, scope)
+        scope.enter_context(folder_is_checked())  # the benchmark's own folder
         run = scope.enter_context(build(spec.config, spec.folder, Components(**parts)))
         remove_limits(run)
         train(run)

@@ -83,6 +83,7 @@ def main(child: ChildContext, spec: WorkerSpec) -> None:
 def _train(spec: WorkerSpec, pipe: Connection) -> None:
     from runner.benchmark.workers.turn_hook import TurnHook, collect_results
     from runner.build import Components, build
+    from runner.checkpoint.ownership import folder_is_checked
     from runner.record.console import set_up_logging
     from runner.security.pickle_transfer import unpickle_parts
     from runner.training.loop import train
@@ -97,6 +98,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
             from runner.benchmark.workers.ranks import join_ranks
 
             config, parts["world"] = scope.enter_context(join_ranks(config, spec, payload))
+        scope.enter_context(folder_is_checked())  # the benchmark's own folder
         run = scope.enter_context(build(config, spec.folder, Components(**parts)))
         remove_limits(run)
         next_request = partial(_next_request, pipe)
