@@ -96,7 +96,7 @@ def record(
 
     It has the digests of the loaded modules of `packages`, the user's, and the `step` before it.
     """
-    session = {
+    session: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
         "git": git_state(),

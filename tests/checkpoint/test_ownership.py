@@ -117,8 +117,8 @@ def test_auto_without_a_checkpoint_moves_the_record_aside_and_starts_afresh() ->
         assert not (run / "metrics.jsonl").exists()
     earlier = run / ARCHIVE / "run-1"
     assert json.loads((earlier / "metrics.jsonl").read_text()) == {"step": 5}
-    names = {"summary.json", "metrics.jsonl", "report.md", "debug"}
-    assert {path.name for path in earlier.iterdir()} == names
+    moved = {"summary.json", "metrics.jsonl", "report.md", "debug"}
+    assert {path.name for path in earlier.iterdir()} == moved
     assert (run / "run.log").read_text() == "{}\n"
     make_record(RUN, ["summary.json"])
     archive_record(run)  # a second time: nothing is replaced
