@@ -127,9 +127,7 @@ class TrialJobs:
                 summary = Summary.read(self.folder / job.folder)
             except StorageError:
                 continue
-            if job.status != RUNNING or (
-                summary.status not in FINISHED_STATUSES and trial is not None
-            ):
+            if job.status != RUNNING or (not summary.finished and trial is not None):
                 continue
             job.status, job.reason = summary.status, summary.reason
             if trial is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.errors import UsageError
 from runner.techniques.base import RunParts
+from runner.training.summary import FINISHED_ENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +118,7 @@ class Run(RunParts):
     columns: list[ColumnUse] = field(default_factory=list)  # how a table's columns were interpreted
     distributed: dict[str, Any] = field(default_factory=dict)  # processes, for the summary
     stop_reason: str = ""  # why training ends before its last step
+    stopped_by: str = ""  # what set it, as in `Summary.ended_by`; "": a hook
     random: RandomGenerators | None = None  # the run's own; None: they are in use
 
     @property
@@ -133,6 +135,11 @@ class Run(RunParts):
     def writes(self) -> bool:
         """Whether this process writes the record: the only one, or the first of several."""
         return self.folder is not None and (self.world is None or self.world.is_rank_zero)
+
+    def request_stop(self, ended_by: str, reason: str) -> None:
+        """End training after this step; of several causes one that finishes the run counts."""
+        if not self.stop_reason or self.stopped_by not in FINISHED_ENDS:
+            self.stop_reason, self.stopped_by = reason, ended_by
 
     def largest_local_batch(self, samples: int) -> int:
         """Return the largest number of samples of a batch that one process has."""
