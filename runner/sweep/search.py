@@ -48,10 +48,11 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
     if find_spec("optuna") is None:
         fix = install_command("search")
         raise UsageError(f"experiment=search needs optuna, which is not installed: {fix}")
-    from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
+    from runner.sweep.search_space import SearchPlan, read_space, resolve_metric, trial_mode
 
     space = read_space(overrides, config.search)
     metric, maximize = resolve_metric(config)
+    space = replace(space, shared=(*space.shared, *trial_mode(config, metric, maximize)))
     name = f"{config.name}-{typed_hash[:12]}"
     return SearchPlan(space, config.search, metric, maximize, name, config.data)
 

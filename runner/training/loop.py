@@ -21,7 +21,7 @@ from runner.errors import (
     StorageError,
 )
 from runner.models.modes import enter_training
-from runner.objectives.base import unknown_metric
+from runner.objectives.base import unknown_direction, unknown_metric
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
@@ -65,6 +65,8 @@ def train(run: Run) -> Summary:
     """
     check_run("train", run)
     check_hooks("train", run.hooks)
+    if run.higher_is_better is None:
+        raise unknown_direction(run.monitor)
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
     is_over = run.progress.step >= run.total_steps or run.stop_reason
     read_ended = partial(_read_ended_summary, run)

@@ -20,6 +20,12 @@ from runner.data.config import LOADING_KEYS
 from runner.errors import CheckpointError
 from runner.record.text import shorten
 from runner.techniques.base import TRIALS, Choice
+from runner.training.best import (
+    BestCriterion,
+    describe_difference,
+    restart_best,
+    warn_trained_samples,
+)
 from runner.training.run import Progress, Run
 
 log = logging.getLogger("runner")
@@ -101,6 +107,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         run.stability.vetoed += run.batch_validator.take_vetoed()
     return {
         "progress": asdict(run.progress),
+        "criterion": asdict(run.criterion),
         "update": run.update.state(),
         "reader": run.reader.state(),
         "history": run.history.state(),
@@ -154,6 +161,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
         )  # fmt: skip
     if trains:
+        _compare_criterion(run, restored.path, state)
         _warn_raised_lr(run, state)
     if trains and state["steps_per_epoch"] != run.train.steps_per_epoch:
         log.warning(
@@ -177,6 +185,19 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         # last, since restoring the rest may draw random numbers
         restore_random_state(state["random"])
     return True
+
+
+def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
+    """Start the best over if it is of another metric, direction or validation set."""
+    now, before_settings = run.criterion, state["settings"]
+    with _translate_mismatch(path):
+        before = BestCriterion.of_state(state, now, run.objective.monitor)
+    settings = _comparable_settings(run.settings)
+    if difference := describe_difference(before, now, before_settings, settings):
+        restart_best(run.progress, difference)
+    if before.validation != now.validation:
+        indices = run.validation.fetch.order.indices
+        warn_trained_samples(indices, run.trained_indices(before_settings))
 
 
 def _warn_raised_lr(run: Run, state: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    import numpy as np
     from torch import nn
 
     from runner.captures.run_captures import CaptureRecorder
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from runner.stability.controller import StabilityController
     from runner.techniques.base import Evidence, Technique, TechniqueStatus
     from runner.training.bad_samples import BadSampleTracker
+    from runner.training.best import BestCriterion
     from runner.training.hook import Evaluation, Hook, Verdict
     from runner.training.metrics import StepMetricsReader
     from runner.training.timing import Stopwatch
@@ -83,7 +85,10 @@ class Run(RunParts):
     patience: int | None
     sanity: bool = True  # a batch is validated before step 1
     monitor: str
-    higher_is_better: bool
+    higher_is_better: bool | None  # of the monitored metric; None: nothing declares it
+    criterion: BestCriterion  # by which the best checkpoint is chosen
+    # training indices of a run with those settings, on the same data; None: unknown
+    trained_indices: Callable[[Mapping[str, str]], np.ndarray | None]
     report_every: int = 10
     strict: bool = False  # True: a technique that does not engage is an error
     uninspected: bool = True  # no training batch has shown how model and loss fit together
