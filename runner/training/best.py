@@ -64,12 +64,12 @@ def describe_difference(
     return ", ".join(texts)
 
 
-def restart_best(progress: Progress, difference: str) -> None:
-    """Forget the best value so far, which is not comparable; patience starts over, too."""
+def restart_best(progress: Progress, problem: str) -> None:
+    """Forget the best value so far, which has a `problem`; patience starts over, too."""
     if progress.best is not None:
         log.warning(
-            "the best so far, %.5g at step %d, is %s: it starts over",
-            progress.best, progress.best_step, difference,
+            "the best so far, %.5g at step %d, %s: it starts over",
+            progress.best, progress.best_step, problem,
         )  # fmt: skip
     progress.best = progress.best_loss = None
     progress.best_step = progress.stale_validations = 0

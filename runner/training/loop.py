@@ -43,7 +43,12 @@ from runner.training.recovery import (
     suppress_device_errors,
     translate_oom,
 )
-from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
+from runner.training.resume import (
+    first_bad_step,
+    inherit_best,
+    restore_last_good_checkpoint,
+    save,
+)
 from runner.training.run import Run, check_run
 from runner.training.signals import InterruptHandler
 from runner.training.step import call_hooks, enter_session, make_step, overrides_event, record_step
@@ -161,7 +166,9 @@ def _train(run: Run) -> None:
                 _check_sanity(run, interrupts)
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
-                save(run)  # the first rollback restores it
+                # the first rollback restores it; a fork may begin at the best step
+                save(run, best=progress.best_step == progress.step > 0)
+                inherit_best(run)
             # may be due where a resumed run had stopped
             _validate_and_checkpoint(run, interrupts, last_state)
             while progress.step < run.total_steps and not run.stop_reason:
