@@ -49,7 +49,7 @@ from runner.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import lr_factors
 from runner.random_state import exclusive_random_state
-from runner.record.data_digest import DataFiles
+from runner.record.data_digest import DataFiles, stamp_arguments
 from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.security.files.policy import FilePolicy
@@ -203,6 +203,8 @@ class _Build:
         self.checkpointer.preprocessing = preprocessing.dump()
         stamp = "sha256" if "validation" in self.run_data.splits else "own"
         self.validation_stamp = str(preprocessing.files.get(stamp, ""))
+        if config.data._target_ is not None and user_data is None and self.folder is not None:
+            self.validation_stamp = stamp_arguments(config.data.arguments)
         # None for data without files, such as the embedded
         before = None if stored is None else stored.files.get("own")
         known = user_data is None and stored is not None

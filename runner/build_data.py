@@ -243,7 +243,10 @@ def find_trained_indices(
         return None
     if "validation" in run_data.splits:  # samples of another file, which has its own indices
         return None if changed_keys else np.zeros(0, np.int64)
-    data = run_data.data
+    data, samples_key = run_data.data, "data.validation_samples"
+    same_split = not changed_keys and settings.get(samples_key) == now[samples_key]
+    if same_split and isinstance(data, UserDataset):
+        return None  # its samples have changed
     try:
         keys = [key for key in (*SPLIT_KEYS, *PATH_KEYS) if f"data.{key}" in settings]
         options: dict[str, Any] = {key: _parse_setting(key, settings) for key in keys}

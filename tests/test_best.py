@@ -292,6 +292,27 @@ def test_the_split_of_a_table_is_made_again_from_the_recorded_one(
     assert trained_count(caplog) == f"{len(validated & trained)}"
 
 
+def test_a_changed_file_of_a_users_data_set_starts_the_best_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    files = {name: tmp_path / name for name in ("same", "changed")}
+    for file in files.values():
+        file.mkdir()
+        (file / "rows").write_text("1 2 3")
+    for name, file in files.items():
+        quick = ("security.trusted=[my_package]", "data._target_=my_package.Stored")
+        quick = (*quick, f"+data.rows={file}", "model._target_=my_package.Net", "training.steps=2")
+        with opened(*quick, folder=tmp_path / f"run-{name}") as run:
+            train(run)
+        if name == "changed":
+            (file / "rows").write_text("4 5 6 7")
+        resume = f"checkpoint.resume={tmp_path / f'run-{name}'}"
+        with build(config(*quick, resume), tmp_path / f"run-{name}") as run:
+            assert (run.progress.best is None) == (name == "changed")
+    assert trained_count(caplog) == "an unknown number"
+
+
 def test_after_the_file_changed_the_number_of_trained_samples_is_unknown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
