@@ -144,7 +144,7 @@ class Run(RunParts):
 
     def request_stop(self, ended_by: str, reason: str) -> None:
         """End training after this step; of several causes one that finishes the run counts."""
-        if not self.stop_reason or self.stopped_by not in FINISHED_ENDS:
+        if not self.stop_reason or (self.stopped_by or "hook") not in FINISHED_ENDS:
             self.stop_reason, self.stopped_by = reason, ended_by
 
     def largest_local_batch(self, samples: int) -> int:
