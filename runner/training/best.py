@@ -41,7 +41,7 @@ class BestCriterion:
 
 def digest_validation(indices: np.ndarray, data_digest: str) -> str:
     """Return a sha256 of the samples that are validated on, from their indices alone."""
-    sha256 = hashlib.sha256(np.ascontiguousarray(indices, "<i8"))
+    sha256 = hashlib.sha256(indices.astype("<i8").tobytes())
     sha256.update(data_digest.encode())
     return sha256.hexdigest()
 
