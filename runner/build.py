@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +20,7 @@ from runner.build_data import (
     LoaderFactory,
     check_data_files,
     describe_files,
+    find_trained_indices,
     open_run_data,
     read_preprocessing,
 )
@@ -31,6 +33,7 @@ from runner.config import RunConfig, config_hash, config_to_plain, flatten_confi
 from runner.data.config import BadSamples
 from runner.data.dataset import Dataset, has_rare_class
 from runner.data.loader import make_batch_mover
+from runner.data.open import OpenOptions
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
@@ -47,7 +50,7 @@ from runner.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import lr_factors
 from runner.random_state import exclusive_random_state
-from runner.record.data_digest import DataFiles
+from runner.record.data_digest import DataFiles, stamp_arguments
 from runner.record.history import History
 from runner.record.loaded_code import warn_changed_code
 from runner.record.recorder import Recorder
@@ -57,6 +60,8 @@ from runner.stability.controller import StabilityController
 from runner.techniques.application import apply_techniques
 from runner.techniques.base import TRIALS, Choice, RunBuilder, Technique
 from runner.techniques.config import Optimization
+from runner.training.best import BestCriterion, digest_validation
+from runner.training.config import MonitorMode
 from runner.training.hook import Hook, check_hooks
 from runner.training.length import (
     resolve_batches,
@@ -184,7 +189,7 @@ class _Build:
     def load_data(self) -> None:
         """Open the data, with the preprocessing of the resumed run, if any."""
         config, user_data = self.config, self.components.data
-        fitted = read_preprocessing(config, self.checkpointer, self.settings)
+        stored = fitted = read_preprocessing(config, self.checkpointer, self.settings)
         self.data_files = DataFiles(config.data)
         if fitted is not None and user_data is None:
             fitted = check_data_files(config, fitted, self.data_files)
@@ -199,6 +204,21 @@ class _Build:
         if fitted is None and self.folder is not None and user_data is None:
             preprocessing = replace(preprocessing, files=describe_files(self.data_files))
         self.checkpointer.preprocessing = preprocessing.dump()
+        stamp = "sha256" if "validation" in self.run_data.splits else "own"
+        self.validation_stamp = str(preprocessing.files.get(stamp, ""))
+        if config.data._target_ is not None and user_data is None and self.folder is not None:
+            self.validation_stamp = stamp_arguments(config.data.arguments)
+        # None for data without files, such as the embedded
+        before = None if stored is None else stored.files.get("own")
+        known = user_data is None and stored is not None
+        known = known and before == preprocessing.files.get("own")
+
+        def trained_indices(settings: Mapping[str, str]) -> np.ndarray | None:
+            opening = OpenOptions(self.policy, stored, split_rule=stored.split if stored else None)
+            arguments = self.run_data, opening, self.resolve_target
+            return find_trained_indices(config, settings, *arguments) if known else None
+
+        self.trained_indices = trained_indices
 
     def resolve_steps(self) -> None:
         """Resolve batch size, number of steps, and the interval of debug tools."""
@@ -319,6 +339,8 @@ class _Build:
             self.objective.named = named[0]
             self.choices += named[1]
         self.monitor = resolve_monitor(self.objective, config.training.monitor)
+        mode, rises = config.training.monitor_mode, self.objective.rises(self.monitor)
+        self.higher_is_better = rises if mode is None else mode is MonitorMode.max
 
     def choose_objective_kind(self) -> ObjectiveConfig:
         """Return the `objective` group; `auto` is `model` for a language model with labels inside.
@@ -530,7 +552,13 @@ class _Build:
             patience=training.patience,
             sanity=training.sanity and not self.resumes,
             monitor=self.monitor,
-            higher_is_better=self.objective.rises(self.monitor),
+            higher_is_better=self.higher_is_better,
+            criterion=BestCriterion(
+                self.monitor,
+                "max" if self.higher_is_better else "min",
+                digest_validation(self.validation.fetch.order.indices, self.validation_stamp),
+            ),
+            trained_indices=self.trained_indices,
             report_every=config.monitoring.every,
             strict=config.optimization.strict,
             recorder=Recorder(self.record_folder, config.monitoring),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from ast import literal_eval
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +14,15 @@ import numpy as np
 import torch
 
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.config import RunConfig
-from runner.data.config import LABELS_UNKNOWN, BadSamples, DataChanged, FromFiles
+from runner.config import RunConfig, flatten_config
+from runner.data.config import (
+    LABELS_UNKNOWN,
+    LOADING_KEYS,
+    BadSamples,
+    DataChanged,
+    FromFiles,
+    SplitRule,
+)
 from runner.data.dataset import Dataset, TensorsDataset
 from runner.data.loader import BatchLoader, make_loader
 from runner.data.open import OpenOptions, open_data
@@ -26,7 +34,9 @@ from runner.data.preprocessing import (
     parse_preprocessing,
     source_of,
 )
-from runner.errors import ConfigError
+from runner.data.split import split_samples
+from runner.data.user_dataset import UserDataset
+from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.objectives.build import adapt_sizes
 from runner.record.data_digest import CHANGED_FIX, DataFiles, change_problem
@@ -204,6 +214,64 @@ def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles)
     if not trains:
         return fitted
     return replace(fitted, source=source_of(data), files=describe_files(files))
+
+
+SPLIT_KEYS = ("validation", "split", "split_by", "split_seed", "folds", "fold", "split_folders")
+"""Keys of `data` that determine which samples are trained on."""
+PATH_KEYS = ("validation_path", "test_path")
+
+
+def find_trained_indices(
+    config: RunConfig,
+    settings: Mapping[str, str],
+    run_data: RunData,
+    opening: OpenOptions,
+    resolve: Resolve,
+) -> np.ndarray | None:
+    """Return the training indices of a run with `settings`; None if they cannot be determined.
+
+    `run_data` are the same files, opened with another split. A user's data set is not opened again.
+    """
+    now = {key: str(value) for key, value in flatten_config(config).items()}
+    changed_keys = {
+        key.removeprefix("data.")
+        for key in settings.keys() & now.keys()
+        if key.startswith("data.") and settings[key] != now[key]
+    } - {*LOADING_KEYS, "path", "shuffle", "drop_last", "sampler"}
+    is_generated = config.data.kind == "synthetic" and "split_seed" in changed_keys
+    if is_generated or not changed_keys <= {*SPLIT_KEYS, *PATH_KEYS}:
+        return None
+    if "validation" in run_data.splits:  # samples of another file, which has its own indices
+        return None if changed_keys else np.zeros(0, np.int64)
+    data, samples_key = run_data.data, "data.validation_samples"
+    same_split = not changed_keys and settings.get(samples_key) == now[samples_key]
+    if same_split and isinstance(data, UserDataset):
+        return None  # its samples have changed
+    try:
+        keys = [key for key in (*SPLIT_KEYS, *PATH_KEYS) if f"data.{key}" in settings]
+        options: dict[str, Any] = {key: _parse_setting(key, settings) for key in keys}
+        before = replace(config.data, **options)
+        if isinstance(data, UserDataset):
+            return split_samples(opening, len(data.dataset), before, data.name)[0]
+        if "path" in vars(before):
+            from runner.data.split_paths import find_split_paths
+
+            paths = find_split_paths(before, opening)
+            trains_on_all = "validation" in paths.paths
+            opening = replace(opening, folder=paths.folder, trains_on_all=trains_on_all)
+        return open_data(before, resolve, opening).train
+    except (RunnerError, OSError, KeyError, ValueError, SyntaxError) as error:
+        log.debug("the earlier split is unknown: %s", error)
+        return None
+
+
+def _parse_setting(key: str, settings: Mapping[str, str]) -> Any:
+    text = settings[f"data.{key}"]
+    if text == "None":
+        return None
+    if key == "split":
+        return SplitRule[text]
+    return text if key in ("split_by", *PATH_KEYS) else literal_eval(text)
 
 
 def describe_files(files: DataFiles) -> dict[str, Any]:

@@ -274,6 +274,8 @@ def config_hash(config: RunConfig) -> str:
     tree["data"].pop("changed", None)
     if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
         del tree["training"]["sanity"]
+    if tree["training"]["monitor_mode"] is None:
+        del tree["training"]["monitor_mode"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # unused settings of a search

@@ -53,6 +53,14 @@ class Noisy:
         return (x * float("nan") if index in self.poison else x), target
 
 
+class Stored(Noisy):
+    """Names a folder of files."""
+
+    def __init__(self, rows: str) -> None:
+        super().__init__()
+        self.rows = rows
+
+
 class Lion(torch.optim.Optimizer):
     """Steps of one size, by the sign of a moment (Chen et al. 2023, arXiv:2302.06675)."""
 

@@ -45,7 +45,7 @@ training.run
 techniques.compiler objectives.model_output \
 objectives.chunked_cross_entropy \
 models.modes
-training.metrics training.recovery training.resume training.summary training.timing \
+training.best training.metrics training.recovery training.resume training.summary training.timing \
 training.device_timing \
 stability
 checks.outputs

@@ -120,7 +120,7 @@ def test_a_metric_of_somebody_s_own_is_asked_for_when_there_are_some(tmp_path: P
     overrides, given = ["data=cancer", "training.steps=2"], Components(objective=Own(2))
     with opened(*overrides, "training.monitor=val/f1", given=given) as run:
         assert train(run).best == 0.75
-    wrong = config(*overrides, "training.monitor=val/f2")
+    wrong = config(*overrides, "training.monitor=val/f2", "training.monitor_mode=max")
     says = (
         r"did you mean training.monitor=val/f1\? available: .*; stopped at step 1 of 2; a check.*"
     )

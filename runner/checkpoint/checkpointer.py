@@ -82,8 +82,24 @@ class Checkpointer:
         return self._root is not None and bool(folders.steps(self._root))
 
     def owns(self, path: Path) -> bool:
-        """Whether `path` is a checkpoint of this run."""
-        return self._root is not None and path.resolve().is_relative_to(self._root.resolve())
+        """Whether `path` is a checkpoint that this run has written."""
+        return self._root is not None and path.resolve().parent == self._root.resolve()
+
+    def inherit(self, checkpoint: Path) -> str:
+        """Copy the best checkpoint of another run after the save in progress.
+
+        Returns why it is not copied, or "".
+        """
+        self.join()
+        if self._root is None:
+            return ""
+        if self.last is None:
+            return "the run's own checkpoint is not written"
+        try:
+            folders.inherit(self._root, checkpoint)
+        except (OSError, CheckpointError) as error:
+            return str(error)
+        return ""
 
     @property
     def last(self) -> str | None:

@@ -2,6 +2,7 @@
 
     checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
     checkpoints/step_00001200/{shard_00000_of_00002.safetensors,…}         with fsdp
+    checkpoints/inherited/step_00000400/                      in a fork: the best of its parent
 
 The manifests are authoritative; the links `last` and `best` are for people. The newest checkpoint
 is the one of the highest step, never by time.
@@ -30,6 +31,7 @@ log = logging.getLogger("runner")
 FOLDER = "checkpoints"
 STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 TEMPORARY_PREFIX = ".tmp-"
+INHERITED = "inherited"  # the parent's best checkpoint, until the fork has a better one
 ABANDONED_PREFIX = "abandoned_"  # of checkpoints after the step from which the run continued
 
 StateCheck = Callable[[Any, int, str], None]
@@ -73,6 +75,44 @@ def root_of(folder: Path) -> Path:
     return folder if folder.name == FOLDER else folder / FOLDER
 
 
+def holder_of(checkpoint: Path) -> Path:
+    """Return the folder of checkpoints that holds this one, inherited or not."""
+    parent = checkpoint.resolve().parent
+    return parent.parent if parent.name == INHERITED else parent
+
+
+def find_step(root: Path, step: int) -> Path | None:
+    """Return the checkpoint of `step`, which may be inherited; None if there is none."""
+    folders = (root / step_name(step), root / INHERITED / step_name(step))
+    return next((folder for folder in folders if is_checkpoint(folder)), None)
+
+
+def find_inherited(root: Path) -> Path | None:
+    """Return the best checkpoint that a fork has from its parent; None if there is none."""
+    inherited = steps(root / INHERITED).values()
+    return next((folder for folder in inherited if is_checkpoint(folder)), None)
+
+
+def inherit(root: Path, checkpoint: Path) -> None:
+    """Give the run a copy of its parent's best checkpoint; files are hard-linked where possible.
+
+    It is only ever the best: `steps` does not list it, so no resume and no rollback takes it.
+    Raises OSError, and CheckpointError for a damaged manifest.
+    """
+    facts, temporary = read_manifest(checkpoint), root / (TEMPORARY_PREFIX + INHERITED)
+    shutil.rmtree(temporary, ignore_errors=True)
+    folder = temporary / step_name(facts.step)
+    try:
+        folder.mkdir(parents=True)
+        for name in (*facts.files, manifest.NAME):
+            storage.link_or_copy(checkpoint / name, folder / name)
+        storage.sync_folder(folder)
+        storage.replace_folder(temporary, root / INHERITED)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    update_links(root)
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Whether the checkpoint is complete; it may still be damaged."""
     return os.path.isfile(folder / manifest.NAME)
@@ -89,10 +129,13 @@ def list_candidates(root: Path, best_first: bool = False) -> list[Path]:
     """Return the checkpoints, newest first, complete or not; with `best_first` after the best."""
     saved = steps(root)
     newest_first = sorted(saved, reverse=True)
+    inherited: list[Path] = []
     if best_first:  # each was the best when written, so the newest of them is the best
         best = next((step for step in newest_first if is_best(root, step)), None)
         newest_first.sort(key=lambda step: step != best)
-    return [saved[step] for step in newest_first]
+        found = find_inherited(root) if best is None else None
+        inherited = [] if found is None else [found]
+    return [*inherited, *(saved[step] for step in newest_first)]
 
 
 def abandon_from(root: Path, step: int) -> None:
@@ -116,9 +159,16 @@ def update_links(root: Path) -> int | None:
         with suppress(CheckpointError):
             best = step if read_manifest(folder).best else best
             newest = step
-    for name, target in (("last", newest), ("best", best)):
-        if target is not None and storage.read_link(root / name) != step_name(target):
-            storage.update_link(root / name, step_name(target))
+    targets = {
+        n: step_name(step) for n, step in (("last", newest), ("best", best)) if step is not None
+    }
+    if best is None and (inherited := find_inherited(root)) is not None:
+        targets["best"] = f"{INHERITED}/{inherited.name}"
+    for name, target in targets.items():
+        if storage.read_link(root / name) != target:
+            storage.update_link(root / name, target)
+    if best is not None:
+        shutil.rmtree(root / INHERITED, ignore_errors=True)
     storage.sync_folder(root)
     return best
 

@@ -300,7 +300,7 @@ def _report_failure(
         _remove_folder(folder, existing_path)
     elif not any((folder / name).exists() for name in (SUMMARY, "benchmark.json")):
         with suppress(OSError):
-            Summary("failed", message, command=provenance.command()).write(folder)
+            Summary("failed", message, "error", command=provenance.command()).write(folder)
     return message, code
 
 

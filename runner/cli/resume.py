@@ -20,7 +20,7 @@ from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.overrides.recorded import CHECKPOINTS
 from runner.overrides.spelling import parse_override
 from runner.record.storage import OLD_PREFIX
-from runner.training.summary import FINISHED_STATUSES, Summary
+from runner.training.summary import Summary
 
 REPLAY_KEY = "replay.path"
 REPLAY_KEYS = ("job", "replay", "security", "monitoring", "hydra", "name")
@@ -53,7 +53,7 @@ def find_unfinished_run(planned: Path, config_hash: str) -> Path | None:
         with suppress(StorageError):
             summary = Summary.read(folder)
         hashes = {summary.config_hash, *(m.config_hash for m in manifests[-1:])}
-        if config_hash in hashes and summary.status not in FINISHED_STATUSES:
+        if config_hash in hashes and not summary.finished:
             runs.append((manifests[-1].step if manifests else -1, folder))
     furthest_first = (folder for _, folder in sorted(runs, reverse=True))
     return next((folder for folder in furthest_first if not is_locked(folder)), None)

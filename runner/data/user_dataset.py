@@ -61,7 +61,7 @@ class UserDataset(Dataset):
                 problem = f"{name} has no {method}, so its samples cannot be fetched by index"
                 fix = "define __len__ and __getitem__ (a map-style data set)"
                 raise ConfigError("data._target_", problem, fix)
-        self.dataset = dataset
+        self.dataset, self.name = dataset, name
         self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
         if opening.fitted is None:
             skip_bad = config.bad_samples is BadSamples.drop

@@ -273,14 +273,13 @@ def _update_summary(
         restarts = {"restarts": [str(loss) for loss in losses[:-1]]} if losses else {}
         summary = replace(
             summary,
-            status=status,
-            reason=reason,
             faults={**summary.faults, **counts},
             checkpoint=CheckpointPaths(
                 *(folders.link_target(root, name) for name in ("last", "best"))
             ),
             distributed={**summary.distributed, **restarts},
         )
+        summary.set_end(status, reason)
         summary.write(folder)
         report.write_report(summary, folder)
     except RunnerError:

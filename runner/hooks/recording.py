@@ -20,7 +20,7 @@ from runner.record.loaded_code import user_packages
 from runner.record.storage import read_record
 from runner.training.hook import Evaluation, Hook, Report, Verdict
 from runner.training.run import Run
-from runner.training.signals import take_stop_request
+from runner.training.signals import PRUNED, take_stop_request
 
 log = logging.getLogger("runner")
 GIB = 2**30
@@ -163,7 +163,7 @@ def _check_stop_request(run: Run) -> Verdict | None:
     """Return STOP, and set the reason, if a file in the run's folder requests it; else None."""
     if run.folder is None or (reason := take_stop_request(run.folder)) is None:
         return None
-    run.stop_reason = run.stop_reason or reason
+    run.request_stop("pruned" if reason.startswith(PRUNED) else "stop_file", reason)
     return Verdict.STOP
 
 

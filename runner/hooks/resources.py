@@ -212,7 +212,8 @@ class Resources(Hook):
 def stop_for(run: Run, kind: str, message: str, way_out: str, step: int, category: str) -> Verdict:
     """Record that a limit ends the run, with how to resume it; return STOP."""
     resume_hint = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
-    run.stop_reason = f"{message}; resume{resume_hint}{way_out}"
+    ended_by = "memory" if category == "memory" else "limit"
+    run.request_stop(ended_by, f"{message}; resume{resume_hint}{way_out}")
     action = "a checkpoint is saved and the run ends"
     run.history.add(kind, message, step=step, category=category, severity="error", action=action)
     return Verdict.STOP

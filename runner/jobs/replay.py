@@ -56,6 +56,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
     Summary(
         status="done",
         reason=problem or replay.verdict,
+        ended_by="done",
         command=provenance.command(),
         name=config.name,
         versions=provenance.versions(),

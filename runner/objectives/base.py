@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
     from runner.objectives.named_metrics import NamedMetrics
 
 MONITOR = "training.monitor"
+MODE = "training.monitor_mode"
 NAMED_SUMS = "objective.metrics"  # key among the sums
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
-"""Metrics for which lower is better."""
+"""Our metrics for which lower is better."""
+HIGHER_IS_BETTER = re.compile(r"accuracy|top\d+|f1|auroc|r2", re.ASCII)
+"""Our metrics for which higher is better."""
 
 
 class Objective(ABC):
@@ -64,14 +68,14 @@ class Objective(ABC):
         """Return the names of all possible metrics; None if unknown."""
         return None
 
-    def rises(self, metric: str) -> bool:
-        """Whether a higher value of `metric` (`val/…`) is better."""
-        if metric == self.monitor:
+    def rises(self, metric: str) -> bool | None:
+        """Whether a higher value of `metric` (`val/…`) is better; None if nothing declares it."""
+        if metric == self.monitor and _declares_direction(self):
             return self.higher_is_better
-        name = metric.rpartition("/")[2]
+        name = metric.removeprefix("val/")
         if self.named is not None and name in self.named.metrics:
             return self.named.rises(name)
-        return name not in LOWER_IS_BETTER
+        return rises_by_name(metric)
 
     def all_batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
         """Return the sums of `batch_sums` and those of `objective.metrics`."""
@@ -88,6 +92,34 @@ class Objective(ABC):
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """Return counts [true class, predicted class], or None."""
         return None
+
+
+def _declares_direction(objective: Objective) -> bool:
+    """Whether the class that sets `monitor`, or one derived from it, sets `higher_is_better`."""
+    classes = type(objective).__mro__
+
+    def depth(name: str) -> int:
+        """Return how far up the bases the attribute is set; 0 if by the object itself."""
+        if name in vars(objective):
+            return 0
+        return next(i for i, cls in enumerate(classes) if name in vars(cls))
+
+    own = depth("higher_is_better")
+    return classes[own] is not Objective and own <= depth("monitor")
+
+
+def rises_by_name(metric: str) -> bool | None:
+    """Whether a higher value of one of our metrics (`val/…`) is better; None for other names."""
+    name = metric.removeprefix("val/")
+    if name in LOWER_IS_BETTER:
+        return False
+    return True if HIGHER_IS_BETTER.fullmatch(name) else None
+
+
+def unknown_direction(metric: str) -> ConfigError:
+    """Return the error for a metric of which nothing declares whether higher values are better."""
+    problem = f"cannot be inferred for {metric}"
+    return ConfigError(MODE, problem, "use min if lower values are better, max if higher ones")
 
 
 def resolve_monitor(objective: Objective, requested: str | None) -> str:

@@ -87,6 +87,10 @@ class ClassificationObjective(Objective):
             names += [f"accuracy/{name}" for name in self.class_names]
         return names
 
+    def rises(self, metric: str) -> bool | None:
+        """Whether a higher value of `metric` is better, as it is of the accuracy of a class."""
+        return True if metric.startswith("val/accuracy/") else super().rises(metric)
+
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
         """Return `loss`, `accuracy`, `top<k>`, `f1`, `auroc`, and `accuracy/<class>` if it occurs.
 

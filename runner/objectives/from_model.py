@@ -115,9 +115,9 @@ class ModelLossObjective(Objective):
             values["accuracy"] = int(totals["correct"]) / count
         return values
 
-    def rises(self, metric: str) -> bool:
+    def rises(self, metric: str) -> bool | None:
         """Whether a higher value of `metric` is better: not of a loss's part."""
-        return not metric.partition("/")[2].startswith("loss") and super().rises(metric)
+        return False if metric.startswith("val/loss/") else super().rises(metric)
 
     def _compared_target(self, target: Tensor) -> Tensor:
         return target[:, 1:] if self.shifts and target.ndim > 1 else target

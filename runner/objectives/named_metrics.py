@@ -41,9 +41,10 @@ class NamedMetrics:
             return MetricState(self.metrics, *self._class_probabilities(predicted, target))
         return MetricState(self.metrics, *self._unscaled_values(predicted, target))
 
-    def rises(self, name: str) -> bool:
-        """Whether a higher value of that metric is better."""
-        return self.metrics[name].higher_is_better is not False
+    def rises(self, name: str) -> bool | None:
+        """Whether a higher value of that metric is better; None if torchmetrics does not say."""
+        higher: bool | None = self.metrics[name].higher_is_better
+        return higher
 
     def _class_probabilities(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities [n, classes] (of two classes: [n], of class 1) and labels [n]."""

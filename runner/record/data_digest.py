@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 DATA_PATH_KEYS = ("path", "validation_path", "test_path")  # keys of the files that a run reads
 CHANGED_FIX = "restore the file, or to go on with it as it is: data.changed=accept"
 MAX_FULL_BYTES = 2**26  # total bytes up to which all are read
+MAX_STAMPED_FILES = 100_000  # of a user's data set
 BLOCK_COUNT, BLOCK_BYTES = 1024, 2**14  # of larger data: this many blocks, evenly spaced
 
 
@@ -69,6 +71,30 @@ class DataFiles:
             return {}
         own = self.digest if len(self.paths) == 1 else digest_files([self.paths["data.path"]])
         return {"paths": self.paths, "sha256": self.digest["sha256"], "own": own["sha256"]}
+
+
+def stamp_arguments(arguments: Mapping[str, Any]) -> str:
+    """Return a sha256 of names, sizes and times of the files that texts in `arguments` name.
+
+    "" without one, or for more than MAX_STAMPED_FILES. For a user's data set, which is not read.
+    """
+    texts = [value for value in arguments.values() if isinstance(value, str) and value]
+    paths = [path for text in texts if (path := Path(os.path.expanduser(text))).exists()]
+    stamp, count = hashlib.sha256(), 0
+    for path in paths:
+        walk = [("", [], [""])] if path.is_file() else os.walk(path)
+        entries = []
+        for folder, _, names in walk:
+            count += len(names)
+            if count > MAX_STAMPED_FILES:
+                return ""
+            for file in (Path(path, folder, name) for name in names):
+                with suppress(OSError):
+                    status = file.stat()
+                    name = os.path.relpath(file, path)
+                    entries.append(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0")
+        stamp.update("".join(sorted(entries)).encode("utf-8", "surrogatepass"))
+    return stamp.hexdigest() if paths else ""
 
 
 def change_problem(files: DataFiles, since: str, then: str, what: str = "") -> str:

@@ -249,6 +249,15 @@ def read_file(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Create `target` as a hard link to a file, or as a copy on another file system."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        with open_regular(source) as file:
+            write_file(target, lambda copy: shutil.copyfileobj(file, copy))
+
+
 def sync_folder(folder: Path) -> None:
     """fsync a folder, which makes renames in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -18,7 +18,7 @@ from runner.record.storage import read_record, replace_text
 from runner.record.text import json_safe
 from runner.report.naming import compares_speed
 from runner.security.paths import check_links
-from runner.training.summary import FINISHED_STATUSES
+from runner.training.summary import FINISHED_ENDS, FINISHED_STATUSES
 
 if TYPE_CHECKING:
     from runner.report.replicates import MeanEstimate
@@ -106,6 +106,12 @@ class ComparisonRow:
         """Whether it ended normally, or was measured before a Ctrl-C."""
         measured = self.measured is not None and self.measured.blocks > 0
         return self.status in FINISHED_STATUSES or (self.status == "interrupted" and measured)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether a limit or a request ended it, so that it can be continued."""
+        ended_by = text_at(self.summary, "ended_by")
+        return self.status == "stopped" and ended_by not in ("", *FINISHED_ENDS)
 
     @property
     def is_valid(self) -> bool:

@@ -22,6 +22,7 @@ from runner.report.comparison import (
     ComparisonRow,
     compare_arms,
     number_at,
+    text_at,
 )
 from runner.report.search import SearchRecord, short_key
 from runner.report.speed import differ_in_speed, engagement
@@ -134,6 +135,14 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
         kind = "arms" if comparison.kind == "benchmark" else "jobs"
         count = f"{len(failed)} of {len(comparison.rows)}"
         yield Sentence(f"{count} {kind} did not finish: {names}.", "warning")
+    early = {
+        row.name: text_at(row.summary, "ended_by") for row in comparison.rows if row.ended_early
+    }
+    if early:
+        names = join_names([f"{name} ({ended_by})" for name, ended_by in early.items()])
+        text = f"Ended early, so that the numbers are not of a whole run: {names}"
+        again = "; the sweep's command again continues them" * (comparison.kind == "sweep")
+        yield Sentence(f"{text}{again}.", "warning")
 
 
 def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:

@@ -50,7 +50,7 @@ class Pruner(Enum):
 class Direction(Enum):
     """Whether the metric is to be maximised or minimised."""
 
-    auto = "auto"  # by the metric's name
+    auto = "auto"  # training.monitor_mode, or by the metric's name
     maximize = "maximize"
     minimize = "minimize"
 
@@ -63,7 +63,7 @@ class SearchConfig:
     trials: int = bounded(20, min=1)  # total of the study, earlier and other processes included
     parallel: int | None = bounded(None, min=1)  # trials at a time; null: hydra.launcher.jobs
     metric: str | None = None  # metric to optimise; null: training.monitor or the objective's
-    direction: Direction = Direction.auto  # auto: by the metric's name
+    direction: Direction = Direction.auto  # auto: training.monitor_mode, or by the metric's name
     # ends trials early; median: worse than earlier trials; halving: not in the best quarter
     pruner: Pruner = Pruner.median
     startup: int = bounded(5, min=0)  # median: completed trials before the first may be pruned

@@ -152,7 +152,7 @@ class Planner:
 
 def _has_finished(folder: Path) -> bool:
     try:
-        return Summary.read(folder).status in FINISHED_STATUSES
+        return Summary.read(folder).finished
     except StorageError:
         return False
 

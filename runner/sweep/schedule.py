@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -187,6 +186,7 @@ def write_failed_summary(folder: Path, status: str, reason: str, command: str) -
         with suppress(StorageError):
             summary = Summary.read(folder)
         if (summary.status, summary.reason) != (status, reason):
-            replace(summary, status=status, reason=reason).write(folder)
+            summary.set_end(status, reason)
+            summary.write(folder)
     except (OSError, StorageError) as error:
         log.warning("%s: the job's end is in sweep.json only: %s", folder, error)

@@ -48,10 +48,11 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
     if find_spec("optuna") is None:
         fix = install_command("search")
         raise UsageError(f"experiment=search needs optuna, which is not installed: {fix}")
-    from runner.sweep.search_space import SearchPlan, read_space, resolve_metric
+    from runner.sweep.search_space import SearchPlan, read_space, resolve_metric, trial_mode
 
     space = read_space(overrides, config.search)
     metric, maximize = resolve_metric(config)
+    space = replace(space, shared=(*space.shared, *trial_mode(config, metric, maximize)))
     name = f"{config.name}-{typed_hash[:12]}"
     return SearchPlan(space, config.search, metric, maximize, name, config.data)
 
@@ -127,9 +128,7 @@ class TrialJobs:
                 summary = Summary.read(self.folder / job.folder)
             except StorageError:
                 continue
-            if job.status != RUNNING or (
-                summary.status not in FINISHED_STATUSES and trial is not None
-            ):
+            if job.status != RUNNING or (not summary.finished and trial is not None):
                 continue
             job.status, job.reason = summary.status, summary.reason
             if trial is not None:

@@ -19,10 +19,11 @@ from optuna.distributions import (
 from runner.config import RunConfig
 from runner.data.config import DataConfig
 from runner.errors import ConfigError
-from runner.objectives.base import LOWER_IS_BETTER
+from runner.objectives.base import MODE, rises_by_name
 from runner.overrides.spelling import CliOverride, parse_override
 from runner.report.replicates import REPLICATE_KEYS
 from runner.sweep.config import Direction, Sampler, SearchConfig
+from runner.training.config import MonitorMode
 
 EXAMPLE = "'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'model.width=choice(32,64)'"
 CLASSIFICATION_DATA = ("digits", "cancer", "stdlib_parts", "images", "text")
@@ -148,17 +149,52 @@ def _parse_interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDis
 def resolve_metric(config: RunConfig) -> tuple[str, bool]:
     """Return the metric of a search, and whether larger values are better.
 
-    Raises ConfigError if that depends on the data or on a user-defined metric.
+    Raises ConfigError if that depends on the data or on a user-defined metric, and if
+    `search.direction` contradicts what is known of the metric.
     """
     search, requested = config.search, config.search.metric or config.training.monitor
     metric = requested or _default_metric(config)
+    rises = _known_direction(config, metric)
+    maximize = search.direction is Direction.maximize
+    if search.direction is not Direction.auto and rises in (None, maximize):
+        return metric, maximize
     if search.direction is not Direction.auto:
-        return metric, search.direction is Direction.maximize
-    name = metric.rpartition("/")[2]
-    if name in config.objective.metrics or (requested and config.objective._target_):
+        better = "higher" if rises else "lower"
+        problem = f"{search.direction.name} contradicts {metric}, of which {better} is better"
+        fix = f"leave it out, or change it with {MODE}={'max' if maximize else 'min'}"
+        raise ConfigError("search.direction", problem, fix)
+    own_metric = bool(requested and config.objective._target_) and _typed_mode(config) is None
+    if rises is None or own_metric:
         problem = f"cannot be inferred for {metric}"
         raise ConfigError("search.direction", problem, "use maximize or minimize")
-    return metric, name not in LOWER_IS_BETTER
+    return metric, rises
+
+
+def _typed_mode(config: RunConfig) -> MonitorMode | None:
+    """Return `training.monitor_mode` if it is about the metric of the search."""
+    monitor, metric = config.training.monitor, config.search.metric
+    return config.training.monitor_mode if metric in (None, monitor) or monitor is None else None
+
+
+def _known_direction(config: RunConfig, metric: str) -> bool | None:
+    """Whether a higher value is better: as typed, or of one of our metrics; None if unknown."""
+    mode, name = _typed_mode(config), metric.removeprefix("val/")
+    if mode is not None:
+        return mode is MonitorMode.max
+    if name in config.objective.metrics:
+        return None
+    if config.objective._target_ is None and name.startswith(("accuracy/", "loss/")):
+        return name.startswith("accuracy/")
+    return rises_by_name(metric)
+
+
+def trial_mode(config: RunConfig, metric: str, maximize: bool) -> list[str]:
+    """Return the override that trials need to have the search's direction, if any."""
+    if _typed_mode(config) is None and (
+        config.training.monitor_mode is not None or _known_direction(config, metric) is None
+    ):
+        return [f"{MODE}={'max' if maximize else 'min'}"]
+    return []
 
 
 def _default_metric(config: RunConfig) -> str:

@@ -58,7 +58,7 @@ def engaged(config: Quantization, run: Run) -> Evidence:
     metrics = progress.metrics if validated else evaluate(run).metrics
     evaluation = evaluate(run, model)
     float_metric, int8_metric = metrics[run.monitor], evaluation.metrics[run.monitor]
-    drop = _relative_drop(float_metric, int8_metric, run.higher_is_better)
+    drop = _relative_drop(float_metric, int8_metric, bool(run.higher_is_better))
     facts: dict[str, Any] = {
         "mode": config.mode.value,
         "layers": {"Int8Linear": quantized},

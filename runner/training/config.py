@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
+
+
+class MonitorMode(Enum):
+    """Which values of the monitored metric are better."""
+
+    min = "min"  # lower ones
+    max = "max"  # higher ones
 
 
 @dataclass
@@ -22,6 +30,8 @@ class TrainingConfig:
     # stop after this many validations without improvement of `monitor`; null: never
     patience: int | None = bounded(None, min=1)
     monitor: str | None = None  # metric of the best checkpoint, e.g. val/loss; null: objective's
+    # whether lower or higher values of `monitor` are better; null: as the metric declares
+    monitor_mode: MonitorMode | None = None
     sanity: bool = True  # validate one batch before step 1, without a trace; not when resuming
 
     def __post_init__(self) -> None:

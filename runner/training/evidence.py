@@ -13,22 +13,29 @@ from runner.masking import mask_secrets
 from runner.record import provenance
 from runner.techniques.base import Evidence, TechniqueStatus
 from runner.training.run import Run
-from runner.training.summary import CheckpointPaths, MemoryPeaks, Summary
+from runner.training.summary import ENDS, CheckpointPaths, MemoryPeaks, Summary
 
 log = logging.getLogger("runner")
 
 
 def build_summary(
-    run: Run, status: str, reason: str = "", required: bool = False, job: str = "train"
+    run: Run,
+    status: str,
+    reason: str = "",
+    required: bool = False,
+    job: str = "train",
+    ended_by: str = "",
 ) -> Summary:
     """Build the summary and write it to the run's folder as `summary.json`.
 
-    If it cannot be written, raise StorageError with `required`, else log and keep the earlier file.
+    `ended_by` is what ended the run; "" takes it from the status. If the summary cannot be written,
+    raise StorageError with `required`, else log and keep the earlier file.
     """
     progress = run.progress
     summary = Summary(
         status=status,
         reason=mask_secrets(reason),
+        ended_by=None if status == "running" else ended_by or ENDS.get(status, "error"),
         steps=progress.step,
         epochs=run.epoch,
         metrics={**progress.metrics, **run.test_metrics},
@@ -83,7 +90,7 @@ def record_failure(run: Run, reason: str) -> None:
     if run.folder is not None and run.writes:
         with suppress(StorageError):
             summary = Summary.read(run.folder)
-            summary.status, summary.reason = "failed", mask_secrets(reason)
+            summary.set_end("failed", mask_secrets(reason))
             summary.steps, summary.faults = run.progress.step, _count_faults(run)
             summary.write(run.folder)
 

@@ -87,7 +87,7 @@ class GracePeriod:
         if run.folder is not None and run.writes:
             with suppress(StorageError):
                 summary = Summary.read(run.folder)
-                summary.status, summary.reason = "interrupted", reason
+                summary.set_end("interrupted", reason)
                 summary.steps, summary.checkpoint.last = run.progress.step, run.checkpointer.last
                 summary.write(run.folder)
         log.error("%s", reason)

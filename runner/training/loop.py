@@ -21,7 +21,7 @@ from runner.errors import (
     StorageError,
 )
 from runner.models.modes import enter_training
-from runner.objectives.base import unknown_metric
+from runner.objectives.base import unknown_direction, unknown_metric
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
@@ -43,11 +43,16 @@ from runner.training.recovery import (
     suppress_device_errors,
     translate_oom,
 )
-from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
+from runner.training.resume import (
+    first_bad_step,
+    inherit_best,
+    restore_last_good_checkpoint,
+    save,
+)
 from runner.training.run import Run, check_run
 from runner.training.signals import InterruptHandler
 from runner.training.step import call_hooks, enter_session, make_step, overrides_event, record_step
-from runner.training.summary import FINISHED_STATUSES, Summary
+from runner.training.summary import FINISHED_ENDS, FINISHED_STATUSES, Summary
 
 if TYPE_CHECKING:
     from runner.training.grace import GracePeriod
@@ -65,6 +70,8 @@ def train(run: Run) -> Summary:
     """
     check_run("train", run)
     check_hooks("train", run.hooks)
+    if run.higher_is_better is None:
+        raise unknown_direction(run.monitor)
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
     is_over = run.progress.step >= run.total_steps or run.stop_reason
     read_ended = partial(_read_ended_summary, run)
@@ -81,7 +88,7 @@ def train(run: Run) -> Summary:
     if run.trials is not None:
         run.trials.plan(run)
     build_summary(run, "running", required=True)
-    status, reason = "failed", "a hook swallowed an exception"
+    status, reason, ended_by = "failed", "a hook swallowed an exception", "error"
     try:
         with ExitStack() as stack:
             stack.enter_context(run.own_random_state())
@@ -93,17 +100,28 @@ def train(run: Run) -> Summary:
             collect_evidence(run)
             record_baseline(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
+            ended_by = _end_of(run)
     except Interrupted as error:
-        status, reason = "interrupted", str(error)
+        status, reason, ended_by = "interrupted", str(error), "signal"
         raise
     except BaseException as error:
         reason = summarize_error(error)
+        is_memory = isinstance(error, OutOfMemory)
+        ended_by = "policy" if isinstance(error, GaveUp) else "memory" if is_memory else "error"
         record_failure(run, reason)  # first: the device, which may be lost, is asked last
         raise
     finally:
         with suppress_device_errors() if status == "failed" else nullcontext():
-            summary = build_summary(run, status, reason)
+            summary = build_summary(run, status, reason, ended_by=ended_by)
     return summary
+
+
+def _end_of(run: Run) -> str:
+    """Return what ended the training; a request to stop at the last step ended nothing."""
+    if not run.stop_reason:
+        return "done"
+    cut_short = run.progress.step < run.total_steps or run.stopped_by in FINISHED_ENDS
+    return run.stopped_by or "hook" if cut_short else "done"
 
 
 @contextmanager
@@ -148,7 +166,9 @@ def _train(run: Run) -> None:
                 _check_sanity(run, interrupts)
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
-                save(run)  # the first rollback restores it
+                # the first rollback restores it; a fork may begin at the best step
+                save(run, best=progress.best_step == progress.step > 0)
+                inherit_best(run)
             # may be due where a resumed run had stopped
             _validate_and_checkpoint(run, interrupts, last_state)
             while progress.step < run.total_steps and not run.stop_reason:
@@ -426,9 +446,8 @@ def _check_early_stopping(run: Run) -> None:
     """Set `stop_reason` if the metric has not improved for `patience` validations."""
     progress = run.progress
     if run.patience is not None and progress.stale_validations >= run.patience:
-        run.stop_reason = (
-            f"{run.monitor} has not improved on {progress.best} for {run.patience} validations"
-        )
+        text = f"has not improved on {progress.best} for {run.patience} validations"
+        run.request_stop("patience", f"{run.monitor} {text}")
 
 
 def _process_reports(run: Run, wait: bool = False) -> Verdict:
@@ -475,7 +494,12 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
     controller = run.stability
     run.stopwatch.pause()
     if verdict is Verdict.STOP:
-        run.stop_reason = run.stop_reason or "a hook requested a stop"
+        cause = run.stopped_by, run.stop_reason
+        causes = [cause] if run.world is None else run.world.all_gather(cause)
+        # of the first process with one: a limit may be reached in another one than rank 0
+        run.stopped_by, run.stop_reason = next(
+            (known for known in causes if known[1]), ("hook", "a hook requested a stop")
+        )
     elif controller.decision is None:
         controller.request_rollback(run)
     while (rule := controller.execute(run)) is not None:

@@ -8,18 +8,26 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from runner.checkpoint import folder as folders
 from runner.checkpoint.finite_checks import find_non_finite
 from runner.checkpoint.folder import RestoredCheckpoint
 from runner.data.config import LOADING_KEYS
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, SecurityError
 from runner.record.text import shorten
 from runner.techniques.base import TRIALS, Choice
+from runner.training.best import (
+    BestCriterion,
+    describe_difference,
+    restart_best,
+    warn_trained_samples,
+)
 from runner.training.run import Progress, Run
 
 log = logging.getLogger("runner")
@@ -101,6 +109,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         run.stability.vetoed += run.batch_validator.take_vetoed()
     return {
         "progress": asdict(run.progress),
+        "criterion": asdict(run.criterion),
         "update": run.update.state(),
         "reader": run.reader.state(),
         "history": run.history.state(),
@@ -148,12 +157,14 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             run.bad_samples.load(state.get("bad_samples", {}))
     if trains and state["config_hash"] != run.config_hash:
         before, after = state["settings"], _comparable_settings(run.settings)
-        changed_keys = [k for k in after if before.get(k) != after[k]]
+        changed_keys = [k for k in after if before.get(k, "None") != after[k]]
         log.warning(
             "the config differs from %s: %s", restored.path,
             ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
         )  # fmt: skip
     if trains:
+        _compare_criterion(run, restored.path, state)
+        _find_best(run, restored.path)
         _warn_raised_lr(run, state)
     if trains and state["steps_per_epoch"] != run.train.steps_per_epoch:
         log.warning(
@@ -177,6 +188,49 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         # last, since restoring the rest may draw random numbers
         restore_random_state(state["random"])
     return True
+
+
+def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
+    """Start the best over if it is of another metric, direction or validation set."""
+    now, before_settings = run.criterion, state["settings"]
+    with _translate_mismatch(path):
+        before = BestCriterion.of_state(state, now, run.objective.monitor)
+    settings = _comparable_settings(run.settings)
+    if difference := describe_difference(before, now, before_settings, settings):
+        restart_best(run.progress, f"is {difference}")
+    if before.validation != now.validation:
+        indices = run.validation.fetch.order.indices
+        warn_trained_samples(indices, run.trained_indices(before_settings))
+
+
+def _find_best(run: Run, path: Path) -> None:
+    """Find the best checkpoint of the resumed run, which a fork inherits; without it start over."""
+    from runner.checkpoint.state_schema import check_state
+
+    progress, checkpointer = run.progress, run.checkpointer
+    if checkpointer.in_memory or progress.best is None or progress.best_step == progress.step:
+        return
+    best, problem = folders.find_step(folders.holder_of(path), progress.best_step), ""
+    if best is None:
+        problem = f"has no checkpoint in {folders.holder_of(path)}"
+    elif not checkpointer.owns(path):
+        try:
+            checkpointer.restore(best, check_state)  # verifies it
+            run.parent_best = best
+        except (CheckpointError, SecurityError) as error:
+            problem = f"cannot be copied ({error})"
+    if problem:
+        restart_best(progress, problem)
+
+
+def inherit_best(run: Run) -> None:
+    """Copy the best checkpoint of a fork's parent, once the fork has one of its own."""
+    source, run.parent_best = run.parent_best, None
+    if source is not None:
+        copy = partial(run.checkpointer.inherit, source)
+        problem = copy() if run.world is None else run.world.broadcast_choice(copy)
+        if problem:
+            restart_best(run.progress, f"cannot be copied ({problem})")
 
 
 def _warn_raised_lr(run: Run, state: Mapping[str, Any]) -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from runner.errors import UsageError
 from runner.techniques.base import RunParts
+from runner.training.summary import FINISHED_ENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    import numpy as np
     from torch import nn
 
     from runner.captures.run_captures import CaptureRecorder
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from runner.stability.controller import StabilityController
     from runner.techniques.base import Evidence, Technique, TechniqueStatus
     from runner.training.bad_samples import BadSampleTracker
+    from runner.training.best import BestCriterion
     from runner.training.hook import Evaluation, Hook, Verdict
     from runner.training.metrics import StepMetricsReader
     from runner.training.timing import Stopwatch
@@ -82,7 +85,10 @@ class Run(RunParts):
     patience: int | None
     sanity: bool = True  # a batch is validated before step 1
     monitor: str
-    higher_is_better: bool
+    higher_is_better: bool | None  # of the monitored metric; None: nothing declares it
+    criterion: BestCriterion  # by which the best checkpoint is chosen
+    # training indices of a run with those settings, on the same data; None: unknown
+    trained_indices: Callable[[Mapping[str, str]], np.ndarray | None]
     report_every: int = 10
     strict: bool = False  # True: a technique that does not engage is an error
     uninspected: bool = True  # no training batch has shown how model and loss fit together
@@ -108,6 +114,7 @@ class Run(RunParts):
     operators: Mapping[str, int] | None = None  # calls of each operator in one step, once profiled
     quantized: Quantized | None = None  # set by quantization if it is smaller and accurate
     saved_step: int = -1  # of the newest checkpoint
+    parent_best: Path | None = None  # of a fork: the best checkpoint of its parent, to be copied
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # by what grows
     baseline: dict[str, float] = field(default_factory=dict)  # metrics of constant predictions
@@ -117,6 +124,7 @@ class Run(RunParts):
     columns: list[ColumnUse] = field(default_factory=list)  # how a table's columns were interpreted
     distributed: dict[str, Any] = field(default_factory=dict)  # processes, for the summary
     stop_reason: str = ""  # why training ends before its last step
+    stopped_by: str = ""  # what set it, as in `Summary.ended_by`; "": a hook
     random: RandomGenerators | None = None  # the run's own; None: they are in use
 
     @property
@@ -133,6 +141,11 @@ class Run(RunParts):
     def writes(self) -> bool:
         """Whether this process writes the record: the only one, or the first of several."""
         return self.folder is not None and (self.world is None or self.world.is_rank_zero)
+
+    def request_stop(self, ended_by: str, reason: str) -> None:
+        """End training after this step; of several causes one that finishes the run counts."""
+        if not self.stop_reason or (self.stopped_by or "hook") not in FINISHED_ENDS:
+            self.stop_reason, self.stopped_by = reason, ended_by
 
     def largest_local_batch(self, samples: int) -> int:
         """Return the largest number of samples of a batch that one process has."""

@@ -20,7 +20,17 @@ from runner.training.hook import Cost
 SUMMARY_FILE = "summary.json"
 FINISHED_STATUSES = ("done", "stopped")
 """Statuses of a run that ended normally and is not run again; others are failures with a reason."""
-STATUS_HEAD_BYTES = 64  # bytes at the start of the file that contain the status
+FINISHED_ENDS = ("done", "patience", "pruned", "hook")
+"""Values of `ended_by` of a run that `checkpoint.resume=auto` and a repeated sweep leave alone."""
+ENDS = {
+    **dict.fromkeys(("interrupted", "killed"), "signal"),
+    "done": "done",
+    "stopped": "hook",
+    "timeout": "limit",
+    "oom": "memory",
+}
+"""What ended a run, by its status, unless more is known; `error` for others."""
+STATUS_HEAD_BYTES = 64  # bytes at the start of the file that contain status and end
 
 
 HIGHER_IS_BETTER = ("accuracy", "Accuracy", "r2", "R2Score")
@@ -87,6 +97,9 @@ class Summary:
 
     status: str = "running"  # running | done | stopped | interrupted | failed
     reason: str = ""
+    # done | patience | pruned | hook | limit | stop_file | memory | signal | policy | error; null
+    # while it runs, and in records of earlier versions
+    ended_by: str | None = None
     steps: int = 0
     epochs: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -123,6 +136,17 @@ class Summary:
         """The best value of the monitored metric, else the last one, which a sweeper optimises."""
         return self.best if self.best is not None else self.metrics.get(self.monitor)
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to continue: False if a limit or a request ended the run."""
+        ended = self.ended_by is None or self.ended_by in FINISHED_ENDS
+        return self.status in FINISHED_STATUSES and ended
+
+    def set_end(self, status: str, reason: str) -> None:
+        """Set how the run ended, as known from outside of it."""
+        self.status, self.reason = status, reason
+        self.ended_by = ENDS.get(status, "error")
+
     def write(self, folder: Path) -> None:
         """Replace `summary.json` in `folder` atomically; NaN becomes null.
 
@@ -132,7 +156,7 @@ class Summary:
 
     def write_status(self, folder: Path) -> None:
         """Overwrite the status `running` in place, which works on a full disk."""
-        running = b'"status": "running",\n  "reason": "",'
+        running = b'"status": "running",\n  "reason": "",\n  "ended_by": null,'
         with (
             suppress(OSError),
             open(folder / SUMMARY_FILE, "r+b", buffering=0, opener=safe_opener) as file,
@@ -140,7 +164,8 @@ class Summary:
             position = file.read(STATUS_HEAD_BYTES).find(running)
             if position >= 0:
                 file.seek(position)
-                file.write(f'"status":"{self.status}","reason":"",'.ljust(len(running)).encode())
+                head = f'"status":"{self.status}","reason":"","ended_by":"{self.ended_by}",'
+                file.write(head.ljust(len(running)).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Summary:

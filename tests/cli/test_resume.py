@@ -34,7 +34,13 @@ def ask(*typed: str) -> Request:
     return check(read_arguments(typed))
 
 
-def make_run(where: str, overrides: list[str], status: str = "interrupted", step: int = 0) -> Path:
+def make_run(
+    where: str,
+    overrides: list[str],
+    status: str = "interrupted",
+    step: int = 0,
+    ended_by: str | None = None,
+) -> Path:
     run, sha256 = Path(where), config_hash(compose(overrides))
     (run / "checkpoints" / "step_00000012").mkdir(parents=True)
     if step:
@@ -46,7 +52,7 @@ def make_run(where: str, overrides: list[str], status: str = "interrupted", step
     (run / ".hydra").mkdir()
     lines = "".join(f"- {json.dumps(line)}\n" for line in overrides) or "[]\n"
     (run / ".hydra" / "overrides.yaml").write_text(lines)
-    summary = {"status": status, "config_hash": sha256}
+    summary = {"status": status, "config_hash": sha256, "ended_by": ended_by}
     (run / "summary.json").write_text(json.dumps(summary))
     return run
 
@@ -208,6 +214,15 @@ def test_auto_continues_the_unfinished_run_of_the_same_config_that_came_furthest
     assert request.notes == [f"checkpoint.resume=auto: continuing {HOME}/further"]
     with lock(Path(HOME, "further")):
         assert auto().arguments[-1] == f"hydra.run.dir='{HOME}/less'"
+
+
+@pytest.mark.parametrize("ended_by", ["limit", "stop_file", "memory"])
+def test_auto_continues_a_run_that_was_stopped_before_its_end(ended_by: str) -> None:
+    for finished in ("patience", "pruned", "hook", "done"):
+        make_run(f"{HOME}/{finished}", [], status="stopped", step=40, ended_by=finished)
+    assert "afresh" in auto().notes[0]
+    make_run(f"{HOME}/early", [], status="stopped", step=30, ended_by=ended_by)
+    assert auto().notes == [f"checkpoint.resume=auto: continuing {HOME}/early"]
 
 
 @pytest.mark.slow

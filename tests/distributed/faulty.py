@@ -178,7 +178,10 @@ class Watch(Hook):
 
     def on_step(self, run: Any, step: Step) -> Verdict:
         time.sleep(float(os.environ.get("STEP_S", "0")))
-        return _verdict("on_step")
+        verdict = _verdict("on_step")
+        if verdict is Verdict.STOP and "END_BY" in os.environ:
+            run.request_stop(os.environ["END_BY"], "planted")
+        return verdict
 
     def on_report(self, run: Any, report: Report) -> Verdict:
         return _verdict("on_report")

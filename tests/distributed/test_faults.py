@@ -182,9 +182,11 @@ def test_where_the_compiler_of_one_fails_all_start_again_without_it(
 
 def test_a_bad_or_vetoed_step_of_one_process_is_skipped_and_a_stop_ends_all(tmp_path: Path) -> None:
     faults = "1:backward:nan:3,0:on_gradients:skip:5,1:on_step:end:9"
-    done = runs.run(tmp_path / "run", faults)
+    done = runs.run(tmp_path / "run", faults, END_BY="limit")
     assert done.code == 0, done.output
     assert (done.summary["status"], done.summary["steps"]) == ("stopped", 9)
+    # by process 1, while process 0 writes the summary
+    assert (done.summary["ended_by"], done.summary["reason"]) == ("limit", "planted")
     assert done.summary["skipped_steps"] == 2
     assert done.summary["faults"]["non_finite"] == 1
 

@@ -109,7 +109,7 @@ def test_a_mistake_in_the_space_is_one_line(overrides: list[str], sampler: str, 
         (["data=stdlib_text", "model=gpt"], ("val/loss", False)),
         (["training.monitor=val/loss"], ("val/loss", False)),
         (["search.metric=val/f1"], ("val/f1", True)),
-        (["search.metric=val/f1", "search.direction=minimize"], ("val/f1", False)),
+        (["search.metric=val/f1", "search.direction=minimize"], "contradicts val/f1"),
         (
             ["data=tabular", "data.path=x.csv", "data.target=y"],
             "search.metric: depends on the data",

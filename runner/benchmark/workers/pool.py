@@ -205,5 +205,5 @@ def _record_failure(folder: Path | None, failure: WorkerFailure) -> None:
     with suppress(StorageError):  # no summary yet, or disk full: the arm's row has the status
         summary = Summary.read(folder)
         if summary.status == "running" or failure.status == "oom":
-            summary.status, summary.reason = failure.status, failure.reason
+            summary.set_end(failure.status, failure.reason)
             summary.write(folder)

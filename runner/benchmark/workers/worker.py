@@ -186,6 +186,6 @@ def _report_failure(error: BaseException, folder: Path | None) -> RequestFailure
     logging.getLogger("runner").error("%s", message, exc_info=error)
     if folder is not None and not (folder / SUMMARY_FILE).exists():  # it failed while it was built
         with suppress(StorageError, OSError):
-            Summary("failed", message, command=provenance.command()).write(folder)
+            Summary("failed", message, "error", command=provenance.command()).write(folder)
     status = "oom" if is_memory_error(error) else "failed"
     return RequestFailure(status, escape_control_chars(message))
