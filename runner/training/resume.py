@@ -316,8 +316,12 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
             run.model.load_state_dict(model)
         else:
             run.shards.load(model)
-            update = run.shards.select_update_rows(update, run.update.parameters)
         run.update.load(update)
+        if "names" not in update and (update["average"] or update["optimizer"].get("state")):
+            text = (
+                "optimizer state and averages are assigned by position, as it has no names for them"
+            )
+            log.info("%s: %s", path, text)
     except torch.OutOfMemoryError:
         raise
     except MISMATCH_ERRORS as error:
