@@ -340,6 +340,11 @@ class OptimizerStep:
         self.backoff = share
         self._set_schedule()
 
+    def set_factors(self, factors: list[float]) -> None:
+        """Follow another schedule from the next update on."""
+        self.factors, self.scheduled = factors, self.scheduled or len(set(factors)) > 1
+        self._set_schedule()
+
     def schedule_on_device(self) -> None:
         """Read the learning rate from a table on the device, even if it is constant."""
         self.scheduled = True
