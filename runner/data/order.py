@@ -133,12 +133,12 @@ class Segment(NamedTuple):
     @classmethod
     def from_list(cls, values: Sequence[float]) -> Segment:
         """Return the segment that a checkpoint holds as a list; ValueError if it is none."""
-        *counts, share = values
-        segment = cls(*counts, share)  # type: ignore[arg-type]
-        whole = all(type(count) is int and count >= 0 for count in counts)
-        if not whole or 0 in segment[3:6] or not (type(share) is float and 0 <= share < 1):
+        counts, share = values[:6], float(values[-1])
+        is_whole = all(type(count) is int and count >= 0 for count in counts)
+        if len(values) != 7 or not is_whole or 0 in counts[3:] or not 0 <= share < 1:
             raise ValueError("a segment of steps must be six counts and a share")
-        return segment
+        step, epoch, sample, batch_size, rest, batches = map(int, counts)
+        return cls(step, epoch, sample, batch_size, rest, batches, share)
 
     def locate(self, step: int) -> tuple[int, int]:
         """Return the epoch of a step's batch, and its number in it (in `epoch`: in its rest)."""
