@@ -72,6 +72,17 @@ def test_an_earlier_checkpoint_resumes_to_the_same_bits_and_one_line_says_by_pos
     assert caplog.text.count("are assigned by position") == 1
 
 
+def test_an_earlier_checkpoint_continues_at_its_sample_with_another_batch_size(
+    earlier: Path,
+) -> None:
+    shutil.rmtree(earlier / "run/checkpoints/step_00000016")
+    other = ["training.batch_size=100", "training.epochs=2"]
+    with build(compose([*RUN, *other]), earlier / "run") as run:
+        assert run.train.segments[-1][:4] == (5, 0, 300, 100)
+        assert run.total_steps == 5 + 2 + 5  # 155 samples are left of 455, then an epoch
+        assert train(run).epochs == 2.0
+
+
 def test_an_earlier_capture_reopens_to_the_same_loss_and_gradient_norm(earlier: Path) -> None:
     capture = open_capture(earlier / "capture/step_00000005")
     with reopen_run(capture) as (run, batch):

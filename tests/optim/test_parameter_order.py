@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, train
+from runner.captures.manifest import list_captures
+from runner.captures.reader import open_capture
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
 from runner.optim.optimizer_step import OptimizerStep
+from runner.replay.reopen import reopen_run
 from runner.stability.config import StabilityConfig
 from runner.training.evaluation import evaluate as evaluate_run
+from runner.training.step import forward_backward
+from tests.captures.captured_runs import Taker, forge
 
 from . import steps
 
@@ -252,3 +257,24 @@ def test_a_run_evaluates_and_resumes_alike_when_its_constructor_makes_layers_in_
     assert same == whole
     assert other_start == pytest.approx(same_start, abs=1e-6)
     assert other == pytest.approx(whole, abs=1e-4)
+
+
+def test_a_capture_reopens_by_name_with_layers_in_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    hook = Taker([5], (5, 6, 7, 8, 9, 10))
+    with build(compose([*RUN, "+model.order=ab"]), tmp_path) as run:
+        run.hooks.append(hook)
+        train(run)
+    (folder,) = list_captures(tmp_path)
+    forge(folder, lambda body: body["config"]["model"]["arguments"].update(order="ba"))
+    capture = open_capture(folder)
+    assert capture.update is not None
+    saved = zip(capture.update["names"], capture.update["average"], strict=True)
+    averages = {names[0]: average for names, average in saved}
+    with reopen_run(capture, trusted=["ordered_models"]) as (reopened, batch):
+        assert reopened.update.names != capture.update["names"]
+        for (name,), average in zip(reopened.update.names, reopened.update.average, strict=True):
+            assert torch.equal(average, averages[name])
+        assert float(forward_backward(reopened, batch).loss) == pytest.approx(capture.loss)
