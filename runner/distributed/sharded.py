@@ -97,7 +97,7 @@ class Shards:
 
     def by_name(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
         """Return the rows of each weight by the model's parameter names."""
-        named = self.model.named_parameters(remove_duplicate=remove_duplicate)
+        named = nn.Module.named_parameters(self.model, remove_duplicate=remove_duplicate)
         numbers = ((n, self._indices.get(id(p))) for n, p in named)
         return {name: self.local_rows[number] for name, number in numbers if number is not None}
 

@@ -68,8 +68,11 @@ class OptimizerStep:
         self.lr_shares = group_lr_shares(optimizer, lr)
         self.constructed_options = constructor_options(optimizer)
         self.parameters = [parameter for group in self.groups for parameter in group]
-        source: Any = model.named_parameters if shards is None else shards.by_name
-        self.names = parameter_names(dict(source(remove_duplicate=False)), self.parameters)
+        # of the base class: a model's own may take no arguments
+        named: Any = nn.Module.named_parameters(model, remove_duplicate=False)
+        if shards is not None:
+            named = shards.by_name(remove_duplicate=False)
+        self.names = parameter_names(dict(named), self.parameters)
         self.device = self.parameters[0].device
         # fused kernels of MPS accept the flag and the scale, and ignore both (torch 2.13)
         groups = optimizer.param_groups
