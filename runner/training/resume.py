@@ -194,8 +194,8 @@ def _continue_epochs(run: Run, state: Mapping[str, Any]) -> None:
     """
     progress, train, before = run.progress, run.train, state["steps_per_epoch"]
     size = int(state["settings"].get("training.batch_size", train.batch_size))
-    segments = [Segment.from_list(values) for values in progress.segments]
-    segments = segments or [Segment(0, 0, 0, size, before, before, 0.0)]
+    recorded = progress.segments or [[0, 0, 0, size, before, before, 0.0]]
+    segments = [Segment.from_list(values) for values in recorded]
     is_new = train.continue_segments(segments, progress.step)
     if not is_new and len(segments) == 1:
         return
