@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -33,6 +33,15 @@ def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     names = {name for signature in signatures for name in signature.parameters} - {"params"}
     names |= set(OPTIONS_OF_THIS_RUN)
     return [{k: deepcopy(v) for k, v in g.items() if k in names} for g in optimizer.param_groups]
+
+
+def parameter_names(named: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> list[list[str]]:
+    """Return the names of each parameter."""
+    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
+    for name, parameter in named.items():
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    return [names[id(parameter)] for parameter in parameters]
 
 
 def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:

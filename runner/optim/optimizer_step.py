@@ -23,10 +23,10 @@ from runner.optim.optimizer_state import (
     check_saved_state,
     constructor_options,
     group_lr_shares,
+    parameter_names,
     restore_options,
 )
 from runner.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
-from runner.optim.parameter_order import parameter_names
 from runner.stability.config import StabilityConfig
 
 if TYPE_CHECKING:

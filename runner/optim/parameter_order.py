@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.optim.optimizer_state import (
@@ -18,15 +17,6 @@ from runner.optim.optimizer_state import (
 Names = list[list[str]]
 """Of each parameter: its names in the model, several if it is tied, none if it is not in it."""
 MISSING = object()
-
-
-def parameter_names(named: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> list[list[str]]:
-    """Return the names of each parameter."""
-    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
-    for name, parameter in named.items():
-        if id(parameter) in names:
-            names[id(parameter)].append(name)
-    return [names[id(parameter)] for parameter in parameters]
 
 
 def reorder_state(
