@@ -65,6 +65,7 @@ from runner.training.config import MonitorMode
 from runner.training.hook import Hook, check_hooks
 from runner.training.length import (
     resolve_batches,
+    resolve_epochs,
     resolve_every,
     resolve_micro_batch,
     resolve_steps,
@@ -449,7 +450,7 @@ class _Build:
         """Create the OptimizerStep, with the config's optimizer or the caller's."""
         config, builder, user_optimizer = self.config, self.builder, self.components.optimizer
         shards = None if self.world is None else self.world.shards
-        factors = [1.0] if user_optimizer else lr_factors(config.schedule, self.total_steps)
+        factors = self.make_lr_factors(self.total_steps)
         trained = self.model if shards is None else shards.local_rows
         names = None if shards is None else shards.by_name()
 
@@ -499,6 +500,12 @@ class _Build:
         if self.update.host_waits:
             reason = f"{type(optimizer).__name__} is not fused"
             builder.choices.append(Choice("stability.guard", "host reads a flag", reason))
+
+    def make_lr_factors(self, steps: int) -> list[float]:
+        """Return the schedule over so many steps; constant for a caller's optimizer."""
+        if self.components.optimizer is not None:
+            return [1.0]
+        return lr_factors(self.config.schedule, steps)
 
     def select_implementation(
         self, optimizer: Optimizer, requested: dict[str, Any], scheduled: bool
@@ -550,6 +557,8 @@ class _Build:
             checkpoint_every=config.checkpoint.every or validate_every,
             grace_s=config.checkpoint.grace_s,
             patience=training.patience,
+            epochs=resolve_epochs(config),
+            make_lr_factors=self.make_lr_factors,
             sanity=training.sanity and not self.resumes,
             monitor=self.monitor,
             higher_is_better=self.higher_is_better,

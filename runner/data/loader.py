@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, groupby, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from runner.data.batch import Batch
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset
-from runner.data.order import BatchSampler
+from runner.data.order import BatchSampler, Segment
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
@@ -60,14 +61,15 @@ def make_loader(
     n = len(indices)
     if n == 0:
         raise DataError(f"data: the {'training' if repeat else 'validation'} set is empty")
-    batches = n // batch_size if config.drop_last and repeat else -(-n // batch_size)
+    drop_last = config.drop_last and repeat
+    batches = n // batch_size if drop_last else -(-n // batch_size)
     if batches == 0:
         problem = f"{batch_size} exceeds the {n} training samples, with data.drop_last=true"
         fix = "use a smaller batch or data.drop_last=false"
         raise ConfigError("training.batch_size", problem, fix)
     seeds = augment and source.augments
     sizes = batch_size, batches, seed, shuffle, seeds
-    order = BatchSampler(np.asarray(indices, np.int64), *sizes, labels, rank_slice)
+    order = BatchSampler(np.asarray(indices, np.int64), *sizes, labels, rank_slice, drop_last)
     workers, choices = _choose_workers(source, config, batch_size)
     pin = device.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
@@ -127,7 +129,10 @@ class BatchLoader:
     inspector: Inspector | None = None
 
     def __post_init__(self) -> None:
-        self.steps_per_epoch = self.fetch.order.batches
+        order = self.fetch.order
+        self.steps_per_epoch = batches = order.batches
+        self.batch_size = min(order.batch_size, len(order.indices))  # of all but partial batches
+        self.segments = [Segment(0, 0, 0, self.batch_size, batches, batches, 0.0)]
         self.usable: UsableFetch | None = None if isinstance(self.fetch, Fetch) else self.fetch
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -143,6 +148,47 @@ class BatchLoader:
             batches = map(self.inspector.inspect, count(start), batches)
         yield from map(self._place, batches) if self.placements else batches
 
+    def continue_segments(self, segments: Sequence[Segment], step: int) -> bool:
+        """Continue at `step` of a run with these segments; return whether one had to be added.
+
+        That is if the batch size or the batches per epoch differ. The batches then start at the
+        next sample of the epoch. Call it before `batches`.
+        """
+        order, last = self.fetch.order, segments[-1]
+        same_size = min(last.batch_size, len(order.indices)) == self.batch_size
+        is_new = not (same_size and last.batches == self.steps_per_epoch)
+        if is_new:
+            epoch, first = last.position(step)
+            share, rest = 0.0, order.count_batches(first)
+            if rest == 0:
+                epoch, first, rest = epoch + 1, 0, self.steps_per_epoch
+            elif first:
+                held = len(order.indices)
+                if order.drop_last:
+                    held = first + rest * self.batch_size
+                share = max(last.epochs_before(step) - epoch, first / held)
+            added = Segment(step, epoch, first, self.batch_size, rest, self.steps_per_epoch, share)
+            segments = [*(segment for segment in segments if segment.step < step), added]
+        self.segments = list(segments)
+        order.start = self.segments[-1].epoch, self.segments[-1].sample
+        return is_new
+
+    def epochs_before(self, step: int) -> float:
+        """Return the passes over the training set that are over before `step`."""
+        return self._segment(step).epochs_before(step)
+
+    def _segment(self, step: int) -> Segment:
+        return next((s for s in reversed(self.segments) if s.step <= step), self.segments[0])
+
+    def _fetch_of(self, step: int) -> tuple[Fetch | UsableFetch, Key]:
+        """Return the fetch and the key of the batch of a step, perhaps of an earlier batch size."""
+        segment = self._segment(step)
+        if segment is self.segments[-1]:
+            return self.fetch, segment.locate(step)
+        start, size = (segment.epoch, segment.sample), segment.batch_size
+        order = replace(self.fetch.order, batch_size=size, batches=segment.batches, start=start)
+        return type(self.fetch)(self.fetch.source, order), segment.locate(step)
+
     def peek(self) -> Batch:
         """Return the first batch, fetched in this process: workers are not disturbed."""
         return self.at(0)
@@ -153,16 +199,17 @@ class BatchLoader:
 
     def fetch_on_cpu(self, step: int = 0) -> Batch:
         """Return the batch of `step` on the CPU, without placements or checks."""
-        fetched: Any = self.fetch(divmod(step, self.steps_per_epoch))
+        fetch, key = self._fetch_of(step)
+        fetched: Any = fetch(key)
         batch: Batch = fetched if self.usable is None else fetched.batch
         return batch
 
     def indices(self, step: int) -> list[int]:
         """Return the data set indices of the samples in the batch of `step`."""
-        key = divmod(step, self.steps_per_epoch)
-        chosen = self.fetch.order.batch(*key)[0]
-        if self.usable is not None:
-            chosen = self.usable.usable_among(key, chosen)
+        fetch, key = self._fetch_of(step)
+        chosen = fetch.order.batch(*key)[0]
+        if not isinstance(fetch, Fetch):
+            chosen = fetch.usable_among(key, chosen)
         return [int(index) for index in chosen]
 
     @property
@@ -172,7 +219,8 @@ class BatchLoader:
 
     def samples(self, step: int) -> int:
         """Return the size of the batch of `step`, over all processes."""
-        return self.fetch.order.samples(step % self.steps_per_epoch)
+        segment = self._segment(step)
+        return min(segment.batch_size, len(self.fetch.order.indices) - segment.position(step)[1])
 
     def ready(self) -> tuple[int, int]:
         """Return the batches that were ready when requested, and those requested."""
@@ -199,10 +247,9 @@ class BatchLoader:
 
     def _epochs(self, start: int) -> Iterator[Iterator[Key]]:
         """Yield the keys of each epoch, from step `start`."""
-        first, skip = divmod(start, self.steps_per_epoch)
-        for epoch in count(first) if self.repeat else (first,):
-            yield ((epoch, number) for number in range(skip, self.steps_per_epoch))
-            skip = 0
+        keys = map(self.segments[-1].locate, count(start))
+        epochs = (group for _, group in groupby(keys, itemgetter(0)))
+        return epochs if self.repeat else islice(epochs, 1)
 
     def _from_workers(self, epochs: Iterator[Iterator[Key]], pool: Workers) -> Iterator[Batch]:
         if self.persistent:  # workers also prefetch across the end of an epoch

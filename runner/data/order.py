@@ -7,8 +7,9 @@ their streams may change between NumPy versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -118,6 +119,59 @@ def splitmix(positions: np.ndarray, start: int = 0) -> np.ndarray:
     return state
 
 
+class Segment(NamedTuple):
+    """The steps with one batch size; a run has several if it was resumed with another one."""
+
+    step: int  # the first, from 0
+    epoch: int
+    sample: int  # of `epoch`, at which the first step starts
+    batch_size: int
+    rest: int  # batches in the rest of `epoch`
+    batches: int  # in each later epoch
+    share: float  # of `epoch` that is over at `sample`
+
+    @classmethod
+    def from_list(cls, values: Sequence[float]) -> Segment:
+        """Return the segment that a checkpoint holds as a list; ValueError if it is none."""
+        counts, share = values[:6], float(values[-1])
+        is_whole = all(type(count) is int and count >= 0 for count in counts)
+        if len(values) != 7 or not is_whole or 0 in counts[3:] or not 0 <= share < 1:
+            raise ValueError("a segment of steps must be six counts and a share")
+        step, epoch, sample, batch_size, rest, batches = map(int, counts)
+        return cls(step, epoch, sample, batch_size, rest, batches, share)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step's batch, and its number in it (in `epoch`: in its rest)."""
+        number = step - self.step
+        if number < self.rest:
+            return self.epoch, number
+        epochs, number = divmod(number - self.rest, self.batches)
+        return self.epoch + 1 + epochs, number
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step's batch, and the sample at which the batch starts."""
+        epoch, number = self.locate(step)
+        return epoch, number * self.batch_size + (self.sample if epoch == self.epoch else 0)
+
+    def epochs_before(self, step: int) -> float:
+        """Return the epochs that are over before a step."""
+        number = step - self.step
+        if not self.sample:
+            return self.epoch + number / self.batches
+        if number < self.rest:
+            return self.epoch + self.share + (1 - self.share) * number / self.rest
+        return self.epoch + 1 + (number - self.rest) / self.batches
+
+    def steps_until(self, epochs: float) -> int:
+        """Return the number of steps of a run after which so many epochs are over."""
+        if not self.sample:
+            return self.step + max(0, round((epochs - self.epoch) * self.batches))
+        if epochs >= self.epoch + 1:
+            return self.step + self.rest + round((epochs - self.epoch - 1) * self.batches)
+        left = (epochs - self.epoch - self.share) / (1 - self.share)
+        return self.step + max(0, round(left * self.rest))
+
+
 @dataclass(eq=False)
 class BatchSampler:
     """Sample indices and seeds of the batches of one split, by epoch."""
@@ -130,13 +184,16 @@ class BatchSampler:
     seeds: bool  # whether the samples get seeds
     labels: np.ndarray | None = None  # of `indices`: draw each class equally often
     rank_slice: Callable[[int], slice] | None = None  # batch size -> the slice of this process
+    drop_last: bool = False
+    start: tuple[int, int] = (0, 0)  # epoch, and the sample in it at which its batch 0 starts
 
     def __post_init__(self) -> None:
         self._epoch, self._order, self._repeats = -1, self.indices, np.zeros_like(self.indices)
 
-    def samples(self, number: int) -> int:
-        """Return the size of batch `number`, over all processes."""
-        return min(self.batch_size, len(self.indices) - number * self.batch_size)
+    def count_batches(self, first: int = 0) -> int:
+        """Return the number of batches in an epoch from sample `first` on."""
+        left = max(0, len(self.indices) - first)
+        return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
     def batch(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the sample indices of a batch of `epoch`, and their seeds or None."""
@@ -146,9 +203,10 @@ class BatchSampler:
             else:
                 positions, self._repeats = balanced_order(self.seed, epoch, self.labels)
             self._order, self._epoch = self.indices[positions], epoch
-        batch_slice = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        first = number * self.batch_size + (self.start[1] if epoch == self.start[0] else 0)
+        batch_slice = slice(first, first + self.batch_size)
         if self.rank_slice is not None:
-            share = self.rank_slice(self.samples(number))
+            share = self.rank_slice(min(self.batch_size, len(self.indices) - first))
             if share.start == share.stop:  # no share: the first sample of the batch stands in
                 share = slice(0, 1)
             batch_slice = slice(batch_slice.start + share.start, batch_slice.start + share.stop)

@@ -91,7 +91,7 @@ class MemoryTool(DebugTool):
             return False
         train = self.run.train
         last = step == self.run.total_steps and self.breakdown is None
-        return last or train.samples(step - 1) >= train.samples(0)
+        return last or train.samples(step - 1) >= train.batch_size
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
@@ -197,7 +197,7 @@ def _describe_breakdown(run: Run, breakdown: MemoryBreakdown) -> str:
     if largest.activations:
         part = largest.name.strip("()")  # of what is not a module, such as (batch)
         text += f" (most in {part if part == largest.name else f'the {part}'})"
-    samples, full = run.train.samples(breakdown.step - 1), run.train.samples(0)
+    samples, full = run.train.samples(breakdown.step - 1), run.train.batch_size
     if samples < full:
         text += f" of a partial batch, {samples} of {full} samples: no full one was measured"
     return text

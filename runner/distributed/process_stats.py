@@ -96,7 +96,7 @@ def describe_processes(run: Run, world: World, gathered: bool = True) -> dict[st
 def _describe_process(run: Run, world: World) -> dict[str, Any]:
     """Describe this process; its throughput counts its own part of each batch."""
     communication = _waiting_share(run)
-    step, batch = run.stopwatch.throughput(None), run.train.samples(0)
+    step, batch = run.stopwatch.throughput(None), run.train.batch_size
     part, step_ms = world.local_slice(batch), _mean_step_ms(run)
     work = step.split.get("data", 0.0) + step.split.get("forward", 0.0)
     speed = step.samples_per_second * (part.stop - part.start) / batch

@@ -95,9 +95,10 @@ class Shards:
         state = model.state_dict(keep_vars=True)
         self.names = {name for name, value in state.items() if id(value) in self._indices}
 
-    def by_name(self) -> dict[str, Tensor]:
+    def by_name(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
         """Return the rows of each weight by the model's parameter names."""
-        numbers = ((n, self._indices.get(id(p))) for n, p in self.model.named_parameters())
+        named = nn.Module.named_parameters(self.model, remove_duplicate=remove_duplicate)
+        numbers = ((n, self._indices.get(id(p))) for n, p in named)
         return {name: self.local_rows[number] for name, number in numbers if number is not None}
 
     def clear_gradients(self) -> None:

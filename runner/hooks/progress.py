@@ -100,7 +100,7 @@ class ProgressDisplay(Hook):
         return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 
     def _draw(self, live: Live, run: Run, report: Report, left: str) -> None:
-        epoch = f"epoch {report.last / run.train.steps_per_epoch:.1f}"
+        epoch = f"epoch {run.train.epochs_before(report.last):.1f}"
         counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {left} left"
         header = Table.grid(padding=(0, 1), expand=True)
         header.add_column(ratio=1)

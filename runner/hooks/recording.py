@@ -83,7 +83,7 @@ class Recording(Hook):
             "loss": _finite_mean(report.loss),
             "grad_norm": _finite_mean(report.grad_norm),
             "lr": report.lr,
-            "epoch": report.last / run.train.steps_per_epoch,
+            "epoch": run.train.epochs_before(report.last),
             "skipped": sum(report.skipped),
         }
         run.recorder.scalars(report.last, "train", values)

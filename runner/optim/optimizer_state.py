@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -21,8 +21,10 @@ MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
 """State that exists only while an option is on; torch creates a missing momentum itself."""
 
-OPTIONS_OF_THIS_RUN = ("fused", "foreach", "differentiable", "capturable", "lr_share")
-"""Options that techniques and the config set, whatever a checkpoint has."""
+OPTIONS_OF_THIS_RUN = (
+    "fused", "foreach", "differentiable", "capturable", "lr_share", "param_names",
+)  # fmt: skip
+"""Options that techniques, the config and the model set, whatever a checkpoint has."""
 
 
 def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -31,6 +33,15 @@ def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     names = {name for signature in signatures for name in signature.parameters} - {"params"}
     names |= set(OPTIONS_OF_THIS_RUN)
     return [{k: deepcopy(v) for k, v in g.items() if k in names} for g in optimizer.param_groups]
+
+
+def parameter_names(named: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> list[list[str]]:
+    """Return the names of each parameter."""
+    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
+    for name, parameter in named.items():
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    return [names[id(parameter)] for parameter in parameters]
 
 
 def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:
@@ -62,16 +73,24 @@ def restore_options(
         groups, current_groups, constructed, saved, strict=True
     ):
         for key, value in current.items():
-            was_changed = key in options and not (
-                key in before and _is_equal(encode(options[key]), before[key])
-            )
-            if key not in group or key in OPTIONS_OF_THIS_RUN or was_changed:
+            if key not in group or has_config_precedence(key, options, before):
                 group[key] = value
             elif isinstance(value, Tensor) and isinstance(group[key], Tensor):
                 group[key] = group[key].to(value.device)  # torch moves only the state
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def has_config_precedence(
+    key: str, constructed: Mapping[str, Any], saved: Mapping[str, Any]
+) -> bool:
+    """Whether a group's value is this run's own, rather than the checkpoint's."""
+    if key in OPTIONS_OF_THIS_RUN:
+        return True
+    is_same = key in saved and key in constructed and is_equal(encode(constructed[key]), saved[key])
+    return key in constructed and not is_same
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two values of a group are equal, also as tensors."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a.cpu(), b.cpu())  # host sync: where a state is loaded
     return bool(a == b)  # host sync: none, plain values
@@ -81,8 +100,11 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
     """Return the part of a `state_dict` that the optimizer can continue from.
 
     State of an option that is now off is left out. Of a user's class only the tensors of its torch
-    base class are checked. Raises ValueError.
+    base class are checked, and a state in another form than torch's is returned as it is. Raises
+    ValueError.
     """
+    if not is_torch_class(type(optimizer)) and not has_torch_form(saved):
+        return dict(saved)
     saved_groups, groups = saved["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
     if torch_base(optimizer) is None or sizes[0] != sizes[1]:  # torch itself refuses other sizes
@@ -103,6 +125,19 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
         if entries:
             state[number] = dict(entries)
     return {**saved, "state": state}
+
+
+def has_torch_form(state: Mapping[str, Any], count: int | None = None) -> bool:
+    """Whether it is a `state_dict` as torch's Optimizer has it, of `count` parameters if given."""
+    groups, entries = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(entries, Mapping):
+        return False
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        return False
+    numbers = [number for group in groups for number in group["params"]]
+    return numbers == list(
+        range(len(numbers) if count is None else count)
+    ) and entries.keys() <= set(numbers)
 
 
 def check_saved_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

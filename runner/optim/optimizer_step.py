@@ -23,6 +23,7 @@ from runner.optim.optimizer_state import (
     check_saved_state,
     constructor_options,
     group_lr_shares,
+    parameter_names,
     restore_options,
 )
 from runner.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
@@ -67,6 +68,11 @@ class OptimizerStep:
         self.lr_shares = group_lr_shares(optimizer, lr)
         self.constructed_options = constructor_options(optimizer)
         self.parameters = [parameter for group in self.groups for parameter in group]
+        # of the base class: a model's own may take no arguments
+        named: Any = nn.Module.named_parameters(model, remove_duplicate=False)
+        if shards is not None:
+            named = shards.by_name(remove_duplicate=False)
+        self.names = parameter_names(dict(named), self.parameters)
         self.device = self.parameters[0].device
         # fused kernels of MPS accept the flag and the scale, and ignore both (torch 2.13)
         groups = optimizer.param_groups
@@ -337,6 +343,11 @@ class OptimizerStep:
         self.backoff = share
         self._set_schedule()
 
+    def set_factors(self, factors: list[float]) -> None:
+        """Follow another schedule from the next update on."""
+        self.factors, self.scheduled = factors, self.scheduled or len(set(factors)) > 1
+        self._set_schedule()
+
     def schedule_on_device(self) -> None:
         """Read the learning rate from a table on the device, even if it is constant."""
         self.scheduled = True
@@ -418,6 +429,7 @@ class OptimizerStep:
             check_saved_state(self.optimizer, optimizer_state)
         return {
             "optimizer": optimizer_state,
+            "names": self.names,
             "options": self.constructed_options,
             "updates": self.updates,
             "backoff": self.backoff,
@@ -428,20 +440,32 @@ class OptimizerStep:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state; raise ValueError or KeyError if it does not fit."""
+        """Restore a state by parameter names; raise ValueError or KeyError if it does not fit."""
+        from runner.optim.optimizer_state import (
+            align_state,
+            check_optimizer_state,
+            compatible_state,
+        )
+        from runner.optim.parameter_order import reorder_state
+
+        own_keys = frozenset({"lr", "initial_lr"} if self.lr is not None else ())
+        constructed = self.constructed_options
+        state = reorder_state(state, self.names, self.optimizer, constructed, own_keys)
+        if self.shards is not None:
+            state = self.shards.select_update_rows(state, self.parameters)
         # host sync: none, whether there is a loss scale
         if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
             raise ValueError("optimizer.ema or the loss scale was turned on or off")
         if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):
             raise ValueError("an average must have its weight's shape")
-        from runner.optim.optimizer_state import align_state, compatible_state
-
         compatible = compatible_state(self.optimizer, state["optimizer"])
         current_groups = [dict(group) for group in self.optimizer.param_groups]
         with skip_compiler_import():
             self.optimizer.load_state_dict(compatible)
+        if not is_torch_class(type(self.optimizer)):
+            check_optimizer_state(self.optimizer)
         groups, saved_options = self.optimizer.param_groups, state.get("options")
-        restore_options(groups, current_groups, self.constructed_options, saved_options)
+        restore_options(groups, current_groups, constructed, saved_options)
         align_state(self.optimizer)
         if self.has_modes:
             optimizer: Any = self.optimizer

@@ -28,8 +28,8 @@ from runner.models.modes import enter_training
 from runner.parity.candidates import keep_techniques, without_side_effects
 from runner.training.evaluation import evaluate
 from runner.training.hook import Hook, Step, Verdict
-from runner.training.resume import load_weights, restore_random_state
-from runner.training.run import Progress, Run
+from runner.training.resume import load_progress, load_weights, restore_random_state
+from runner.training.run import Run
 from runner.training.step import make_step
 
 log = logging.getLogger("runner")
@@ -131,7 +131,7 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
         log.warning("%s: after step %d %s", capture.path, capture.remedy, problem)
     with _build_run(capture, config, components) as run:
         load_weights(run, checkpoint.path, checkpoint.model, state["update"])
-        run.progress = Progress(**state["progress"])
+        load_progress(run, state["progress"])
         run.stability.load(state["stability"], checkpoint.step)  # a lowered learning rate
         if run.batch_validator is not None and state.get("inputs") is not None:
             run.batch_validator.load(state["inputs"])  # which samples are excluded
@@ -174,7 +174,7 @@ def _load_state(run: Run, capture: Capture) -> None:
     for name, buffer in _unsaved_buffers(run.model, capture.model).items():
         if name in capture.buffers:
             buffer.copy_(capture.buffers[name])
-    run.progress = Progress(**{**deepcopy(dict(capture.progress)), "step": capture.step - 1})
+    load_progress(run, {**deepcopy(dict(capture.progress)), "step": capture.step - 1})
     restore_random_state(capture.random)
     if run.trials is not None:
         run.trials.enter(run, capture.step)

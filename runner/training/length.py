@@ -37,21 +37,27 @@ def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
     return min(size, samples), steps
 
 
+def resolve_epochs(config: RunConfig) -> float | None:
+    """Return the number of epochs to train; None if the number of steps is set instead."""
+    data, training = config.data, config.training
+    if training.steps is not None or training.epochs is not None:
+        return training.epochs if training.steps is None else None
+    return None if data.default_steps is not None else data.default_epochs or 10
+
+
 def resolve_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
     """Return the number of training steps, and the choice if the config sets none."""
-    data, training, unit = config.data, config.training, ""
-    if training.steps is not None:
-        steps = training.steps
-    elif training.epochs is not None:
-        steps = round(training.epochs * steps_per_epoch)
-    elif data.default_steps is not None:
-        steps, unit = data.default_steps, "steps"
-    else:
-        steps, unit = round((data.default_epochs or 10) * steps_per_epoch), "epochs"
+    data, training, epochs = config.data, config.training, resolve_epochs(config)
+    steps = training.steps if training.steps is not None else data.default_steps or 0
+    if epochs is not None:
+        steps = round(epochs * steps_per_epoch)
     steps = max(1, steps)
     check_count("training.steps", steps)
+    if training.steps is not None or training.epochs is not None:
+        return steps, []
+    unit = "steps" if epochs is None else "epochs"
     reason = f"no training.steps or training.epochs: data.default_{unit} of {data.kind}"
-    return steps, [Choice("training.steps", steps, reason)] if unit else []
+    return steps, [Choice("training.steps", steps, reason)]
 
 
 def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Choice]]:

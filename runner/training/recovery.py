@@ -150,7 +150,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
         if _drop_graphs(run, f"{step_label} ran out of memory as a graph"):
             return True  # uncompiled, or without CUDA graphs, it takes less
         raise _single_sample_error(run, error, step_label) from None
-    run.micro_batch = largest_slice(run.largest_local_batch(run.train.samples(0)), (size + 1) // 2)
+    run.micro_batch = largest_slice(run.largest_local_batch(run.train.batch_size), (size + 1) // 2)
     reason = f"{step_label} ran out of memory{_missing_memory(error)} with {size}"
     obstacle = _find_split_obstacle(run)
     effect = f"the step is another one: {obstacle}" if obstacle else "its gradient is the same"

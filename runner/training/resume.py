@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from runner.checkpoint import folder as folders
 from runner.checkpoint.finite_checks import find_non_finite
 from runner.checkpoint.folder import RestoredCheckpoint
 from runner.data.config import LOADING_KEYS
+from runner.data.order import Segment
 from runner.errors import CheckpointError, SecurityError
 from runner.record.text import shorten
 from runner.techniques.base import TRIALS, Choice
@@ -41,6 +42,7 @@ UNCOMPARED_KEYS = (
     "evaluate.export",
     "predict.format",
 )
+LENGTH_KEYS = ("training.epochs", "training.steps")
 RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
@@ -147,7 +149,10 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     state = restored.state
     load_weights(run, restored.path, restored.model, state["update"])
     with _translate_mismatch(restored.path):
-        run.progress = Progress(**state["progress"])
+        load_progress(run, state["progress"])
+        if trains:
+            _continue_epochs(run, state)
+            _reset_patience(run, state["settings"])
         run.reader.load(state["reader"])
         run.history.load(state["history"])
         run.stability.load(state["stability"], run.progress.step)
@@ -166,11 +171,6 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
         _warn_raised_lr(run, state)
-    if trains and state["steps_per_epoch"] != run.train.steps_per_epoch:
-        log.warning(
-            "the data or the batch size changed: an epoch used to have %d steps",
-            state["steps_per_epoch"],
-        )
     if (then := state["threads"]) != (now := run.device.threads):
         log.warning(
             "threads: %d before, %d now: last bits may differ; see device.threads", then, now
@@ -231,6 +231,63 @@ def inherit_best(run: Run) -> None:
         problem = copy() if run.world is None else run.world.broadcast_choice(copy)
         if problem:
             restart_best(run.progress, f"cannot be copied ({problem})")
+
+
+def load_progress(run: Run, progress: Mapping[str, Any]) -> None:
+    """Set the progress and the place in the data; ValueError or TypeError if it is malformed."""
+    run.progress = Progress(**progress)
+    if run.progress.segments:
+        segments = [Segment.from_list(values) for values in run.progress.segments]
+        run.train.continue_segments(segments, run.progress.step)
+
+
+def _continue_epochs(run: Run, state: Mapping[str, Any]) -> None:
+    """Continue at the same sample of the same epoch if the batch size or the data changed.
+
+    The steps that are left follow from `run.epochs`, and the schedule is over all steps.
+    """
+    progress, train, before = run.progress, run.train, state["steps_per_epoch"]
+    size = int(state["settings"].get("training.batch_size", train.batch_size))
+    recorded = progress.segments or [[0, 0, 0, size, before, before, 0.0]]
+    segments = [Segment.from_list(values) for values in recorded]
+    is_new = train.continue_segments(segments, progress.step)
+    if not is_new and len(segments) == 1:
+        return
+    progress.segments = [list(segment) for segment in train.segments]
+    segment, order = train.segments[-1], train.fetch.order
+    if run.world is not None:
+        left = len(order.indices) - segment.sample
+        run.world.check_batches(left, train.batch_size, order.drop_last)
+    if run.epochs is not None:
+        run.total_steps = max(1, segment.steps_until(run.epochs))
+        run.update.set_factors(run.make_lr_factors(run.total_steps))
+        run.choices[:] = [
+            replace(choice, value=run.total_steps) if choice.key == "training.steps" else choice
+            for choice in run.choices
+        ]
+    if is_new:
+        epoch, first = segment.position(progress.step)
+        log.warning(
+            "the data or the batch size changed: an epoch used to have %d steps, and has %d now; "
+            "training continues at sample %d of epoch %d, and %d of %d steps are left",
+            before, train.steps_per_epoch, first + 1, epoch + 1,
+            max(0, run.total_steps - progress.step), run.total_steps,
+        )  # fmt: skip
+
+
+def _reset_patience(run: Run, before: Mapping[str, str]) -> None:
+    """Count validations from 0 if patience had ended the run, and its length is another now."""
+    progress, now = run.progress, _comparable_settings(run.settings)
+    limits = {before.get("training.patience", "None"), str(run.patience)} - {"None"}
+    has_ended = any(progress.stale_validations >= int(limit) for limit in limits)
+    new_length = any(before.get(key) != now.get(key) for key in LENGTH_KEYS)
+    if run.patience and has_ended and new_length and progress.step < run.total_steps:
+        log.info(
+            "training.patience had ended this run at step %d; it is longer now and trains on: the "
+            "%d validations without an improvement no longer count",
+            progress.step, progress.stale_validations,
+        )  # fmt: skip
+        progress.stale_validations = 0
 
 
 def _warn_raised_lr(run: Run, state: Mapping[str, Any]) -> None:
@@ -370,8 +427,12 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
             run.model.load_state_dict(model)
         else:
             run.shards.load(model)
-            update = run.shards.select_update_rows(update, run.update.parameters)
         run.update.load(update)
+        if "names" not in update and (update["average"] or update["optimizer"].get("state")):
+            text = (
+                "optimizer state and averages are assigned by position, as it has no names for them"
+            )
+            log.info("%s: %s", path, text)
     except torch.OutOfMemoryError:
         raise
     except MISMATCH_ERRORS as error:

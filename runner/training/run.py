@@ -62,6 +62,8 @@ class Progress:
     stale_validations: int = 0  # consecutive ones without improvement
     validated_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # latest, `val/…`
+    # as `runner.data.order.Segment`, once the batch size has changed: where each one begins
+    segments: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +85,8 @@ class Run(RunParts):
     checkpoint_every: int
     grace_s: float  # seconds for a step to end after a signal
     patience: int | None
+    epochs: float | None  # from which `total_steps` follows; None: it is set
+    make_lr_factors: Callable[[int], list[float]]  # of the schedule over so many steps
     sanity: bool = True  # a batch is validated before step 1
     monitor: str
     higher_is_better: bool | None  # of the monitored metric; None: nothing declares it
@@ -130,7 +134,7 @@ class Run(RunParts):
     @property
     def epoch(self) -> float:
         """The passes over the training set so far."""
-        return self.progress.step / self.train.steps_per_epoch
+        return self.train.epochs_before(self.progress.step)
 
     @property
     def shards(self) -> Shards | None:

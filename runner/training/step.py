@@ -39,7 +39,7 @@ def make_step(
     trials = run.trials
     if trials is None or trials.finished:
         return _make_step(run, batch, due)
-    start, full_size = trials.start(run), run.train.samples(0)
+    start, full_size = trials.start(run), run.train.batch_size
     result = _make_step(run, batch, due)
     trials.end(run, start, regular=not due and run.train.samples(run.progress.step) == full_size)
     return result
@@ -267,7 +267,7 @@ def _compute_loss(run: Run, batch: Batch) -> Tensor:
 
 def _is_regular_size(run: Run, samples: int) -> bool:
     """Whether a full batch or one of its micro-batches has this number of samples."""
-    full_size = run.train.samples(0)
+    full_size = run.train.batch_size
     if run.world is None:
         return samples in (run.micro_batch, full_size // -(-full_size // run.micro_batch))
     parts = run.world.micro_batch_slices(full_size, run.micro_batch, full_size)

@@ -107,6 +107,8 @@ def _checkpoint_values(
         kind = "parameter" if name in parameters or not parameters else "buffer"
         yield ValueKey(step, kind, name), value
     for part, content in state["update"].items():
+        if part == "names":
+            continue
         for path, value in _leaves(content, part):
             yield ValueKey(step, UPDATE_KINDS.get(part, "optimizer"), path), value
     for part, content in state.items():

@@ -241,7 +241,8 @@ class Elsewhere:
 
     def __init__(self, run: Run) -> None:
         self.own, self.steps_per_epoch = run.train, run.train.steps_per_epoch
-        self.choices = run.train.choices
+        self.choices, self.batch_size = run.train.choices, run.train.batch_size
+        self.epochs_before = run.train.epochs_before
         run.train.inspector = None  # type: ignore[attr-defined]
         self.at, self.peek = run.train.at, run.train.peek
         self.batches, self.indices = run.train.batches, run.train.indices

@@ -100,7 +100,7 @@ def parts(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
         yield path
     elif isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        skipped = IGNORED_STATE | PLANNED | {"param_groups", "options"}
+        skipped = IGNORED_STATE | PLANNED | {"param_groups", "options", "names"}
         skipped |= {"step"} if path == ("progress",) else set()  # compared with the manifest
         leaves = chain.from_iterable(
             parts(item, *path, key) for key, item in items if key not in skipped

@@ -106,7 +106,7 @@ class TurnHook(Hook):
         late_s = mean(late_durations) if self.workers else median(late_durations)
         self.turn_step_ms.append(late_s * 1e3)
         setup = WorkerSetup(
-            samples_per_step=run.train.samples(0),
+            samples_per_step=run.train.batch_size,
             setup_seconds=self.warmup_timestamps[1] - self.process_start,
             warm_ms=late_s * 1e3,
             settling_seconds=max(0.0, sum(durations[1:]) - (len(durations) - 1) * late_s),
