@@ -53,6 +53,18 @@ class Noisy:
         return (x * float("nan") if index in self.poison else x), target
 
 
+class Keeper(Noisy):
+    """Noise from a generator of its own."""
+
+    def __init__(self, samples: int = 120) -> None:
+        super().__init__(samples)
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = torch.from_numpy(self.rng.normal(size=6).astype(np.float32))
+        return noise + 2.0 * (index % 2), index % 2
+
+
 class Lion(torch.optim.Optimizer):
     """Steps of one size, by the sign of a moment (Chen et al. 2023, arXiv:2302.06675)."""
 

@@ -120,6 +120,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "threads": run.device.threads,
         "steps_per_epoch": run.train.steps_per_epoch,
+        "seeds_own_generators": True,  # those of a user's data set; older runs did not
     }
 
 
@@ -160,6 +161,12 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             "the data or the batch size changed: an epoch used to have %d steps",
             state["steps_per_epoch"],
         )
+    older = "seeds_own_generators" not in state
+    if trains and older and run.train.fetch.source.draws_itself():
+        log.warning(
+            "data: the random generators that the data set keeps are now seeded for each sample, "
+            "by seed, epoch and index: they draw other numbers than before step %d", restored.step,
+        )  # fmt: skip
     if (then := state["threads"]) != (now := run.device.threads):
         log.warning(
             "threads: %d before, %d now: last bits may differ; see device.threads", then, now
