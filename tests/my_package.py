@@ -53,6 +53,33 @@ class Noisy:
         return (x * float("nan") if index in self.poison else x), target
 
 
+class WithDefault(nn.Module):
+    """Weights in float32; its constructor leaves a default dtype."""
+
+    def __init__(self, in_features: int, classes: int, dtype: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(in_features, 8, dtype=torch.float32),
+            nn.BatchNorm1d(8, dtype=torch.float32), nn.Dropout(0.3),
+            nn.Linear(8, classes, dtype=torch.float32),
+        )  # fmt: skip
+        torch.set_default_dtype(getattr(torch, dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class DataWithDefault(Noisy):
+    """Samples in float32; its constructor leaves a default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.set_default_dtype(torch.bfloat16)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(6, dtype=torch.float32) + index % 2, index % 2
+
+
 class Keeper(Noisy):
     """Noise from a generator of its own."""
 

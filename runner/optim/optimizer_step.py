@@ -106,9 +106,10 @@ class OptimizerStep:
         self.has_modes = all(callable(getattr(optimizer, n, None)) for n in ("train", "eval"))
         self.training_weights: list[Tensor] = []  # in the optimizer's evaluation mode
         self.buffers = BufferSnapshot(model, self.device, frozen=shards is None)
-        self.zero = torch.zeros((), device=self.device)
-        self.one = torch.ones((), device=self.device)
-        self.limits = torch.full((2,), LARGEST, device=self.device)  # of the loss and of the norm
+        self.zero = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.one = torch.ones((), dtype=torch.float32, device=self.device)
+        # of the loss and of the norm
+        self.limits = torch.full((2,), LARGEST, dtype=torch.float32, device=self.device)
         self.loss_limit, self.norm_limit = self.limits.unbind()  # views
         self.in_progress = False
         self._set_schedule()
@@ -149,7 +150,9 @@ class OptimizerStep:
     def local_part(self) -> tuple[Tensor, Tensor]:
         """Return 1.0 if this process's buffers are not finite, and its shard's squared norm."""
         checks_buffers = self.guard and self.buffers.statistic_slots
-        skipped = torch.where(self.buffers.are_finite(), 0.0, 1.0) if checks_buffers else self.zero
+        skipped = self.zero
+        if checks_buffers:
+            skipped = torch.where(self.buffers.are_finite(), self.zero, self.one)
         norms: list[Tensor] = []
         if self.shards is not None:
             self.shards.set_local_gradients()
@@ -468,7 +471,7 @@ class LossScaler:
     """
 
     def __init__(self, initial_scale: float, device: torch.device) -> None:
-        self.value = torch.full((), initial_scale, device=device)
+        self.value = torch.full((), initial_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: Tensor) -> None:

@@ -45,8 +45,8 @@ class StepGraph:
         self.update, self.samples, self.index_limit = update, samples, index_limit
         self.contexts = contexts
         self.targets = TargetCheck(objective.indices, objective.ignored, update.device)
-        self.zero = torch.zeros((), device=update.device)
-        self.one = torch.ones((), device=update.device)
+        self.zero = torch.zeros((), dtype=torch.float32, device=update.device)
+        self.one = torch.ones((), dtype=torch.float32, device=update.device)
         update.schedule_on_device()
         self.uses_cuda_graphs = options.get("triton.cudagraphs") is True
         if self.uses_cuda_graphs:

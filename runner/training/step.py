@@ -210,7 +210,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
             batch_weight = torch.full((), batch_weight, dtype=dtype, device=run.device.torch)
         batch_weight = world.total_weight(batch_weight, own_samples, samples)
         parts = world.micro_batch_slices(samples, run.micro_batch, own_samples)
-    total = torch.zeros((), device=run.device.torch)
+    total = torch.zeros((), dtype=torch.float32, device=run.device.torch)
     for number, part_slice in enumerate(parts, 1):
         empty = part_slice.start == part_slice.stop
         part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
