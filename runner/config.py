@@ -274,6 +274,8 @@ def config_hash(config: RunConfig) -> str:
     tree["data"].pop("changed", None)
     if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
         del tree["training"]["sanity"]
+    if tree["optimizer"]["ema_warmup"] is None:
+        del tree["optimizer"]["ema_warmup"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # unused settings of a search

@@ -149,7 +149,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             run.bad_samples.load(state.get("bad_samples", {}))
     if trains and state["config_hash"] != run.config_hash:
         before, after = state["settings"], _comparable_settings(run.settings)
-        changed_keys = [k for k in after if before.get(k) != after[k]]
+        changed_keys = [k for k in after if before.get(k, "None") != after[k]]
         log.warning(
             "the config differs from %s: %s", restored.path,
             ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
