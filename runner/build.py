@@ -66,6 +66,7 @@ from runner.training.metrics import StepMetricsReader
 from runner.training.recovery import MICRO_BATCH, halve_micro_batch, translate_oom
 from runner.training.resume import restore
 from runner.training.run import Run
+from runner.training.step import warn_gradients_off
 from runner.training.timing import Stopwatch
 
 if TYPE_CHECKING:
@@ -167,10 +168,13 @@ class _Build:
         """Run the steps in order; comments give the reasons for it."""
         self.open_checkpoints()
         self.check_balance()
+        had_gradients = torch.is_grad_enabled()
         self.load_data()  # with the resumed run's preprocessing
         self.resolve_steps()
         self.make_model()
         self.make_objective()
+        if had_gradients and self.config.job.kind not in EVALUATION_JOBS:
+            warn_gradients_off("a constructor (of model, data or objective)")
         self.make_builder()
         self.apply_techniques()
         self.make_optimizer_step()  # techniques may have moved weights, or chosen an implementation

@@ -53,6 +53,20 @@ class Noisy:
         return (x * float("nan") if index in self.poison else x), target
 
 
+class GradientsOff(Net):
+    """Leaves torch's gradients off, after its constructor or forward."""
+
+    def __init__(self, in_features: int, classes: int, place: str) -> None:
+        super().__init__(in_features, classes)
+        self.place = place
+        torch.set_grad_enabled(place != "constructor")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        torch.set_grad_enabled(False)
+        return y
+
+
 class WithDefault(nn.Module):
     """Weights in float32; its constructor leaves a default dtype."""
 

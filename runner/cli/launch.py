@@ -31,7 +31,14 @@ from runner.cli.preflight import Request
 from runner.composing import typed
 from runner.device.config import omp_env
 from runner.distributed.config import DistributedKind
-from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
+from runner.errors import (
+    ConfigError,
+    Interrupted,
+    RunnerError,
+    StorageError,
+    SweepFailed,
+    UsageError,
+)
 from runner.jobs import load_job
 from runner.jobs.config import JobKind
 from runner.masking import mask_nested, mask_secrets
@@ -259,6 +266,13 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
         log.warning("%s", warning)
     for note in notes:
         log.info(note)
+    data_path = getattr(run_config.data, "path", None)
+    is_relative = data_path and not Path(data_path).expanduser().is_absolute()
+    if HydraConfig.get().job.chdir and is_relative:
+        log.warning(
+            "hydra.job.chdir=true: data.path=%s is relative, so it is looked for in the run's "
+            "folder; type a full path", data_path,
+        )  # fmt: skip
     single = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
     single = single or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
@@ -337,6 +351,8 @@ def show_config(request: Request) -> None:
         raise UsageError(f"--package: there is no {package} in the config")
     if isinstance(part, Container):
         if flags.resolve:
+            if (failed := secrets.failed_interpolation(shown_tree)) is not None:
+                raise ConfigError(failed[0], str(failed[1]).partition("\n")[0])
             OmegaConf.resolve(part)
         part = (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)
     sys.stdout.write(escape_lines(mask_secrets(f"{part}".rstrip("\n") + "\n")))

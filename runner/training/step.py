@@ -257,12 +257,24 @@ def _forward(run: Run, batch: Batch) -> Tensor:
 
 
 def _compute_loss(run: Run, batch: Batch) -> Tensor:
+    had_gradients = torch.is_grad_enabled()
     output = call_model(run.forward, batch[0])
+    if had_gradients:
+        warn_gradients_off("model: its forward")
     if run.uninspected and batch_size_of(batch[1]) > 1:
         from runner.training.first_call import inspect_first_call  # imported once
 
         return inspect_first_call(run, batch, output)
     return run.objective(output, batch[1])
+
+
+def warn_gradients_off(code: str) -> None:
+    """Log that user code has left torch's gradients off."""
+    if not torch.is_grad_enabled():
+        log.warning(
+            "%s leaves torch's gradients off (torch.set_grad_enabled(False)), so that later losses "
+            "have none; use `with torch.no_grad():`", code,
+        )  # fmt: skip
 
 
 def _is_regular_size(run: Run, samples: int) -> bool:
