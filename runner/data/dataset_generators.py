@@ -51,8 +51,10 @@ def _inner_values(value: Any) -> list[Any]:
     values: Iterable[Any]
     if isinstance(value, dict):  # a subclass may compute what it returns
         values = dict.values(value)
-    elif isinstance(value, list | tuple):
-        values = (list if isinstance(value, list) else tuple).__iter__(value)
+    elif isinstance(value, list):
+        values = list.__iter__(value)
+    elif isinstance(value, tuple):
+        values = tuple.__iter__(value)
     elif isinstance(value, partial):
         values = (value.func, *value.args, *value.keywords.values())
     elif hasattr(type(value), "__self__"):  # a method, also of a class in C
@@ -92,7 +94,7 @@ def _can_be_seeded(generator: Any) -> bool:
 
 def _bit_generator_name(generator: Any) -> str:
     if isinstance(generator, np.random.RandomState):
-        return str(generator.get_state(legacy=False)["bit_generator"])  # type: ignore[call-overload]
+        return str(generator.get_state(legacy=False)["bit_generator"])
     return type(generator.bit_generator).__name__
 
 

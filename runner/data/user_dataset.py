@@ -232,7 +232,7 @@ class UserDataset(Dataset):
         )
         self.uses_global_rng |= global_drawn
         self.uses_own_rng |= own_drawn
-        return global_drawn or own_drawn
+        return bool(global_drawn or own_drawn)
 
     def _sample(self, index: int, seed: int, batch_index: int) -> Any:
         if self.uses_global_rng:

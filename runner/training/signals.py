@@ -6,7 +6,8 @@ is then `stopped`, which is no failure.
 
 from __future__ import annotations
 
-import _signal  # getsignal of `signal` takes 10 µs to make an enum member
+# getsignal of `signal` takes 10 µs to make an enum member
+import _signal  # type: ignore[import-not-found]
 import logging
 import os
 import select
