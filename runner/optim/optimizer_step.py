@@ -105,7 +105,7 @@ class OptimizerStep:
         self.ema_weight = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
         self.requested_ema_warmup = ema_warmup
-        self.ema_warmup = bool(ema) and ema_warmup is not False
+        self.ema_warmup = ema is not None and ema_warmup is not False
         self.ema_updates = torch.zeros((), dtype=torch.int64, device=self.device)  # with warm-up
         self.has_modes = all(callable(getattr(optimizer, n, None)) for n in ("train", "eval"))
         self.training_weights: list[Tensor] = []  # in the optimizer's evaluation mode
