@@ -58,7 +58,7 @@ from runner.security.files.policy import FilePolicy
 from runner.security.paths import run_tree_folders
 from runner.stability.controller import StabilityController
 from runner.techniques.application import apply_techniques
-from runner.techniques.base import TRIALS, Choice, RunBuilder, Technique
+from runner.techniques.base import TRIALS, Choice, RunBuilder, Technique, notice
 from runner.techniques.config import Optimization
 from runner.training.best import BestCriterion, digest_validation
 from runner.training.config import MonitorMode
@@ -74,6 +74,7 @@ from runner.training.metrics import StepMetricsReader
 from runner.training.recovery import MICRO_BATCH, halve_micro_batch, translate_oom
 from runner.training.resume import restore
 from runner.training.run import Run
+from runner.training.step import warn_gradients_off
 from runner.training.timing import Stopwatch
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 WEIGHTS = "model.weights"
+CLASS_WEIGHTS = "objective.class_weights"
+MAX_INITIAL_SHARE = 0.05  # of the initial weights in an average at the end, without a notice
 
 
 @dataclass(frozen=True)
@@ -173,10 +176,14 @@ class _Build:
     def run(self) -> Run:
         """Run the steps in order; comments give the reasons for it."""
         self.open_checkpoints()
+        self.check_balance()
+        had_gradients = torch.is_grad_enabled()
         self.load_data()  # with the resumed run's preprocessing
         self.resolve_steps()
         self.make_model()
         self.make_objective()
+        if had_gradients and self.config.job.kind not in EVALUATION_JOBS:
+            warn_gradients_off("a constructor (of model, data or objective)")
         self.make_builder()
         self.apply_techniques()
         self.make_optimizer_step()  # techniques may have moved weights, or chosen an implementation
@@ -184,6 +191,8 @@ class _Build:
         run = self.make_run()
         self.attach_batch_checks(run)
         self.resume(run)
+        if self.config.job.kind not in EVALUATION_JOBS:
+            run.choices += self.describe_lengths()
         run.captures = self.make_captures()  # last: a resume captures nothing
         return run
 
@@ -261,6 +270,21 @@ class _Build:
         path = None if resume == "auto" else Path(resume)
         self.resumed_choices = self.checkpointer.recorded_choices(path) if self.resumes else {}
         self.recorded = {**self.resumed_choices, **self.components.choices}
+
+    def check_balance(self) -> None:
+        """Raise ConfigError if sampler and loss both balance the classes of a new run."""
+        objective, trains = self.config.objective, self.config.job.kind not in EVALUATION_JOBS
+        has_own_loss = objective._target_ is not None or objective.kind == "model"
+        both = self.config.data.sampler is not None and objective.class_weights == "balanced"
+        if not (both and trains) or has_own_loss or self.components.objective is not None:
+            return
+        problem = "balanced evens out the classes a second time, after data.sampler=balanced"
+        fix = "leave one of them out: objective.class_weights=null or data.sampler=null"
+        if not self.resumes and not self.components.choices:  # a replay has those of its run
+            raise ConfigError(CLASS_WEIGHTS, problem, fix)
+        log.warning(
+            "%s %s; kept from the resumed run; for a new one %s", CLASS_WEIGHTS, problem, fix
+        )
 
     def make_model(self) -> None:
         """Build the model with its initial weights, and move it to the device."""
@@ -481,6 +505,7 @@ class _Build:
             factors,
             loss_scale=builder.loss_scale,
             ema=config.optimizer.ema,
+            ema_warmup=config.optimizer.ema_warmup,
             shards=shards,
             shortcuts=shortcuts,
         )
@@ -653,6 +678,27 @@ class _Build:
             from runner.techniques.compiler import warn_graph_obstacle
 
             warn_graph_obstacle(run)
+
+    def describe_lengths(self) -> list[Choice]:
+        """Return notices of a warm-up and of an average that are long for the run."""
+        choices, optimizer, steps = list[Choice](), self.config.optimizer, self.total_steps
+        if (warmup := self.config.schedule.warmup) > steps and self.components.optimizer is None:
+            reason = f"longer than the run, {steps:,} steps: it does not reach optimizer.lr"
+            choices.append(notice("schedule.warmup", f"{warmup:g}", reason))
+        if optimizer.ema is None:
+            return choices
+        key = "optimizer.ema_warmup"
+        if self.update.ema_warmup:
+            last = (1 + steps) / (10 + steps)
+            reason = f"the decay after n updates is min({optimizer.ema:g}, (1 + n) / (10 + n))"
+            is_short = last < optimizer.ema
+            reason += f"; {last:.3g} after the last of this run" if is_short else ""
+            choices.append(Choice(key, True, reason, is_notice=is_short))
+        elif (share := optimizer.ema**steps) > MAX_INITIAL_SHARE:
+            reason = f"at the end of {steps:,} steps the initial weights are {share:.0%} of it"
+            fix = f"use a smaller decay or {key}=true"
+            choices.append(notice("optimizer.ema", optimizer.ema, f"{reason}; {fix}"))
+        return choices
 
     def make_captures(self) -> CaptureRecorder | None:
         """Return the writer of bad steps for job=replay; None without a folder."""

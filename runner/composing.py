@@ -225,8 +225,10 @@ def typed(config: DictConfig) -> RunConfig:
                 raise refusal from None
             from runner.overrides.diagnosis import conversion_problem
 
-            reason = secrets.mask_words(conversion_problem(str(error).partition("\n")[0]))
-            raise ConfigError(error.full_key or "config", reason) from error
+            failed = secrets.failed_interpolation(config)
+            key, cause = failed or (error.full_key or "config", error)
+            reason = secrets.mask_words(conversion_problem(str(cause).partition("\n")[0]))
+            raise ConfigError(key, reason) from error
     if not isinstance(run_config, RunConfig):
         fix = "start its defaults list like conf/config.yaml"
         raise ConfigError("config", "is not a run config", fix)

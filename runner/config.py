@@ -276,6 +276,8 @@ def config_hash(config: RunConfig) -> str:
         del tree["training"]["sanity"]
     if tree["training"]["monitor_mode"] is None:
         del tree["training"]["monitor_mode"]
+    if tree["optimizer"]["ema_warmup"] is None:
+        del tree["optimizer"]["ema_warmup"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # unused settings of a search

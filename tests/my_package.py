@@ -61,6 +61,59 @@ class Stored(Noisy):
         self.rows = rows
 
 
+class GradientsOff(Net):
+    """Leaves torch's gradients off, after its constructor or forward."""
+
+    def __init__(self, in_features: int, classes: int, place: str) -> None:
+        super().__init__(in_features, classes)
+        self.place = place
+        torch.set_grad_enabled(place != "constructor")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        torch.set_grad_enabled(False)
+        return y
+
+
+class WithDefault(nn.Module):
+    """Weights in float32; its constructor leaves a default dtype."""
+
+    def __init__(self, in_features: int, classes: int, dtype: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(in_features, 8, dtype=torch.float32),
+            nn.BatchNorm1d(8, dtype=torch.float32), nn.Dropout(0.3),
+            nn.Linear(8, classes, dtype=torch.float32),
+        )  # fmt: skip
+        torch.set_default_dtype(getattr(torch, dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class DataWithDefault(Noisy):
+    """Samples in float32; its constructor leaves a default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.set_default_dtype(torch.bfloat16)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(6, dtype=torch.float32) + index % 2, index % 2
+
+
+class Keeper(Noisy):
+    """Noise from a generator of its own."""
+
+    def __init__(self, samples: int = 120) -> None:
+        super().__init__(samples)
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = torch.from_numpy(self.rng.normal(size=6).astype(np.float32))
+        return noise + 2.0 * (index % 2), index % 2
+
+
 class Lion(torch.optim.Optimizer):
     """Steps of one size, by the sign of a moment (Chen et al. 2023, arXiv:2302.06675)."""
 

@@ -161,3 +161,45 @@ def test_a_signal_during_the_first_checkpoint_is_not_followed_by_a_wait_for_data
         with pytest.raises(Interrupted) as ended:
             train(run)
     assert ended.value.exit_code == 143
+
+
+def _own_handler(number: int, frame: object) -> None:
+    pass
+
+
+def test_a_handler_that_other_code_sets_during_a_run_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with InterruptHandler() as interrupts:
+        interrupts.warn_replaced()
+        assert not caplog.messages
+        signal.signal(signal.SIGTERM, _own_handler)
+        for _ in range(2):
+            interrupts.warn_replaced()
+    (message,) = caplog.messages
+    line = _own_handler.__code__.co_firstlineno
+    assert message.startswith("SIGTERM: other code has replaced the handler by ")
+    assert f"._own_handler ({__file__}:{line})" in message
+
+
+def test_a_handler_set_before_the_run_trains_is_named_in_a_command_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = signal.signal(signal.SIGTERM, _own_handler)
+    try:
+        with InterruptHandler() as interrupts:  # a program's own is no surprise to it
+            interrupts.warn_overridden()
+        assert not caplog.messages
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with raise_on_signals():
+            with InterruptHandler() as interrupts:
+                interrupts.warn_overridden()
+            assert not caplog.messages
+            signal.signal(signal.SIGTERM, _own_handler)
+            with InterruptHandler() as interrupts:
+                interrupts.warn_overridden()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (message,) = caplog.messages
+    assert message.startswith("SIGTERM: other code has set the handler ")
+    assert "._own_handler (" in message

@@ -16,6 +16,7 @@ from runner import build, compose, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError, UsageError
 from runner.security.paths import distrust_resumed_folder
+from runner.training import resume
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from tests import runs
@@ -231,3 +232,24 @@ def test_a_longer_schedule_that_raises_the_learning_rate_says_so(
         last = 0.01 * (0.5 * (1 + math.cos(math.pi * 0.9)) if schedule == "cosine" else 0.1)
         assert f"goes from {last:.3g} back to {raised:.3g}" in said[0]
         assert f"schedule=constant optimizer.lr={last:.3g}" in said[0]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_an_older_run_whose_data_set_keeps_a_generator_says_that_draws_differ(
+    older: bool, tmp_path: Path, my_package: None, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    typed = [*NOISY, "data._target_=my_package.Keeper", "checkpoint.resume=auto"]
+    complete = resume._run_state
+    with monkeypatch.context() as patched:
+        if older:
+            without = {"seeds_own_generators"}
+            patched.setattr(
+                resume, "_run_state",
+                lambda run: {k: v for k, v in complete(run).items() if k not in without},
+            )  # fmt: skip
+        with opened(*typed, "training.steps=2", folder=tmp_path) as run:
+            train(run)
+    with opened(*typed, "training.steps=3", folder=tmp_path):
+        pass
+    assert ("they draw other numbers than before step 2" in caplog.text) is older

@@ -43,7 +43,7 @@ class RegisteredMemory(mmap.mmap):
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         if int(driver.cudaHostRegister(address, nbytes, 0)):
             with suppress(RuntimeError):  # else the next operation would raise the driver's error
-                torch.zeros(1, device=device)
+                torch.zeros(1, dtype=torch.float32, device=device)
             return None
         memory.address, memory.owner = address, os.getpid()
         return memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runner.errors import CheckpointError
@@ -61,6 +62,9 @@ def _check_numbers(progress: Mapping[str, Any], update: Mapping[str, Any], step:
     is_integer = updates.numel() == 1 and not updates.is_floating_point()
     counts = {f"progress.{name}": progress.get(name, 0) for name in COUNT_FIELDS}
     counts["update.updates"] = int(updates) if is_integer else None
+    if (averaged := update.get("ema_updates")) is not None:  # with a warm-up of the average
+        is_count = isinstance(averaged, Tensor) and averaged.dtype is torch.int64
+        counts["update.ema_updates"] = int(averaged) if is_count and averaged.ndim == 0 else None
     for name, value in counts.items():
         if type(value) is not int or not 0 <= value <= step:
             return f"state.{name} must be a whole number, 0 to {step}"

@@ -81,8 +81,8 @@ class BatchValidator:
         self.checks, self.history, self.folder = checks, history, folder
         self.first_batch, self.indices, self.prescan = first_batch, indices, prescan
         self.host_type = "cpu"  # device type of tensors that are read without a sync
-        self.veto_flag = torch.ones((), device=device)
-        self.pass_flag = torch.zeros((), device=device)
+        self.veto_flag = torch.ones((), dtype=torch.float32, device=device)
+        self.pass_flag = torch.zeros((), dtype=torch.float32, device=device)
         self.outcome: BatchOutcome | None = None  # of the loader's latest batch
         self.veto: Tensor | None = None  # 1: do not apply the current step's update
         self.vetoed: list[int] = []  # steps, until the stability controller takes them

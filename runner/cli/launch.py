@@ -32,13 +32,27 @@ from runner.cli.preflight import RANK_VARIABLES, Request
 from runner.composing import typed
 from runner.device.config import omp_env
 from runner.distributed.config import DistributedKind
-from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
+from runner.errors import (
+    ConfigError,
+    Interrupted,
+    RunnerError,
+    StorageError,
+    SweepFailed,
+    UsageError,
+)
 from runner.jobs import load_job
 from runner.jobs.config import JobKind
 from runner.masking import mask_nested, mask_secrets
 from runner.overrides.groups import CONF
 from runner.record import hydra_files, provenance
-from runner.record.console import LOG, close_logging, print_stdout, set_up_logging
+from runner.record.console import (
+    LOG,
+    close_logging,
+    has_log_file,
+    print_stdout,
+    restore_logging,
+    set_up_logging,
+)
 from runner.record.text import describe_error, escape_control_chars, escape_lines, quote_for_hydra
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
@@ -214,12 +228,14 @@ def _run_and_report(
             with folder_is_checked():
                 return _run_job(config, request, folder, notes)
     except Interrupted as error:
+        restore_logging()
         log.error("%s", error)
         raise SystemExit(error.exit_code) from error  # Hydra does not catch it: no more jobs start
     except KeyboardInterrupt as error:
         untrained = config.job.kind is JobKind.train and _summary_mtime(folder) == mtime_before
         where = " before the first step; no checkpoint is written" if untrained else ""
         interrupted = interruption_before_run(error, where)
+        restore_logging()
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
     except Exception as error:
@@ -256,6 +272,13 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
         log.warning("%s", warning)
     for note in notes:
         log.info(note)
+    data_path = getattr(run_config.data, "path", None)
+    is_relative = data_path and not Path(data_path).expanduser().is_absolute()
+    if HydraConfig.get().job.chdir and is_relative:
+        log.warning(
+            "hydra.job.chdir=true: data.path=%s is relative, so it is looked for in the run's "
+            "folder; type a full path", data_path,
+        )  # fmt: skip
     single = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
     single = single or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
@@ -281,6 +304,7 @@ def _report_failure(
     After a usage error before the run has written anything, folders that did not exist before are
     removed, but not those of a sweep's jobs.
     """
+    restore_logging()
     if trained:
         with suppress(StorageError):
             _print_summary(replace(Summary.read(folder), reason=""), folder)  # the reason follows
@@ -291,9 +315,11 @@ def _report_failure(
         text, file, number = describe_error(error)
         message, code = mask_secrets(f"{text} ({file}:{number})"), 1
         trace = "".join(format_exception(error))
+    in_file = has_log_file()  # else the console shows the traceback
     for line in mask_secrets(trace).splitlines():
-        log.error("  %s", line, extra={"live": True})  # not shown on the console
-    log.error("%s%s", message, f"; the traceback is in {folder / 'run.log'}" if trace else "")
+        log.error("  %s", line, extra={"live": in_file})
+    hint = f"; the traceback is in {folder / LOG}" if trace and in_file else ""
+    log.error("%s%s", message, hint)
     is_usage_error = code == UsageError.exit_code and not trace
     removable = is_usage_error and existing_path not in (None, folder.absolute())
     if removable and {path.name for path in folder.iterdir()} <= BEFORE_BUILD:
@@ -331,6 +357,8 @@ def show_config(request: Request) -> None:
         raise UsageError(f"--package: there is no {package} in the config")
     if isinstance(part, Container):
         if flags.resolve:
+            if (failed := secrets.failed_interpolation(shown_tree)) is not None:
+                raise ConfigError(failed[0], str(failed[1]).partition("\n")[0])
             OmegaConf.resolve(part)
         part = (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)
     sys.stdout.write(escape_lines(mask_secrets(f"{part}".rstrip("\n") + "\n")))

@@ -53,6 +53,10 @@ class Dataset(ABC):
         """Return the key of the target in samples that are dicts; None for other samples."""
         return None
 
+    def draws_itself(self) -> bool:
+        """Whether samples draw from random generators that the data set keeps."""
+        return False
+
     def labels(self) -> np.ndarray | None:
         """Return the class index of every sample, or None if that requires reading each sample."""
         return None

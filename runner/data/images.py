@@ -300,7 +300,7 @@ class ImageFolder(Dataset):
         blends = seeds is not None and self.blends
         shape = (len(indices), self.size, self.size, self.sizes.in_channels or 1)
         batch = np.empty(shape, np.float32 if blends or self.pixel_range else np.uint8)
-        target = torch.zeros(len(indices), self.sizes.classes or 1)
+        target = torch.zeros(len(indices), self.sizes.classes or 1, dtype=torch.float32)
         for row, index in enumerate(indices.tolist()):
             rng = None if seeds is None else np.random.Generator(np.random.PCG64(int(seeds[row])))
             augment_rng = rng if self.distorts else None

@@ -25,6 +25,13 @@ from runner.data.collate import (
 )
 from runner.data.config import BadSamples, DataConfig
 from runner.data.dataset import Dataset, class_labels
+from runner.data.dataset_generators import (
+    comparable,
+    find_generators,
+    get_states,
+    seed_generators,
+    set_states,
+)
 from runner.data.labels import check_id_range
 from runner.data.nested import named_leaves, tree_map
 from runner.data.open import DEFAULT_OPENING, OpenOptions
@@ -42,15 +49,17 @@ SEED_MASK = 0xFFFF_FFFF  # bits of a seed for NumPy
 class UserDataset(Dataset):
     """Adapter for a user's map-style data set.
 
-    Python's, NumPy's and torch's global generators are seeded before each sample, so augmentation
-    depends on (seed, epoch, index) alone, and are restored afterwards. As in torch's DataLoader, a
-    data set with `__getitems__` is asked for a whole batch, seeded by the batch's first sample.
+    Python's, NumPy's and torch's global generators, and those that the data set keeps, are seeded
+    before each sample, so augmentation depends on (seed, epoch, index) alone, and are restored
+    afterwards. As in torch's DataLoader, a data set with `__getitems__` is asked for a whole batch,
+    seeded by the batch's first sample.
     """
 
     in_memory = False
     augments = True
     dtype = torch.float32  # of the weights; floats are cast to it if either dtype is float64
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
+    uses_own_rng = False  # whether a sample has drawn from a generator that the data set keeps
     uses_global_rng = False  # whether a sample has drawn from Python's or NumPy's global generator
 
     def __init__(
@@ -62,6 +71,7 @@ class UserDataset(Dataset):
                 fix = "define __len__ and __getitem__ (a map-style data set)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset, self.name = dataset, name
+        self.generators = find_generators(dataset)
         self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
         if opening.fitted is None:
             skip_bad = config.bad_samples is BadSamples.drop
@@ -78,6 +88,7 @@ class UserDataset(Dataset):
                 chunk_size = len(indices) if _fetches_batches(dataset) else 1
                 self._time_samples(indices[:chunk_size])
                 indices = indices[chunk_size:]
+        self.generators = find_generators(dataset)  # some are made at the first sample
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
         """Cast float64 samples to the dtype of the weights; for float64 weights cast all floats."""
@@ -90,6 +101,16 @@ class UserDataset(Dataset):
         reason = f"samples have {' and '.join(others)}; the weights of the model are {own}"
         return (Choice("data._target_", f"cast to {own}", reason),)
 
+    @contextmanager
+    def _restored_generators(self) -> Iterator[None]:
+        """Restore the global and the data set's generators on exit; gradients are off inside."""
+        generators, states = self.generators, get_states(self.generators)
+        try:
+            with _global_generators():
+                yield
+        finally:
+            set_states(generators, states)
+
     def _casts(self, dtype: torch.dtype) -> bool:
         doubles = torch.float64 in (dtype, self.dtype)
         return dtype != self.dtype and dtype.is_floating_point and doubles
@@ -99,9 +120,16 @@ class UserDataset(Dataset):
 
     def target_key(self) -> str | None:
         """Return the key of the target in the first sample, if that is a dict."""
-        with _global_generators(), suppress(BadSample):
+        with self._restored_generators(), suppress(BadSample):
             return label_key(self._samples([0], sample_seeds(0, 0, np.array([0])).tolist())[0])
         return None
+
+    def draws_itself(self) -> bool:
+        """Whether the first sample draws from a generator that the data set keeps."""
+        if self.generators and not self.uses_own_rng:
+            with suppress(RunnerError):  # it is raised when its batch is fetched
+                self.fetch(self.train[:1], None)
+        return self.uses_own_rng
 
     def labels(self) -> np.ndarray | None:
         """Return the data set's `targets` (torchvision's convention), or None."""
@@ -112,7 +140,7 @@ class UserDataset(Dataset):
 
     def _time_samples(self, indices: list[int]) -> list[tuple[Nest, Nest]]:
         started = time.perf_counter()
-        with _global_generators():
+        with self._restored_generators():
             samples = self._samples(indices, sample_seeds(0, 0, np.array(indices)).tolist())
         seconds = (time.perf_counter() - started) / len(indices)
         # the minimum: the first sample warms up
@@ -126,7 +154,7 @@ class UserDataset(Dataset):
         if seeds is None:  # not augmented, but the data set may still draw random numbers
             seeds = sample_seeds(0, 0, indices)
         rows = indices.tolist()
-        with _global_generators():
+        with self._restored_generators():
             samples = self._samples(rows, seeds.tolist())
             batch = stack_pairs(samples)
             if batch is None:
@@ -148,8 +176,11 @@ class UserDataset(Dataset):
         if not _fetches_batches(self.dataset):
             return self._read_each(indices, seeds)
         _seed(seeds[0])
+        seed_generators(self.generators, seeds[0])
+        before = self._own_states()
         try:
             samples = self.dataset.__getitems__(indices)
+            self.uses_own_rng |= self._own_states() != before
         except RunnerError:
             raise
         except Exception as error:
@@ -173,24 +204,43 @@ class UserDataset(Dataset):
             pairs = enumerate(zip(indices, seeds, strict=True))
             return [self._sample(index, seed, batch_index) for batch_index, (index, seed) in pairs]
 
-        if not self.uses_global_rng:
-            before = _generator_states()
+        while True:
+            before = self._unseeded_states()
             try:
                 samples = read()
             except RunnerError:
-                if _generator_states() == before:
+                if not self._record_draws(before):
                     raise
             else:
-                if _generator_states() == before:
+                if not self._record_draws(before):
                     return samples
-            self.uses_global_rng = True
-        return read()
+
+    def _own_states(self) -> Any:
+        """Return the states of the data set's generators until one of them has drawn."""
+        if self.uses_own_rng or not self.generators:
+            return None
+        return comparable(get_states(self.generators))
+
+    def _unseeded_states(self) -> tuple[Any, Any]:
+        """Return the states of the global and of the own generators that are not seeded yet."""
+        return None if self.uses_global_rng else _generator_states(), self._own_states()
+
+    def _record_draws(self, before: tuple[Any, Any]) -> bool:
+        """Return whether generators that are not seeded yet have drawn; they are from now on."""
+        global_drawn, own_drawn = (
+            a != b for a, b in zip(self._unseeded_states(), before, strict=True)
+        )
+        self.uses_global_rng |= global_drawn
+        self.uses_own_rng |= own_drawn
+        return bool(global_drawn or own_drawn)
 
     def _sample(self, index: int, seed: int, batch_index: int) -> Any:
         if self.uses_global_rng:
             _seed(seed)
         else:  # a data set may read torch's seed and draw from its own generator
             torch.default_generator.manual_seed(seed & SEED_MASK)
+        if self.uses_own_rng:
+            seed_generators(self.generators, seed)
         try:
             return self.dataset[index]
         except RunnerError:

@@ -364,7 +364,7 @@ def largest_magnitude(values: Sequence[Tensor]) -> Tensor:
     """Return the largest absolute value, 0-d, on the tensors' device; NaN if any value is."""
     dense = [v.detach().coalesce().values() if v.is_sparse else v.detach() for v in values]
     largest = [torch.linalg.vector_norm(v, math.inf).float() for v in dense if v.numel()]
-    return torch.stack(largest).amax() if largest else torch.zeros(())
+    return torch.stack(largest).amax() if largest else torch.zeros((), dtype=torch.float32)
 
 
 def _read_values(peaks: Sequence[Tensor]) -> list[float]:

@@ -32,7 +32,7 @@ from runner.jobs import doctor, train
 from runner.jobs.config import JobKind
 from runner.masking import mask_secrets
 from runner.parent_death import die_with_parent, watch_parent
-from runner.record.console import close_logging, set_up_logging
+from runner.record.console import close_logging, restore_logging, set_up_logging
 from runner.record.text import escape_control_chars
 from runner.security.secrets import redact_errors
 from runner.training.signals import interruption_before_run, raise_on_signals
@@ -99,6 +99,7 @@ def _run_to_outcome(
         outcome = RankOutcome.from_error(place.rank, cause)
     except BaseException as error:
         outcome = RankOutcome.from_error(place.rank, as_lost(error) if is_lost(error) else error)
+        restore_logging()
         if outcome.kind == "error" and outcome.exit_code == 1:
             for line in mask_secrets("".join(format_exception(error))).splitlines():
                 log.error("  %s", line, extra={"live": True})  # not shown on the console

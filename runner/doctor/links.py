@@ -87,7 +87,7 @@ def measure_links(world: World, device: torch.device) -> LinkReport:
 
 def _time_all_reduce(world: World, device: torch.device, count: int) -> tuple[AllReduce, int]:
     """Return the median time of an all-reduce, and the number of wrong sums in this process."""
-    values = torch.empty(count // 4, device=device)
+    values = torch.empty(count // 4, dtype=torch.float32, device=device)
     expected, bad, seconds = world.size * (world.size + 1) / 2, 0, []
     for _ in range(WARM_UP + REPEATS):
         values.fill_(world.rank + 1)

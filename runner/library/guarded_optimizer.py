@@ -168,7 +168,9 @@ class GuardedOptimizer:
             if self.steps % POISON_STEPS:
                 return
             if self.host_flag is None:
-                self.host_flag = torch.zeros((), pin_memory=self.update.device.type == "cuda")
+                self.host_flag = torch.zeros(
+                    (), dtype=torch.float32, pin_memory=self.update.device.type == "cuda"
+                )
             poisoned = bool(self.host_flag)
             self.host_flag.copy_(buffers.are_finite().logical_not(), non_blocking=True)
             if not poisoned:

@@ -68,7 +68,7 @@ def safe_inference(
     def sanitise_output(output: Any) -> tuple[Any, outputs.Changes]:
         return outputs.sanitise(output, **options)
 
-    sanitise_output(torch.zeros(1, 1))  # raises for invalid options
+    sanitise_output(torch.zeros(1, 1, dtype=torch.float32))  # raises for invalid options
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments(CALLER, module)
     rows = count_samples(batch, f"{CALLER}: batch")

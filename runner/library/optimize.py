@@ -341,7 +341,9 @@ class LazyRun:
         compiled = [(module, module._compiled_call_impl) for module in self.model.modules()]
         tensors_before = [*self.model.parameters(), *self.model.buffers()]
         layouts = [(tensor, tensor.stride()) for tensor in tensors_before if _has_layout(tensor)]
-        dummy = torch.zeros(1, device=device_of(self.model), requires_grad=True)
+        dummy = torch.zeros(
+            1, dtype=torch.float32, device=device_of(self.model), requires_grad=True
+        )
         optimizer = self.optimizer or torch.optim.SGD([dummy], lr=0.0)  # dummy: not trained
         run = build(config, given=Components(self.model, data, self.objective, optimizer))
         for module, implementation in compiled:  # techniques compile in place
@@ -392,5 +394,5 @@ def mean_output(output: Any, target: Any = None) -> Tensor:
         raise UsageError(f"the model's output must hold floats, got {describe(output)}")
     loss = torch.stack([t.float().mean() for t in floats]).sum()
     if torch.is_grad_enabled() and not loss.requires_grad:  # a frozen model
-        loss = loss + torch.zeros((), device=loss.device, requires_grad=True)
+        loss = loss + torch.zeros((), dtype=torch.float32, device=loss.device, requires_grad=True)
     return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
@@ -16,6 +17,7 @@ from runner.data.batch import Sizes
 from runner.device import memory
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
+from runner.models.preserved_state import float32_default
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
     does not fit the data or has no trainable parameter.
     """
     if config._target_ is None:
-        model = _build_built_in(config, sizes)
+        # the constructor of a data set may have left a half type as the default
+        is_double = torch.get_default_dtype() is torch.float64
+        with nullcontext() if is_double else float32_default():
+            model = _build_built_in(config, sizes)
     else:
         from runner.security.registry import construct, instantiate_nested
 

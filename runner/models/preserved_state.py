@@ -33,6 +33,17 @@ LEAF_ATTRIBUTES = ("requires_grad", "grad", "_backward_hooks")  # restored, of a
 MISSING = object()
 
 
+@contextmanager
+def float32_default() -> Iterator[None]:
+    """Create tensors in float32 while entered, for any default dtype that user code has left."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 class NotRestorable(Exception):
     """The model must not be called: its state could not be restored, or does not fit in memory."""
 

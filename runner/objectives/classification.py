@@ -145,7 +145,8 @@ def macro_f1(confusion: Tensor) -> float:
     """Return the mean of 2·TP / (2·TP + FP + FN) over classes that occur or were predicted."""
     occurrences = (confusion.sum(0) + confusion.sum(1)).cpu()
     occurs = occurrences > 0
-    return float((2 * confusion.diagonal().cpu()[occurs] / occurrences[occurs]).double().mean())
+    correct = confusion.diagonal().cpu()[occurs].float()  # not in torch's default dtype
+    return float((2 * correct / occurrences[occurs]).double().mean())
 
 
 def auroc(score: Tensor, positive: Tensor) -> float | None:

@@ -85,7 +85,7 @@ class CustomObjective(Objective):
     def batch_sums(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Return the loss summed over samples, and their number."""
         loss, count = self(output, target), self.weight(target)
-        counts = torch.full((), count, device=loss.device)
+        counts = torch.full((), count, dtype=torch.int64, device=loss.device)
         return {"loss": model_output.sum_float64(loss.detach() * count), "count": counts}
 
     def metric_names(self) -> list[str]:

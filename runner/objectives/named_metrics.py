@@ -13,6 +13,7 @@ from torch import Tensor
 from runner.data.batch import Sizes
 from runner.errors import ConfigError, install_command
 from runner.format import nearest
+from runner.models.preserved_state import float32_default
 from runner.objectives import model_output
 from runner.techniques.base import Choice
 
@@ -81,11 +82,13 @@ class MetricState:
         self.batch = predicted, target
         self.metrics, self.is_started = metrics, False
 
+    @float32_default()
     def __add__(self, other: MetricState) -> Self:
         for metric in self._started_metrics().values():
             metric.update(*other.batch)
         return self
 
+    @float32_default()
     def compute(self) -> dict[str, float]:
         """Return the metrics over all batches by name. Host sync."""
         return {name: float(metric.compute()) for name, metric in self._started_metrics().items()}
@@ -162,6 +165,7 @@ def _is_metric_class(member: Any, base: type) -> bool:
     return isinstance(member, type) and issubclass(member, base)
 
 
+@float32_default()
 def _construct_metric(name: str, factory: Any, arguments: Mapping[str, Any], sizes: Sizes) -> Any:
     """Construct a metric and try it on a few samples; ConfigError unless it gives one number."""
     with warnings.catch_warnings():
@@ -183,11 +187,11 @@ def _construct_metric(name: str, factory: Any, arguments: Mapping[str, Any], siz
 def _samples(sizes: Sizes) -> tuple[Tensor, Tensor]:
     classes = sizes.classes or 1
     if sizes.task == "regression":
-        target = torch.linspace(1, 2, SAMPLE_ROWS * classes).reshape(SAMPLE_ROWS, classes)
+        target = torch.linspace(1, 2, SAMPLE_ROWS * classes, dtype=torch.float32)
+        target = target.reshape(SAMPLE_ROWS, classes)
         target = target if classes > 1 else target[:, 0]
-        return target + torch.linspace(0, 1, SAMPLE_ROWS).reshape(
-            SAMPLE_ROWS, *[1] * (target.ndim - 1)
-        ).cos(), target
+        steps = torch.linspace(0, 1, SAMPLE_ROWS, dtype=torch.float32)
+        return target + steps.reshape(SAMPLE_ROWS, *[1] * (target.ndim - 1)).cos(), target
     target = torch.arange(SAMPLE_ROWS * classes) % classes
     steps = torch.arange(SAMPLE_ROWS * classes * classes, dtype=torch.float32)
     probabilities = steps.sin().reshape(-1, classes).softmax(1)

@@ -63,7 +63,7 @@ class RegressionObjective(Objective):
         losses = self.loss(error / self.deviation, torch.zeros_like(error), reduction="none")
         return {
             "loss": losses.sum(0),
-            "count": torch.full((), len(error), device=error.device),
+            "count": torch.full((), len(error), dtype=torch.int64, device=error.device),
             "squared_error": error.square().sum(0),
             "absolute_error": error.abs().sum(0),
             "target": target.sum(0),

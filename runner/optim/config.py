@@ -22,6 +22,9 @@ class OptimizerConfig:
     weight_decay: float = bounded(0.01, min=0)  # for weights of two or more dimensions
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of its constructor
     ema: float | None = bounded(None, above=0, below=1)  # decay of averaged weights; null: none
+    # the decay rises from 0.18: min(ema, (1 + n) / (10 + n)) after n updates; null: on, except for
+    # a run resumed without it
+    ema_warmup: bool | None = None
     _target_: str | None = None  # your optimizer class, instead of `name`
     # parameters not to train, by name; a pattern may begin at any dot: [embeddings.*]
     freeze: list[str] = field(default_factory=list)

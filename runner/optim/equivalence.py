@@ -172,7 +172,7 @@ class UpdateComparison:
         self, update: OptimizerStep, clipped: bool, whole_step: bool
     ) -> Iterator[dict[str, Tensor]]:
         """Make the steps; yield weights and state after each."""
-        loss = torch.zeros((), device=update.device)
+        loss = torch.zeros((), dtype=torch.float32, device=update.device)
         for drawn, norm in zip(self.gradients, self.norms, strict=True):
             gradients = [_copy(gradient) for gradient in drawn]
             update.clip_norm = norm / 2 if clipped else None

@@ -59,6 +59,7 @@ class OptimizerStep:
         *,
         loss_scale: float | None = None,
         ema: float | None = None,
+        ema_warmup: bool | None = None,  # None: as in the loaded state; on without one
         shards: Shards | None = None,  # this process's shard of every weight
         shortcuts: bool = True,  # whether an update may be skipped or reverted on the device
     ) -> None:
@@ -109,12 +110,16 @@ class OptimizerStep:
         self.updates = torch.zeros((), dtype=torch.int64, device=counter_device)
         self.ema_weight = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
+        self.requested_ema_warmup = ema_warmup
+        self.ema_warmup = ema is not None and ema_warmup is not False
+        self.ema_updates = torch.zeros((), dtype=torch.int64, device=self.device)  # with warm-up
         self.has_modes = all(callable(getattr(optimizer, n, None)) for n in ("train", "eval"))
         self.training_weights: list[Tensor] = []  # in the optimizer's evaluation mode
         self.buffers = BufferSnapshot(model, self.device, frozen=shards is None)
-        self.zero = torch.zeros((), device=self.device)
-        self.one = torch.ones((), device=self.device)
-        self.limits = torch.full((2,), LARGEST, device=self.device)  # of the loss and of the norm
+        self.zero = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.one = torch.ones((), dtype=torch.float32, device=self.device)
+        # of the loss and of the norm
+        self.limits = torch.full((2,), LARGEST, dtype=torch.float32, device=self.device)
         self.loss_limit, self.norm_limit = self.limits.unbind()  # views
         self.in_progress = False
         self._set_schedule()
@@ -155,7 +160,9 @@ class OptimizerStep:
     def local_part(self) -> tuple[Tensor, Tensor]:
         """Return 1.0 if this process's buffers are not finite, and its shard's squared norm."""
         checks_buffers = self.guard and self.buffers.statistic_slots
-        skipped = torch.where(self.buffers.are_finite(), 0.0, 1.0) if checks_buffers else self.zero
+        skipped = self.zero
+        if checks_buffers:
+            skipped = torch.where(self.buffers.are_finite(), self.zero, self.one)
         norms: list[Tensor] = []
         if self.shards is not None:
             self.shards.set_local_gradients()
@@ -244,7 +251,7 @@ class OptimizerStep:
         if self.scheduled:
             self.updates.add_(skipped == 0)
         if self.average:
-            self._update_average((1 - skipped) * self.ema_weight)
+            self._update_average(self.average_weight(skipped))
         self.buffers.restore(skipped)
 
     def _apply_on_host(self, norm: Tensor, skipped: Tensor) -> None:
@@ -259,7 +266,7 @@ class OptimizerStep:
         if self.scheduled:
             self.updates += 1
         if self.average:
-            self._update_average(torch.full_like(norm, self.ema_weight))
+            self._update_average(self.average_weight(torch.zeros_like(norm)))
 
     def divisors(
         self, norm: Tensor, gradients: Sequence[Tensor] | None = None
@@ -285,6 +292,18 @@ class OptimizerStep:
         if self.scale:
             divisor = self.scale.value if divisor is None else divisor * self.scale.value
         return divisor
+
+    def average_weight(self, skipped: Tensor) -> Tensor:
+        """Return the weight of the new weights in the average, and count the update.
+
+        With warm-up the decay after n updates is min(ema, (1 + n) / (10 + n)), as in TensorFlow's
+        ExponentialMovingAverage; one minus it is max(1 - ema, 9 / (10 + n)).
+        """
+        if not self.ema_warmup:
+            return (1 - skipped) * self.ema_weight
+        self.ema_updates.add_(skipped == 0)
+        weight = 9 / (10 + self.ema_updates.to(self.rate_dtype))
+        return weight.clamp(min=self.ema_weight) * (1 - skipped)
 
     def _update_average(self, weight: Tensor) -> None:
         differences = torch._foreach_sub([p.detach() for p in self.parameters], self.average)
@@ -434,6 +453,7 @@ class OptimizerStep:
             "updates": self.updates,
             "backoff": self.backoff,
             "average": self.average,
+            "ema_updates": self.ema_updates if self.ema_warmup else None,
             "training_weights": self.training_weights,
             "buffers": self.buffers.changed(),
             "scale": [self.scale.value, self.scale.growth_tracker] if self.scale else [],
@@ -480,9 +500,18 @@ class OptimizerStep:
         self._set_schedule()
         if self.average:
             torch._foreach_copy_(self.average, state["average"])
+            self._load_ema_updates(state.get("ema_updates"))
         if self.scale:
             self.scale.value.copy_(state["scale"][0])
             self.scale.growth_tracker.copy_(state["scale"][1])
+
+    def _load_ema_updates(self, saved: Tensor | None) -> None:
+        """Continue the warm-up of the average; without a count it is as requested, from 0."""
+        if self.requested_ema_warmup is None:
+            self.ema_warmup = saved is not None
+        self.ema_updates.zero_()
+        if saved is not None:
+            self.ema_updates.copy_(saved)
 
 
 class LossScaler:
@@ -492,7 +521,7 @@ class LossScaler:
     """
 
     def __init__(self, initial_scale: float, device: torch.device) -> None:
-        self.value = torch.full((), initial_scale, device=device)
+        self.value = torch.full((), initial_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: Tensor) -> None:

@@ -45,8 +45,8 @@ class StepGraph:
         self.update, self.samples, self.index_limit = update, samples, index_limit
         self.contexts = contexts
         self.targets = TargetCheck(objective.indices, objective.ignored, update.device)
-        self.zero = torch.zeros((), device=update.device)
-        self.one = torch.ones((), device=update.device)
+        self.zero = torch.zeros((), dtype=torch.float32, device=update.device)
+        self.one = torch.ones((), dtype=torch.float32, device=update.device)
         update.schedule_on_device()
         self.uses_cuda_graphs = options.get("triton.cudagraphs") is True
         if self.uses_cuda_graphs:
@@ -152,7 +152,7 @@ def _mark_static(update: OptimizerStep, targets: TargetCheck) -> None:
     state = (
         [t for g in kernel.groups for t in (*g.first_moments, *g.second_moments)] if kernel else []
     )
-    counters = [update.updates, targets.any_wrong, targets.wrong_value]
+    counters = [update.updates, update.ema_updates, targets.any_wrong, targets.wrong_value]
     counters += [kernel.step_count] if kernel else []
     flags = [update.loss_limit, update.norm_limit, update.zero, update.one]
     # the model's own are static already
@@ -220,8 +220,10 @@ def update_weights(
         (_adam_update if kernel.adam else _sgd_update)(
             group, group_gradients, group_lr, kernel.step_count, applied
         )
-    for average, parameter in zip(update.average, update.parameters, strict=False):
-        average.add_((parameter - average) * (update.ema_weight * applied))
+    if update.average:
+        weight = update.average_weight(skipped)
+        for average, parameter in zip(update.average, update.parameters, strict=True):
+            average.add_((parameter - average) * weight)
     return norm, skipped, overflow, applied
 
 

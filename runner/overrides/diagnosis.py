@@ -63,6 +63,10 @@ def explain_error(
     """
     parsed = [parse_override(text) for text in overrides]
     groups = group_options(*folders)
+    options = [o for o in parsed if o.key in groups and "${" in o.value]
+    if options and (translated := translate(error)).key == "_dummy_":  # Hydra's defaults list
+        message = str(translated).partition(": ")[2]
+        return ConfigError(options[0].key, message, "type the name of an option")
     if any(o.key == "hydra.searchpath" for o in parsed) and not folders:  # groups of a package
         return translate(error)
     chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])

@@ -129,15 +129,59 @@ def set_up_logging(level: str, folder: Path | None, screen: bool = True) -> None
     logging.setLogRecordFactory(_RecordFactory(logging.getLogRecordFactory()))
     root, number = logging.getLogger(), logging.getLevelNamesMapping()[level.upper()]
     if screen:
-        root.addHandler(_ConsoleLog())
+        _handlers.append(_ConsoleLog())
     if folder is not None:
         try:
-            root.addHandler(_FileLog(folder / LOG))
+            _handlers.append(_FileLog(folder / LOG))
         except OSError as error:
             logging.getLogger("runner").warning("no run.log: %s", error)
+    for handler in _handlers:
+        root.addHandler(handler)
     root.setLevel(max(number, logging.INFO))
     logging.getLogger("runner").setLevel(number)
     logging.captureWarnings(True)
+    _states[:] = [_logging_state(), logging.getLogRecordFactory()]
+
+
+_handlers: list[_ConsoleLog | _FileLog] = []  # of `set_up_logging`, until `close_logging`
+_states: list[Any] = []  # `_logging_state` after it, and its record factory
+
+
+def _logging_state() -> tuple[Any, ...]:
+    """Return what other code can change that would keep our records from our handlers."""
+    root, ours = logging.getLogger(), logging.getLogger("runner")
+    attached = [handler in root.handlers for handler in _handlers]
+    levels = [handler.level for handler in _handlers]
+    own = ours.disabled, ours.propagate, ours.level, len(ours.filters)
+    return attached, levels, own, root.manager.disable
+
+
+def restore_logging() -> None:
+    """Put our handlers back if other code has set up logging again, and say so once.
+
+    User code calls `dictConfig`, `basicConfig(force=True)` or `disable`. Its own handlers stay.
+    Without `set_up_logging` nothing is changed. Costs 2 µs if nothing is to be done.
+    """
+    if not _handlers or _logging_state() == _states[0]:
+        return
+    root, level = logging.getLogger(), _states[0][2][2]
+    _reset_loggers()
+    logging.disable(logging.NOTSET)
+    if not isinstance(logging.getLogRecordFactory(), _RecordFactory):
+        logging.setLogRecordFactory(_states[1])
+    for handler in _handlers:
+        handler.setLevel(logging.NOTSET)
+        if handler not in root.handlers:
+            root.addHandler(handler)
+    ours = logging.getLogger("runner")
+    ours.setLevel(level)
+    logging.captureWarnings(True)
+    ours.warning("other code has set up logging again; run.log and these lines continue")
+
+
+def has_log_file() -> bool:
+    """Whether lines of the log reach a run.log."""
+    return any(isinstance(handler, _FileLog) and not handler.failed for handler in _handlers)
 
 
 def _reset_loggers() -> None:
@@ -153,10 +197,10 @@ def _reset_loggers() -> None:
 
 def close_logging() -> None:
     """Undo `set_up_logging`."""
-    root = logging.getLogger()
-    for handler in [x for x in root.handlers if isinstance(x, _ConsoleLog | _FileLog)]:
-        root.removeHandler(handler)
+    for handler in _handlers:
+        logging.getLogger().removeHandler(handler)
         handler.close()
+    _handlers.clear()
     factory = logging.getLogRecordFactory()
     if isinstance(factory, _RecordFactory):
         logging.setLogRecordFactory(factory.base_factory)
@@ -218,10 +262,10 @@ class _ConsoleLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.addFilter(_RepeatedWarningFilter())
-        self.stream_closed = False
+        self.failed = False  # the stream is closed
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream_closed or getattr(record, "live", False):  # the live display shows it
+        if self.failed or getattr(record, "live", False):  # the live display shows it
             return
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -231,23 +275,39 @@ class _ConsoleLog(logging.Handler):
         try:
             console().print(text)
         except (OSError, ValueError):
-            self.stream_closed = True
+            self.failed = True
 
 
 class _FileLog(logging.StreamHandler[TextIO]):
-    """Logs to `run.log` with full timestamps; disables itself after the first write error."""
+    """Logs to `run.log` with full timestamps; disables itself after the first write error.
+
+    A file that other code has closed (`logging.shutdown`, `dictConfig`) is opened again.
+    """
 
     def __init__(self, path: Path) -> None:
-        if path.is_symlink():
-            raise OSError(f"{path} is a link")
-        super().__init__(
-            open(path, "a", encoding="utf-8", errors="backslashreplace", opener=safe_opener)
-        )
+        self.path, self.failed = path.absolute(), False
+        super().__init__(self._open())
         self.addFilter(_RepeatedWarningFilter())
         self.setFormatter(logging.Formatter(FILE_FORMAT, "%Y-%m-%dT%H:%M:%S"))
 
+    def _open(self) -> TextIO:
+        if self.path.is_symlink():
+            raise OSError(f"{self.path} is a link")
+        return open(self.path, "a", encoding="utf-8", errors="backslashreplace", opener=safe_opener)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.failed:
+            return
+        if self.stream.closed:
+            try:
+                self.stream = self._open()
+            except OSError:
+                self.failed = True
+                return
+        super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        self.setLevel(logging.CRITICAL + 1)
+        self.failed = True
 
     def close(self) -> None:
         try:

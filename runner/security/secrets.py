@@ -165,13 +165,46 @@ def read_path(config: DictConfig, key: str) -> Path:
     except OmegaConfBaseException as error:
         if refusal := find_refusal(error):
             raise refusal from None
-        raise ConfigError(str(error.full_key or key), str(error).partition("\n")[0]) from error
+        cause, error = failed_interpolation(config) or (str(error.full_key or key), error)
+        raise ConfigError(cause, str(error).partition("\n")[0]) from error
     if _access is not None and _access.reads > reads_before:
         raise SecurityError(
             f"{key}: would put a value from the environment into a file or folder name; "
             f"type a name: name=…, or {key}=…"
         )
     return Path(str(value))
+
+
+def failed_interpolation(config: Any) -> tuple[str, OmegaConfBaseException] | None:
+    """Return key and error of the first interpolation of a config that fails by itself.
+
+    Others fail since they refer to it. Hydra's own section is left out.
+    """
+    failures = dict[str, tuple[str, OmegaConfBaseException]]()  # raw text and error, by key
+    _find_failures(config, "", failures)
+    computed_last = sorted(failures.items(), key=lambda item: item[1][0].startswith("${runner."))
+    for key, (text, error) in computed_last:
+        if not any(other in text for other in failures if other != key):
+            return key, error
+    return None
+
+
+def _find_failures(
+    node: Any, parent_key: str, failures: dict[str, tuple[str, OmegaConfBaseException]]
+) -> None:
+    for name in range(len(node)) if isinstance(node, ListConfig) else list(node):
+        key = f"{parent_key}.{name}" if parent_key else str(name)
+        key = f"{parent_key}[{name}]" if isinstance(node, ListConfig) else key
+        child = node._get_node(name)
+        if key == "hydra" or child is None or child._is_none() or child._is_missing():
+            continue
+        if child._is_interpolation():
+            try:
+                node[name]
+            except OmegaConfBaseException as error:
+                failures[key] = str(child._value()), error
+        elif isinstance(child, DictConfig | ListConfig):
+            _find_failures(child, key, failures)
 
 
 # -- writing -----------------------------------------------------------------------------------

@@ -149,5 +149,6 @@ def flush_denormals(scope: ExitStack) -> str | None:
 
 def denormals_flushed() -> bool:
     """Whether every thread of an operator flushes denormals to zero."""
-    smallest = torch.full((PARALLEL_ELEMENTS,), torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    smallest = torch.full((PARALLEL_ELEMENTS,), tiny, dtype=torch.float32)
     return not bool((smallest * 0.5).count_nonzero())

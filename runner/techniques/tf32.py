@@ -40,6 +40,6 @@ def engaged(config: Tf32, run: Run) -> Evidence:
 
 def rounds_to_tf32(device: torch.device) -> bool:
     """Whether a product of fp32 matrices drops mantissa bit 12: TF32 keeps 10. Host sync."""
-    value = torch.full((256, 256), 1 + 2**-12, device=device)
-    product = value @ torch.eye(256, device=device)
+    value = torch.full((256, 256), 1 + 2**-12, dtype=torch.float32, device=device)
+    product = value @ torch.eye(256, dtype=torch.float32, device=device)
     return bool((product != value).any())  # host sync

@@ -59,7 +59,7 @@ class BadSampleTracker:
         number = self.run.progress.step + 1
         self.run.stability.vetoed.append(number)
         self.run.stopwatch.split("forward")
-        zero = torch.zeros((), device=self.run.device.torch)
+        zero = torch.zeros((), dtype=torch.float32, device=self.run.device.torch)
         return Step(number, zero * float("nan"), zero, torch.ones_like(zero))
 
     def choices(self) -> list[Choice]:

@@ -24,6 +24,7 @@ from runner.models.modes import enter_training
 from runner.objectives.base import unknown_direction, unknown_metric
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
+from runner.record.console import restore_logging
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
 from runner.techniques.base import Choice
@@ -72,6 +73,7 @@ def train(run: Run) -> Summary:
     check_hooks("train", run.hooks)
     if run.higher_is_better is None:
         raise unknown_direction(run.monitor)
+    restore_logging()  # constructors of the user's have run
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
     is_over = run.progress.step >= run.total_steps or run.stop_reason
     read_ended = partial(_read_ended_summary, run)
@@ -111,6 +113,7 @@ def train(run: Run) -> Summary:
         record_failure(run, reason)  # first: the device, which may be lost, is asked last
         raise
     finally:
+        restore_logging()
         with suppress_device_errors() if status == "failed" else nullcontext():
             summary = build_summary(run, status, reason, ended_by=ended_by)
     return summary
@@ -160,6 +163,7 @@ def _train(run: Run) -> None:
     distributed = run.world is not None
     make_grace_period = partial(_make_grace_period, run)
     with InterruptHandler(_signal_notice(run), distributed, make_grace_period) as interrupts:
+        interrupts.warn_overridden()
         last_state = LastState(run)
         try:
             if run.sanity and not progress.step and run.saved_step < 0:
@@ -197,6 +201,7 @@ def _train(run: Run) -> None:
                     run.reader.close(stopwatch.elapsed())
                     verdict = max(verdict, _process_reports(run))
                 signal_number = interrupts.received
+                interrupts.warn_replaced()
                 if run.world is not None:
                     worst, number = run.world.all_reduce_max(verdict, signal_number or 0)
                     verdict, signal_number = Verdict(worst), number or None
@@ -452,6 +457,7 @@ def _check_early_stopping(run: Run) -> None:
 
 def _process_reports(run: Run, wait: bool = False) -> Verdict:
     """Pass reports to the stability policy and the hooks; return the worst verdict."""
+    restore_logging()
     verdict, process_lost = Verdict.KEEP, None
     if run.step_graph is not None and (wait or run.device.reads_are_free):
         run.step_graph.check()

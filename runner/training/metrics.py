@@ -120,7 +120,7 @@ class StepMetricsReader:
 
     def _take_rows(self) -> Tensor:
         if not self.steps:
-            return torch.zeros(0, 3)
+            return torch.zeros(0, 3, dtype=torch.float32)
         rows = torch.stack(self.steps).to(torch.float32).view(-1, 3)
         self.steps = []
         return rows

@@ -131,6 +131,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "threads": run.device.threads,
         "steps_per_epoch": run.train.steps_per_epoch,
+        "seeds_own_generators": True,  # those of a user's data set; older runs did not
     }
 
 
@@ -171,6 +172,12 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
         _warn_raised_lr(run, state)
+    older = "seeds_own_generators" not in state
+    if trains and older and run.train.fetch.source.draws_itself():
+        log.warning(
+            "data: the random generators that the data set keeps are now seeded for each sample, "
+            "by seed, epoch and index: they draw other numbers than before step %d", restored.step,
+        )  # fmt: skip
     if (then := state["threads"]) != (now := run.device.threads):
         log.warning(
             "threads: %d before, %d now: last bits may differ; see device.threads", then, now

@@ -6,6 +6,8 @@ is then `stopped`, which is no failure.
 
 from __future__ import annotations
 
+# getsignal of `signal` takes 10 µs to make an enum member
+import _signal  # type: ignore[import-not-found]
 import logging
 import os
 import select
@@ -127,6 +129,24 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated(number)
 
 
+def _is_user_handler(handler: object) -> bool:
+    """Whether a handler is neither the system's, Python's nor ours."""
+    if handler is None or isinstance(handler, signal.Handlers):
+        return False
+    ours = isinstance(getattr(handler, "__self__", None), InterruptHandler)
+    return not ours and handler not in (signal.default_int_handler, _terminate)
+
+
+def _describe_handler(handler: object) -> str:
+    """Return the name of a signal handler, with its file and line if it has them."""
+    if handler is None or isinstance(handler, int):
+        return "code in C" if handler is None else signal.Handlers(handler).name
+    function = getattr(handler, "__func__", handler)
+    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+    code = getattr(function, "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
 class InterruptHandler:
     """Context that handles Ctrl-C, SIGTERM and the `unclaimed_signals`.
 
@@ -154,6 +174,7 @@ class InterruptHandler:
         self.make_grace_period = make_grace_period
         self.grace: GracePeriod | None = None  # since the first signal
         self.previous: dict[int, object] = {}
+        self.replaced: set[int] = set()  # signals whose new handler was logged
         self.notice = _SignalWatcher(notice, self) if notice else None
 
     def __enter__(self) -> InterruptHandler:
@@ -186,6 +207,28 @@ class InterruptHandler:
         deadline = self.received_at + DATA_WAIT_S
         if self.waiting and (not self.distributed or time.monotonic() > deadline):
             self._interrupt_wait()
+
+    def warn_replaced(self) -> None:
+        """Log a handler that other code has set in place of ours. Costs 1 µs."""
+        for number in self.previous:
+            handler = _signal.getsignal(number)
+            if handler != self._on_signal and number not in self.replaced:
+                self.replaced.add(number)
+                log.warning(
+                    "%s: other code has replaced the handler by %s: this signal no longer ends the "
+                    "run after its step, with a checkpoint",
+                    signal.Signals(number).name, _describe_handler(handler),
+                )  # fmt: skip
+
+    def warn_overridden(self) -> None:
+        """Log handlers that the user's code has set before and that ours replace for now."""
+        for number, handler in self.previous.items():
+            if is_command() and _is_user_handler(handler):
+                log.warning(
+                    "%s: other code has set the handler %s, which is not called while the run "
+                    "trains: the signal ends the run after its step, with a checkpoint",
+                    signal.Signals(number).name, _describe_handler(handler),
+                )  # fmt: skip
 
     def begin_wait(self) -> None:
         """Let the first signal raise KeyboardInterrupt; raise it now for one already received."""

@@ -210,7 +210,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
             batch_weight = torch.full((), batch_weight, dtype=dtype, device=run.device.torch)
         batch_weight = world.total_weight(batch_weight, own_samples, samples)
         parts = world.micro_batch_slices(samples, run.micro_batch, own_samples)
-    total = torch.zeros((), device=run.device.torch)
+    total = torch.zeros((), dtype=torch.float32, device=run.device.torch)
     for number, part_slice in enumerate(parts, 1):
         empty = part_slice.start == part_slice.stop
         part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
@@ -257,12 +257,24 @@ def _forward(run: Run, batch: Batch) -> Tensor:
 
 
 def _compute_loss(run: Run, batch: Batch) -> Tensor:
+    had_gradients = torch.is_grad_enabled()
     output = call_model(run.forward, batch[0])
+    if had_gradients:
+        warn_gradients_off("model: its forward")
     if run.uninspected and batch_size_of(batch[1]) > 1:
         from runner.training.first_call import inspect_first_call  # imported once
 
         return inspect_first_call(run, batch, output)
     return run.objective(output, batch[1])
+
+
+def warn_gradients_off(code: str) -> None:
+    """Log that user code has left torch's gradients off."""
+    if not torch.is_grad_enabled():
+        log.warning(
+            "%s leaves torch's gradients off (torch.set_grad_enabled(False)), so that later losses "
+            "have none; use `with torch.no_grad():`", code,
+        )  # fmt: skip
 
 
 def _is_regular_size(run: Run, samples: int) -> bool:

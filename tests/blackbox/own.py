@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.config
 import os
 import signal
 
@@ -49,3 +50,26 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(self.part(x))
+
+
+class Intrusive(Net):
+    """Sets up logging and a handler of SIGTERM of its own, then raises, at once or in a step."""
+
+    def __init__(self, in_features: int, classes: int, early: bool = False) -> None:
+        super().__init__(in_features, classes)
+        self.calls = 0
+        logging.config.dictConfig({"version": 1, "root": {"level": "WARNING", "handlers": []}})
+        if early:
+            raise ValueError("own fault")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls == 2:
+            signal.signal(signal.SIGTERM, self.on_signal)
+        if self.calls > 5:
+            logging.disable()
+            raise KeyError("own fault")
+        return super().forward(x)
+
+    def on_signal(self, number: int, frame: object) -> None:
+        pass

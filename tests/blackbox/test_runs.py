@@ -107,3 +107,18 @@ def test_what_is_never_finite_ends_with_4_and_a_replay_names_the_module(place: P
     done = command(place, "job=replay", f"replay.path={folder}", "security.trusted=[own]")
     assert done.returncode == 0, done.stderr
     assert "part (Log)" in done.stdout and "log" in done.stdout
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_code_that_sets_up_logging_and_signals_leaves_log_traceback_and_a_warning(
+    place: Path, early: bool
+) -> None:
+    typed = [*OWN, *STEPS, f"name=intrusive{early}", f"+model.early={early}".lower()]
+    failed = command(place, *typed, "model._target_=own.Intrusive", "optimization=none")
+    log = (only(place, f"outputs/runs/intrusive{early}/*") / "run.log").read_text()
+    for text in (log, failed.stderr):
+        assert "other code has set up logging again" in text
+        named = "SIGTERM: other code has replaced the handler by own.Intrusive.on_signal" in text
+        assert named is not early
+        assert "own fault" in text.splitlines()[-1]
+    assert failed.returncode == 1 and "Traceback" in log and '("own fault")' in log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch.utils.data import StackDataset, Subset
 
 from runner.data.batch import Sizes
 from runner.data.config import BadSamples, DataConfig, Digits
+from runner.data.dataset_generators import comparable, find_generators, get_states
 from runner.data.loader import BatchLoader
 from runner.data.open import open_data
-from runner.data.order import sample_seeds
+from runner.data.order import mix, sample_seeds
 from runner.data.usable import fetch_usable
 from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError
@@ -242,6 +244,123 @@ def test_chance_depends_on_the_samples_seed_alone() -> None:
     assert not torch.equal(source.fetch(both, sample_seeds(0, 4, both))[0], x)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert before == after
+
+
+class Keeper:
+    """Draws from generators of its own, which it keeps in `place`."""
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+        rngs = find_generators(self)
+        return torch.tensor([draw_number(rng) for rng in rngs]), float(index)
+
+
+def draw_number(rng: Any) -> float:
+    if isinstance(rng, torch.Generator):
+        return float(torch.rand((), generator=rng))
+    return float(rng.random() if hasattr(rng, "random") else rng.random_sample())
+
+
+class Transform:
+    __slots__ = ("chance",)
+
+    def __init__(self, chance: Any) -> None:
+        self.chance = chance
+
+
+def kept_generators() -> list[Any]:
+    return [
+        np.random.default_rng(0), np.random.Generator(np.random.MT19937(0)),
+        np.random.RandomState(0), np.random.RandomState(np.random.PCG64(0)),
+        torch.Generator(), random.Random(0), np.random.default_rng(0),
+    ]  # fmt: skip
+
+
+def keeper(place: Any) -> UserDataset:
+    return UserDataset(Keeper(place), "my_package.Keeper", DataConfig(kind="own"))
+
+
+def test_each_generator_that_a_data_set_keeps_is_seeded_for_each_sample_and_restored() -> None:
+    source, again = keeper(kept_generators()), keeper(kept_generators())
+    before = comparable(get_states(source.generators))
+    both = np.array([5, 2])
+    seeds = sample_seeds(0, 3, both)
+    x, _ = source.fetch(both, seeds)
+    assert len(source.generators) == 7 and source.uses_own_rng and not source.uses_global_rng
+    assert len(set(x.flatten().tolist())) == 14  # a stream for each generator and sample
+    again.fetch(both, sample_seeds(0, 9, both))
+    assert torch.equal(again.fetch(both[1:], seeds[1:])[0][0], x[1])
+    assert not torch.equal(source.fetch(both, sample_seeds(0, 4, both))[0], x)
+    assert comparable(get_states(source.generators)) == before
+    # numpy's own, seeded with the same number
+    assert x[0, 0] == np.float32(np.random.default_rng(mix(int(seeds[0]), 0)).random())
+    assert x[1, 5] == np.float32(random.Random(mix(int(seeds[1]), 5)).random())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda rng: rng,
+        lambda rng: {"a": [({"b": [rng]},)]},
+        lambda rng: [Transform([Transform(partial(draw_number, rng))])],
+        lambda rng: torch.utils.data.Subset(Keeper(rng), [0]),
+        lambda rng: Transform(lambda: draw_number(rng)),
+        lambda rng: Transform(rng.random),
+    ],
+    ids=["attribute", "containers", "objects", "wrapped data set", "closure", "method"],
+)
+def test_generators_are_found_wherever_a_data_set_keeps_them(place: Any) -> None:
+    for rng in (random.Random(3), np.random.default_rng(3)):
+        assert find_generators(Keeper(place(rng))) == [rng]
+
+
+def test_global_generators_of_the_system_and_beyond_64_are_no_own_ones() -> None:
+    shared = [
+        np.random.mtrand._rand, torch.default_generator, random.SystemRandom(),
+        random.random.__self__, np.random,
+    ]  # fmt: skip
+    assert find_generators(Keeper(shared)) == []
+    assert len(find_generators(Keeper([random.Random(i) for i in range(70)]))) == 64
+
+
+def test_a_batch_is_read_again_with_seeds_once_a_kept_generator_has_drawn() -> None:
+    rng, reads = np.random.default_rng(0), []
+
+    def make(index: int) -> tuple[torch.Tensor, int]:
+        reads.append(index)
+        return torch.full((2,), float(rng.random()) if index >= 10 else 0.0), index % 2
+
+    def fetch(source: UserDataset, *indices: int) -> torch.Tensor:
+        batch = np.array(indices)
+        return source.fetch(batch, batch.astype(np.uint64))[0]
+
+    source = opened(make, classes=2)
+    reads.clear()
+    assert not fetch(source, 1, 2).any() and not source.uses_own_rng and reads == [1, 2]
+    late = fetch(source, 3, 12, 15)
+    assert reads[2:] == [3, 12, 15] * 2
+    expected = [np.random.default_rng(mix(seed, 0)).random() for seed in (12, 15)]
+    assert late[1:, 0].tolist() == np.float32(expected).tolist()
+    assert torch.equal(late, fetch(source, 3, 12, 15)) and reads[8:] == [3, 12, 15]
+
+
+def test_a_batch_read_at_once_seeds_the_kept_generators_by_its_first_sample() -> None:
+    class AtOnce(Keeper):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices]
+
+    source = UserDataset(AtOnce([np.random.default_rng(0)]), "own.AtOnce", DataConfig(kind="own"))
+    batch = np.array([4, 7])
+    x, _ = source.fetch(batch, batch.astype(np.uint64))
+    rng = np.random.default_rng(mix(4, 0))
+    assert source.uses_own_rng
+    assert x[:, 0].tolist() == np.float32([rng.random(), rng.random()]).tolist()
+    assert torch.equal(x, source.fetch(batch, batch.astype(np.uint64))[0])
 
 
 def test_a_target_is_built_with_its_arguments() -> None:

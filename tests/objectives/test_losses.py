@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner import train
-from runner.build import Components
+from runner.build import Components, _Build
 from runner.data.batch import Sizes
 from runner.errors import ConfigError
 from runner.library.arguments import InMemoryDataset
@@ -163,7 +163,7 @@ def test_what_balances_finds_more_of_the_rare_class(override: str) -> None:
 
 
 def test_a_balanced_run_resumes_with_the_weights_of_one_never_stopped(tmp_path: Path) -> None:
-    balanced = ("data.sampler=balanced", "objective.class_weights=balanced", "training.steps=13")
+    balanced = ("data.sampler=balanced", "objective.class_weights=[1,3]", "training.steps=13")
     balanced += ("checkpoint.every=5", "checkpoint.keep=9")
     with rare(*balanced, folder=tmp_path / "whole") as run:
         batches = zip(range(8), run.train.batches(0), strict=False)
@@ -175,6 +175,25 @@ def test_a_balanced_run_resumes_with_the_weights_of_one_never_stopped(tmp_path: 
         assert run.progress.step == 5
         train(run)
         assert all(torch.equal(x, whole[name]) for name, x in run.model.state_dict().items())
+
+
+def test_classes_evened_out_by_both_sampler_and_loss_are_refused_unless_the_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = ("data.sampler=balanced", "objective.class_weights=balanced", "training.steps=2")
+    problem = r"objective\.class_weights: .* after data\.sampler=balanced"
+    with pytest.raises(ConfigError, match=problem):
+        rare(*both, "checkpoint.resume=auto", folder=tmp_path / "new").__enter__()
+    with monkeypatch.context() as older:
+        older.setattr(_Build, "check_balance", lambda self: None)
+        with rare(*both, folder=tmp_path / "old") as run:
+            train(run)
+            weights = run.objective.loss.class_weights.tolist()
+    with rare(*both, "checkpoint.resume=auto", folder=tmp_path / "old") as run:
+        assert run.progress.step == 2 and run.objective.loss.class_weights.tolist() == weights
+    assert "after data.sampler=balanced; kept from the resumed run" in caplog.text
+    with rare("data.sampler=balanced", "objective.class_weights=[1,9]"):
+        pass  # weights that are typed may be meant
 
 
 def test_weights_and_sampler_are_refused_where_they_do_not_fit() -> None:

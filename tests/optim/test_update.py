@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.data.batch import Batch
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
+from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer, resolve_optimizer_class
+from runner.optim.optimizer_step import OptimizerStep
+from runner.optim.whole_step import update_weights
 from runner.security.registry import resolve
 from runner.stability.config import StabilityConfig
 
@@ -83,7 +87,7 @@ def test_state_continues_an_update_bit_for_bit() -> None:
 
 def test_the_average_is_an_exponential_moving_average() -> None:
     net = model()
-    update = make(net, "AdamW", {}, {"fused": True}, ema=0.75)
+    update = make(net, "AdamW", {}, {"fused": True}, ema=0.75, ema_warmup=False)
     expected = [p.detach().clone() for p in net.parameters()]
     for batch in batches(4):
         step(net, update, batch)
@@ -95,6 +99,70 @@ def test_the_average_is_an_exponential_moving_average() -> None:
     averages = {id(p): a for p, a in zip(update.parameters, update.average, strict=True)}
     for e, p in zip(expected, net.parameters(), strict=True):
         assert torch.allclose(averages[id(p)], e, atol=1e-6)
+
+
+def in_one_graph(net: nn.Module, update: OptimizerStep, batch: Batch) -> bool:
+    """A step as the whole-step graph computes it, without the compiler."""
+    assert update.kernel is not None
+    update.begin()
+    loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+    gradients = list(torch.autograd.grad(loss, update.parameters))
+    with torch.no_grad():
+        results = update_weights(update, update.kernel, gradients, loss.detach(), update.zero)
+        update.buffers.restore(results[1])
+    return bool(results[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("how", ["kernel", "host", "reverted", "one graph"])
+def test_the_average_of_a_warm_up_has_the_decay_of_its_number_of_updates(
+    how: str, dtype: torch.dtype
+) -> None:
+    net = model().to(dtype)
+    fused = {"fused": how in ("kernel", "one graph")}
+    update = make(net, "AdamW", {}, fused, ema=0.4)  # reached after 5 updates
+    if how == "reverted":
+        update.revertible = RevertibleStep(update.optimizer)
+        update.schedule_on_device()
+    expected = [p.detach().double().clone() for p in update.parameters]
+    applied = 0
+    for number, (x, y) in enumerate(batches(9)):
+        batch = (x.to(dtype) * (math.nan if number in (0, 4) else 1.0), y)
+        skipped = (
+            in_one_graph(net, update, batch) if how == "one graph" else step(net, update, batch)[1]
+        )
+        assert skipped is (number in (0, 4))
+        if not skipped:
+            applied += 1
+            decay = min(0.4, (1 + applied) / (10 + applied))
+            expected = [
+                decay * e + (1 - decay) * p.detach().double()
+                for e, p in zip(expected, update.parameters, strict=True)
+            ]
+    assert int(update.ema_updates) == applied == 7
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-13
+    for average, value in zip(update.average, expected, strict=True):
+        assert torch.allclose(average.double(), value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("saved", "requested", "warm_up"),
+    [(True, None, 3), (None, None, None), (None, True, 0), (True, False, None)],
+)
+def test_a_loaded_average_keeps_its_warm_up_unless_another_is_requested(
+    saved: bool | None, requested: bool | None, warm_up: int | None
+) -> None:
+    net = model()
+    update = make(net, ema=0.9, ema_warmup=saved)
+    for batch in batches(3):
+        step(net, update, batch)
+    state = update.state()
+    if saved is None:  # a checkpoint of an older version
+        del state["ema_updates"]
+    resumed = make(net, ema=0.9, ema_warmup=requested)
+    resumed.load(state)
+    count = resumed.state()["ema_updates"]
+    assert (None if count is None else int(count)) == warm_up
 
 
 def test_decay_is_kept_off_norms_and_biases() -> None:

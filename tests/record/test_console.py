@@ -4,7 +4,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from logging.config import dictConfig
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from runner.record.console import (
     EscapingConsole,
     close_logging,
     console,
+    has_log_file,
+    restore_logging,
     set_up_logging,
     supports_live_display,
 )
@@ -92,6 +94,55 @@ def test_no_other_set_up_of_logs_keeps_ours_quiet(
     said = capsys.readouterr().err
     for text in (said, (tmp_path / "run.log").read_text()):
         assert all(f"from {name}" in text for name in SILENCED) and "at work" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: dictConfig({"version": 1, "root": {"level": "ERROR", "handlers": []}}),
+        lambda: logging.basicConfig(force=True, handlers=[logging.NullHandler()]),
+        lambda: logging.getLogger().handlers.clear(),
+        lambda: logging.disable(logging.CRITICAL),
+        logging.shutdown,
+        lambda: [handler.setLevel("CRITICAL") for handler in logging.getLogger().handlers],
+        lambda: [logging.getLogger(name).setLevel("CRITICAL") for name in ("runner", "")],
+    ],
+)
+def test_logging_that_other_code_sets_up_during_a_run_is_restored_and_named_once(
+    change: Callable[[], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    handlers, level, names = list(root.handlers), root.level, set(root.manager.loggerDict)
+    root.handlers.clear()  # pytest's own
+    try:
+        set_up_logging("info", tmp_path)
+        for number in range(2):
+            change()
+            restore_logging()
+            log.info("line %d", number)
+        assert has_log_file()
+        close_logging()
+    finally:
+        logging.disable(logging.NOTSET)
+        root.handlers[:], root.level = handlers, level
+        for name in names:
+            logging.getLogger(name).disabled = False
+        logging.getLogger("runner").setLevel(logging.NOTSET)
+    for text in (capsys.readouterr().err, (tmp_path / "run.log").read_text()):
+        assert "line 0" in text and "line 1" in text
+        named = text.count("other code has set up logging again")
+        assert named == (change is not logging.shutdown)  # the closed file is opened again
+
+
+def test_without_a_set_up_of_ours_nothing_of_a_programs_logging_changes() -> None:
+    close_logging()
+    root = logging.getLogger()
+    logging.disable(logging.INFO)
+    before = list(root.handlers), root.level, logging.getLogger("runner").level
+    restore_logging()
+    assert root.manager.disable == logging.INFO
+    logging.disable(logging.NOTSET)
+    assert before == (list(root.handlers), root.level, logging.getLogger("runner").level)
 
 
 def test_a_pipe_whose_reader_has_gone_is_no_error(

@@ -69,7 +69,7 @@ def everything(run: Run) -> list[Tensor]:
         pytest.param(
             [
                 *["optimizer.name=Adam", "optimizer.weight_decay=0.1", "objective.loss=focal"],
-                *["objective.class_weights=balanced", "data.sampler=balanced"],
+                "objective.class_weights=balanced",
             ],
             marks=pytest.mark.slow,
             id="adam and a focal loss",
