@@ -34,8 +34,6 @@ from runner.data.preprocessing import (
     parse_preprocessing,
     source_of,
 )
-from runner.data.split import split_samples
-from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import EVALUATION_JOBS, JobKind
 from runner.objectives.build import adapt_sizes
@@ -232,6 +230,9 @@ def find_trained_indices(
 
     `run_data` are the same files, opened with another split. A user's data set is not opened again.
     """
+    from runner.data.split import split_samples
+    from runner.data.user_dataset import UserDataset
+
     now = {key: str(value) for key, value in flatten_config(config).items()}
     changed_keys = {
         key.removeprefix("data.")
