@@ -247,7 +247,7 @@ class Elsewhere:
         self.at, self.peek = run.train.at, run.train.peek
         self.batches, self.indices = run.train.batches, run.train.indices
         self.samples, self.close = run.train.samples, run.train.close
-        self.fetch = run.train.fetch
+        self.fetch, self.pool = run.train.fetch, run.train.pool
 
 
 class Told(Hook):
