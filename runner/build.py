@@ -366,6 +366,10 @@ class _Build:
         self.monitor = resolve_monitor(self.objective, config.training.monitor)
         mode, rises = config.training.monitor_mode, self.objective.rises(self.monitor)
         self.higher_is_better = rises if mode is None else mode is MonitorMode.max
+        if rises is not None and rises != self.higher_is_better:
+            reason = f"{'higher' if rises else 'lower'} values of {self.monitor} are better"
+            reason += ", but the others are kept as the best"
+            self.choices.append(notice("training.monitor_mode", "min" if rises else "max", reason))
 
     def choose_objective_kind(self) -> ObjectiveConfig:
         """Return the `objective` group; `auto` is `model` for a language model with labels inside.

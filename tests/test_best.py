@@ -325,3 +325,13 @@ def test_after_the_file_changed_the_number_of_trained_samples_is_unknown(
     with build(config(*more), tmp_path / "run") as run:
         assert run.progress.best is None
     assert trained_count(caplog) == "an unknown number"
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("accuracy", "min"), ("loss", "max")])
+def test_a_mode_against_the_declared_direction_is_taken_and_said(metric: str, mode: str) -> None:
+    typed = (f"training.monitor=val/{metric}", f"training.monitor_mode={mode}")
+    for overrides, warned in ((typed, 1), (typed[:1], 0)):
+        with opened(*SMALL, *overrides) as run:
+            choices = [c for c in run.choices if c.key == "training.monitor_mode" and c.is_notice]
+            assert len(choices) == warned
+            assert run.higher_is_better == ((metric == "accuracy") != bool(warned))

@@ -73,7 +73,7 @@ class Limits(Hook):
         config, hours, device = self.config, (now - run.started) / 3600, _device_bytes(run) / MB
         if config.hours is not None and hours >= config.hours:
             usage = f"{hours:.3g} hours have passed of {config.hours:.3g}"
-            yield "hours", usage, "nothing else: it has as much time again"
+            yield "hours", usage, "the same one typed again: limits are not restored"
         if usage := _memory_usage(config.memory_mb):
             yield "memory_mb", usage, "a smaller training.batch_size, fewer data.workers"
         if config.device_memory_mb is not None and device > config.device_memory_mb:

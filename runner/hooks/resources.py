@@ -73,7 +73,7 @@ class Resources(Hook):
             self.swap_before = resources.swap_bytes()
             kinds = {
                 "process": True,
-                "workers": bool(run.train.pool or run.validation.pool),
+                "workers": run.train.pool is not None or run.validation.pool is not None,
                 "device": run.device.kind == "cuda",
             }
             for kind, watched in kinds.items():

@@ -122,6 +122,8 @@ def find_module_file(name: str) -> str | None:
     for i in range(len(parts)):
         spec = PathFinder.find_spec(".".join(parts[: i + 1]), path)
         path = None if spec is None else spec.submodule_search_locations
+        # reading that of a folder without __init__.py needs its parent to be imported
+        path = getattr(path, "_path", path)
         if spec is None or (path is None and i + 1 < len(parts)):
             return None
     return spec.origin if spec is not None and spec.has_location else None

@@ -152,6 +152,8 @@ def test_what_does_not_fit_the_training_is_named(trained: Path, tmp_path: Path) 
     text = str(refused(trained, write_csv(tmp_path / "words.csv", words), "predict", folder))
     assert "line 6, column 'age': old is not a finite number" in text
     assert "data.ignore" not in text
+    with pytest.raises(ConfigError, match=r"data\.target: 'age' is an input of the model"):
+        evaluate.main(asked(trained, "evaluate", trained / "people.csv", "data.target=age"), folder)
     table = f"data.path={path}", "data.target=buys", "model=mlp", "job=predict"
     with pytest.raises(ConfigError, match="the model was trained on data=tabular, got text"):
         resume = f"checkpoint.resume={trained / 'run'}"

@@ -193,7 +193,7 @@ def test_a_sound_model_is_ok_and_outputs_for_the_probes_that_are_not_finite_are_
 
 def test_a_report_prints_one_line_a_finding(net: nn.Module) -> None:
     net[1].weight.data[3, 5] = math.nan
-    net.register_buffer("<script>\n|x", torch.tensor([math.inf]))
+    net.register_buffer("<script>\n|x", torch.tensor([math.inf, 0.0]))
     report = check_model(net)
     lines = str(report).splitlines()
     assert not report.ok and sum("weights.not_finite" in line for line in lines) == 2

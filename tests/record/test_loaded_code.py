@@ -217,3 +217,14 @@ def test_a_folder_with_too_many_entries_counts_as_not_stamped(
     assert unstamped_paths(config) == []
     monkeypatch.setattr("runner.sweep.identity.MAX_ENTRIES", 3)
     assert unstamped_paths(config) == ["parts"]
+
+
+def test_a_module_in_folders_without_init_is_found_though_they_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "outer" / "inner" / "code.py"
+    place.parent.mkdir(parents=True)
+    place.write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert find_module_file("outer.inner.code") == str(place)
+    assert find_module_file("outer.inner.other") is None

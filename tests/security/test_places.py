@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from runner import build, compose, train
 from runner.checkpoint.manifest import read_manifest
+from runner.checkpoint.ownership import folder_is_checked
 from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
@@ -146,7 +147,7 @@ def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(outside)
     set_up_logging("info", folder)
-    with build(compose(QUICK), folder) as run:
+    with folder_is_checked(), build(compose(QUICK), folder) as run:  # else refused as a record
         train(run)
     assert outside.read_text() == "precious"
     folder.chmod(0o755)

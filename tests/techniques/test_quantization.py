@@ -125,7 +125,9 @@ def test_what_shares_its_weights_or_does_more_than_a_product_stays_float() -> No
 
 @pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
 def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(mode: str) -> None:
-    with built("optimizer.ema=0.99", f"optimization.quantization.mode={mode}") as run:
+    with built(
+        "optimizer.ema=0.99", "optimizer.ema_warmup=false", f"optimization.quantization.mode={mode}"
+    ) as run:
         summary = train(run)
         state = run.model.state_dict()
         assert run.quantized is not None

@@ -26,7 +26,8 @@ MLP = ("data=cancer", "model=mlp", "model.width=8", "device.threads=1")
 STATEFUL = ("data=digits", "model=cnn", "model.width=8", "model.stages=1", "device.threads=1")
 STATEFUL += ("optimizer.ema=0.9", "optimization=amp", "optimization.amp.dtype=fp16")
 STATEFUL += ("data.validation_samples=50", "training.batch_size=8")
-PLANNED = {"planned", "clean", "next_lr"}  # of a checkpoint, not of the run that goes on from it
+# of a checkpoint, not of the run that goes on from it
+PLANNED = {"planned", "clean", "next_lr", "criterion", "seeds_own_generators"}
 
 
 @pytest.fixture(autouse=True)
