@@ -63,8 +63,8 @@ def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsD
     check_task(config.task, ("classification", "regression"))
     fitted = opening.fitted
     needed = {"data.target": config.target} if opening.labelled else {}
-    inputs = set() if fitted is None else {column.name for column in fitted.columns}
-    if opening.labelled and config.target in inputs:
+    trained_on = [] if fitted is None else [column.name for column in fitted.columns]
+    if opening.labelled and config.target in trained_on:
         problem = f"{config.target!r} is an input of the model, which cannot be its target, too"
         raise ConfigError("data.target", problem, "leave it out, or train a run of its own")
     if config.split_by is not None and opening.splits_samples(config):

@@ -119,10 +119,10 @@ def find_module_file(name: str) -> str | None:
     # the job has the current folder last on its module path; this process may not have it
     path: Any = [*sys.path, os.getcwd()]
     spec, parts = None, name.split(".")
-    for i in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: i + 1]), path)
+    for i, part in enumerate(parts):
+        # not by the whole name: folders without __init__.py then need their parent to be imported
+        spec = PathFinder.find_spec(part, path)
         path = None if spec is None else spec.submodule_search_locations
-        # reading that of a folder without __init__.py needs its parent to be imported
         path = getattr(path, "_path", path)
         if spec is None or (path is None and i + 1 < len(parts)):
             return None

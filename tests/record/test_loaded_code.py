@@ -13,7 +13,12 @@ import pytest
 
 from runner import build, compose, train
 from runner.record import loaded_code, provenance
-from runner.record.loaded_code import changed_files, digest_modules, user_packages
+from runner.record.loaded_code import (
+    changed_files,
+    digest_modules,
+    find_module_file,
+    user_packages,
+)
 from runner.sweep.identity import MAX_ENTRIES, argument_paths, file_stamp, job_hash, unstamped_paths
 from runner.sweep.plan import JobPlan, Planner
 from runner.sweep.state import Job
