@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.config import RunConfig, config_hash
-from runner.errors import ConfigError
+from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
 from runner.overrides.spelling import first_job, normalize_overrides
@@ -128,6 +128,8 @@ def _check_request(request: Request) -> None:
 
         resumed = merge_recorded_overrides(overrides, flags.is_sweep)
         request.resumed_run, overrides = resumed.run, resumed.overrides
+        if resumed.run is not None and not request.is_job:
+            _check_config_folders(resumed.run, folders)
     if any("replay.path=" in text for text in overrides):
         from runner.cli.resume import add_captured_name
 
@@ -146,6 +148,20 @@ def _check_request(request: Request) -> None:
     request.config = compose(flags.overrides)
     if flags.cfg is None:
         _check_run(request, request.config, resumed, compose)
+
+
+def _check_config_folders(run: Path, folders: Sequence[Path]) -> None:
+    """Raise UsageError if the run took options from a folder that is not given now.
+
+    Its overrides would name options that are missing, or others of the same name.
+    """
+    given = {folder.resolve() for folder in folders}
+    for folder in hydra_files.read_config_folders(run):
+        if folder.is_dir() and folder.resolve() not in given:
+            raise UsageError(
+                f"checkpoint.resume: {run} was run with the options in {folder}; "
+                f"add --config-dir={folder}"
+            )
 
 
 def _check_run(

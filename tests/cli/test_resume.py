@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,21 @@ def test_a_runs_folder_brings_neither_its_own_trust_nor_callbacks_for_hydra(tmp_
     (run / ".hydra" / "overrides.yaml").write_text(recorded)
     found = merge_recorded_overrides([f"checkpoint.resume={run}"], sweeps=False).overrides
     assert found == ["model._target_=theirs.Net", f"checkpoint.resume={run}"]
+
+
+def test_a_resume_without_the_runs_folder_of_options_is_refused_with_the_flag_to_type() -> None:
+    run, options = make_run(RUN, []), Path("mine").absolute()
+    (run / ".hydra" / "overrides.yaml").write_text("- optimizer=own\n")
+    (options / "optimizer").mkdir(parents=True)
+    (options / "optimizer" / "own.yaml").write_text("defaults: [adamw]\nlr: 0.02\n")
+    sources = [{"path": str(options), "provider": "hydra.searchpath in command-line"}]
+    record = {"hydra": {"runtime": {"cwd": str(Path.cwd()), "config_sources": sources}}}
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))
+    for job in ("train", "evaluate"):
+        with pytest.raises(UsageError, match=f"options in {options}; add --config-dir={options}"):
+            ask(f"job={job}", f"checkpoint.resume={RUN}")
+    asked = ask("--config-dir=mine", f"checkpoint.resume={RUN}")
+    assert asked.config is not None and asked.config.optimizer.lr == 0.02
+    shutil.rmtree(options)
+    with pytest.raises(ConfigError, match="no option 'own'"):
+        ask(f"checkpoint.resume={RUN}")
