@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +210,10 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
         decimal_point=file.decimal,
     )
     read = partial(csv.ReadOptions, column_names=file.names)
-    # only quoted cells contain line breaks; without quotes pyarrow splits blocks faster
-    parse = partial(csv.ParseOptions, delimiter=file.separator, newlines_in_values=file.quotes > 0)
+    # if no cell holds a line break, pyarrow splits blocks faster
+    parse = partial(
+        csv.ParseOptions, delimiter=file.separator, newlines_in_values=file.has_line_breaks
+    )
     with suppress(ArrowInvalid), file.rows() as rows:
         table = csv.read_csv(rows, read(block_size=BLOCK_BYTES), parse(), convert)
         return table.unify_dictionaries(), malformed
@@ -242,18 +244,23 @@ class _CsvFile:
     """A csv as bytes: its header, and counts of lines and quotes; `rows` streams what follows."""
 
     def __init__(self, path: Path, config: CsvFormat) -> None:
+        from pyarrow import ArrowInvalid
+
         self.path, self.limit = path, memory.available_bytes() // MEMORY_PER_BYTE
         self.encoding = config.encoding or _encoding(path)
         self.choices: tuple[Choice, ...] = ()
         self.size = self.lines = self.quotes = 0
         self.first_line, self.has_codes = 1, False
+        self.has_line_breaks = False  # whether a cell may hold one
         with self._open() as stream:
             file = io.BufferedReader(stream, SCAN_BYTES)
             header = self._read_header(file, config)
             self.header_bytes, self.size = self.size, 0
             record, line_end, _ = file.peek(1).partition(b"\n")
             is_whole = line_end and record.count(b'"') % 2 == 0
-            first_cells = self._split(record) if is_whole else []
+            first_cells = list[str]()
+            with suppress(ArrowInvalid):  # a quote within a cell, such as 5", hides an open one
+                first_cells = self._split(record) if is_whole else []
             self.names, self.unnamed = _name_columns(self._split(header), first_cells)
             self._check_separator(config.separator, header.decode())
             self._scan_rows(file, isinstance(config, Tabular))
@@ -319,13 +326,34 @@ class _CsvFile:
             self._check_size(self.size)
             chars = np.frombuffer(part, np.uint8)
             if b'"' in part:  # `in` is faster than counting
-                self.quotes += int(np.count_nonzero(chars == QUOTE))
-            self.lines += int(np.count_nonzero(chars == NEWLINE))
+                self._scan_quotes(chars, tail[-1])
+            else:
+                self.lines += int(np.count_nonzero(chars == NEWLINE))
             if finds_codes and not self.has_codes:
                 self.has_codes = _holds_code(tail + part, self.separator)
-                tail = part[-MAX_CODE_CHARS:]
+            tail = part[-MAX_CODE_CHARS:]
         self.lines += part[-1:] != b"\n"  # a last line without a line break
         self.has_codes |= finds_codes and _holds_code(tail + b"\n", self.separator)
+
+    def _scan_quotes(self, chars: np.ndarray, before: int) -> None:
+        """Count lines and quotes; find out whether a cell may hold a line break.
+
+        If every second quote is after a separator, a line break or another quote, it opens a cell,
+        and a line break after an odd number of quotes is in a cell. Otherwise any may be.
+        `before` is the byte before `chars`.
+        """
+        places = np.flatnonzero((chars == QUOTE) | (chars == NEWLINE))
+        is_quote = chars[places] == QUOTE
+        quotes = places[is_quote]
+        if not self.has_line_breaks:
+            previous = chars[quotes[self.quotes % 2 :: 2] - 1]
+            if len(previous) and quotes[self.quotes % 2] == 0:
+                previous[0] = before
+            opens = _byte_set(self.separator + '\n"')[previous]
+            is_odd = (self.quotes + np.cumsum(is_quote)) % 2 == 1
+            self.has_line_breaks = bool((is_odd & ~is_quote).any() or not opens.all())
+        self.quotes += len(quotes)
+        self.lines += len(places) - len(quotes)
 
     def _split(self, record: bytes) -> list[str]:
         """Return the cells of a record."""
@@ -391,6 +419,14 @@ def _name_columns(names: list[str], first_cells: list[str]) -> tuple[list[str], 
     return [*names[:named], *unnamed], unnamed
 
 
+@cache
+def _byte_set(chars: str) -> np.ndarray:
+    """Return a mask of the 256 bytes: those of `chars`."""
+    mask = np.zeros(256, bool)
+    mask[[*chars.encode()]] = True
+    return mask
+
+
 def _holds_code(text: bytes, separator: str) -> bool:
     """Whether a cell is a whole number with leading zeros, or hexadecimal."""
     chars = np.frombuffer(text, np.uint8)
@@ -400,9 +436,7 @@ def _holds_code(text: bytes, separator: str) -> bool:
     places = np.flatnonzero(starts)
     if not len(places):
         return False
-    is_edge, is_digit = np.zeros(256, bool), np.zeros(256, bool)
-    is_edge[[*b'\n\r" \t', ord(separator)]] = True
-    is_digit[ZERO : NINE + 1] = True
+    is_edge, is_digit = _byte_set('\n\r" \t' + separator), _byte_set("0123456789")
     before = chars[places]
     is_sign = (before == ord("+")) | (before == ord("-"))
     before = np.where(is_sign, chars[np.maximum(places - 1, 0)], before)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import random
 import shlex
 from dataclasses import replace
 from decimal import Decimal
@@ -15,6 +17,8 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from runner.data import table_files
+from runner.data.cells import CellKind, CellRules
 from runner.data.config import BadSamples, Tabular
 from runner.data.config import Text as TextConfig
 from runner.data.dataset import TensorsDataset
@@ -325,6 +329,30 @@ def test_what_comes_after_the_first_block_counts_as_much(tmp_path: Path) -> None
     assert source.columns[0].values == ("1", "2", "c")
     quoted = opened(write(tmp_path, "".join(["x,y\n", *rows, '3,"c\nd"\n' * 9])))
     assert quoted.sizes.class_names == ("a", "b", "c\nd") and len(quoted.target) == 600_009
+
+
+CELLS = ["k", '5" t', '5"', '"a,b"', '""', '"x\ny"', '"\n"', '"q""\n""z"', '"\n1,2\n3,4\n"']
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_line_break_in_a_cell_is_found_wherever_a_block_of_the_file_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(table_files, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(table_files, "SCAN_BYTES", 64)
+    rng = random.Random(seed)
+    cells = rng.sample(CELLS, 4) if seed % 2 else CELLS[:5]  # without line breaks, too
+    lines = [f"{rng.choice(cells)},{rng.choice(cells)},{i}\n" for i in range(150)]
+    if not seed:
+        cells, lines = CELLS, ['5","x\ny",6"\n'] * 150  # an even number of quotes in each line
+    lines += ['5",k,150\n'] * ("".join(lines).count('"') % 2)  # an odd one would be unclosed
+    path = Path(write(tmp_path, "".join(["a,b,c\n", *lines])))
+    expected = list(csv.reader(path.read_text().splitlines(keepends=True)))[1:]
+    texts = CellRules(CellKind.texts)
+    content = table_files.read_content(path, lambda names, _: [*names], lambda _: texts, Tabular())
+    columns = [content.columns[name].cast("string").to_pylist() for name in "abc"]
+    assert [list(row) for row in zip(*columns, strict=True)] == expected
+    assert table_files._CsvFile(path, Tabular()).has_line_breaks or "\n" not in "".join(cells)
 
 
 # -- parquet ---------------------------------------------------------------------------------------
