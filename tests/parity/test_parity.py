@@ -131,6 +131,15 @@ def test_weights_that_are_complex_unused_or_moved_in_forward_are_no_false_alarm(
             assert kinds["buffer"] is False and "update" not in kinds
 
 
+def test_an_update_is_measured_from_the_weights_that_the_forward_left() -> None:
+    table = [*QUIET, "data=cancer"]
+    reference = ParityReference(runs.config(*table), STEPS, Components(model=Teacher(True)))
+    frozen = ["optimization.extra=[parity_mutants.Frozen]", "security.trusted=[parity_mutants]"]
+    found = reference.judge_once(runs.config(*table, *frozen))
+    row = next(row for row in found.rows if (row.kind, row.name) == ("update", "net.weight"))
+    assert row.error == pytest.approx(1.0, abs=1e-3) and not row.within  # all of the update
+
+
 @pytest.mark.parametrize(
     "model",
     [pytest.param(m, marks=pytest.mark.slow) if m in ("classifier", "cnn") else m for m in MODELS],
