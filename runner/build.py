@@ -666,7 +666,8 @@ class _Build:
         resume, trains = self.config.checkpoint.resume, self.config.job.kind not in EVALUATION_JOBS
         if resume != "none":
             if restore(run, None if resume == "auto" else Path(resume), trains) and trains:
-                log.info("continuing after step %s", f"{run.progress.step:,}")
+                left = "" if run.progress.step < run.total_steps else ": no steps are left to train"
+                log.info("continuing after step %s%s", f"{run.progress.step:,}", left)
         if self.world is None or self.world.is_rank_zero:
             weights = None if trains else self.config.model.weights
             if self.resumes:

@@ -15,6 +15,7 @@ from runner import build, compose, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.optim.config import ScheduleConfig, ScheduleKind
 from runner.optim.schedule import lr_factors
+from runner.report.run import render_report
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from tests.runs import rows
@@ -150,4 +151,17 @@ def test_a_run_that_patience_ended_trains_on_if_it_is_made_longer_and_counts_fro
     with opened(tmp_path, Stale(), *PATIENT, *longer) as run:
         then = train(run)
     assert caplog.text.count("training.patience had ended this run at step 9") == 1
-    assert (then.status, then.steps) == ("stopped", end)
+    assert (then.status, then.steps, then.resumed_step) == ("stopped", end, 9)
+    assert f"{end - 9} of the steps now in" in render_report(then, tmp_path)
+
+
+def test_a_resume_of_a_run_that_has_more_steps_trains_none_and_warns_of_no_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "runner")
+    for steps in (10, 5):
+        typed = f"training.steps={steps}", "schedule=cosine"
+        with opened(tmp_path, Stale(), *typed) as run:
+            assert train(run).steps == 10
+    assert "continuing after step 10: no steps are left to train" in caplog.text
+    assert "learning rate" not in caplog.text

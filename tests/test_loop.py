@@ -74,7 +74,8 @@ def test_early_stopping_ends_the_run_and_says_why(tmp_path: Path) -> None:
     with opened(*overrides, folder=tmp_path) as run:
         summary = train(run)
     assert summary.status == "stopped"
-    assert "has not improved" in summary.reason
+    best = f"{summary.best:.4f}"
+    assert summary.reason == f"val/accuracy has not improved on {best} for 2 validations"
     assert summary.steps == 3 * run.validate_every
 
 

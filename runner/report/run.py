@@ -236,10 +236,10 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
         return [*rows, (verb, f"{qualifier}{duration}"), *([] if full else data)]
     untested = summary.checkpoint.best is not None and not summary.tested
     kinds = "" if full or not summary.columns else f"{_count_column_kinds(summary)} (report.md)"
-    trained = (
-        f"{count_noun(summary.steps, 'step')}, {summary.epochs:,.4g} epochs {duration}, "
-        "validation included"
-    )
+    amount = f"{count_noun(summary.steps, 'step')}, {summary.epochs:,.4g} epochs"
+    if summary.resumed_step:
+        amount += f", {summary.steps - summary.resumed_step:,} of the steps now"
+    trained = f"{amount} {duration}, validation included"
     last_rows = [
         ("no test set", OPTIMISTIC_NOTE if untested else ""),
         ("columns", kinds),
@@ -312,7 +312,8 @@ def _speed_rows(summary: Summary) -> TableRows:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
     step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at the 95th percentile"
     step += f" of {count_noun(speed.step_ms.steps, 'step')}" if speed.step_ms.steps else ""
-    shares = ", ".join(f"{share:.0%} {part}" for part, share in speed.split.items())
+    split = speed.split if any(speed.split.values()) else {}  # an evaluation has no steps
+    shares = ", ".join(f"{share:.0%} {part}" for part, share in split.items())
     peak = _format_peaks(memory.peak_process_bytes, memory.peak_device_bytes)
     total_peak = _format_peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))
     return [

@@ -37,6 +37,7 @@ def build_summary(
         reason=mask_secrets(reason),
         ended_by=None if status == "running" else ended_by or ENDS.get(status, "error"),
         steps=progress.step,
+        resumed_step=run.resumed_step,
         epochs=run.epoch,
         metrics={**progress.metrics, **run.test_metrics},
         tested=dict(run.tested),

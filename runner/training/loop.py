@@ -20,6 +20,7 @@ from runner.errors import (
     RunnerError,
     StorageError,
 )
+from runner.format import count_noun, metric
 from runner.models.modes import enter_training
 from runner.objectives.base import unknown_direction, unknown_metric
 from runner.random_state import exclusive_random_state
@@ -451,7 +452,8 @@ def _check_early_stopping(run: Run) -> None:
     """Set `stop_reason` if the metric has not improved for `patience` validations."""
     progress = run.progress
     if run.patience is not None and progress.stale_validations >= run.patience:
-        text = f"has not improved on {progress.best} for {run.patience} validations"
+        best = "none" if progress.best is None else metric(progress.best)
+        text = f"has not improved on {best} for {count_noun(run.patience, 'validation')}"
         run.request_stop("patience", f"{run.monitor} {text}")
 
 

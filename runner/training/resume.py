@@ -151,6 +151,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     load_weights(run, restored.path, restored.model, state["update"])
     with _translate_mismatch(restored.path):
         load_progress(run, state["progress"])
+        run.resumed_step = run.progress.step
         if trains:
             _continue_epochs(run, state)
             _reset_patience(run, state["settings"])
@@ -299,6 +300,8 @@ def _reset_patience(run: Run, before: Mapping[str, str]) -> None:
 
 def _warn_raised_lr(run: Run, state: Mapping[str, Any]) -> None:
     """Log that a schedule over more steps raises the learning rate at which the run had ended."""
+    if run.progress.step >= run.total_steps:
+        return
     before, after = state.get("next_lr"), run.update.lr_at(int(run.update.updates))
     settings = _comparable_settings(run.settings)
     same_peak = state["settings"].get("optimizer.lr") == settings["optimizer.lr"]

@@ -118,6 +118,7 @@ class Run(RunParts):
     operators: Mapping[str, int] | None = None  # calls of each operator in one step, once profiled
     quantized: Quantized | None = None  # set by quantization if it is smaller and accurate
     saved_step: int = -1  # of the newest checkpoint
+    resumed_step: int = 0  # steps that were done before this process began
     parent_best: Path | None = None  # of a fork: the best checkpoint of its parent, to be copied
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # by what grows

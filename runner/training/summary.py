@@ -101,6 +101,7 @@ class Summary:
     # while it runs, and in records of earlier versions
     ended_by: str | None = None
     steps: int = 0
+    resumed_step: int = 0  # steps of earlier processes, which are not in wall_seconds
     epochs: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     throughput: Throughput = field(default_factory=Throughput)
