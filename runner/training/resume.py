@@ -20,7 +20,7 @@ from runner.checkpoint.finite_checks import find_non_finite
 from runner.checkpoint.folder import RestoredCheckpoint
 from runner.data.config import LOADING_KEYS
 from runner.data.order import Segment
-from runner.errors import CheckpointError, SecurityError
+from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.record.text import shorten
 from runner.techniques.base import TRIALS, Choice
 from runner.training.best import (
@@ -42,6 +42,8 @@ UNCOMPARED_KEYS = (
     "evaluate.export",
     "predict.format",
 )
+# how the columns of a table were fitted
+FITTED_KEYS = ("data.ignore", "data.types", "data.date_formats", "data.categories", "data.task")
 LENGTH_KEYS = ("training.epochs", "training.steps")
 RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
@@ -148,6 +150,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     if restored is None:
         return False
     state = restored.state
+    if run.columns:
+        _check_fitted_keys(state["settings"], run.settings)
     load_weights(run, restored.path, restored.model, state["update"])
     with _translate_mismatch(restored.path):
         load_progress(run, state["progress"])
@@ -209,6 +213,19 @@ def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     if before.validation != now.validation:
         indices = run.validation.fetch.order.indices
         warn_trained_samples(indices, run.trained_indices(before_settings))
+
+
+def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a key of how a table was fitted has another value than in training."""
+    keys = [key for key in {**before, **after} if key.startswith(FITTED_KEYS)]
+    if after.get("job.kind") == "predict":
+        keys.append("data.target")
+    for key in keys:
+        old, new = before.get(key, "{}"), str(after.get(key, "{}"))
+        if old != new:
+            problem = f"the table was fitted with {old}, got {new}"
+            fix = "leave it out" if key.count(".") > 1 else f"use {key}={old}"
+            raise ConfigError(key, problem, f"{fix}, or train a new run")
 
 
 def _find_best(run: Run, path: Path) -> None:

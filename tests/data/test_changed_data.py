@@ -119,6 +119,32 @@ def test_other_jobs_stop_at_a_replaced_file_unless_it_is_accepted(trained: Path,
             assert not accepts and "has changed since" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            "data.ignore=[x]",
+            r"fitted with \[\], got \['x'\]; use data.ignore=\[\]",
+        ),
+        ("+data.types={x: text}", "data.types.x: .* fitted with {}, got text; leave it out"),
+        ("data.task=regression", "data.task: .* use data.task=auto"),
+        ("data.target=x", "data.target: .* fitted with y, got x; use data.target=y"),
+    ],
+)
+def test_a_key_of_how_a_table_was_fitted_cannot_change(
+    trained: Path, typed: str, message: str
+) -> None:
+    before = (trained / "run" / "summary.json").read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        if typed.startswith("data.target"):
+            overrides = [*QUICK, f"data.path={trained / 't.csv'}", "job=predict", typed]
+            overrides.append(f"checkpoint.resume={trained / 'run'}")
+            build(runs.config(*overrides), trained / "p").__exit__(None, None, None)
+        resumed(trained, typed)
+    assert (trained / "run" / "summary.json").read_bytes() == before
+    resumed(trained, "training.steps=8")
+
+
 def test_verification_takes_another_path_as_meant(
     trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
