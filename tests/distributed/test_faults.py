@@ -50,7 +50,8 @@ def test_a_killed_process_has_all_start_again_and_come_to_the_same_weights(tmp_p
     assert "process_lost" not in whole.summary["faults"]
 
 
-@pytest.mark.parametrize("lost", ["1:backward", pytest.param("0:forward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["1:backward", "0:forward"])
 def test_after_a_loss_under_nccl_the_device_is_not_used_and_all_restart_from_the_last_checkpoint(
     tmp_path: Path, lost: str
 ) -> None:

@@ -75,6 +75,7 @@ def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_lo
     assert "capture_scalar_outputs = True" in logged and str(failed.value).split()[-1] in logged
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_where_the_compiler_fails_the_run_continues_without_it_and_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
