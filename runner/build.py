@@ -54,6 +54,7 @@ from runner.record.data_digest import DataFiles, stamp_arguments
 from runner.record.history import History
 from runner.record.loaded_code import warn_changed_code
 from runner.record.recorder import Recorder
+from runner.record.storage import guard_folder, make_folder
 from runner.security.files.policy import FilePolicy
 from runner.security.paths import run_tree_folders
 from runner.stability.controller import StabilityController
@@ -738,7 +739,8 @@ def _claim_folder(
     """
     resume, trains = config.checkpoint.resume, config.job.kind not in EVALUATION_JOBS
     check_folder(folder, resume, trains, restarted)
-    folder.mkdir(parents=True, exist_ok=True)
+    guard_folder(folder)
+    make_folder(folder)
     scope.enter_context(lock(folder))  # one run, one folder
     check_folder(folder, resume, trains, restarted)  # another process may have ended since
     if trains and resume == "auto":

@@ -34,10 +34,12 @@ LAYERS = f"""
 errors findings format masking module_path standard_streams
 bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
-training.signals optim.origin random_state data.order record.storage models.preserved_state
+record.storage
+training.signals optim.origin random_state data.order models.preserved_state
 device record
 security
-distributed.rank_info distributed.outcome distributed.world distributed.commit
+distributed.rank_info distributed.outcome distributed.world distributed.commit \
+distributed.stacks
 checkpoint
 data.batch data.nested objectives.base
 training.hook techniques.base

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import StorageError
-from runner.record.storage import read_record, write_json
+from runner.record.storage import make_folder, read_record, write_json
 from runner.record.text import dataclass_from_json
 
 FILE = "benchmark.json"
@@ -147,7 +147,7 @@ class BenchmarkResult:
     def write(self, folder: Path) -> None:
         """Write `benchmark.json` atomically, with NaN and Inf as null. Raises StorageError."""
         with suppress(OSError):  # write_json reports it
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         write_json(folder / FILE, asdict(self))
 
     @classmethod

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -122,20 +120,20 @@ def write_capture(
     if not recomputed:
         writers[checkpoints.MODEL] = write_tensors
     temporary = folder / FOLDER / f".tmp-{name}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    storage.remove_folder(temporary, ignore_errors=True)
     try:
         storage.make_folder(temporary)
         if checkpoint is not None:
-            (temporary / CHECKPOINT).mkdir()
+            storage.make_folder(temporary / CHECKPOINT)
             for linked in (*checkpoints.read_manifest(checkpoint).files, checkpoints.NAME):
-                os.link(checkpoint / linked, temporary / CHECKPOINT / linked)
+                storage.hard_link(checkpoint / linked, temporary / CHECKPOINT / linked)
         for file, write in writers.items():
             manifest.files[file] = storage.write_file(temporary / file, partial(write, snapshot))
         storage.write_file(temporary / checkpoints.NAME, manifest.write)  # last
         storage.sync_folder(temporary)
         storage.replace_folder(temporary, folder / FOLDER / name)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        storage.remove_folder(temporary, ignore_errors=True)
     return f"{FOLDER}/{name}"
 
 

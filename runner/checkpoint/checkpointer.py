@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
@@ -264,13 +263,12 @@ class Checkpointer:
         except Exception as error:  # raised again by the next call on the training thread
             self._thread_error = error
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            storage.remove_folder(temporary, ignore_errors=True)
 
     def _make_temporary(self, temporary: Path) -> None:
         try:
-            storage.make_folder(temporary.parent)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            storage.remove_folder(temporary, ignore_errors=True)
+            storage.make_folder(temporary)
         finally:
             if self.commit is not None:
                 self.commit.announce_folder(temporary.is_dir())

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -100,16 +99,16 @@ def inherit(root: Path, checkpoint: Path) -> None:
     Raises OSError, and CheckpointError for a damaged manifest.
     """
     facts, temporary = read_manifest(checkpoint), root / (TEMPORARY_PREFIX + INHERITED)
-    shutil.rmtree(temporary, ignore_errors=True)
+    storage.remove_folder(temporary, ignore_errors=True)
     folder = temporary / step_name(facts.step)
     try:
-        folder.mkdir(parents=True)
+        storage.make_folder(folder)
         for name in (*facts.files, manifest.NAME):
             storage.link_or_copy(checkpoint / name, folder / name)
         storage.sync_folder(folder)
         storage.replace_folder(temporary, root / INHERITED)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        storage.remove_folder(temporary, ignore_errors=True)
     update_links(root)
 
 
@@ -146,8 +145,8 @@ def abandon_from(root: Path, step: int) -> None:
     for later_step, folder in steps(root).items():
         if later_step > step:
             abandoned = root / (ABANDONED_PREFIX + folder.name)
-            shutil.rmtree(abandoned, ignore_errors=True)
-            os.rename(folder, abandoned)
+            storage.remove_folder(abandoned, ignore_errors=True)
+            storage.rename(folder, abandoned)
             message = "%s: the run resumed before this step; renamed to %s"
             log.warning(message, folder, abandoned.name)
 
@@ -168,7 +167,7 @@ def update_links(root: Path) -> int | None:
         if storage.read_link(root / name) != target:
             storage.update_link(root / name, target)
     if best is not None:
-        shutil.rmtree(root / INHERITED, ignore_errors=True)
+        storage.remove_folder(root / INHERITED, ignore_errors=True)
     storage.sync_folder(root)
     return best
 
@@ -186,7 +185,7 @@ def prune(root: Path, keep: int, protected: set[int | None]) -> None:
     for step in sorted(folders.keys() - protected - set(complete[-keep:])):
         try:
             leftover = root / f"{TEMPORARY_PREFIX}old-{step_name(step)}"  # for `delete_leftovers`
-            os.rename(folders[step], leftover)
+            storage.rename(folders[step], leftover)
             storage.remove_folder(leftover)
         except OSError as error:
             log.warning("%s: old checkpoint not deleted: %s", folders[step], error.strerror)
@@ -196,10 +195,10 @@ def delete_leftovers(root: Path) -> None:
     """Delete remains of a crash; disk errors are left for the first save to report."""
     try:
         for leftover in root.glob(TEMPORARY_PREFIX + "*"):
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
+            if leftover.is_dir():
+                storage.remove_folder(leftover)
             else:
-                leftover.unlink()
+                storage.remove_file(leftover)
         storage.recover_folders(root)
         update_links(root)
     except OSError as error:

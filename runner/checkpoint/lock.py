@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from runner.errors import StorageError, UsageError
-from runner.record.storage import NO_LINK, NO_WAIT
+from runner.record.storage import NO_WAIT, safe_opener
 
 log = logging.getLogger("runner")
 
@@ -64,8 +64,7 @@ def lock(folder: Path) -> Lock:
     if _is_locked_here(folder):
         raise UsageError(f"{folder}: already in use by this process ({os.getpid()})")
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # truncated below
-        descriptor = os.open(folder / NAME, flags, 0o644)
+        descriptor = safe_opener(folder / NAME, os.O_RDWR | os.O_CREAT)  # truncated below
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written to: {error.strerror}") from error
     try:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
 
-from runner.errors import SecurityError, UsageError
+from runner.errors import UsageError
 from runner.record.hydra_files import FOLDER, RESUMED
-from runner.record.storage import OLD_PREFIX
+from runner.record.storage import OLD_PREFIX, make_folder, remove_file, rename
 
 ARCHIVE = ".earlier"  # hidden, so that nothing in it is taken for a run
 RECORD = ("summary.json", "metrics.jsonl")
@@ -77,14 +78,12 @@ def archive_record(folder: Path) -> None:
     if has_checkpoints(folder) or not any((folder / name).exists() for name in RECORD):
         return
     archive = folder / ARCHIVE
-    if archive.is_symlink():
-        raise SecurityError(f"{archive}: refused: it is a link, to {archive.resolve()}")
-    target = next(p for number in count(1) if not (p := archive / f"run-{number}").exists())
-    target.mkdir(parents=True)
+    target = next(p for number in count(1) if not os.path.lexists(p := archive / f"run-{number}"))
+    make_folder(target)
     # the new config is still beside the recorded one
     recorded = [FOLDER] if (folder / RESUMED).is_dir() else []
     for name in (*RECORD, *OTHER_FILES, *recorded):
         if (folder / name).exists():
-            (folder / name).rename(target / name)
+            rename(folder / name, target / name)
     for file in folder.glob(EVENT_FILES):
-        file.unlink(missing_ok=True)
+        remove_file(file)

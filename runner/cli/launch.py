@@ -53,6 +53,7 @@ from runner.record.console import (
     restore_logging,
     set_up_logging,
 )
+from runner.record.storage import guard_folder, remove_file, remove_folder
 from runner.record.text import describe_error, escape_control_chars, escape_lines, quote_for_hydra
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
@@ -89,6 +90,7 @@ class JobResults:
 
 def launch(request: Request) -> int:
     """Run the request and return the exit code. Raises RunnerError."""
+    hydra.core.utils._save_config = hydra_files.save_config
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them
     os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
     if request.cli_overrides.off and request.is_sweep:
@@ -108,6 +110,7 @@ def launch(request: Request) -> int:
                     run_sweep(request, request.session, results, command)
                 elif request.config is not None:
                     folder = secrets.read_path(request.config, "hydra.run.dir").absolute()
+                    guard_folder(folder)
                     results.existing_path = next(p for p in (folder, *folder.parents) if p.exists())
                     job = partial(
                         _run_and_report, request=request, results=results, command=command
@@ -180,6 +183,9 @@ def run_sweep(
     from runner.sweep.cluster_launchers import SUBMITIT_VARIABLE, in_slurm_job
     from runner.sweep.state import active_session
 
+    guard_folder(session.folder)
+    if (sweep_file := session.folder / hydra_files.SWEEP).is_symlink():
+        remove_file(sweep_file)  # Hydra would write through it
     session.command = provenance.command()
     folder_override = f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}"
     sys.argv[1:] = [*request.arguments, *session.sweeper_overrides, folder_override]
@@ -248,7 +254,7 @@ def _run_and_report(
         raise SweepFailed(message) from error  # launchers and sweepers need the exception
     finally:
         close_logging()
-        shutil.rmtree(folder / hydra_files.RESUMED, ignore_errors=True)  # left by a failed run
+        remove_folder(folder / hydra_files.RESUMED, ignore_errors=True)  # left by a failed run
 
 
 def _summary_mtime(folder: Path) -> int:

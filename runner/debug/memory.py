@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from runner.device import memory
 from runner.device.leaks import describe_leaks
 from runner.errors import OutOfMemory
 from runner.record.history import Fault
+from runner.record.library_files import private_folder
 from runner.training.hook import Report
 from runner.training.run import Run
 
@@ -176,8 +178,9 @@ class MemoryTool(DebugTool):
         if run.device.kind != "cuda" or not self.config.memory.snapshot or run.folder is None:
             return
         try:
-            (run.folder / SNAPSHOT).parent.mkdir(exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(run.folder / SNAPSHOT))  # type: ignore[no-untyped-call]
+            with private_folder((run.folder / SNAPSHOT).parent) as folder:
+                path = str(folder / Path(SNAPSHOT).name)
+                torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
             log.warning("no snapshot of the allocator: %s", error)
 

@@ -16,7 +16,7 @@ from runner.data.nested import tensors
 from runner.device import resources
 from runner.format import count_noun
 from runner.record import markdown
-from runner.record.storage import replace_text
+from runner.record.storage import make_folder, replace_text
 from runner.training.run import Run
 
 log = logging.getLogger("runner")
@@ -183,7 +183,7 @@ def write_oom_report(run: Run, reason: str, breakdown: MemoryBreakdown | None = 
         return
     try:
         text = _oom_page(run, reason, breakdown)
-        (run.folder / OOM_FILE).parent.mkdir(exist_ok=True)
+        make_folder((run.folder / OOM_FILE).parent)
         replace_text(run.folder / OOM_FILE, text)
         run.recorder.text("memory/out_of_memory", text, run.progress.step)
         log.warning("what holds the memory is in %s", run.folder / OOM_FILE)

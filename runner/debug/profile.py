@@ -19,6 +19,7 @@ from runner.debug.config import DebugConfig, ProfileConfig
 from runner.debug.sections import SectionTotals, collect
 from runner.debug.tool import DebugTool
 from runner.record import markdown
+from runner.record.library_files import private_folder
 from runner.record.storage import write_or_log
 from runner.training.hook import Report, Step
 from runner.training.run import Run
@@ -259,11 +260,11 @@ class ProfileTool(DebugTool):
     def _export_trace(self, run: Run, window: ProfilerWindow) -> None:
         if run.folder is None:
             return
-        name = f"{TRACE_FOLDER}/step_{window.first:08d}.json.gz"
+        name = f"step_{window.first:08d}.json.gz"
         try:
-            (run.folder / TRACE_FOLDER).mkdir(parents=True, exist_ok=True)
-            window.profiler.export_chrome_trace(str(run.folder / name))
-            self.trace_file = name
+            with private_folder(run.folder / TRACE_FOLDER) as folder:
+                window.profiler.export_chrome_trace(str(folder / name))
+            self.trace_file = f"{TRACE_FOLDER}/{name}"
         except OSError as error:
             log.warning("profile: no trace: %s", error)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import tempfile
 from collections import Counter
@@ -35,6 +34,7 @@ from runner.errors import ConfigError, Interrupted, ProcessLost, RunnerError, Us
 from runner.jobs import load_job, train
 from runner.jobs.config import JobKind
 from runner.record import hydra_files
+from runner.record.storage import remove_folder
 from runner.record.text import resume_argument
 from runner.report import run as report
 from runner.techniques.base import Choice
@@ -93,7 +93,7 @@ def _log_record_location(record_location: str, folder: Path) -> None:
     """Log where the record is, on a machine without rank 0."""
     log.info("the record is on %s", record_location)
     if not (folder / SUMMARY).exists():  # else the folder would look like a killed run
-        shutil.rmtree(folder / hydra_files.FOLDER, ignore_errors=True)
+        remove_folder(folder / hydra_files.FOLDER, ignore_errors=True)
 
 
 def _run_as_rank_zero(config: RunConfig, folder: Path, place: RankInfo) -> Summary | None:
@@ -233,7 +233,7 @@ def _remove_rank_folders(folder: Path) -> None:
     """Remove the processes' folders, after an error before the run began."""
     if (folder / SUMMARY).exists():
         return
-    shutil.rmtree(folder / RANKS_FOLDER, ignore_errors=True)
+    remove_folder(folder / RANKS_FOLDER, ignore_errors=True)
     for part in (STACKS_FOLDER, os.path.dirname(STACKS_FOLDER)):
         with suppress(OSError):
             (folder / part).rmdir()

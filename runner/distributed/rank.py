@@ -33,6 +33,7 @@ from runner.jobs.config import JobKind
 from runner.masking import mask_secrets
 from runner.parent_death import die_with_parent, watch_parent
 from runner.record.console import close_logging, restore_logging, set_up_logging
+from runner.record.storage import guard_folder, make_folder
 from runner.record.text import escape_control_chars
 from runner.security.secrets import redact_errors
 from runner.training.signals import interruption_before_run, raise_on_signals
@@ -173,7 +174,8 @@ def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
 
 def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> None:
     log_folder = folder if place.rank == 0 else folder / RANKS_FOLDER / str(place.rank)
-    log_folder.mkdir(parents=True, exist_ok=True)
+    guard_folder(folder)
+    make_folder(log_folder)
     set_up_logging(config.monitoring.log_level, log_folder, screen=place.rank == 0)
 
 

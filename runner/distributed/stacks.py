@@ -10,6 +10,8 @@ import time
 import traceback
 from pathlib import Path
 
+from runner.record.storage import make_folder, remove_file, safe_opener
+
 
 class StackWriter:
     """Writes all threads' stacks to a file if `reset_timer` is not called for `timeout_s`.
@@ -20,9 +22,9 @@ class StackWriter:
     """
 
     def __init__(self, file: Path, timeout_s: float) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         self.timeout_s = timeout_s
-        self._file = open(file, "a")  # appended, after earlier attempts
+        self._file = open(file, "a", opener=safe_opener)  # appended, after earlier attempts
         self._closed, self._last_reset = threading.Event(), time.monotonic()
         faulthandler.enable(self._file)
         self._thread = threading.Thread(target=self._write_when_late, name="stacks", daemon=True)
@@ -39,7 +41,7 @@ class StackWriter:
         faulthandler.enable()
         self._file.close()
         if os.path.getsize(self._file.name) == 0:
-            os.unlink(self._file.name)
+            remove_file(Path(self._file.name))
 
     def _write_when_late(self) -> None:
         reported_reset = 0.0

@@ -23,7 +23,8 @@ from runner.data.preprocessing import parse_preprocessing
 from runner.errors import ConfigError, RunnerError, StorageError, install_command
 from runner.jobs.config import ExportKind
 from runner.jobs.pipeline import RawInputModel, has_pipeline, raw_inputs
-from runner.record.storage import replace_text, write_file
+from runner.record.library_files import private_folder
+from runner.record.storage import HashedFile, replace_text, write_file
 from runner.record.text import shorten
 from runner.training.evaluation import copy_standalone_model
 from runner.training.run import Run
@@ -63,43 +64,50 @@ def export(
     folder, weights are exported as a folder for transformers' `from_pretrained`. Raises ConfigError
     if the format does not support the model, and StorageError.
     """
-    path = folder / EXPORT_FILES[kind]
-    folder.mkdir(parents=True, exist_ok=True)
-    entry: dict[str, Any] = {"file": f"{folder.name}/{path.name}"}
+    entry: dict[str, Any] = {"file": f"{folder.name}/{EXPORT_FILES[kind]}"}
     entry["model"] = "float" if run.quantized is None else "int8"
-    preprocessing_json = run.checkpointer.preprocessing
-    preprocessing = parse_preprocessing(preprocessing_json, path) if preprocessing_json else None
     try:
-        if kind is ExportKind.quantized:
-            _write_quantized(run, path)
-        elif kind is ExportKind.weights:
-            entry["model"] = "float"
-            _write_tensors(path, copy_standalone_model(run).state_dict())
-            if tokenizer is not None:
-                from runner.models.hugging_face import save_pretrained_files
-
-                save_pretrained_files(run.model, Path(tokenizer), folder)
-        else:
-            model = (
-                copy_standalone_model(run) if run.quantized is None else run.quantized.model
-            ).cpu()
-            inputs, samples = _example_batch(run)
-            entry["largest_difference"] = _write_traced(run, model, inputs, samples, kind, path)
-            if kind in PIPELINE_KINDS and preprocessing is not None and has_pipeline(preprocessing):
-                program = RawInputModel(model, preprocessing).eval()
-                raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
-                _write_traced(run, program, raw, samples, kind, pipeline)
-                entry["pipeline"] = f"{folder.name}/{pipeline.name}"
-                _write_example_script(folder)
-        if preprocessing_json:
-            # unchanged, since it is read back
-            (folder / PREPROCESSING).write_bytes(preprocessing_json)
-        entry["bytes"] = os.path.getsize(path)
+        with private_folder(folder) as private:  # moved from there if the export succeeds
+            _write_export(run, kind, private / EXPORT_FILES[kind], tokenizer, entry)
     except OSError as error:
-        raise StorageError(f"{path}: not written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise StorageError(f"{folder / EXPORT_FILES[kind]}: not written: {reason}") from error
     entry["files"] = sorted(file.name for file in folder.iterdir() if file.is_file())
     log.info("%s: %s bytes", entry["file"], f"{entry['bytes']:,}")
     return entry
+
+
+def _write_export(
+    run: Run, kind: ExportKind, path: Path, tokenizer: str | None, entry: dict[str, Any]
+) -> None:
+    preprocessing_json = run.checkpointer.preprocessing
+    preprocessing = parse_preprocessing(preprocessing_json, path) if preprocessing_json else None
+    if kind is ExportKind.quantized:
+        _write_quantized(run, path)
+    elif kind is ExportKind.weights:
+        entry["model"] = "float"
+        _write_tensors(path, copy_standalone_model(run).state_dict())
+        if tokenizer is not None:
+            from runner.models.hugging_face import save_pretrained_files
+
+            save_pretrained_files(run.model, Path(tokenizer), path.parent)
+    else:
+        model = (copy_standalone_model(run) if run.quantized is None else run.quantized.model).cpu()
+        inputs, samples = _example_batch(run)
+        entry["largest_difference"] = _write_traced(run, model, inputs, samples, kind, path)
+        if kind in PIPELINE_KINDS and preprocessing is not None and has_pipeline(preprocessing):
+            program = RawInputModel(model, preprocessing).eval()
+            raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
+            _write_traced(run, program, raw, samples, kind, pipeline)
+            entry["pipeline"] = f"{Path(entry['file']).parent}/{pipeline.name}"
+            _write_example_script(path.parent)
+    if preprocessing_json:  # unchanged, since it is read back
+        write_file(path.with_name(PREPROCESSING), partial(_write_bytes, preprocessing_json))
+    entry["bytes"] = os.path.getsize(path)
+
+
+def _write_bytes(data: bytes, file: HashedFile) -> None:
+    file.write(data)
 
 
 def _write_quantized(run: Run, path: Path) -> None:
@@ -118,7 +126,6 @@ def _write_quantized(run: Run, path: Path) -> None:
 
 
 def _write_tensors(path: Path, state: dict[str, Any]) -> None:
-    path.unlink(missing_ok=True)
     snapshot = Copier(reuse=False).take(state, {})
     if missing := [f"{n} ({x.dtype})" for n, x in snapshot.extra.items() if isinstance(x, Tensor)]:
         problem = f"safetensors does not hold {', '.join(missing)}"
@@ -156,7 +163,6 @@ def _write_traced(
     except (OSError, RunnerError):
         raise
     except Exception as error:  # tracers raise any type
-        path.unlink(missing_ok=True)
         weight_only = "optimization.quantization.mode=weight_only, or " if run.quantized else ""
         problem = f"{kind.name} does not take this model: {_root_cause(error)}"
         fix = f"try {weight_only}another format; the metrics are in summary.json"
@@ -164,7 +170,6 @@ def _write_traced(
     largest = max(difference for difference, _ in differences)
     tolerance = TOLERANCE if run.quantized is None else INT8_TOLERANCE
     if any(not difference <= tolerance * scale for difference, scale in differences):
-        path.unlink(missing_ok=True)
         problem = f"the outputs of the {kind.name} file differ from the model's by {largest:.2g}"
         fix = "its forward depends on the data or is random; try another format"
         raise ConfigError(EXPORT_KEY, problem, fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Container, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from runner.jobs.config import PredictFormat
 from runner.jobs.evaluate import build_trained
 from runner.objectives.model_output import class_logits, logits
 from runner.record.console import console, supports_live_display
+from runner.record.storage import remove_file, rename, safe_opener
 from runner.report import run as report
 from runner.training.evaluation import apply_in_parts, inference
 from runner.training.evidence import build_summary
@@ -79,8 +81,7 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
     from pyarrow import csv, parquet
     from rich.progress import track
 
-    temporary = path.with_name(f".{path.name}.tmp")
-    writer: Any = None
+    temporary, writer = path.with_name(f".{path.name}.tmp"), None
     rows, screen = 0, console()
     batches = track(
         predict_batches(run),
@@ -90,21 +91,17 @@ def write_predictions(run: Run, path: Path, kind: PredictFormat) -> int:
         transient=True,
         disable=not supports_live_display(screen),
     )
+    writer_class: Any = csv.CSVWriter if kind is PredictFormat.csv else parquet.ParquetWriter
     try:
-        for columns in batches:
-            table = pyarrow.table(columns)
-            if writer is None:
-                writer_class = csv.CSVWriter if kind is PredictFormat.csv else parquet.ParquetWriter
-                writer = writer_class(str(temporary), table.schema)
-            writer.write_table(table)
-            rows += len(table)
-        if writer is not None:
-            writer.close()
-        temporary.replace(path)
+        with open(temporary, "wb", opener=safe_opener) as file, ExitStack() as scope:
+            for columns in batches:
+                table = pyarrow.table(columns)
+                writer = writer or scope.enter_context(writer_class(file, table.schema))
+                writer.write_table(table)
+                rows += len(table)
+        rename(temporary, path)
     finally:
-        if writer is not None:
-            writer.close()
-        temporary.unlink(missing_ok=True)
+        remove_file(temporary)
     log.info("%s: %s", path.name, count_noun(rows, "row"))
     return rows
 

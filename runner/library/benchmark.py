@@ -30,6 +30,7 @@ from runner.library.arguments import Loss, check_trainable, device_of, loss_obje
 from runner.library.pipeline import dotted_class_name, make_dataset, with_components
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
+from runner.record.storage import guard_folder, make_folder
 from runner.report import comparison, table
 from runner.techniques.base import Technique, is_complete_technique
 from runner.techniques.config import Optimization
@@ -91,7 +92,8 @@ def benchmark_optimizations(
     components = Components(model, dataset, objective, optimizer, techniques=named_techniques)
     result_folder = None if folder is None else Path(folder)
     if result_folder is not None:
-        result_folder.mkdir(parents=True, exist_ok=True)
+        make_folder(result_folder)
+        guard_folder(result_folder)
     built_arms = resolve_arms(built_arms, result_folder, components)
     try:
         result = measure(built_arms, settings, result_folder, components, announce=announce)

@@ -41,6 +41,7 @@ from runner.optim.optimizer import Optimizer
 from runner.optim.user_optimizer import preserve_lrs, scale_lrs
 from runner.record.history import History
 from runner.record.provenance import versions
+from runner.record.storage import guard_folder, make_folder
 from runner.record.text import shorten
 from runner.replay.results import Cause
 from runner.replay.trace import trace_step
@@ -129,7 +130,8 @@ class Stability(Closeable):
         self.progress, self.report_every = Progress(), 1
         self.captures: StepCaptures | None = None
         if self.history.folder is not None:
-            self.history.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.history.folder)
+            guard_folder(self.history.folder)
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Save the current buffers, which a bad step restores.

@@ -291,8 +291,6 @@ class _FileLog(logging.StreamHandler[TextIO]):
         self.setFormatter(logging.Formatter(FILE_FORMAT, "%Y-%m-%dT%H:%M:%S"))
 
     def _open(self) -> TextIO:
-        if self.path.is_symlink():
-            raise OSError(f"{self.path} is a link")
         return open(self.path, "a", encoding="utf-8", errors="backslashreplace", opener=safe_opener)
 
     def emit(self, record: logging.LogRecord) -> None:

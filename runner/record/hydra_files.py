@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.errors import StorageError
-from runner.record.storage import read_record
+from runner.record.storage import make_folder, read_record, remove_folder, rename, replace_text
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 FOLDER = ".hydra"
+SWEEP = "multirun.yaml"
 RESUMED = ".hydra-resumed"  # Hydra's folder of a resumed run until training continues
 YAML_VALUE_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Exceptions that PyYAML raises for a value that does not fit its tag."""
@@ -65,8 +65,16 @@ def adopt_resumed_config(folder: Path) -> None:
     """Replace the config of a run's folder by the config that it was resumed with."""
     new, old = folder / RESUMED, folder / FOLDER
     if new.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-        new.rename(old)
+        remove_folder(old, ignore_errors=True)
+        rename(new, old)
+
+
+def save_config(config: Any, filename: str, folder: Path) -> None:
+    """Write a config as YAML, in place of Hydra's function, which writes through links."""
+    from omegaconf import OmegaConf
+
+    make_folder(folder)
+    replace_text(folder / filename, OmegaConf.to_yaml(config))
 
 
 def read_yaml(path: Path) -> Any:

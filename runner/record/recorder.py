@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from runner.record.config import MonitoringConfig
-from runner.record.storage import RetryingAppender
+from runner.record.storage import RetryingAppender, make_folder, safe_opener
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,8 +102,9 @@ class Recorder:
 
         path = self.folder / name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(rgb).save(path, "PNG")
+            make_folder(path.parent)
+            with open(path, "wb", opener=safe_opener) as file:
+                Image.fromarray(rgb).save(file, "PNG")
         except OSError as error:
             log.warning("%s is not written: %s", name, error)
 
@@ -187,10 +187,8 @@ def _encode_row(step: int, split: str, values: Mapping[str, float]) -> bytes:
 
 def _truncate_rows(path: Path, start_step: int, offset: int | None) -> Path:
     """Truncate the rows after the checkpoint that the run resumes from; returns `path`."""
-    if path.is_symlink():  # a resumed folder may not be ours
-        raise OSError(errno.ELOOP, "is a symbolic link", str(path))
-    if path.exists():
-        with path.open("r+b") as file:
+    if path.exists() and not path.is_symlink():
+        with open(path, "r+b", opener=safe_opener) as file:
             if offset is None or not _is_line_end(file, offset):
                 offset = _find_end(file, start_step)
             file.truncate(offset)

@@ -1,4 +1,8 @@
-"""Write files atomically and durably: hash while writing, fsync, rename into place."""
+"""Write files atomically and durably: hash while writing, fsync, rename into place.
+
+All files are opened by `safe_opener`, and folders below a guarded one by descriptor, so that no
+link in a run's folder leads a write, a rename or a deletion elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.errors import CheckpointError, StorageError
+from runner.errors import CheckpointError, SecurityError, StorageError
 from runner.masking import mask_secrets
 from runner.record.text import json_safe
 
@@ -24,7 +28,8 @@ log = logging.getLogger("runner")
 
 # of file systems that cannot fsync a folder
 NO_FSYNC_ERRORS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
-NO_LINK = os.O_NOFOLLOW
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # 0: links are looked for before and after opening
+FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 NO_WAIT = os.O_NONBLOCK  # for pipes; no effect on files
 MAX_RECORD_BYTES = 2**28  # bytes of a record that is read at once; ours have thousands
 OLD_PREFIX = ".old-"  # prefix of a folder's name while it is replaced
@@ -118,9 +123,8 @@ class RetryingAppender:
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.exclusive else 0)
-        flags |= NO_LINK | NO_WAIT  # a resumed folder may not be ours
         self.path = self.make_path()
-        self.descriptor = os.open(self.path, flags, 0o644)
+        self.descriptor = safe_opener(self.path, flags)
         self.size = os.fstat(self.descriptor).st_size
 
     def _write_waiting(self) -> None:
@@ -160,11 +164,76 @@ def write_file(path: Path, write_contents: Callable[[HashedFile], None]) -> File
     return hashed.digest
 
 
-def safe_opener(path: str, flags: int) -> int:
-    """Open a file never world-writable, and never through a symlink; for `open(opener=…)`."""
-    if os.path.islink(path):
-        os.unlink(path)
-    return _require_regular(os.open(path, flags | NO_LINK | NO_WAIT, 0o664), path)
+_guarded_folders: set[str] = set()
+
+
+def guard_folder(folder: Path) -> None:
+    """From now on this process writes through no link below this folder, a run's or a sweep's.
+
+    The folder itself and its parents may be links.
+    """
+    _guarded_folders.update((os.path.abspath(folder), os.path.realpath(folder)))
+
+
+def link_refusal(path: Path) -> SecurityError:
+    """Return the error for a link in the place of something to write."""
+    target = os.path.realpath(path)
+    return SecurityError(f"{path}: refused: it is a link, to {target}; remove it")
+
+
+@contextmanager
+def open_folder(folder: Path, create: bool = False) -> Iterator[int]:
+    """Yield a descriptor of a folder, which `create` makes with its missing parents.
+
+    Raises OSError, and SecurityError for a link below a guarded folder.
+    """
+    path = Path(os.path.abspath(folder))
+    root = next((p for p in (path, *path.parents) if str(p) in _guarded_folders), path)
+    if create:
+        os.makedirs(root, exist_ok=True)
+    descriptor = os.open(root, FOLDER_FLAGS)
+    try:
+        for part in path.relative_to(root).parts:
+            root /= part
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=descriptor)
+            if _is_link(part, descriptor):
+                raise link_refusal(root)
+            inner = _open_unlinked(part, FOLDER_FLAGS, descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def safe_opener(path: str | Path, flags: int) -> int:
+    """Open a file to write, never world-writable; for `open(opener=…)`.
+
+    A link in its place is replaced by the file. Raises what `open_folder` raises.
+    """
+    folder, name = os.path.split(path)
+    with open_folder(Path(folder)) as descriptor:
+        if _is_link(name, descriptor):
+            os.unlink(name, dir_fd=descriptor)
+        return _require_regular(_open_unlinked(name, flags | NO_WAIT, descriptor), path)
+
+
+def _open_unlinked(name: str, flags: int, folder: int) -> int:
+    """Open a file of an open folder. Raises OSError for a link."""
+    descriptor = os.open(name, flags | NO_LINK, 0o664, dir_fd=folder)
+    if not NO_LINK and _is_link(name, folder):
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, "is a link", name)
+    return descriptor
+
+
+def _is_link(name: str, folder: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _require_regular(descriptor: int, path: str | Path) -> int:
@@ -192,22 +261,22 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     data = mask_secrets(text).encode("utf-8", "backslashreplace")
     try:
-        temporary.unlink(missing_ok=True)
+        remove_file(temporary)
         with open(temporary, "xb", opener=safe_opener) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # else a power failure can leave an empty file
-        os.replace(temporary, path)
+        rename(temporary, path)
     except OSError:
         with suppress(OSError):
-            temporary.unlink()
+            remove_file(temporary)
         raise
 
 
 def write_or_log(path: Path, text: str, level: int = logging.WARNING) -> None:
     """Replace a text file as `replace_text` does, and create its folder; an OSError is logged."""
     try:
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         replace_text(path, text)
     except OSError as error:
         log.log(level, "%s: not written: %s", path, error.strerror or error)
@@ -249,10 +318,16 @@ def read_file(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def hard_link(source: Path, target: Path) -> None:
+    """Create `target` as a hard link to a file."""
+    with open_folder(target.parent) as folder:
+        os.link(os.path.realpath(source), target.name, dst_dir_fd=folder)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Create `target` as a hard link to a file, or as a copy on another file system."""
     try:
-        os.link(os.path.realpath(source), target)
+        hard_link(source, target)
     except OSError:
         with open_regular(source) as file:
             write_file(target, lambda copy: shutil.copyfileobj(file, copy))
@@ -270,18 +345,36 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_folder(folder: Path) -> None:
+def rename(source: Path, target: Path) -> None:
+    """Rename a file, folder or link, replacing a file or link at `target`."""
+    with open_folder(source.parent) as old, open_folder(target.parent) as new:
+        os.replace(source.name, target.name, src_dir_fd=old, dst_dir_fd=new)
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file, of a symlink only the link; a missing one is ignored."""
+    with suppress(FileNotFoundError), open_folder(path.parent) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
+def remove_folder(folder: Path, ignore_errors: bool = False) -> None:
     """Delete a folder; of a symlink only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
+    try:
+        with open_folder(folder.parent) as parent:
+            if _is_link(folder.name, parent):
+                os.unlink(folder.name, dir_fd=parent)
+            else:
+                shutil.rmtree(folder.name, ignore_errors, dir_fd=parent)
+    except OSError:
+        if not ignore_errors:
+            raise
 
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, durably."""
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    with open_folder(folder, create=True):
+        pass
     for created in missing:
         sync_folder(created.parent)
 
@@ -292,19 +385,19 @@ def replace_folder(temporary: Path, final: Path) -> None:
     After a crash the old folder may be left as `.old-<name>`, which `recover_folders` restores.
     """
     old = final.parent / (OLD_PREFIX + final.name)
-    replaces = final.exists()
+    replaces = os.path.lexists(final)
     if replaces:
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
+        remove_folder(old, ignore_errors=True)
+        rename(final, old)
     try:
-        os.rename(temporary, final)
+        rename(temporary, final)
     except OSError:
         if replaces:
-            os.rename(old, final)
+            rename(old, final)
         raise
     sync_folder(final.parent)
     if replaces:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old, ignore_errors=True)
 
 
 def recover_folders(folder: Path) -> None:
@@ -312,21 +405,22 @@ def recover_folders(folder: Path) -> None:
     for old in folder.glob(OLD_PREFIX + "*"):
         final = folder / old.name.removeprefix(OLD_PREFIX)
         if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            remove_folder(old, ignore_errors=True)
         else:
-            os.rename(old, final)
+            rename(old, final)
 
 
 def update_link(link: Path, target: str) -> None:
     """Atomically point `link` to its sibling `target`."""
     temporary = link.with_name(f".tmp-{link.name}")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
+    remove_file(temporary)
     try:
-        temporary.symlink_to(target)
+        with open_folder(link.parent) as folder:
+            os.symlink(target, temporary.name, dir_fd=folder)
     except (OSError, NotImplementedError):  # no symlinks supported: a text file with the name
-        temporary.write_text(target)
-    os.replace(temporary, link)
+        with open(temporary, "w", opener=safe_opener) as file:
+            file.write(target)
+    rename(temporary, link)
 
 
 def read_link(link: Path) -> str | None:

@@ -26,7 +26,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import mask_secrets
 from runner.record.hydra_files import Scalar
-from runner.record.storage import RetryingAppender
+from runner.record.storage import RetryingAppender, remove_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,7 +155,7 @@ def open_event_file(folder: Path, purge_step: int | None = None, only: bool = Fa
         last_time, existing = 0, list(folder.glob(PREFIX + "*"))
         for path in existing:
             if only:
-                path.unlink()
+                remove_file(path)
             elif stamp := re.match(r"\d+", path.name.removeprefix(PREFIX)):
                 last_time = max(last_time, int(stamp[0]))
         now = max(int(time.time()), last_time + 1)  # TensorBoard reads files in order of name

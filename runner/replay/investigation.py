@@ -15,6 +15,7 @@ from runner.captures.reader import Capture
 from runner.config import RunConfig
 from runner.data.batch import Batch
 from runner.masking import mask_secrets
+from runner.record.storage import replace_text
 from runner.replay.attempt import has_same_numbers, is_spike
 from runner.replay.reopen import config_of, reopen_run
 from runner.replay.results import (
@@ -205,7 +206,7 @@ def write_script(
         trusted=list(trusted),
         without=sorted(without),
     )
-    path.write_text(text, "utf-8")
+    replace_text(path, text)
     return path
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.format import finite
-from runner.record.storage import read_record, replace_text
+from runner.record.storage import guard_folder, make_folder, read_record, remove_file, replace_text
 from runner.record.text import json_safe
 from runner.report.naming import compares_speed
 from runner.security.paths import check_links
@@ -324,6 +324,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     from runner.report import page
 
     comparison = relocate_folders(comparison, folder)
+    guard_folder(folder)
     check_links(folder, TENSORBOARD_RUN)
     writers: dict[str, Callable[[Path], None]] = {
         JSON_FILE: lambda path: replace_text(path, as_json(comparison)),
@@ -335,7 +336,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     }
     written = []
     with suppress(OSError):  # each write reports it
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     for name, write_file in writers.items():
         try:
             write_file(folder / name)
@@ -349,9 +350,9 @@ def _write_tensorboard_run(document: str, folder: Path) -> None:
     """Write the document as a TensorBoard text, replacing an earlier one."""
     from runner.record.tensorboard import PREFIX, open_event_file
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for old_file in folder.glob(f"{PREFIX}*"):
-        old_file.unlink()
+        remove_file(old_file)
     events = open_event_file(folder)
     try:
         events.text(f"{TENSORBOARD_RUN}/report", document, 0)

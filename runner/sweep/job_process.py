@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from runner.device import cgroup
 from runner.errors import StorageError
-from runner.record.storage import safe_opener
+from runner.record.storage import make_folder, safe_opener
 from runner.sweep.job_context import parent_death_pipe
 from runner.training.signals import END_SIGNALS
 from runner.training.summary import FINISHED_STATUSES, Summary
@@ -71,7 +71,7 @@ class JobProcess:
         start_process: StartProcess | None = None,  # None: it is spawned
     ) -> JobProcess:
         """Start a job with output to `console.log` in its folder. Raises OSError."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         earlier_summary, log_start = _file_identity(folder / SUMMARY_FILE), 0
         variables, read_end, write_end = parent_death_pipe(overrides, folder_trusted)
         try:

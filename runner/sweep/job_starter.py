@@ -27,6 +27,7 @@ from runner.jobs.config import JobKind
 from runner.module_path import python_command
 from runner.overrides.groups import without_arguments
 from runner.record.console import close_logging, set_up_logging
+from runner.record.storage import make_folder
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
@@ -121,7 +122,7 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
     Raises UsageError if another process holds it.
     """
     session = current_session()
-    session.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(session.folder)
     level = SecurityLevel[getattr(config.security.level, "name", "standard")]
     restrict_run_folder(session.folder, level)
     set_up_logging("info", None)

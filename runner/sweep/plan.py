@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from runner.checkpoint.lock import is_locked
 from runner.checkpoint.ownership import ARCHIVE
 from runner.errors import SecurityError, StorageError, UsageError
 from runner.record.loaded_code import changed_files
+from runner.record.storage import make_folder, remove_file, rename
 from runner.sweep.job_context import ORPHAN_GRACE_S
 from runner.sweep.state import SWEEP_FILE, Job, Sweep
 from runner.training.summary import FINISHED_STATUSES, Summary
@@ -172,8 +174,9 @@ def archive_job(folder: Path, job: str) -> None:
         if path.is_symlink():
             problem = f"{path}: refused: it is a link, to {path.resolve()}"
             raise SecurityError(f"{problem}; jobs are moved only within the sweep's folder")
-    archive.mkdir(exist_ok=True)
+    make_folder(archive)
     names = (archive / f"{job.replace('/', '_')}-{number}" for number in count(1))
-    earlier = job_folder.rename(next(name for name in names if not name.exists()))
+    earlier = next(name for name in names if not os.path.lexists(name))
+    rename(job_folder, earlier)
     for file in earlier.rglob("events.out.tfevents.*"):
-        file.unlink(missing_ok=True)
+        remove_file(file)

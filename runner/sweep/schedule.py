@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from runner.errors import CheckpointError, Interrupted, StorageError
+from runner.record.storage import make_folder
 from runner.sweep.config import LauncherConfig
 from runner.sweep.job_process import GRACE_S, JobProcess
 from runner.sweep.plan import JobPlan, archive_job, can_continue
@@ -181,7 +182,7 @@ class Schedule:
 def write_failed_summary(folder: Path, status: str, reason: str, command: str) -> None:
     """Set in the job's `summary.json` how it ended, if the job could not."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         summary = Summary(command=command)
         with suppress(StorageError):
             summary = Summary.read(folder)

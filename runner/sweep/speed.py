@@ -21,6 +21,7 @@ from runner.jobs.config import JobKind
 from runner.masking import mask_secrets
 from runner.record.console import set_up_logging
 from runner.record.hydra_files import overrides_by_key
+from runner.record.storage import remove_file
 from runner.record.text import escape_control_chars
 from runner.report.comparison import Comparison, ComparisonRow
 from runner.report.naming import varied_keys
@@ -40,7 +41,7 @@ MAX_TURN_S = 0.25
 def discard_outdated_speed(session: SweepSession) -> None:
     """Delete the figures of an earlier process if a job has run since."""
     if session.has_run:
-        (session.folder / FOLDER / FILE).unlink(missing_ok=True)
+        remove_file(session.folder / FOLDER / FILE)
 
 
 def measure_configurations(session: SweepSession, comparison: Comparison) -> bool:

@@ -20,10 +20,11 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from runner.checkpoint.lock import is_locked
 from runner.data.config import DataChanged
-from runner.errors import ConfigError, StorageError
+from runner.errors import ConfigError, SecurityError, StorageError
 from runner.format import count_noun
 from runner.record.data_digest import DataFiles, change_problem
-from runner.record.storage import safe_opener
+from runner.record.library_files import refuse_links
+from runner.record.storage import make_folder, safe_opener
 from runner.sweep.config import Pruner, Sampler, SearchConfig
 from runner.sweep.search_space import SearchPlan, parameter_text
 from runner.training.signals import PRUNED
@@ -55,7 +56,9 @@ class StudyFile:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
+            if not storage:
+                refuse_links(self.path)
             with self._locked():
                 self.study = optuna.create_study(
                     storage=_storage(self.path),
@@ -65,7 +68,7 @@ class StudyFile:
                     load_if_exists=True,
                 )
                 self._check_data()
-        except ConfigError:
+        except (ConfigError, SecurityError):
             raise
         except Exception as error:  # SQLAlchemy, alembic and Optuna raise all kinds
             reason = " ".join(str(error).split())[:200]

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.record.storage import replace_text
+from runner.record.storage import make_folder, replace_text
 
 log = logging.getLogger("runner")
 
@@ -82,7 +82,7 @@ class MeasuredGains:
         """Replace a row; an OSError is logged, not raised."""
         rows = {**self.read(), name: row}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             replace_text(self.path, json.dumps(rows))
         except OSError as error:
             log.info("%s: not written: %s", self.path, error.strerror)

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from runner.errors import Interrupted, RunnerError
+from runner.record.storage import remove_file, replace_text
 
 if TYPE_CHECKING:
     from runner.training.grace import GracePeriod
@@ -57,9 +58,7 @@ def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interr
 
 def request_stop(folder: Path, reason: str) -> None:
     """Ask the run in `folder` to end after its current step. Raises OSError."""
-    temporary = folder / f".{STOP_FILE}"
-    temporary.write_text(reason, encoding="utf-8")
-    os.replace(temporary, folder / STOP_FILE)
+    replace_text(folder / STOP_FILE, reason)
 
 
 def take_stop_request(folder: Path) -> str | None:
@@ -70,7 +69,7 @@ def take_stop_request(folder: Path) -> str | None:
             return None
         with path.open(encoding="utf-8", errors="replace") as file:
             reason = " ".join(file.read(MAX_REASON_CHARS).split())
-        path.unlink()
+        remove_file(path)
     except OSError:
         return None
     return reason or f"by the file {STOP_FILE} in its folder"

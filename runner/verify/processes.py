@@ -25,7 +25,7 @@ from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobConfig
 from runner.parity.dropout import zero_dropout
 from runner.parity.numerics import double_model, perturb_weights, to_fp64
-from runner.record.storage import replace_text
+from runner.record.storage import make_folder, replace_text
 from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run
@@ -166,7 +166,7 @@ def train_in_processes(
         trusted = [*config.security.trusted, PRECISION_TECHNIQUE]
         config.security = replace(config.security, trusted=trusted)
     given = Components(techniques=techniques, hooks=[probe])
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     try:
         run_attempt(config, folder, given, count_processes(config), begin=_start_logged)
     except AttemptLost as lost:

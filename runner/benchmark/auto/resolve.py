@@ -46,7 +46,7 @@ from runner.models.modes import enter_training
 from runner.parity.candidates import copy_components, open_run, without_side_effects
 from runner.parity.trajectory import make_finite_step
 from runner.record import provenance
-from runner.record.storage import replace_text, user_cache
+from runner.record.storage import make_folder, replace_text, user_cache
 from runner.record.text import dataclass_from_json, escape_control_chars, json_safe
 from runner.techniques.attention import record_calls
 from runner.techniques.base import Choice
@@ -305,7 +305,7 @@ def _to_json(result: SearchResult) -> str:
 def _write_text(path: Path, text: str) -> None:
     """Replace the file's text; an OSError is logged, not raised."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         replace_text(path, text)
     except OSError as error:
         log.warning("%s: not written: %s", path, error.strerror)

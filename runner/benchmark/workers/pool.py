@@ -22,6 +22,7 @@ from runner.benchmark.workers.worker import FINISH, WORKER_LOG, WorkerSpec
 from runner.device.config import omp_env
 from runner.device.load import LoadMonitor
 from runner.errors import StorageError
+from runner.record.storage import make_folder
 from runner.security.pickle_transfer import pickle_parts
 from runner.training.summary import Summary
 
@@ -119,6 +120,8 @@ class WorkerPool:
         self.end(name)
         arm, folder = self.arms[name], self._arm_folder(name)
         log = None if folder is None else folder / WORKER_LOG
+        if log is not None:
+            make_folder(log.parent)  # the new process does not know the guarded folder
         # a fork server may still be importing
         start_time = None if self.use_fork_server else time.perf_counter()
         if folder is not None and self.scratch is not None:

@@ -21,6 +21,7 @@ from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
 from runner.parent_death import watch_parent
+from runner.record.storage import make_folder, safe_opener
 
 EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
 UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script
@@ -223,8 +224,9 @@ def redirect_output(log: Path | None) -> None:
     """Redirect stdout and stderr, including those of native code and crashes, to the log."""
     try:
         if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            make_folder(log.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        file = os.open(os.devnull, flags) if log is None else safe_opener(log, flags)
     except OSError:
         file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(file, 1)

@@ -27,6 +27,7 @@ from runner.distributed.rank_info import RankInfo
 from runner.distributed.world import World
 from runner.errors import ConfigError, ProcessLost
 from runner.record.console import set_up_logging
+from runner.record.storage import guard_folder, make_folder
 from runner.security.pickle_transfer import unpickle_parts
 from runner.security.secrets import adopt_masking_state
 from runner.training.loop import train
@@ -84,8 +85,9 @@ def _train_rank(spec: WorkerSpec, payload: bytes, place: RankInfo, safe_path: bo
     adopt_masking_state(spec.secrets)
     os.environ.update(place.environ())
     folder = None if spec.folder is None else spec.folder / RANKS_FOLDER / str(place.rank)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    if spec.folder is not None and folder is not None:
+        guard_folder(spec.folder)
+        make_folder(folder)
     set_up_logging(spec.config.monitoring.log_level, folder, screen=False)
     parts = unpickle_parts(payload)
     del parts["metrics"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.record.library_files import refuse_links
 from runner.record.sinks.base import MetricsRow, RunDescription, Sink
 from runner.record.storage import read_record, replace_text
 
@@ -33,6 +34,7 @@ class MlflowSink(Sink):
 
         database = f"sqlite:///{_store_folder(run.folder)}/mlflow.db"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or database
+        refuse_links(_store_folder(run.folder) / "mlflow")
         self.client = MlflowClient(tracking_uri=uri)
         id_file = run.folder / RUN_ID
         if id_file.is_file():

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.record.library_files import refuse_links
 from runner.record.sinks.base import MetricsRow, RunDescription, Sink
 from runner.record.storage import read_record, replace_text
 
@@ -35,6 +36,7 @@ class WandbSink(Sink):
 
         id_file = run.folder / RUN_ID
         resumed = id_file.is_file()
+        refuse_links(run.folder / "wandb")
         run_id = read_record(id_file, 100).decode().strip() if resumed else secrets.token_hex(4)
         replace_text(id_file, run_id + "\n")
         last_steps: dict[str, int] = {}
