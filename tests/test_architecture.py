@@ -151,3 +151,92 @@ def test_every_config_file_begins_by_saying_what_it_is_for() -> None:
     files = sorted((ROOT / "conf").rglob("*.yaml"))
     assert files
     assert [p.name for p in files if not p.read_text().startswith("#")] == []
+
+
+# Writing by name follows links in a run's folder; `record.storage` and `record.library_files` write
+# safely. Allowed elsewhere: folders outside of runs, new temporary folders, and open files.
+STORAGE = ("record.storage", "record.library_files")
+TEMPORARY = "TemporaryDirectory TemporaryFile mkdtemp"  # new, with a random name
+WRITING_CALLS = f"""
+{TEMPORARY} NamedTemporaryFile mkstemp write_text write_bytes mkdir makedirs touch rename renames
+symlink symlink_to link link_to hardlink_to truncate unlink rmdir remove removedirs rmtree mknod
+mkfifo copyfile copy copy2 copytree move savefig imsave to_csv to_json to_parquet save_file savez
+tofile memmap save_pretrained save export_chrome_trace export_stacks _dump_snapshot
+FileHandler FileStore SummaryWriter ZipFile GzipFile
+JournalFileBackend RDBStorage CSVWriter ParquetWriter
+""".split()
+WRITERS_BY_NAME = {
+    "benchmark.workers.pool": TEMPORARY,
+    "checkpoint.snapshot": "save",  # torch.save to an open file
+    "cli.launch": "rmtree rmdir",  # the run's folder itself, which this process has made
+    "data.tokens": "memmap",  # read only
+    "data.workers": TEMPORARY,
+    "debug.memory": "_dump_snapshot",  # all four in a private folder
+    "debug.profile": "export_chrome_trace",
+    "device.memory": "write_text",  # /proc
+    "distributed.launch": f"{TEMPORARY} rmdir",  # an empty folder
+    "doctor.environment": f"{TEMPORARY} write_text",
+    "jobs.export": "save",
+    "jobs.replay": TEMPORARY,
+    "library.trained": TEMPORARY,
+    "models.hugging_face": "save_pretrained",
+    "record.recorder": "save",  # PIL, to an open file
+    "record.sinks.wandb_sink": "save",
+    "record.tensorboard": "save",
+    "report.tensorboard_server": f"{TEMPORARY} mkdir symlink_to unlink rmdir",  # in a temporary one
+    "security.files.formats": "ZipFile",  # read only
+    "sweep.study": "JournalFileBackend RDBStorage",  # after `refuse_links`
+    "techniques.compiler": f"{TEMPORARY} mkdir unlink",  # the compiler's cache
+    "verify.distributed": TEMPORARY,
+    "verify.rerun": TEMPORARY,
+    "verify.resume": TEMPORARY,
+}
+
+
+def test_files_are_written_by_the_functions_that_follow_no_link() -> None:
+    wrong, used = [], dict[str, set[str]]()
+    for module, path in modules().items():
+        for name, node in writing_calls(ast.parse(path.read_text())):
+            if module not in STORAGE:
+                used.setdefault(module, set()).add(name)
+                if name not in WRITERS_BY_NAME.get(module, "").split():
+                    wrong.append(f"runner.{module}:{node.lineno}: {ast.unparse(node)[:60]}")
+    assert wrong == []
+    outdated = [module for module, names in WRITERS_BY_NAME.items() if module not in used]
+    assert outdated == []  # the list is as short as it can be
+
+
+def writing_calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Calls that write, rename or delete by name, with the function's last name."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    foreign = {a.name for n in imports if not f"{n.module}".startswith("runner") for a in n.names}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+            continue
+        text = ast.unparse(node.func)
+        owner, _, name = text.rpartition(".")
+        if owner == "storage" or owner.endswith(("buffers", "frozen", "checkpointer")):
+            continue  # ours
+        if name == "open" and _opens_to_write(node, owner):
+            yield name, node
+        elif name == "replace" and (owner == "os" or len(node.args) == 1 and not node.keywords):
+            if owner:  # Path.replace; str.replace has two arguments
+                yield name, node
+        elif name in ("copy", "move", "remove", "truncate") and owner not in ("os", "shutil"):
+            continue  # of a list, a batch or an open file
+        elif name in WRITING_CALLS and (owner or name in foreign):
+            yield name, node
+
+
+def _opens_to_write(node: ast.Call, owner: str) -> bool:
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if "os.devnull" in ast.unparse(node) or options.get("opener") == "safe_opener":
+        return False
+    if owner == "os":
+        return any(flag in ast.unparse(node) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "flags"))
+    is_function = owner in ("", "io", "gzip", "bz2", "lzma", "tarfile", "codecs")
+    modes = [*map(ast.unparse, node.args[is_function:][:1]), options.get("mode", "")]
+    if is_function and any(mode.isidentifier() for mode in modes):
+        return True  # unknown
+    texts = [mode.strip("'\"") for mode in modes]
+    return any(set(text) & set("wax+") and set(text) <= set("rwaxbt+") for text in texts)

@@ -87,9 +87,9 @@ def check_subfolder(key: str, inner: str, folder: Path) -> None:
     """Raise SecurityError unless the resolved path `inner` lies strictly below `folder`."""
     root, path = (os.path.realpath(place) for place in (folder, folder / inner))
     if root not in (str(parent) for parent in Path(path).parents):
-        raise SecurityError(
-            f"{key}: {inner} is refused: it is the name of a job's folder in {folder}"
-        )
+        is_link = (folder / inner).is_symlink()
+        problem = f"a link, to {path}" if is_link else "the name of a job's folder"
+        raise SecurityError(f"{key}: {inner} is refused: in {folder} it is {problem}")
 
 
 @contextmanager
