@@ -11,7 +11,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.errors import StorageError
-from runner.record.storage import make_folder, read_record, remove_folder, rename, replace_text
+from runner.masking import mask_secrets
+from runner.record.storage import open_folder, read_record, remove_folder, rename, safe_opener
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 FOLDER = ".hydra"
@@ -73,8 +74,11 @@ def save_config(config: Any, filename: str, folder: Path) -> None:
     """Write a config as YAML, in place of Hydra's function, which writes through links."""
     from omegaconf import OmegaConf
 
-    make_folder(folder)
-    replace_text(folder / filename, OmegaConf.to_yaml(config))
+    with (
+        open_folder(folder, create=True),
+        open(folder / filename, "w", encoding="utf-8", opener=safe_opener) as file,
+    ):
+        file.write(mask_secrets(OmegaConf.to_yaml(config)))
 
 
 def read_yaml(path: Path) -> Any:

@@ -195,12 +195,13 @@ def open_folder(folder: Path, create: bool = False) -> Iterator[int]:
     try:
         for part in path.relative_to(root).parts:
             root /= part
-            if create:
-                with suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=descriptor)
             if _is_link(part, descriptor):
                 raise link_refusal(root)
-            inner = _open_unlinked(part, FOLDER_FLAGS, descriptor)
+            with _full_path(root):
+                if create:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=descriptor)
+                inner = _open_unlinked(part, FOLDER_FLAGS, descriptor)
             os.close(descriptor)
             descriptor = inner
         yield descriptor
@@ -214,7 +215,7 @@ def safe_opener(path: str | Path, flags: int) -> int:
     A link in its place is replaced by the file. Raises what `open_folder` raises.
     """
     folder, name = os.path.split(path)
-    with open_folder(Path(folder)) as descriptor:
+    with open_folder(Path(folder)) as descriptor, _full_path(path):
         if _is_link(name, descriptor):
             os.unlink(name, dir_fd=descriptor)
         return _require_regular(_open_unlinked(name, flags | NO_WAIT, descriptor), path)
@@ -227,6 +228,16 @@ def _open_unlinked(name: str, flags: int, folder: int) -> int:
         os.close(descriptor)
         raise OSError(errno.ELOOP, "is a link", name)
     return descriptor
+
+
+@contextmanager
+def _full_path(path: str | Path) -> Iterator[None]:
+    """Name the path in errors, not the last part of it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _is_link(name: str, folder: int) -> bool:
@@ -347,13 +358,13 @@ def sync_folder(folder: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Rename a file, folder or link, replacing a file or link at `target`."""
-    with open_folder(source.parent) as old, open_folder(target.parent) as new:
+    with _full_path(target), open_folder(source.parent) as old, open_folder(target.parent) as new:
         os.replace(source.name, target.name, src_dir_fd=old, dst_dir_fd=new)
 
 
 def remove_file(path: Path) -> None:
     """Delete a file, of a symlink only the link; a missing one is ignored."""
-    with suppress(FileNotFoundError), open_folder(path.parent) as folder:
+    with suppress(FileNotFoundError), _full_path(path), open_folder(path.parent) as folder:
         os.unlink(path.name, dir_fd=folder)
 
 

@@ -100,8 +100,8 @@ def test_a_linked_folder_in_a_run_is_refused_or_replaced(
 ) -> None:
     clean, typed = written(job)
     for number, path in enumerate(path for path in clean.rglob("*") if path.is_dir()):
-        if path.is_symlink() or path.name.startswith("step_0"):
-            continue  # a run refuses a folder that has checkpoints
+        if path.is_symlink() or path.name.startswith("step_0") or path.parts[-2:-1] == ("1",):
+            continue  # a run refuses a folder that has checkpoints; the second job is as the first
         link = tmp_path / str(number) / "run" / path.relative_to(clean)
         outside = tmp_path / str(number) / "outside"
         outside.mkdir(parents=True)
