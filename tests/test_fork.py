@@ -159,7 +159,7 @@ def test_a_fork_that_was_killed_before_the_copy_starts_over_and_says_so(
 def test_files_are_copied_where_they_cannot_be_linked(
     family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: str, target: Path) -> None:
+    def refuse(source: str, target: str, dst_dir_fd: int) -> None:
         raise OSError("another file system")
 
     monkeypatch.setattr("runner.record.storage.os.link", refuse)

@@ -87,11 +87,14 @@ CALL(int, fsync, (int f), (f), at(f, NULL), 0)
 CALL(int, ftruncate, (int f, off_t n), (f, n), at(f, NULL), 0)
 CALL(int, ftruncate64, (int f, off64_t n), (f, n), at(f, NULL), 0)
 CALL(int, rename, (const char *a, const char *b), (a, b), at(AT_FDCWD, b), 0)
+CALL(int, renameat, (int f, const char *a, int g, const char *b), (f, a, g, b), at(g, b), 0)
 CALL(int, unlink, (const char *a), (a), at(AT_FDCWD, a), 0)
 CALL(int, unlinkat, (int f, const char *a, int flags), (f, a, flags), at(f, a), 0)
 CALL(int, mkdir, (const char *a, mode_t m), (a, m), at(AT_FDCWD, a), 0)
+CALL(int, mkdirat, (int f, const char *a, mode_t m), (f, a, m), at(f, a), 0)
 CALL(int, rmdir, (const char *a), (a), at(AT_FDCWD, a), 0)
 CALL(int, symlink, (const char *to, const char *a), (to, a), at(AT_FDCWD, a), 0)
+CALL(int, symlinkat, (const char *to, int f, const char *a), (to, f, a), at(f, a), 0)
 
 ssize_t write(int f, const void *data, size_t size) {
     static ssize_t (*own)(int, const void *, size_t);

@@ -196,7 +196,7 @@ def test_files_that_could_not_be_opened_at_the_start_are_opened_later(
 def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **folders: int) -> None:
         raise OSError("no space")
 
     path = tmp_path / "summary.json"
