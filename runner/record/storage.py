@@ -236,7 +236,8 @@ def _full_path(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = str(path)
+        if error.errno is not None:  # else it has no file in its text
+            error.filename = str(path)
         raise
 
 
