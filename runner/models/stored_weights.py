@@ -92,10 +92,11 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
         restored = reading.load_newest(root, policy, check_state, best_first=True)
         if restored is not None:
             return _from_checkpoint(restored)
+        check_weights_folder(path, policy)
         path = _find_weight_file(path)
+    elif path.name.endswith(INDEX_SUFFIX):
         check_weights_folder(path.parent, policy)
     if path.name.endswith(INDEX_SUFFIX):
-        check_weights_folder(path.parent, policy)
         return _read_shards(path, policy)
 
     opened = open_file(path, policy)

@@ -61,7 +61,7 @@ def read_index(path: Path) -> dict[str, str]:
         evidence = f"is not a shard index: {printable(error, 160)}"
         raise FileRefusal("index.malformed", "", evidence) from None
     for name in names:
-        if leads_outside(name) or name != Path(name).name:
+        if not name or leads_outside(name) or name != Path(name).name:
             evidence = f"names {printable(repr(name), 160)}, which is no file in its folder"
             raise FileRefusal("index.path", "", evidence)
     return by_name

@@ -197,10 +197,10 @@ class PickleRules:
 
     def _check_view(self, name: str, arguments: Any) -> None:
         """Check a tensor's storage, offset, size and stride, before torch resizes the storage."""
-        storage, offset, *shape = (arguments.items if type(arguments) is _Tuple else ())[:4]
-        if type(storage) is not _Storage or len(shape) != 2:
+        items = arguments.items if type(arguments) is _Tuple else ()
+        if len(items) < 4 or type(items[0]) is not _Storage:
             raise _refusal("tensor", f"{name} is not given a storage, offset, size and stride")
-        sizes, strides = (part.items for part in shape)
+        storage, offset, sizes, strides = *items[:2], items[2].items, items[3].items
         elements, last = 1, offset
         for size, stride in zip(sizes, strides, strict=True):
             if min(size, stride) < 0:
