@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import mmap
 import pickletools
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -20,6 +22,9 @@ EXPANSION = 4  # elements of all views per byte of the file, above VIEW_ELEMENTS
 VIEW_ELEMENTS = 1 << 20
 TUPLE_NODES = 10_000  # nodes of a nested tuple, plus TUPLE_RATIO per byte of the pickle so far
 TUPLE_RATIO = 8
+MIN_COPIES = 10_000  # values that all calls may copy, plus COPY_RATIO per byte of the file
+COPY_RATIO = 2
+MAX_LARGE_INTEGERS = 10_000  # as keys they could all have one hash, which takes quadratic time
 COPY_FUNCTIONS = ("encode", "bytearray", "bytes")
 LATIN1 = ("latin1", "latin-1")  # pickle writes bytes as text in this encoding
 LITERALS = frozenset(
@@ -27,21 +32,22 @@ LITERALS = frozenset(
 )
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 POPS = {"APPEND": 1, "SETITEM": 2, "APPENDS": -1, "SETITEMS": -1}  # -1: back to the mark
-OBJECT, TENSOR = object(), object()  # any other value; a tensor
+PACKED_STORAGES = ("QUInt4x2Storage", "QUInt2x4Storage")
+TENSOR = object()
 
 
 @dataclass(frozen=True)
 class _Name:
     path: str
 
-    @property
-    def function(self) -> str:
-        return self.path.rpartition(" ")[2]
+
+@dataclass(eq=False)
+class _Container:
+    length: int = 0  # bytes, or values with those of nested tuples
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    size: int
+class _Bytes(_Container):
+    pass
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class PickleRules:
     """Follow pickles of a file whose members have `size` bytes together."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.copied, self.viewed = size, 0, 0
+        self.size, self.copied, self.viewed, self.large_integers = size, 0, 0, 0  # so far
         self.claims: dict[Any, int] = {}  # elements by storage
 
     def check(self, file: IO[bytes]) -> bool:
@@ -101,6 +107,9 @@ class PickleRules:
         """Follow one opcode; False if the loader does not know it."""
         stack = self.stack
         if opcode in LITERALS:
+            self.large_integers += opcode == "LONG1" and abs(argument) >= sys.hash_info.modulus
+            if self.large_integers > MAX_LARGE_INTEGERS:
+                raise _refusal("keys", "has many integers that may share one hash")
             stack.append(argument)
         elif opcode == "GLOBAL":
             stack.append(_Name(argument))
@@ -112,16 +121,20 @@ class PickleRules:
         elif opcode in ("BINGET", "LONG_BINGET"):
             stack.append(self.memo[argument])
         elif opcode in ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"):
-            stack.append(OBJECT)
+            stack.append(_Container())
         elif opcode == "TUPLE" or opcode in TUPLES:
             count = TUPLES.get(opcode)
             items = self._pop_mark() if count is None else self._pop(count)
-            nodes = 1 + sum(item.nodes if type(item) is _Tuple else 1 for item in items)
+            nodes = 1 + _nodes(items)
             if nodes > TUPLE_NODES + TUPLE_RATIO * position:
                 raise _refusal("nested", f"a tuple repeats its parts to {nodes:,} values")
             self.stack.append(_Tuple(tuple(items), nodes))
         elif opcode in POPS:
-            self._pop_mark() if POPS[opcode] < 0 else self._pop(POPS[opcode])
+            items = self._pop_mark() if POPS[opcode] < 0 else self._pop(POPS[opcode])
+            if type(self.stack[-1]) is _Container:
+                self.stack[-1].length += _nodes(items)
+            if opcode.startswith("SET"):
+                self._count_copies("a dict", _nodes(items[::2]) - len(items[::2]))
         elif opcode == "BINPERSID":
             stack.append(self._storage(stack.pop()))
         elif opcode in ("REDUCE", "NEWOBJ"):
@@ -129,6 +142,7 @@ class PickleRules:
             self.stack.append(self._call(function, arguments))
         elif opcode == "BUILD":
             instance, state = stack[-2], stack.pop()
+            self._count_copies("an object", _length(state))
             if instance is TENSOR:
                 self._check_view("set_", state)
         else:
@@ -149,7 +163,7 @@ class PickleRules:
     def _storage(self, identifier: Any) -> Any:
         """Return the storage of a persistent id, which must fit in the file."""
         if type(identifier) is int:  # of a tar of old torch, which is not loaded
-            return OBJECT
+            return _Container()
         items = identifier.items if type(identifier) is _Tuple else ()
         if len(items) < 5 or type(items[4]) is not int or type(items[2]) not in (str, bytes, int):
             raise _refusal("storage", "a persistent id is not a storage of torch")
@@ -157,43 +171,40 @@ class PickleRules:
         if items[4] < 0 or sum(self.claims.values()) > self.size:
             evidence = f"claims storages of {sum(self.claims.values()):,} elements"
             raise _refusal("storage", f"{evidence}, and the file holds {self.size:,} bytes")
-        packed = type(items[1]) is _Name and "x" in items[1].function  # several numbers per byte
+        packed = (
+            type(items[1]) is _Name and "x" in items[1].path.rpartition(" ")[2]
+        )  # several numbers per byte
         return _Storage(items[4] * (4 if packed else 1))
 
     def _call(self, function: Any, arguments: Any) -> Any:
         """Return a placeholder of the result. Raises FileRefusal if it could be large."""
         if type(function) is not _Name:
-            return OBJECT  # which the loader does not call
-        name, items = function.function, arguments.items if type(arguments) is _Tuple else None
-        if name in COPY_FUNCTIONS:
-            return self._copy(name, items)
-        if name == "_rebuild_from_type_v2":
-            if items is None or len(items) != 4 or type(items[0]) is not _Name:
-                raise _refusal("call", f"calls {name} with unusual arguments")
-            self._call(items[0], items[2])
-            return TENSOR
-        if function.path.startswith("torch") and name.endswith(("Tensor", "edStorage")):
-            if items != ():
-                raise _refusal("call", f"constructs a {name} by its size or from a list")
-            return TENSOR
+            return _Container()  # the loader does not call it
+        name = function.path.rpartition(" ")[2]
         if name.startswith(("_rebuild_tensor", "_rebuild_qtensor")):
             self._check_view(name, arguments)
-        return TENSOR if name.startswith("_rebuild") or name == "Parameter" else OBJECT
+        elif type(arguments) is not _Tuple:
+            raise _refusal("call", f"calls {name} with arguments that are no tuple")
+        elif name == "_rebuild_from_type_v2":
+            self._call(arguments.items[0], arguments.items[2])
+        elif name in COPY_FUNCTIONS and not _is_copy(name, arguments.items):
+            problem = "which can make more than it is given"
+            raise _refusal("call", f"calls {name} with unusual arguments, {problem}")
+        elif name.endswith(("Tensor", "edStorage")) and function.path.startswith("torch"):
+            if arguments.items:
+                raise _refusal("call", f"constructs a {name} by its size or from a list")
+        elif not name.startswith(("_rebuild", "Parameter")):
+            length = sum(map(_length, arguments.items))
+            self._count_copies(name, length)
+            return _Bytes(length) if name in COPY_FUNCTIONS else _Container(length)
+        return TENSOR
 
-    def _copy(self, name: str, items: tuple[Any, ...] | None) -> _Bytes:
-        """Allow only what pickle writes for bytes: text in latin-1, or a copy of bytes."""
-        size = -1
-        if items == () and name != "encode":
-            size = 0
-        elif items and type(items[0]) is str and len(items) == 2 and items[1] in LATIN1:
-            size = len(items[0])
-        elif items and type(items[0]) in (_Bytes, bytes) and len(items) == 1 and name != "encode":
-            size = items[0].size if type(items[0]) is _Bytes else len(items[0])
-        self.copied += size
-        if size < 0 or self.copied > 2 * self.size:
-            problem = "with unusual arguments" if size < 0 else f"for {self.copied:,} bytes"
-            raise _refusal("call", f"calls {name} {problem}, which can make more than it holds")
-        return _Bytes(size)
+    def _count_copies(self, name: str, length: int) -> None:
+        """Bound what all calls copy together, since a value can be copied many times."""
+        self.copied += length
+        if self.copied > MIN_COPIES + COPY_RATIO * self.size:
+            evidence = f"it copies {self.copied:,} values, and the file holds {self.size:,} bytes"
+            raise _refusal("call", f"{evidence}; the last into {name}")
 
     def _check_view(self, name: str, arguments: Any) -> None:
         """Check a tensor's storage, offset, size and stride, before torch resizes the storage."""
@@ -215,6 +226,24 @@ class PickleRules:
                 f"its tensors have {self.viewed:,} elements, and it holds {self.size:,} bytes"
             )
             raise _refusal("tensor", evidence)
+
+
+def _nodes(items: Iterable[Any]) -> int:
+    """Count values; those of nested tuples are hashed with them."""
+    return sum(item.nodes if type(item) is _Tuple else 1 for item in items)
+
+
+def _length(value: Any) -> int:
+    if type(value) in (str, bytes):
+        return len(value)
+    return value.length if isinstance(value, _Container) else _nodes([value])
+
+
+def _is_copy(name: str, items: tuple[Any, ...]) -> bool:
+    """Whether it is what pickle writes for bytes: text in latin-1, nothing, or other bytes."""
+    if len(items) == 2:
+        return type(items[0]) is str and items[1] in LATIN1
+    return name != "encode" and (not items or type(items[0]) in (bytes, _Bytes))
 
 
 def _refusal(rule: str, evidence: str) -> FileRefusal:

@@ -33,11 +33,12 @@ from tests.security.files.archives import (
     saved,
     torch_zip,
 )
-from tests.security.files.hostile import GOOD, NUMBERS, SCALARS
+from tests.security.files.hostile import GOOD, NUMBERS, SCALARS, _collisions
 from tests.security.files.opcodes import (
     build,
     call,
     get,
+    mapping,
     name,
     new,
     put,
@@ -380,6 +381,13 @@ def _quantized(size: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
     return call(name("torch._utils", "_rebuild_qtensor"), *parts, scheme, value(False), b"}")
 
 
+def _integers(count: int) -> bytes:
+    """Integers that all have one hash."""
+    return b"".join(value(i * (2**61 - 1)) for i in range(1, count + 1))
+
+
+SET, ORDERED = name("builtins", "set"), name("collections", "OrderedDict")
+_ORDERED = call(ORDERED, get(0))
 HUGE = 1 << 40
 BIG_LIST = pickle.EMPTY_LIST + value(1 << 33) + pickle.APPEND
 SELF_KEYS = pickle.EMPTY_DICT + value(1 << 33) + pickle.NONE + pickle.SETITEM
@@ -466,6 +474,30 @@ PICKLES: dict[str, tuple[str, bytes]] = {
     "module": ("pickle.storage", together(value("module"), value("x")) + pickle.BINPERSID),
     "tuples": ("pickle.nested", _doubled(40, pickle.TUPLE)),
     "tuples as a key": ("pickle.nested", b"}" + _doubled(60, pickle.TUPLE) + b"Ns"),
+    "keys of one hash": ("pickle.keys", _collisions(20_000)),
+    "sets": ("pickle.call", _last(_last(b"N" * 4096) + put(0) + call(SET, get(0)) * 50)),
+    "sets of text": ("pickle.call", _last(value("a" * 4096) + put(0) + call(SET, get(0)) * 50)),
+    "ordered": (
+        "pickle.call",
+        _last(mapping(**{f"{i}": b"N" for i in range(999)}) + put(0) + _ORDERED * 99),
+    ),
+    "ordered twice": (
+        "pickle.call",
+        _last(call(ORDERED) + put(0) + b"(" + b"K\x01N" * 999 + b"u" + _ORDERED * 99),
+    ),
+    "attributes": (
+        "pickle.call",
+        _last(
+            mapping(**{f"x{i}": b"N" for i in range(999)})
+            + put(0)
+            + build(new(ORDERED), get(0)) * 99
+        ),
+    ),
+    "a long key": (
+        "pickle.call",
+        b"}" + together(b"N" * 999) + put(0) + b"Ns(" + (get(0) + b"N") * 99 + b"u",
+    ),
+    "set of one hash": ("pickle.keys", call(SET, _last(_integers(20_000)))),
     "lists": ("content.expanded", _last(_doubled(40))),
     "short lists": ("content.expanded", _last(_doubled(20))),
     "wide lists": (
