@@ -44,7 +44,7 @@ TRUST_REASONS = {
 class ScanRow:
     """One judged item."""
 
-    kind: str  # file | checkpoint | folder
+    kind: str  # file | checkpoint | folder | metadata
     assessment: Assessment
 
     @property
@@ -229,7 +229,7 @@ def find_scan_path(name: str | None) -> Path:
 
 def _scan_items(path: Path, policy: FilePolicy, scan: ScanResult, config: RunConfig) -> None:
     """Fill `scan`, one item at a time."""
-    items = list(_select_items(path, scan))
+    items = list(_select_items(path, policy, scan))
     scan.total = len(items)
     screen = console()
     quiet = not config.monitoring.progress or not supports_live_display(screen)
@@ -238,9 +238,9 @@ def _scan_items(path: Path, policy: FilePolicy, scan: ScanResult, config: RunCon
             scan.rows.append(ScanRow(item.kind, scanner.scan(item)))
 
 
-def _select_items(path: Path, scan: ScanResult) -> Iterator[ScanItem]:
+def _select_items(path: Path, policy: FilePolicy, scan: ScanResult) -> Iterator[ScanItem]:
     """Yield the items to judge; count the others."""
-    for item in list_items(path):
+    for item in list_items(path, policy):
         is_nested_file = item.kind == "file" and item.path != path
         if is_nested_file and item.files and not is_loadable(item.path):
             scan.ignored_files += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ WEIGHT_FILES = tuple(
     f"{name}{suffix}" for name in (MODEL, "pytorch_model.bin") for suffix in ("", INDEX_SUFFIX)
 )
 """Weight files of a Hugging Face folder, in order of preference."""
-MAX_INDEX_BYTES = 1 << 26
 COPY_FIX = "get a whole copy of the folder"
 COMPILE_PREFIX = "_orig_mod."  # prefix by torch.compile of names in modules that it wraps
 MAX_NAMES = 3  # names of each kind, in a message
@@ -83,6 +81,8 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
 
     Raises ConfigError if there are none, SecurityError and CheckpointError if they are refused.
     """
+    from runner.security.files.loader import check_weights_folder, open_file
+
     if path.name == MODEL and folders.is_checkpoint(path.parent):
         path = path.parent  # its manifest has the digest
     if path.is_dir():
@@ -92,10 +92,12 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
         restored = reading.load_newest(root, policy, check_state, best_first=True)
         if restored is not None:
             return _from_checkpoint(restored)
+        check_weights_folder(path, policy)
         path = _find_weight_file(path)
+    elif path.name.endswith(INDEX_SUFFIX):
+        check_weights_folder(path.parent, policy)
     if path.name.endswith(INDEX_SUFFIX):
         return _read_shards(path, policy)
-    from runner.security.files.loader import open_file
 
     opened = open_file(path, policy)
     _log_warnings(opened, path)
@@ -119,10 +121,15 @@ def _find_weight_file(folder: Path) -> Path:
 
 def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
     """Check each shard; keep only the shapes and dtypes of its tensors."""
+    from runner.security.files.folder_rules import read_index
+    from runner.security.files.formats import FileRefusal
     from runner.security.files.loader import open_file
     from runner.security.files.sandbox import Sandbox
 
-    by_name = _read_index(index)
+    try:
+        by_name = read_index(index)
+    except FileRefusal as refusal:  # with security=off
+        raise ConfigError(KEY, f"{index}: {refusal}", COPY_FIX) from None
     tensors: dict[str, Any] = {}
     shards: list[Shard] = []
     with Sandbox() as sandbox:  # one process for all shards
@@ -143,20 +150,6 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     notes = [f"in {len(shards)} shards"]
     return StoredWeights(index, tensors, sha256, min(s.trust for s in shards), notes, tuple(shards))
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """Return the file name by tensor; ConfigError unless it is an index of files in its folder."""
-    try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"it has more than {MAX_INDEX_BYTES >> 20} MiB")
-        by_name: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        if not by_name or any(file != Path(file).name for file in by_name.values()):
-            raise ValueError("its weight_map lists no files in its folder")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        text = f"{index} is not a shard index: {shorten_name(str(error))}"
-        raise ConfigError(KEY, text, COPY_FIX) from error
-    return by_name
 
 
 def _log_warnings(opened: LoadedFile, path: Path) -> None:

@@ -371,13 +371,17 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> Non
     path.unlink()
     for index, says in (
         ("[", "is not a shard index"),
-        ('{"weight_map": {"a": "../../secret.pt"}}', "lists no files in its folder"),
         ('{"weight_map": {}}', "lists no files in its folder"),
         (json.dumps({"weight_map": by_name | {"z": min(by_name.values())}}), "no shard has z"),
     ):
         path.write_text(index)
         with pytest.raises(ConfigError, match=rf"^model\.weights: .*{says}"):
             load_initial_weights(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
+    path.write_text('{"weight_map": {"a": "../../secret.pt"}}')
+    with pytest.raises(SecurityError, match="names '../../secret.pt', which is no file in its"):
+        load_initial_weights(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
+    with pytest.raises(ConfigError, match="names '../../secret.pt', which is no file in its"):
+        load_initial_weights(Net(), snapshot, [], FilePolicy(SecurityLevel.off))
 
 
 def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> None:

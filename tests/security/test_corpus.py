@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -20,7 +21,7 @@ from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.zip_rules import check_zip
 from tests.security.files import benign, hostile
-from tests.security.files.archives import Member, archive
+from tests.security.files.archives import Member, archive, array
 from tests.security.files.hostile import Sample
 
 HOSTILE = hostile.samples()
@@ -120,16 +121,20 @@ def test_a_bomb_is_refused_within_the_limits_of_the_sandbox(
         assert psutil.Process(sandbox.process.pid).memory_info().rss < 1 << 30
 
 
-GOOD = (Member("a", b"x" * 100), Member("b", b"y" * 100))
+GOOD = tuple(Member(f"{name}.npy", array(np.arange(9))) for name in "ab")
+LINK = {"external": 0o120777 << 16}
 
 
 @pytest.mark.parametrize(
     ("code", "bad"),
     [
-        ("zip.unique", [*GOOD, Member("A", b"2")]),
+        ("zip.unique", [*GOOD, Member("A.npy", b"2")]),
         ("zip.paths", [*GOOD, Member("../a", b"")]),
         ("zip.ratio", [*GOOD, Member("c", bytes(1 << 16), zipfile.ZIP_DEFLATED)]),
         ("zip.crc", [*GOOD, Member("c", b"x", central={"crc": 1})]),
+        ("zip.gaps", [Member("c", bytes(99), hidden=True), *GOOD]),
+        ("zip.links", [*GOOD, Member("c.npy", b"/etc/passwd", central=LINK)]),
+        ("zip.members", [*GOOD, Member("c.zip", archive(GOOD))]),
     ],
 )
 def test_each_rule_keeps_a_good_archive_and_refuses_a_bad_one(code: str, bad: list[Member]) -> None:

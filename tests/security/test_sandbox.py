@@ -154,7 +154,7 @@ def test_own_and_pinned_files_need_no_process_foreign_ones_one_for_all_and_none_
         assert sum(sizes) == list_folder(own).size
         assert scanner.scan(list_folder(path)).trust is Trust.PINNED
         assert scanner.sandbox.process is None
-        verdicts = [scanner.scan(item).trust for item in list_items(theirs.parent)]
+        verdicts = [scanner.scan(item).trust for item in list_items(theirs.parent, policy)]
         assert verdicts == [Trust.UNTRUSTED] * 2
         started = pid_of(scanner.sandbox)
         raise KeyboardInterrupt

@@ -28,6 +28,9 @@ PLAIN = frozenset(
     + (torch.storage.TypedStorage, torch.UntypedStorage)
 )
 MAX_MAGNITUDE = 1e10  # weights are many orders of magnitude smaller
+EXPANDED_VALUES = 100_000  # values in nested containers, plus EXPANDED_RATIO per stored value
+EXPANDED_RATIO = 1_000
+VISITS = 0  # no id of an object
 MAX_WARNINGS = 20  # tensors that are reported
 PACKED_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers per byte; has no reductions
 WAY_OUT = "check its origin before you use it; check_model examines it further"
@@ -39,7 +42,11 @@ LocatedTensor = tuple[KeyPath, Tensor]
 def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTensor]:
     """Return all tensors with their key paths. Raises FileRefusal for anything but plain data."""
     tensors: list[LocatedTensor] = []
-    _visit(content, (), limits.depth, {}, tensors)
+    visited = {VISITS: 0}
+    count = _visit(content, (), limits.depth, visited, tensors)
+    if count > EXPANDED_VALUES + EXPANDED_RATIO * visited[VISITS]:
+        evidence = f"it repeats its parts to {count:,} values"
+        raise FileRefusal("content.expanded", "", evidence, SAVE_AGAIN)
     total = sum(p.numel() * p.element_size() for _, t in tensors for p in _strided_parts(t))
     if total > limits.may_expand(size):
         evidence = f"its tensors would take {total:,} bytes, and the file has {size:,}"
@@ -48,21 +55,27 @@ def check_types(content: Any, size: int, limits: FileLimits) -> list[LocatedTens
 
 
 def _visit(
-    value: Any, path: KeyPath, depth: int, visited: dict[int, bool], tensors: list[LocatedTensor]
-) -> None:
-    """Visit nested values depth first; `visited`: id → whether all of it was visited."""
-    if type(value) in PLAIN or visited.get(id(value)):
-        return
+    value: Any, path: KeyPath, depth: int, visited: dict[int, int], tensors: list[LocatedTensor]
+) -> int:
+    """Visit nested values depth first, and return their number, shared ones counted each time.
+
+    `visited`: id → that number, or 0 until all of it was visited; at VISITS the number of calls.
+    """
+    visited[VISITS] += 1
+    if count := type(value) in PLAIN or visited.get(id(value), 0):
+        return count
     if id(value) in visited or len(path) > depth:
         problem = f"contains itself, or is nested more than {depth} deep"
         raise FileRefusal("content.depth", format_key_path(path[:4]), problem, SAVE_AGAIN)
-    visited[id(value)] = False
+    visited[id(value)] = 0
+    count = 1
     for key, child in _children(value, path):
-        _visit(child, (*path, key), depth, visited, tensors)
+        count += _visit(child, (*path, key), depth, visited, tensors)
     if type(value) in TENSORS:
         _check_tensor(value, path)
         tensors.append((path, value))
-    visited[id(value)] = True
+    visited[id(value)] = count
+    return count
 
 
 def _children(value: Any, key_path: KeyPath) -> Iterator[tuple[Any, Any]]:

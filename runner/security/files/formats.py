@@ -44,6 +44,17 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Protocols 2 to 5 begin with a version byte; older ones are recognised by an import opcode.
 PICKLE = re.compile(rb"\x80[\x02-\x05]")
 OLD_PICKLE = re.compile(rb"[ci][A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\r?\n", re.ASCII)
+ARCHIVE_MAGIC = {
+    "gzip": b"\x1f\x8b\x08",
+    "bzip2": b"BZh",
+    "xz": b"\xfd7zXZ\0",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "lz4": b"\x04\x22\x4d\x18",
+    "7z": b"7z\xbc\xaf\x27\x1c",
+    "rar": b"Rar!\x1a\x07",
+}
+TAR_MAGIC = slice(257, 262), b"ustar"
+OUTSIDE = re.compile(r"^[/~]|^[A-Za-z]:|\\|://|(^|/)\.\.(/|$)")
 MODEL_IN_ZIP = re.compile(rb"data\.pkl|\.npy|\x93NUMPY", re.I)
 
 
@@ -68,6 +79,11 @@ def is_model_name(name: str) -> bool:
     return name.lower().endswith(MODEL_SUFFIXES) or name == DCP_INDEX
 
 
+def leads_outside(name: object) -> bool:
+    """Whether a name in a list of files is no text, or no path below the list's folder."""
+    return type(name) is not str or not name.isprintable() or OUTSIDE.search(name) is not None
+
+
 def check_name(name: str) -> None:
     """Raise FileRefusal for names of formats that contain code or need unpickling."""
     description = UNSUPPORTED_FORMATS.get(
@@ -81,6 +97,9 @@ def identify_format(data: Data, name: str) -> str:
     """Return safetensors, torch_zip, npz, npy or pickle. Raises FileRefusal for other content."""
     check_name(name)
     suffix, head = Path(name.lower()).suffix, bytes(data[:HEAD_BYTES])
+    if archive := _identify_archive(head):
+        evidence = f"is a {archive} archive, which may hold files of any kind"
+        raise FileRefusal("format.archive", "", evidence, "unpack it, and scan its content")
     kind = _identify_zip(data) if head.startswith(ZIP_MAGIC) else _identify_head(head, len(data))
     if not kind and head and suffix in PICKLE_SUFFIXES:
         kind = "pickle"  # torch's loader reports what is wrong
@@ -103,6 +122,13 @@ def _identify_head(head: bytes, size: int) -> str:
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size:
         return "safetensors"
     return "pickle" if PICKLE.match(head) or OLD_PICKLE.search(head) else ""
+
+
+def _identify_archive(head: bytes) -> str:
+    """Return the kind of an archive or compressed file other than zip; "" if it is none."""
+    where, magic = TAR_MAGIC
+    kinds = [kind for kind, start in ARCHIVE_MAGIC.items() if head.startswith(start)]
+    return next(iter(kinds), "tar" if head[where] == magic else "")
 
 
 def open_zip(data: Data) -> zipfile.ZipFile:
@@ -137,7 +163,7 @@ def is_loadable(path: Path) -> bool:
         with path.open("rb") as file:
             head, size = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
             if not head.startswith(ZIP_MAGIC):
-                kind = _identify_head(head, size)
+                kind = _identify_head(head, size) or (_identify_archive(head) if may_be_raw else "")
                 return bool(kind) and (kind != "pickle" or may_be_raw or bool(PICKLE.match(head)))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return MODEL_IN_ZIP.search(data) is not None

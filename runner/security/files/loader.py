@@ -21,6 +21,7 @@ from runner.record.text import escape_control_chars, summarize_error
 from runner.security.config import SecurityLevel
 from runner.security.files.encode import TIED
 from runner.security.files.file_bytes import FileBytes
+from runner.security.files.folder_rules import check_folder
 from runner.security.files.formats import FileRefusal, check_name, printable
 from runner.security.files.parsing import NEEDS_PICKLE, Examination, examine, load_content, unpickle
 from runner.security.files.policy import FileLimits, FilePolicy
@@ -123,7 +124,7 @@ def _examine(
 def _unpickle_allowed(data: FileBytes, examination: Examination) -> None:
     """Unpickle a file whose digest is in allow_pickle, if it cannot be loaded otherwise."""
     refusals = [r for r in examination.reasons if r.severity is Severity.REFUSAL]
-    if [reason.code for reason in refusals] != [NEEDS_PICKLE]:
+    if len(refusals) != 1 or not refusals[0].code.startswith((NEEDS_PICKLE, "pickle.")):
         return
     examination.reasons.remove(refusals[0])
     try:
@@ -157,6 +158,16 @@ def check_foreign_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
         assessment = scanner.scan(list_folder(folder))
     check_allowed(assessment, policy)
     return assessment
+
+
+def check_weights_folder(folder: Path, policy: FilePolicy) -> None:
+    """Raise SecurityError for a link, index or config in a foreign folder of weights.
+
+    A malformed index is left to its reader.
+    """
+    for reason in () if policy.level is SecurityLevel.off else check_folder(folder, policy):
+        if reason.code != "index.malformed":
+            raise _refusal_error(folder, str(reason))
 
 
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:

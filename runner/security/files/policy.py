@@ -18,7 +18,7 @@ class FileLimits:
     expanded: int = GIB  # content bytes allowed regardless of the ratio
     ratio: float = 64.0  # of content to file, above that
     depth: int = 64  # of nested containers
-    cpu_s: float = 30.0  # sandbox CPU time, plus a second per 32 MiB of file
+    cpu_s: float = 9.0  # sandbox CPU time, plus a second per MiB up to 32 MiB, then per 32 MiB
     memory: int = 5 * GIB // 2  # bytes for the sandbox, plus three times the file
 
     def may_expand(self, size: int) -> int:

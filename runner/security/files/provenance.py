@@ -20,7 +20,7 @@ from runner.record.text import escape_control_chars
 from runner.security.checksummed_json import read_checksummed_json
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
-from runner.security.files.formats import is_model_name
+from runner.security.files.formats import FileRefusal, is_model_name, leads_outside
 from runner.security.files.policy import FilePolicy
 
 log = logging.getLogger("runner")
@@ -32,6 +32,8 @@ MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # of checkpoints and captures
 MAX_MANIFEST_BYTES = 1 << 24  # maximum size of a manifest or digest list
 SUMS_FILE = "SHA256SUMS"
+COPY_FILE = "copy the file itself"
+INTACT = "use an intact copy or an earlier checkpoint"
 SUM_LINE = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")
 
 
@@ -127,14 +129,35 @@ def is_in_run_tree(path: Path, policy: FilePolicy) -> bool:
         return False
 
 
+def link_roots(folder: Path) -> list[Path]:
+    """Return the folders to which links in `folder` may lead."""
+    resolved = folder.resolve()
+    snapshots = (path.parent for path in (resolved, *resolved.parents))
+    cached = next((path for path in snapshots if path.name == "snapshots"), None)
+    return [resolved] if cached is None else [resolved, cached.parent / "blobs"]
+
+
+def check_link(path: Path, roots: Sequence[Path]) -> None:
+    """Raise FileRefusal if the path is a link out of `roots`, or cannot be resolved."""
+    if not path.is_symlink():
+        return
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop
+        raise FileRefusal("link.broken", path.name, str(error), COPY_FILE) from None
+    if not target.exists() or not any(map(target.is_relative_to, roots)):
+        evidence = f"a link that leads to {target}; it was not opened"
+        raise FileRefusal("link.outside", path.name, evidence, COPY_FILE)
+
+
 def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
     """Return CHECKED or PINNED if the digest is known; hashes only if it could be."""
     if is_in_run_tree(path.parent, policy):
         try:
             if _listed_digests(path.parent, MANIFEST).get(path.name) == data.sha256:
                 return Trust.CHECKED
-        except CheckpointError:
-            pass  # a damaged manifest; `set_trust` reports it
+        except (CheckpointError, FileRefusal):
+            pass  # `set_trust` reports it
     pinned = policy.pinned and data.sha256 in policy.pinned
     return Trust.PINNED if pinned else Trust.UNTRUSTED
 
@@ -142,14 +165,18 @@ def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
 def _listed_digests(folder: Path, source: str) -> dict[str, str]:
     """Return sha256 by file name from the folder's manifest or SHA256SUMS; {} if missing.
 
-    Raises CheckpointError if it is malformed.
+    Raises CheckpointError if it is malformed, FileRefusal if it leads out of the folder.
     """
     path = folder / source
+    check_link(path, link_roots(folder))
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES >> 20} MiB")
-    return _read_sums(path) if source == SUMS_FILE else _read_manifest(path)
+    listed = _read_sums(path) if source == SUMS_FILE else _read_manifest(path)
+    for name in filter(leads_outside, listed):
+        raise FileRefusal("digests.path", source, f"lists {name!r}, outside its folder", INTACT)
+    return listed
 
 
 def _read_manifest(path: Path) -> dict[str, str]:
@@ -170,7 +197,9 @@ def _read_sums(path: Path) -> dict[str, str]:
         match = SUM_LINE.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{path}: not a list of sha256 and file names: {line[:100]!r}")
-        sums[match[2].removeprefix("./")] = match[1].lower()
+        name, digest = match[2].removeprefix("./"), match[1].lower()
+        if sums.setdefault(name, digest) != digest:
+            raise FileRefusal("digests.conflict", path.name, f"has two digests of {name!r}", INTACT)
     return sums
 
 
@@ -205,6 +234,9 @@ def _check_digests(
     """Refuse files that differ from the folder's digest list; return the list."""
     try:
         listed = _listed_digests(folder, source)
+    except FileRefusal as refusal:
+        assessment.refuse([refusal.reason])
+        return {}
     except CheckpointError as error:
         text = f"{escape_control_chars(str(error))}, so its digests are ignored"
         assessment.reasons.append(Reason("digests.damaged", Severity.WARNING, source, text))
@@ -214,7 +246,6 @@ def _check_digests(
         if expected is not None and digest and digest != expected:
             expected = escape_control_chars(expected)
             text = f"its sha256 is {digest[:16]}…, but {source} lists {expected[:16]}…"
-            way_out = "use an intact copy or an earlier checkpoint"
-            reason = Reason("digests.differ", Severity.REFUSAL, name, text, way_out)
+            reason = Reason("digests.differ", Severity.REFUSAL, name, text, INTACT)
             assessment.refuse([reason])
     return listed

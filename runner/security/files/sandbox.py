@@ -31,6 +31,7 @@ from runner.security.files.policy import FileLimits
 START_TIMEOUT_S = 120.0  # on a busy machine with a cold disk
 WALL_TIME_FACTOR = 10.0  # limit of wall time as a multiple of CPU time
 BYTES_PER_SECOND = 32 << 20  # per CPU second, in addition to limits.cpu_s
+SMALL_FILE, SMALL_BYTES_PER_SECOND = 32 << 20, 1 << 20  # pickles are read slowly
 MAX_ANSWER_BYTES = 1 << 20  # maximum bytes of an answer
 MAX_REASONS = 1_000
 MAX_CRASHES = 8  # crashes per scan, after which files are refused unexamined
@@ -162,7 +163,8 @@ def _exit_failure(process: subprocess.Popen[bytes]) -> SandboxError:
 
 def cpu_seconds(limits: FileLimits, size: int) -> float:
     """Return the CPU time limit for a file of `size` bytes."""
-    return limits.cpu_s + size / BYTES_PER_SECOND
+    small_s = min(size, SMALL_FILE) / SMALL_BYTES_PER_SECOND
+    return limits.cpu_s + small_s + size / BYTES_PER_SECOND
 
 
 def _parse_answer(answer: Any) -> tuple[str, list[Reason]]:

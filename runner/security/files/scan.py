@@ -12,13 +12,22 @@ from typing import Self
 from runner.errors import CheckpointError, SecurityError
 from runner.findings import Reason, Severity, Trust
 from runner.security.files.file_bytes import FileBytes, hash_file
-from runner.security.files.formats import FileRefusal, check_name, is_loadable, is_model_name
+from runner.security.files.folder_rules import check_folder
+from runner.security.files.formats import (
+    FileRefusal,
+    check_name,
+    is_loadable,
+    is_model_name,
+    printable,
+)
 from runner.security.files.policy import FilePolicy
 from runner.security.files.provenance import (
+    COPY_FILE,
     MANIFEST,
     OTHER,
     Assessment,
     FileFacts,
+    link_roots,
     set_trust,
     trust_by_digest,
 )
@@ -33,7 +42,7 @@ class ScanItem:
     """A unit of judgement: a file, or a folder that is loaded as a whole."""
 
     path: Path
-    kind: str = "file"  # file | checkpoint | folder
+    kind: str = "file"  # file | checkpoint | folder | metadata
     files: dict[str, Path] = field(default_factory=dict)  # all regular files by relative path
     findings: list[Reason] = field(default_factory=list)  # links that lead outside, pipes, …
 
@@ -78,9 +87,20 @@ class Scanner:
             assessment.refuse(reasons if is_single else [_prefix_name(name, r) for r in reasons])
             if report is not None:
                 report(facts.size)
+        if not is_single:
+            assessment.refuse(self._check_folders(item, assessment))
         set_trust(assessment, item.path, self.policy)
         assessment.seconds = time.perf_counter() - start
         return assessment
+
+    def _check_folders(self, item: ScanItem, assessment: Assessment) -> list[Reason]:
+        """Return refusals of configs and other files beside those that are loaded."""
+        loaded = [name for name, facts in assessment.files.items() if facts.format != OTHER]
+        reasons = []
+        for inner in sorted({Path(name).parent for name in loaded}):
+            found = check_folder(item.path / inner, self.policy, link_roots(item.path))
+            reasons += [_prefix_name(str(inner), r) if inner.name else r for r in found]
+        return [reason for reason in reasons if not is_model_name(reason.where)]
 
     def _examine(self, path: Path) -> tuple[FileFacts, list[Reason]]:
         try:
@@ -109,10 +129,11 @@ class Scanner:
         return examination.format, examination.reasons
 
 
-def list_items(path: Path) -> Iterator[ScanItem]:
+def list_items(path: Path, policy: FilePolicy) -> Iterator[ScanItem]:
     """Yield the items at `path` in order of names: checkpoints, and each other file.
 
-    Links that lead out of the folder are reported, not followed, except for those of a Hugging Face
+    Files beside a model count as items if they are refused, as a config that runs code is. Links
+    that lead out of the folder are reported, not followed, except for those of a Hugging Face
     snapshot to its own `blobs`.
     """
     if not os.path.isdir(path) or _is_checkpoint(path):
@@ -122,9 +143,16 @@ def list_items(path: Path) -> Iterator[ScanItem]:
         if folder != path and _is_checkpoint(folder):
             yield list_folder(folder)
             continue
+        has_model = any(is_loadable(folder / name) for name in names)
+        reasons = check_folder(folder, policy, link_roots(path)) if has_model else []
+        refused = {r.where: r for r in reasons if not is_model_name(r.where)}
         for name in names:
             item = ScanItem(folder / name)
-            _add_file(item, name, folder / name, _link_roots(path))
+            if reason := refused.get(printable(name)):
+                opened = {} if reason.code.startswith("link.") else {name: folder / name}
+                yield ScanItem(folder / name, "metadata", opened, [reason])
+                continue
+            _add_file(item, name, folder / name, link_roots(path))
             if item.files or item.findings:
                 yield item
 
@@ -140,7 +168,7 @@ def list_folder(path: Path) -> ScanItem:
     for folder, names in _walk(path):
         for name in names:
             member = folder / name
-            _add_file(item, str(member.relative_to(path)), member, _link_roots(path))
+            _add_file(item, str(member.relative_to(path)), member, link_roots(path))
     item.files = dict(sorted(item.files.items()))
     return item
 
@@ -148,13 +176,6 @@ def list_folder(path: Path) -> ScanItem:
 def _is_checkpoint(folder: Path) -> bool:
     """Whether it is one of our checkpoints or captures."""
     return os.path.isfile(folder / MANIFEST) and os.path.exists(folder / "state.pt")
-
-
-def _link_roots(folder: Path) -> list[Path]:
-    """Return the folders to which links in `folder` may lead."""
-    resolved = folder.resolve()
-    blobs = resolved.parent.parent / "blobs"
-    return [resolved, blobs] if resolved.parent.name == "snapshots" else [resolved]
 
 
 def _walk(
@@ -202,7 +223,7 @@ def _add_file(item: ScanItem, name: str, path: Path, roots: list[Path]) -> None:
 def _unopened_reason(code: str, name: str, evidence: str, refuse: bool) -> Reason:
     """Return a refusal if it might be loaded, else a note."""
     severity = Severity.REFUSAL if refuse else Severity.NOTE
-    return Reason(code, severity, name, f"{evidence}; it was not opened", "copy the file itself")
+    return Reason(code, severity, name, f"{evidence}; it was not opened", COPY_FILE)
 
 
 def _hash_unexamined(path: Path) -> tuple[FileFacts, list[Reason]]:

@@ -7,15 +7,27 @@ not repeated.
 
 from __future__ import annotations
 
+import os
+import re
+import stat
+import struct
 import zipfile
 from functools import partial
+from typing import IO
 
-from runner.security.files.formats import Data, FileRefusal, open_zip
+from runner.security.files.formats import NPY_MAGIC, Data, FileRefusal, open_zip
 from runner.security.files.policy import FileLimits
 
 BLOCK = 1 << 20  # bytes inflated at a time
 # other methods are inflated without a bound
 COMPRESSION_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+LOCAL_HEADER_BYTES, DESCRIPTOR_BYTES, END_RECORD_BYTES = 30, 24, 22
+END_MAGIC = b"PK\x05\x06"
+TORCH_MEMBER = re.compile(
+    r"[^/]+/(data\.pkl|data/\d+|byteorder|version|\.format_version|\.storage_alignment"
+    r"|\.data/serialization_id)",
+    re.ASCII,
+)
 
 
 def check_unique(archive: zipfile.ZipFile, limit: int) -> str:
@@ -51,6 +63,44 @@ def check_crc(archive: zipfile.ZipFile, limit: int) -> str:
     return ""
 
 
+def check_gaps(archive: zipfile.ZipFile, limit: int) -> str:
+    """Check that the members fill the file up to the directory, which ends it."""
+    file: IO[bytes] = archive.fp  # type: ignore[assignment]
+    end = 0
+    for member in sorted(archive.infolist(), key=lambda member: member.header_offset):
+        if not 0 <= member.header_offset - end <= DESCRIPTOR_BYTES:
+            return f"has bytes outside its members, before {member.orig_filename}"
+        file.seek(member.header_offset + LOCAL_HEADER_BYTES - 4)
+        name_and_extra = sum(struct.unpack("<2H", file.read(4)))
+        end = member.header_offset + LOCAL_HEADER_BYTES + name_and_extra + member.compress_size
+    file.seek(-END_RECORD_BYTES, os.SEEK_END)
+    if not 0 <= archive.start_dir - end <= DESCRIPTOR_BYTES or file.read(4) != END_MAGIC:
+        return "has bytes outside its members, at the end"
+    return ""
+
+
+def check_links(archive: zipfile.ZipFile, limit: int) -> str:
+    """Check that each member is an ordinary file."""
+    for member in archive.infolist():
+        if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
+            return f"{member.orig_filename} is a link or a special file"
+    return ""
+
+
+def check_members(archive: zipfile.ZipFile, limit: int) -> str:
+    """Check that torch or numpy writes each member: no other archive, pickle or program."""
+    names = [member.orig_filename for member in archive.infolist()]
+    if any(name.lower().endswith("data.pkl") for name in names):
+        odd = [name for name in names if TORCH_MEMBER.fullmatch(name) is None]
+        odd += [name for name in names if name.split("/")[0] != names[0].split("/")[0]]
+        return f"{odd[0]} is not a member that torch.save writes" if odd else ""
+    for name in names:
+        with archive.open(name) as file:
+            if not name.endswith(".npy") or file.read(len(NPY_MAGIC)) != NPY_MAGIC:
+                return f"{name} is not an array in numpy's format"
+    return ""
+
+
 def _content_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
     """Return a member's actual size; -1 if its header, method or checksum is invalid."""
     if member.compress_type not in COMPRESSION_METHODS:
@@ -67,6 +117,9 @@ ZIP_RULES = {
     "zip.paths": check_paths,
     "zip.ratio": check_total_size,
     "zip.crc": check_crc,
+    "zip.gaps": check_gaps,
+    "zip.links": check_links,
+    "zip.members": check_members,
 }
 
 
