@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from traceback import format_exception
+from types import TracebackType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -155,7 +158,8 @@ def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
 def read_path(config: DictConfig, key: str) -> Path:
     """Return the path that a key holds.
 
-    Raises SecurityError if it contains a variable's value, ConfigError if it cannot be resolved.
+    Raises SecurityError if it contains a variable's value, read or typed, and ConfigError if it
+    cannot be resolved.
     """
     reads_before = _access.reads if _access is not None else 0
     try:
@@ -168,11 +172,25 @@ def read_path(config: DictConfig, key: str) -> Path:
         cause, error = failed_interpolation(config) or (str(error.full_key or key), error)
         raise ConfigError(cause, str(error).partition("\n")[0]) from error
     if _access is not None and _access.reads > reads_before:
-        raise SecurityError(
-            f"{key}: would put a value from the environment into a file or folder name; "
-            f"type a name: name=…, or {key}=…"
-        )
-    return Path(str(value))
+        raise _name_error(key, f"type a name: name=…, or {key}=…")
+    path = Path(str(value))
+    inner = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    # a variable may hold a folder, such as HOME, in which an absolute path lies
+    for text in inner.parts if inner.is_absolute() else [str(inner)]:
+        check_name(key, text, f"type a name: name=…, or {key}=…")
+    return path
+
+
+def check_name(key: str, text: str, fix: str) -> None:
+    """Raise SecurityError if a text that names files has a variable's value, read or typed."""
+    values = (value for name, (value, _) in _masked_by_key.items() if f"{name}.".startswith(key))
+    if mask_secrets(text) != text or text in values:
+        raise _name_error(key, fix)
+
+
+def _name_error(key: str, fix: str) -> SecurityError:
+    problem = "would put a value from the environment into a file or folder name"
+    return SecurityError(f"{key}: {problem}; {fix}")
 
 
 def failed_interpolation(config: Any) -> tuple[str, OmegaConfBaseException] | None:
@@ -269,16 +287,42 @@ def mask_hydra_files(folder: Path) -> None:
             replace_text(path, text)
 
 
-def masking_state() -> dict[str, Any]:
-    """Return the state that lets a child process mask the same values; picklable."""
-    return {"known": known_secrets(), "shown": dict(_masked_by_key), "values": dict(_values)}
+class MaskingState:
+    """What this process masks. Unpickled in a new process, it makes that one mask the same.
+
+    It must be the process's first argument: others may run the user's code when unpickled. It is
+    sent through the pipe that starts the process; a fork needs none.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _adopt_masking_state, (known_secrets(), dict(_masked_by_key), dict(_values))
 
 
-def adopt_masking_state(state: Mapping[str, Any]) -> None:
-    """Adopt the parent's `masking_state`."""
-    add_secrets(state["known"])
-    _masked_by_key.update(state["shown"])
-    _values.update(state["values"])
+def _adopt_masking_state(
+    known: Mapping[str, str], masked_by_key: Mapping[str, tuple[str, str]], values: dict[str, str]
+) -> MaskingState:
+    add_secrets(known)
+    _masked_by_key.update(masked_by_key)
+    _values.update(values)
+    sys.excepthook = _print_masked  # of errors while the other arguments are unpickled
+    return MaskingState()
+
+
+def run_masked(_: MaskingState, main: Callable[..., object], *arguments: Any) -> None:
+    """Call `main`; target of all processes that multiprocessing starts. It prints no secrets."""
+    try:
+        main(*arguments)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            raise
+        _print_masked(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _print_masked(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    sys.stderr.write(mask_secrets("".join(format_exception(kind, error, trace))))
 
 
 def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
