@@ -41,8 +41,8 @@ from runner.device.memory import free_heap
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.masking import mask_secrets
 from runner.parent_death import die_with_parent
+from runner.security.masked_process import MaskingState, run_masked
 from runner.security.pickle_transfer import dumps_persistent, loads_persistent
-from runner.security.secrets import MaskingState, run_masked
 from runner.training.signals import END_SIGNALS
 
 log = logging.getLogger("runner")

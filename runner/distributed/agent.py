@@ -20,7 +20,7 @@ import psutil
 
 from runner import fork_server
 from runner.distributed.outcome import LOST_KINDS, MachineReport, RankEnd, RankOutcome
-from runner.security.secrets import MaskingState, run_masked
+from runner.security.masked_process import MaskingState, run_masked
 from runner.training.signals import (
     ADVANCE_SIGNALS,
     END_SIGNALS,

@@ -45,13 +45,7 @@ from runner.security.cli_overrides import (
     parse_override,
 )
 from runner.security.config import NAME, SecurityConfig, SecurityLevel
-from runner.security.paths import (
-    FOLDER_KEYS,
-    WRITTEN_KEYS,
-    check_output_path,
-    check_subfolder,
-)
-from runner.sweep.config import storage_path
+from runner.security.paths import check_output_path, check_subfolder
 
 MAX_CONFIG_CHARS = 1 << 16
 MAX_INTERPOLATIONS = 5_000  # interpolations resolved per config
@@ -59,8 +53,8 @@ MAX_RESOLVED_CHARS = 1 << 20
 LEVELS = list(SecurityLevel)  # least strict first
 WORD = re.compile(r"\w+")
 RESUME_KEYS = ("checkpoint.resume", "sweep.resume", "replay.path")
-RENDEZVOUS = "distributed.rendezvous"
-URL_PARTS = set("?#%")  # with which a URL names another file than its text
+NO_FILE_KEYS = ("distributed.rendezvous", "search.storage", "monitoring.sinks")
+"""Keys of machines to connect to and places to write, which a file cannot choose freely."""
 RESERVED_GROUPS = ("security", "schema", "hydra")
 """Groups with permissions and types, in which no file may replace one of ours."""
 CLI_ONLY_GROUPS = {"launcher": "isolated", "job_logging": "none", "hydra_logging": "none"}
@@ -135,8 +129,10 @@ class ConfigFileChecker:
             check_security_group(config, self.cli.security)
             check_sweep_parameters(config)
             check_resume_paths(config, self.cli)
-            check_rendezvous(config, self.cli)
-            check_written_paths(config, self.cli)
+            if any(raw_value(config, key) for key in NO_FILE_KEYS):
+                from runner.security.outside_places import check_outside_places
+
+                check_outside_places(config, self.cli)
             return config
 
         def set_config(job: Any, config: DictConfig) -> None:
@@ -295,8 +291,7 @@ def check_sweep_parameters(config: DictConfig) -> None:
         words = WORD.findall(f"{override.key_or_group} {override.package}")
         key = override.key_or_group
         is_map = isinstance(override.value(), dict)  # of keys below this one
-        no_file_keys = (RENDEZVOUS, *WRITTEN_KEYS)
-        refused = any(is_below(key, (k,)) or is_map and is_below(k, (key,)) for k in no_file_keys)
+        refused = any(is_below(key, (k,)) or is_map and is_below(k, (key,)) for k in NO_FILE_KEYS)
         if refused or {"security", "hydra", *FACTORY_KEYS} & set(words):
             raise SecurityError(
                 f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
@@ -308,60 +303,12 @@ def check_sweep_parameters(config: DictConfig) -> None:
 def check_resume_paths(config: DictConfig, cli: CliOverrides) -> None:
     """Raise SecurityError if a config file names a run outside the output roots to resume."""
     for key in RESUME_KEYS:
-        value = _select(config, key)
+        value = select(config, key)
         if value not in (None, "", "None", "none", "auto") and not cli.has(key):
             check_output_path(key, value)
 
 
-def check_rendezvous(config: DictConfig, cli: CliOverrides) -> None:
-    """Raise SecurityError if a file names the host from which the processes read pickles."""
-    value = _select(config, RENDEZVOUS)
-    if value is not None and not cli.has(RENDEZVOUS):
-        raise SecurityError(
-            f"{RENDEZVOUS}: {value} is refused: a file cannot name the machine that a run connects "
-            f"to; if you mean it, type {RENDEZVOUS}={value}"
-        )
-
-
-def check_written_paths(config: DictConfig, cli: CliOverrides) -> None:
-    """Raise SecurityError if a file names a place to write outside the output roots.
-
-    `ConfigFileChecker.check_folders` does so for Hydra's folders.
-    """
-    for key in WRITTEN_KEYS:
-        if key in FOLDER_KEYS or (cli.has(key) and not cli.strict):
-            continue
-        for text in _written_paths(config, key):
-            if "://" in text and URL_PARTS & set(text):
-                problem = f"{text} is refused: a file may name a place by a path alone"
-                raise SecurityError(f"{key}: {problem}; if you mean it, type {key}=…")
-            check_output_path(key, storage_path(text), strict=cli.strict)
-    if _select(config, "search.storage") is not None:
-        secrets.read_path(config, "search.storage")
-
-
-def _written_paths(config: DictConfig, key: str) -> Iterator[str]:
-    """Yield the paths of a key; of a class's arguments these are all texts that look like one,
-    but for a variable's value, which the user let the config read."""
-    if not isinstance(node := _select(config, key), Container):
-        yield from [] if node is None else [str(node)]
-        return
-    try:
-        raw: Any = OmegaConf.to_container(node, resolve=False)
-        values: Any = OmegaConf.to_container(node, resolve=True)
-    except OmegaConfBaseException as error:
-        if refusal := secrets.find_refusal(error):
-            raise refusal from None
-        return  # reported when the config is made
-    references = [secrets.REFERENCE.fullmatch(str(text)) for _, text in iterate_leaves(raw, key)]
-    variables = {os.environ.get(match[1]) for match in references if match}
-    for _, value in iterate_leaves(values, key):
-        text = str(value)
-        if ("/" in text or text.startswith(("~", ".."))) and text not in variables:
-            yield text
-
-
-def _select(config: DictConfig, key: str) -> Any:
+def select(config: DictConfig, key: str) -> Any:
     """Return a value; None if it cannot be resolved, which is reported when the config is made."""
     try:
         return OmegaConf.select(config, key)
@@ -369,6 +316,15 @@ def _select(config: DictConfig, key: str) -> Any:
         if refusal := secrets.find_refusal(error):
             raise refusal from None
         return None
+
+
+def raw_value(config: DictConfig, key: str) -> Any:
+    """Return the unresolved value of a key in a group."""
+    group, _, name = key.partition(".")
+    if (parent := config._get_node(group)) is None:
+        return None
+    tree: Any = OmegaConf.to_container(parent, resolve=False)  # type: ignore[arg-type]
+    return tree.get(name) if isinstance(tree, dict) else tree
 
 
 def _starts_with_bom(path: str) -> bool:

@@ -17,12 +17,6 @@ from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 
 OUTPUT_ROOTS = ("outputs", "multirun")  # the second is Hydra's default
-FOLDER_KEYS = (
-    *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"),
-    *("hydra.output_subdir", "hydra.job.name"),
-)
-WRITTEN_KEYS = (*FOLDER_KEYS, "search.storage", "monitoring.sinks")
-"""All keys that name a place to write, with the arguments of the classes that do."""
 OTHERS_WRITE = 0o002
 GROUP_AND_OTHERS = 0o077
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from traceback import format_exception
-from types import TracebackType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -287,42 +284,18 @@ def mask_hydra_files(folder: Path) -> None:
             replace_text(path, text)
 
 
-class MaskingState:
-    """What this process masks. Unpickled in a new process, it makes that one mask the same.
-
-    It must be the process's first argument: others may run the user's code when unpickled. It is
-    sent through the pipe that starts the process; a fork needs none.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _adopt_masking_state, (known_secrets(), dict(_masked_by_key), dict(_values))
+def masking_state() -> tuple[Any, ...]:
+    """Return the arguments of `adopt_masking_state` for another process."""
+    return known_secrets(), dict(_masked_by_key), dict(_values)
 
 
-def _adopt_masking_state(
+def adopt_masking_state(
     known: Mapping[str, str], masked_by_key: Mapping[str, tuple[str, str]], values: dict[str, str]
-) -> MaskingState:
+) -> None:
+    """Mask what the parent process masks."""
     add_secrets(known)
     _masked_by_key.update(masked_by_key)
     _values.update(values)
-    sys.excepthook = _print_masked  # of errors while the other arguments are unpickled
-    return MaskingState()
-
-
-def run_masked(_: MaskingState, main: Callable[..., object], *arguments: Any) -> None:
-    """Call `main`; target of all processes that multiprocessing starts. It prints no secrets."""
-    try:
-        main(*arguments)
-    except BaseException as error:
-        if isinstance(error, SystemExit) and not isinstance(error.code, str):
-            raise
-        _print_masked(type(error), error, error.__traceback__)
-        sys.exit(1)
-
-
-def _print_masked(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    sys.stderr.write(mask_secrets("".join(format_exception(kind, error, trace))))
 
 
 def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:

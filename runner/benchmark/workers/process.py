@@ -21,7 +21,7 @@ from runner.device import cgroup
 from runner.device.config import omp_env
 from runner.errors import UsageError
 from runner.parent_death import watch_parent
-from runner.security.secrets import MaskingState, run_masked
+from runner.security.masked_process import MaskingState, run_masked
 
 EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
 UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script

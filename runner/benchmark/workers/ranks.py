@@ -26,8 +26,8 @@ from runner.distributed.rank_info import LOOPBACK, RankInfo
 from runner.distributed.world import World, host_local_store
 from runner.errors import ConfigError, ProcessLost
 from runner.record.console import set_up_logging
+from runner.security.masked_process import MaskingState, run_masked
 from runner.security.pickle_transfer import unpickle_parts
-from runner.security.secrets import MaskingState, run_masked
 from runner.training.loop import train
 
 SAFE_PATH = "PYTHONSAFEPATH"
