@@ -121,7 +121,8 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     `data.changed`, which is about one change, and the storage of a search.
     """
     typed_values = {GROUP_ALIASES.get(o.key, o.key): o.value for o in typed}
-    dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY, "search.storage"}
+    dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
+    dropped.add("search.storage")
     if typed_values.get("distributed.nodes") == "1":
         dropped.add("distributed.rendezvous")
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
