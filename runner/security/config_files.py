@@ -39,10 +39,8 @@ from runner.security.cli_overrides import (
     FACTORY_KEYS,
     FILE_HYDRA_KEYS,
     CliOverrides,
-    check_job_count,
     is_below,
     iterate_leaves,
-    parse_override,
 )
 from runner.security.config import NAME, SecurityConfig, SecurityLevel
 from runner.security.paths import check_output_path, check_subfolder
@@ -127,7 +125,10 @@ class ConfigFileChecker:
             except Exception as error:  # Hydra assumes that its own config node is intact
                 raise self._composition_error(error) from error
             check_security_group(config, self.cli.security)
-            check_sweep_parameters(config)
+            if OmegaConf.select(config, "hydra.sweeper.params"):
+                from runner.security.outside_places import check_sweep_parameters
+
+                check_sweep_parameters(config)
             check_resume_paths(config, self.cli)
             if any(raw_value(config, key) for key in NO_FILE_KEYS):
                 from runner.security.outside_places import check_outside_places
@@ -277,27 +278,6 @@ def _permission_error(key: str, value: str) -> SecurityError:
         f"{key}: {value} is refused: a config file cannot grant permissions; "
         f"to allow it, type {key}={value}"
     )
-
-
-def check_sweep_parameters(config: DictConfig) -> None:
-    """Raise SecurityError if a sweep's parameters set keys that may only be typed."""
-    parameters = OmegaConf.select(config, "hydra.sweeper.params")
-    tree: Any = OmegaConf.to_container(parameters, resolve=False) if parameters else {}
-    parsed = []
-    for name, value in tree.items():
-        override = parse_override(f"{name}={value}")
-        if override is None:
-            raise ConfigError("hydra.sweeper.params", f"{name[:80]} cannot be read")
-        words = WORD.findall(f"{override.key_or_group} {override.package}")
-        key = override.key_or_group
-        is_map = isinstance(override.value(), dict)  # of keys below this one
-        refused = any(is_below(key, (k,)) or is_map and is_below(k, (key,)) for k in NO_FILE_KEYS)
-        if refused or {"security", "hydra", *FACTORY_KEYS} & set(words):
-            raise SecurityError(
-                f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
-            )
-        parsed.append(override)
-    check_job_count(parsed, "hydra.sweeper.params")
 
 
 def check_resume_paths(config: DictConfig, cli: CliOverrides) -> None:

@@ -1,6 +1,7 @@
 """Check what a config names outside of the output folders: places to write, and another machine.
 
-A file may name a place below the output roots; others, and machines, have to be typed.
+A file may name a place below the output roots; others, and machines, have to be typed. So have
+some keys that a sweep's parameters would set.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.errors import SecurityError
+from runner.errors import ConfigError, SecurityError
 from runner.security import secrets
-from runner.security.cli_overrides import CliOverrides, iterate_leaves
-from runner.security.config_files import raw_value, select
+from runner.security.cli_overrides import (
+    FACTORY_KEYS,
+    CliOverrides,
+    check_job_count,
+    is_below,
+    iterate_leaves,
+    parse_override,
+)
+from runner.security.config_files import NO_FILE_KEYS, WORD, raw_value, select
 from runner.security.paths import check_output_path
 from runner.sweep.config import storage_path
 
@@ -71,3 +79,24 @@ def _texts(config: DictConfig, key: str) -> Iterator[str]:
 
 def _refusal(key: str, value: object, problem: str) -> SecurityError:
     return SecurityError(f"{key}: {value} is refused: {problem}; if you mean it, type {key}=…")
+
+
+def check_sweep_parameters(config: DictConfig) -> None:
+    """Raise SecurityError if a sweep's parameters set keys that may only be typed."""
+    parameters = OmegaConf.select(config, "hydra.sweeper.params")
+    tree: Any = OmegaConf.to_container(parameters, resolve=False) if parameters else {}
+    parsed = []
+    for name, value in tree.items():
+        override = parse_override(f"{name}={value}")
+        if override is None:
+            raise ConfigError("hydra.sweeper.params", f"{name[:80]} cannot be read")
+        words = WORD.findall(f"{override.key_or_group} {override.package}")
+        key = override.key_or_group
+        is_map = isinstance(override.value(), dict)  # of keys below this one
+        refused = any(is_below(key, (k,)) or is_map and is_below(k, (key,)) for k in NO_FILE_KEYS)
+        if refused or {"security", "hydra", *FACTORY_KEYS} & set(words):
+            raise SecurityError(
+                f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
+            )
+        parsed.append(override)
+    check_job_count(parsed, "hydra.sweeper.params")
