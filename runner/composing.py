@@ -224,8 +224,9 @@ def typed(config: DictConfig) -> RunConfig:
             if refusal := secrets.find_refusal(error):
                 raise refusal from None
             from runner.overrides.diagnosis import conversion_problem
+            from runner.security.interpolations import failed_interpolation
 
-            failed = secrets.failed_interpolation(config)
+            failed = failed_interpolation(config)
             key, cause = failed or (error.full_key or "config", error)
             reason = secrets.mask_words(conversion_problem(str(cause).partition("\n")[0]))
             raise ConfigError(key, reason) from error
@@ -295,7 +296,9 @@ def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> R
     The caller decides which classes are trusted. Raises ConfigError if it does not fit this
     version, SecurityError for an untrusted class and for anything but plain data.
     """
-    secrets.check_literal(tree, may_read=secrets.permitted_variables())
+    from runner.security.interpolations import check_literal  # imported only if used
+
+    check_literal(tree, may_read=secrets.permitted_variables())
     try:
         config = OmegaConf.structured(RunConfig)
         for group, schemas in SCHEMAS:

@@ -33,12 +33,16 @@ def reference_to(name: str) -> str:
 
 def add_secret(name: str, value: str) -> None:
     """Make `mask_secrets` replace this value from now on, unless it is too short."""
-    global _pattern
     for piece in (value, value.strip(), *map(str.strip, value.splitlines())):
         min_length = MIN_SECRET_DIGITS if NUMBER.fullmatch(piece) else MIN_SECRET_LENGTH
         if len(piece) >= min_length:
             for encoded in set(_encodings(piece)):  # twice: an error may quote it within JSON
                 _variable_by_text.update(dict.fromkeys(_encodings(encoded), name))
+    _update_pattern()
+
+
+def _update_pattern() -> None:
+    global _pattern
     longest_first = sorted(_variable_by_text, key=len, reverse=True)
     _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -93,5 +97,5 @@ def known_secrets() -> Mapping[str, str]:
 
 def add_secrets(spellings: Mapping[str, str]) -> None:
     """Mask the values that the parent process masks."""
-    for value, name in spellings.items():
-        add_secret(name, value)
+    _variable_by_text.update(spellings)
+    _update_pattern()

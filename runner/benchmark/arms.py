@@ -25,6 +25,7 @@ from runner.overrides.spelling import (
     sweep_overrides,
 )
 from runner.record.text import escape_control_chars as escape
+from runner.security.secrets import check_name
 
 KEY = "benchmark.arms"
 NAMED_ARM = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
@@ -64,6 +65,7 @@ def compose_arms(
     flags += [] if config_name == "config" else [f"--config-name={config_name}"]
     arms: list[Arm] = []
     for text in settings.arms:
+        check_name(KEY, text, "type that key for all arms, outside of benchmark.arms")
         name, arm_overrides = _parse_arm(text, levels)
         keys = {_override_key(override) for override in arm_overrides}
         keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}

@@ -363,7 +363,9 @@ def show_config(request: Request) -> None:
         raise UsageError(f"--package: there is no {package} in the config")
     if isinstance(part, Container):
         if flags.resolve:
-            if (failed := secrets.failed_interpolation(shown_tree)) is not None:
+            from runner.security.interpolations import failed_interpolation
+
+            if (failed := failed_interpolation(shown_tree)) is not None:
                 raise ConfigError(failed[0], str(failed[1]).partition("\n")[0])
             OmegaConf.resolve(part)
         part = (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)

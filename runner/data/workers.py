@@ -39,7 +39,9 @@ from torch import Tensor
 
 from runner.device.memory import free_heap
 from runner.errors import DataError, RunnerError, WorkerLost
+from runner.masking import mask_secrets
 from runner.parent_death import die_with_parent
+from runner.security.masked_process import MaskingState, run_masked
 from runner.security.pickle_transfer import dumps_persistent, loads_persistent
 from runner.training.signals import END_SIGNALS
 
@@ -176,8 +178,8 @@ class Workers:
         context = multiprocessing.get_context()
         local_end, worker_end = socket.socketpair()
         local_end.settimeout(self.timeout_s)  # a blocked send means a hung worker
-        arguments = (worker_end, self.fetch, os.getpid(), self.stack_file)
-        process: Any = context.Process(target=_serve, args=arguments, daemon=True)
+        work = (_serve, worker_end, self.fetch, os.getpid(), self.stack_file)
+        process: Any = context.Process(target=run_masked, args=(MaskingState(), *work), daemon=True)
         process.name = f"data worker {number}"
         # before the start, so that `close` finds both if this is interrupted
         self.processes[number : number + 1] = [process]
@@ -353,7 +355,7 @@ def _serve(
 
 
 def _failure(error: BaseException, key: Key) -> _Failure:
-    trace = "".join(traceback.format_exception(error))[-20_000:]
+    trace = mask_secrets("".join(traceback.format_exception(error)))[-20_000:]
     hint = "; data.workers=0 avoids it" if "shared memory" in str(error) else ""
     return _Failure(
         f"data: batch {key[1]} of epoch {key[0]}: {type(error).__name__}: {error}{hint}\n{trace}"

@@ -20,6 +20,7 @@ import psutil
 
 from runner import fork_server
 from runner.distributed.outcome import LOST_KINDS, MachineReport, RankEnd, RankOutcome
+from runner.security.masked_process import MaskingState, run_masked
 from runner.training.signals import (
     ADVANCE_SIGNALS,
     END_SIGNALS,
@@ -83,7 +84,8 @@ class Agent:
                 with _signals_blocked():  # nor in the fork server, and what it starts
                     fork_server.start(PRELOAD, os.environ)
                     for rank, args in arguments.items():
-                        self.processes[rank] = context.Process(target=start, args=args)
+                        args = (MaskingState(), start, *args)
+                        self.processes[rank] = context.Process(target=run_masked, args=args)
                         self._start_process(self.processes[rank])
                 while (alive := self._alive_processes()) and not self.server_lost:
                     wait([process.sentinel for process in alive.values()], POLL_S)

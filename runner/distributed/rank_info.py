@@ -6,11 +6,12 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.errors import ConfigError, UsageError
 
+LOOPBACK, LOCAL_NAMES = "127.0.0.1", ("localhost", "::1")
 FIRST_PORT, PORT_COUNT = 20_000, 20_000  # port range, by job number
 
 
@@ -62,14 +63,22 @@ def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo | None:
     env = os.environ if environ is None else environ
     try:
         if int(env.get("WORLD_SIZE", 0)) > 0 and "RANK" in env:
-            return _read_torchrun(env)
+            place = _read_torchrun(env)
+            return _on_loopback(place, "LOCAL_WORLD_SIZE" in env)
         if int(env.get("SLURM_NTASKS", 0)) > 1 and "SLURM_STEP_ID" in env:
-            return _read_slurm(env)
+            return _on_loopback(_read_slurm(env))
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"environment variables of a distributed run are incomplete: {error}"
         ) from None
     return None
+
+
+def _on_loopback(place: RankInfo, knows_local_size: bool = True) -> RankInfo:
+    """Let processes on one machine meet at an address that no other machine reaches."""
+    is_local = knows_local_size and place.local_size == place.size and place.nodes == 1
+    is_local = (is_local or place.address in LOCAL_NAMES) and not place.hosted
+    return replace(place, address=LOOPBACK) if is_local else place
 
 
 def _read_torchrun(env: Mapping[str, str]) -> RankInfo:
@@ -107,7 +116,7 @@ def _read_slurm(env: Mapping[str, str]) -> RankInfo:
 def _first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list such as `node[1-3,7]`, by scontrol."""
     if "[" not in nodes and "," not in nodes:
-        return "127.0.0.1" if nodes == socket.gethostname() else nodes
+        return LOOPBACK if nodes == socket.gethostname() else nodes
     names = subprocess.run(  # noqa: S603  # a list of nodes, and no shell
         ["scontrol", "show", "hostnames", nodes],  # noqa: S607
         capture_output=True,

@@ -23,7 +23,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from runner.config import RunConfig
 from runner.distributed.outcome import MachineReport, RunVerdict, dump_json, parse_json
-from runner.distributed.rank_info import RankInfo
+from runner.distributed.rank_info import LOOPBACK, RankInfo
+from runner.distributed.world import host_local_store
 from runner.errors import UsageError
 
 log = logging.getLogger("runner")
@@ -128,8 +129,8 @@ def join_rendezvous(config: RunConfig, processes: int, attempt: int) -> Iterator
     """Yield the rendezvous of all machines; its store lives within this context."""
     settings = config.distributed
     if settings.nodes == 1:
-        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        yield Rendezvous(_make_places(0, processes, processes, "127.0.0.1", store.port, attempt))
+        store = host_local_store()
+        yield Rendezvous(_make_places(0, processes, processes, LOOPBACK, store.port, attempt))
         return
     parameters = RendezvousParameters(
         backend="c10d",

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.config import DistributedConfig, DistributedKind
 from runner.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
-from runner.distributed.rank_info import RankInfo
+from runner.distributed.rank_info import LOOPBACK, RankInfo
 from runner.distributed.stacks import StackWriter
 from runner.errors import ConfigError, ProcessLost, RunnerError, UsageError
 from runner.security.pickle_transfer import dumps_persistent
@@ -380,7 +380,18 @@ class World:
 def open_store(place: RankInfo, timeout: timedelta) -> TCPStore:
     """Open the store shared by all processes; it stays open for this process's lifetime."""
     is_host = place.rank == 0 and not place.hosted
+    if is_host and place.address == LOOPBACK:
+        return host_local_store(place.port, timeout)
     return TCPStore(place.address, place.port, place.size, is_host, timeout, wait_for_workers=False)
+
+
+def host_local_store(port: int = 0, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
+    """Open a store for processes of this machine; by itself it listens on all interfaces."""
+    with socket.create_server((LOOPBACK, port)) as server:
+        port = server.getsockname()[1]
+        return TCPStore(
+            LOOPBACK, port, None, True, timeout, False, master_listen_fd=server.detach()
+        )
 
 
 def choose_backend(config: DistributedConfig, device_type: str) -> str:

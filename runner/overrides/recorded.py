@@ -117,11 +117,14 @@ def _recorded_overrides(run: Path | None) -> list[str]:
 def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
     """Return the recorded overrides that the typed ones do not replace.
 
-    `security` and `hydra` keys are not taken from a folder, which may come from anywhere, nor is
-    `data.changed`, which is about one change.
+    `security` and `hydra` keys are not taken from a folder, which may come from anywhere, nor are
+    `data.changed`, which is about one change, and the storage of a search.
     """
     typed_values = {GROUP_ALIASES.get(o.key, o.key): o.value for o in typed}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
+    dropped.add("search.storage")
+    if typed_values.get("distributed.nodes") == "1":
+        dropped.add("distributed.rendezvous")
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     recorded_values = {o.key: o.value for o in map(parse_override, recorded)}
     if "experiment" not in recorded_values:  # a recipe names its own options

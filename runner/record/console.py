@@ -52,7 +52,9 @@ class EscapingConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape control characters in all other output."""
+        """Mask secrets before lines are folded; escape control characters in all other output."""
+        if isinstance(renderable, Text) and renderable.plain != mask_secrets(renderable.plain):
+            renderable = Text(mask_secrets(renderable.plain), renderable.style)
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else escape_lines(segment.text)
             yield segment if text is segment.text else Segment(text, segment.style)

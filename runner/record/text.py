@@ -51,7 +51,7 @@ def _escape(match: re.Match[str]) -> str:
 
 def shorten(text: str, max_chars: int) -> str:
     """Join `text` to one line; beyond `max_chars` cut it between words, with ` …`."""
-    words = " ".join(text.split())
+    words = " ".join(mask_secrets(text).split())  # first: a part of a secret is not recognised
     if len(words) <= max_chars:
         return words
     return f"{words[:max_chars].rpartition(' ')[0] or words[:max_chars]} …"

@@ -39,10 +39,8 @@ from runner.security.cli_overrides import (
     FACTORY_KEYS,
     FILE_HYDRA_KEYS,
     CliOverrides,
-    check_job_count,
     is_below,
     iterate_leaves,
-    parse_override,
 )
 from runner.security.config import NAME, SecurityConfig, SecurityLevel
 from runner.security.paths import check_output_path, check_subfolder
@@ -53,6 +51,8 @@ MAX_RESOLVED_CHARS = 1 << 20
 LEVELS = list(SecurityLevel)  # least strict first
 WORD = re.compile(r"\w+")
 RESUME_KEYS = ("checkpoint.resume", "sweep.resume", "replay.path")
+NO_FILE_KEYS = ("distributed.rendezvous", "search.storage", "monitoring.sinks")
+"""Keys of machines to connect to and places to write, which a file cannot choose freely."""
 RESERVED_GROUPS = ("security", "schema", "hydra")
 """Groups with permissions and types, in which no file may replace one of ours."""
 CLI_ONLY_GROUPS = {"launcher": "isolated", "job_logging": "none", "hydra_logging": "none"}
@@ -125,8 +125,15 @@ class ConfigFileChecker:
             except Exception as error:  # Hydra assumes that its own config node is intact
                 raise self._composition_error(error) from error
             check_security_group(config, self.cli.security)
-            check_sweep_parameters(config)
+            if OmegaConf.select(config, "hydra.sweeper.params"):
+                from runner.security.outside_places import check_sweep_parameters
+
+                check_sweep_parameters(config)
             check_resume_paths(config, self.cli)
+            if any(raw_value(config, key) for key in NO_FILE_KEYS):
+                from runner.security.outside_places import check_outside_places
+
+                check_outside_places(config, self.cli)
             return config
 
         def set_config(job: Any, config: DictConfig) -> None:
@@ -273,33 +280,31 @@ def _permission_error(key: str, value: str) -> SecurityError:
     )
 
 
-def check_sweep_parameters(config: DictConfig) -> None:
-    """Raise SecurityError if a sweep's parameters set keys that may only be typed."""
-    parameters = OmegaConf.select(config, "hydra.sweeper.params")
-    tree: Any = OmegaConf.to_container(parameters, resolve=False) if parameters else {}
-    parsed = []
-    for name, value in tree.items():
-        override = parse_override(f"{name}={value}")
-        if override is None:
-            raise ConfigError("hydra.sweeper.params", f"{name[:80]} cannot be read")
-        words = WORD.findall(f"{override.key_or_group} {override.package}")
-        if {"security", "hydra", *FACTORY_KEYS} & set(words):
-            raise SecurityError(
-                f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
-            )
-        parsed.append(override)
-    check_job_count(parsed, "hydra.sweeper.params")
-
-
 def check_resume_paths(config: DictConfig, cli: CliOverrides) -> None:
     """Raise SecurityError if a config file names a run outside the output roots to resume."""
     for key in RESUME_KEYS:
-        try:
-            value = OmegaConf.select(config, key)
-        except OmegaConfBaseException:  # reported when the config is made
-            continue
+        value = select(config, key)
         if value not in (None, "", "None", "none", "auto") and not cli.has(key):
             check_output_path(key, value)
+
+
+def select(config: DictConfig, key: str) -> Any:
+    """Return a value; None if it cannot be resolved, which is reported when the config is made."""
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException as error:
+        if refusal := secrets.find_refusal(error):
+            raise refusal from None
+        return None
+
+
+def raw_value(config: DictConfig, key: str) -> Any:
+    """Return the unresolved value of a key in a group."""
+    group, _, name = key.partition(".")
+    if (parent := config._get_node(group)) is None:
+        return None
+    tree: Any = OmegaConf.to_container(parent, resolve=False)  # type: ignore[arg-type]
+    return tree.get(name) if isinstance(tree, dict) else tree
 
 
 def _starts_with_bom(path: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -27,7 +27,6 @@ from runner.record.storage import read_record, replace_text
 KEY = "security.environment"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
-ARGUMENTS = re.compile(r"\w+\.(arguments|options)", re.ASCII)  # mappings that become arguments
 
 
 @dataclass
@@ -155,7 +154,8 @@ def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
 def read_path(config: DictConfig, key: str) -> Path:
     """Return the path that a key holds.
 
-    Raises SecurityError if it contains a variable's value, ConfigError if it cannot be resolved.
+    Raises SecurityError if it contains a variable's value, read or typed, and ConfigError if it
+    cannot be resolved.
     """
     reads_before = _access.reads if _access is not None else 0
     try:
@@ -165,46 +165,30 @@ def read_path(config: DictConfig, key: str) -> Path:
     except OmegaConfBaseException as error:
         if refusal := find_refusal(error):
             raise refusal from None
+        from runner.security.interpolations import failed_interpolation
+
         cause, error = failed_interpolation(config) or (str(error.full_key or key), error)
         raise ConfigError(cause, str(error).partition("\n")[0]) from error
     if _access is not None and _access.reads > reads_before:
-        raise SecurityError(
-            f"{key}: would put a value from the environment into a file or folder name; "
-            f"type a name: name=…, or {key}=…"
-        )
-    return Path(str(value))
+        raise _name_error(key, f"type a name: name=…, or {key}=…")
+    path = Path(str(value))
+    inner = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    # a variable may hold a folder, such as HOME, in which an absolute path lies
+    for text in inner.parts if inner.is_absolute() else [str(inner)]:
+        check_name(key, text, f"type a name: name=…, or {key}=…")
+    return path
 
 
-def failed_interpolation(config: Any) -> tuple[str, OmegaConfBaseException] | None:
-    """Return key and error of the first interpolation of a config that fails by itself.
-
-    Others fail since they refer to it. Hydra's own section is left out.
-    """
-    failures = dict[str, tuple[str, OmegaConfBaseException]]()  # raw text and error, by key
-    _find_failures(config, "", failures)
-    computed_last = sorted(failures.items(), key=lambda item: item[1][0].startswith("${runner."))
-    for key, (text, error) in computed_last:
-        if not any(other in text for other in failures if other != key):
-            return key, error
-    return None
+def check_name(key: str, text: str, fix: str) -> None:
+    """Raise SecurityError if a text that names files has a variable's value, read or typed."""
+    values = (value for name, (value, _) in _masked_by_key.items() if f"{name}.".startswith(key))
+    if mask_secrets(text) != text or text in values:
+        raise _name_error(key, fix)
 
 
-def _find_failures(
-    node: Any, parent_key: str, failures: dict[str, tuple[str, OmegaConfBaseException]]
-) -> None:
-    for name in range(len(node)) if isinstance(node, ListConfig) else list(node):
-        key = f"{parent_key}.{name}" if parent_key else str(name)
-        key = f"{parent_key}[{name}]" if isinstance(node, ListConfig) else key
-        child = node._get_node(name)
-        if key == "hydra" or child is None or child._is_none() or child._is_missing():
-            continue
-        if child._is_interpolation():
-            try:
-                node[name]
-            except OmegaConfBaseException as error:
-                failures[key] = str(child._value()), error
-        elif isinstance(child, DictConfig | ListConfig):
-            _find_failures(child, key, failures)
+def _name_error(key: str, fix: str) -> SecurityError:
+    problem = "would put a value from the environment into a file or folder name"
+    return SecurityError(f"{key}: {problem}; {fix}")
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -269,43 +253,18 @@ def mask_hydra_files(folder: Path) -> None:
             replace_text(path, text)
 
 
-def masking_state() -> dict[str, Any]:
-    """Return the state that lets a child process mask the same values; picklable."""
-    return {"known": known_secrets(), "shown": dict(_masked_by_key), "values": dict(_values)}
+def masking_state() -> tuple[Any, ...]:
+    """Return the arguments of `adopt_masking_state` for another process."""
+    return known_secrets(), dict(_masked_by_key), dict(_values)
 
 
-def adopt_masking_state(state: Mapping[str, Any]) -> None:
-    """Adopt the parent's `masking_state`."""
-    add_secrets(state["known"])
-    _masked_by_key.update(state["shown"])
-    _values.update(state["values"])
-
-
-def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
-    """Raise SecurityError if a recorded config contains interpolations or code as a name.
-
-    Argument names must be identifiers; a mapping that is itself an argument may have any keys,
-    unless it has a `_target_`. `${oc.env:NAME}` (a masked value) is allowed if NAME is in
-    `may_read` (None: any).
-    """
-    if isinstance(value, Mapping | list | tuple):
-        is_call = isinstance(value, Mapping) and ("_target_" in value or ARGUMENTS.fullmatch(key))
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, item in items:
-            if is_call and not str(name).isidentifier():
-                raise SecurityError(f"{key}: {name!r} is refused: a name must be an identifier")
-            child_key = f"{key}.{name}" if key else str(name)
-            check_literal(name, key, ())
-            check_literal(item, child_key, may_read)
-    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):  # could be anything
-        raise SecurityError(f"{key}: {value!r} is refused: interpolation is not allowed here")
-    elif isinstance(value, str) and may_read is not None:
-        for name in REFERENCE.findall(value):
-            if name not in may_read:
-                raise SecurityError(
-                    f"{key}: {value!r} is refused: it reads an environment variable; to allow it, "
-                    f"add security.environment=[{name}]"
-                )
+def adopt_masking_state(
+    known: Mapping[str, str], masked_by_key: Mapping[str, tuple[str, str]], values: dict[str, str]
+) -> None:
+    """Mask what the parent process masks."""
+    add_secrets(known)
+    _masked_by_key.update(masked_by_key)
+    _values.update(values)
 
 
 @contextmanager

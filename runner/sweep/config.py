@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 
 from runner.bounds import bounded, check_bounds
 from runner.count_limits import check_counts
+from runner.errors import ConfigError
 
 
 class StartMethod(Enum):
@@ -29,6 +31,11 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "sweep")
+
+
+def storage_path(text: str) -> str:
+    """Return the file that a text names as a path or a sqlite URL."""
+    return os.path.expanduser(text.removeprefix("sqlite:///").removeprefix("file://"))
 
 
 class Sampler(Enum):
@@ -68,11 +75,16 @@ class SearchConfig:
     pruner: Pruner = Pruner.median
     startup: int = bounded(5, min=0)  # median: completed trials before the first may be pruned
     warmup: int = bounded(1, min=0)  # validations of a trial before it may be pruned
-    storage: str | None = None  # shared file, *.db or *.journal; null: search.db in the sweep's
+    # shared file, *.db or *.journal, or its sqlite URL; null: search.db in the sweep's
+    storage: str | None = None
     seed: int = bounded(0, min=0)  # seed of the sampler
 
     def __post_init__(self) -> None:
         check_bounds(self, "search")
+        path = None if self.storage is None else storage_path(self.storage)
+        if path and ("://" in path or set("?{}") & set(path)) or path == "" != self.storage:
+            problem = f"must be a file, got {self.storage!r}"
+            raise ConfigError("search.storage", problem, "use a path, such as outputs/study.db")
 
 
 @dataclass

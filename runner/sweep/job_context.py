@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
+from runner.masking import add_secret, known_secrets
 from runner.parent_death import watch_parent
 
 JOB_VARIABLE = "RUNNER_JOB"
@@ -22,11 +23,13 @@ ORPHAN_GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
 class JobContext:
     """What the launcher adds to the command line.
 
-    `folder_trusted`: the user named the sweep's folder; a resumed one is untrusted.
+    `folder_trusted`: the user named the sweep's folder; a resumed one is untrusted. `secrets`:
+    variables of the job's environment whose values this process masks.
     """
 
     overrides: list[str] = field(default_factory=list)
     folder_trusted: bool = True
+    secrets: list[str] = field(default_factory=list)
 
 
 def parent_death_pipe(
@@ -38,7 +41,9 @@ def parent_death_pipe(
     as long as the job should live.
     """
     read_end, write_end = os.pipe()
-    os.write(write_end, json.dumps(asdict(JobContext(list(overrides), folder_trusted))).encode())
+    names = sorted(set(known_secrets().values()))
+    context = JobContext(list(overrides), folder_trusted, names)
+    os.write(write_end, json.dumps(asdict(context)).encode())
     return {JOB_VARIABLE: "1"}, read_end, write_end
 
 
@@ -54,9 +59,12 @@ def take_job_context() -> JobContext:
     try:
         message = json.loads(_read_stdin())
         overrides = [str(o) for o in message["overrides"]]
-        context = JobContext(overrides, message["folder_trusted"] is True)
+        secrets = [str(name) for name in message["secrets"]]
+        context = JobContext(overrides, message["folder_trusted"] is True, secrets)
     except (ValueError, LookupError, TypeError, RecursionError):
         return JobContext()
+    for name in context.secrets:
+        add_secret(name, os.environ.get(name, ""))
     watch_parent(0, _end)
     return context
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import math
-import os
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from runner.format import count_noun
 from runner.record.data_digest import DataFiles, change_problem
 from runner.record.library_files import refuse_links
 from runner.record.storage import make_folder, safe_opener
-from runner.sweep.config import Pruner, Sampler, SearchConfig
+from runner.sweep.config import Pruner, Sampler, SearchConfig, storage_path
 from runner.sweep.search_space import SearchPlan, parameter_text
 from runner.training.signals import PRUNED
 
@@ -52,7 +51,7 @@ class StudyFile:
         """Open or create the study; `folder` is the sweep's. Raises StorageError."""
         self.plan, self.folder = plan, folder.absolute()
         storage = plan.settings.storage
-        self.path = Path(os.path.expanduser(storage)) if storage else folder / "search.db"
+        self.path = Path(storage_path(storage)) if storage else folder / "search.db"
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,7 +22,9 @@ from runner.cli.preflight import check
 from runner.distributed.join import config_for_rank
 from runner.distributed.launch import count_processes
 from runner.distributed.rank_info import RankInfo, detect_rank
-from runner.errors import ConfigError, DeviceError, UsageError
+from runner.distributed.rendezvous import join_rendezvous
+from runner.distributed.world import open_store
+from runner.errors import ConfigError, DeviceError, SecurityError, UsageError
 from tests import runs
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -198,6 +203,60 @@ def test_a_place_is_read_from_srun_and_not_from_the_script_of_a_job():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, "127.0.0.1"),
+        ({"MASTER_ADDR": "localhost"}, "127.0.0.1"),
+        ({}, "node1"),  # the other process may be on another machine
+        ({"LOCAL_WORLD_SIZE": "1"}, "node1"),
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}, "node1"),
+        ({"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "node1"),
+    ],
+)
+def test_processes_of_one_machine_meet_on_the_loopback_interface(environment, address):
+    place = detect_rank({**OF_TWO, "MASTER_ADDR": "node1", **environment})
+    assert place is not None and place.address == address
+
+
+def test_a_store_of_one_machine_listens_on_the_loopback_interface_alone():
+    def listening() -> set[str]:
+        found = psutil.Process().net_connections()
+        return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    with join_rendezvous(compose(["distributed=ddp"]), 2, 0) as rendezvous:
+        assert listening() - before == {"127.0.0.1"}
+        port = rendezvous.places[0].port
+        client = open_store(replace(rendezvous.places[1], hosted=True), timedelta(seconds=9))
+        client.set("key", "value")
+        assert client.get("key") == b"value" and port
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = RankInfo(0, 2, 0, 2, "127.0.0.1", port, hosted=False, by="slurm")
+    store = open_store(place, timedelta(seconds=9))
+    assert listening() - before == {"127.0.0.1"} and store.port == port
+    store.set("key", "value")
+
+
+def test_a_resumed_folder_names_no_machine_to_connect_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorded = Path("outputs/x/.hydra")
+    recorded.mkdir(parents=True)
+    Path("outputs/x/checkpoints").mkdir()
+    ours = [*SHORT, "distributed=ddp", "distributed.nodes=2", "search.storage=/elsewhere/a.db"]
+    text = json.dumps([*ours, "distributed.rendezvous=evil:1"])
+    (recorded / "overrides.yaml").write_text(text)
+    with pytest.raises(SecurityError, match=r"^distributed\.rendezvous: evil:1 is refused"):
+        check(read_arguments(["checkpoint.resume=outputs/x"]))
+    request = check(
+        read_arguments(["checkpoint.resume=outputs/x", "distributed.rendezvous=mine:1"])
+    )
+    assert request.config.distributed.rendezvous == "mine:1"
+    request = check(read_arguments(["checkpoint.resume=outputs/x", "distributed.nodes=1"]))
+    assert request.config.distributed.rendezvous is None and request.config.search.storage is None
+
+
 def test_the_doctor_times_what_is_sent_between_the_processes(tmp_path):
     done = runs.command(
         tmp_path, "job=doctor", "distributed=ddp", "distributed.processes=2", "device=cpu",

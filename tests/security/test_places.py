@@ -7,7 +7,10 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -18,11 +21,22 @@ from runner.checkpoint.ownership import folder_is_checked
 from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
-from runner.errors import ConfigError, RunnerError, SecurityError
+from runner.composing import SCHEMAS
+from runner.config import RunConfig
+from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.record.console import close_logging, set_up_logging
 from runner.security.checksummed_json import read_checksummed_json, to_checksummed_json
+from runner.security.cli_overrides import FILE_HYDRA_KEYS
 from runner.security.config import SecurityLevel
+from runner.security.config_files import NO_FILE_KEYS
+from runner.security.outside_places import FOLDER_KEYS, WRITTEN_KEYS
 from runner.security.paths import restrict_run_folder
+from runner.sweep.config import (
+    JobSweeperConfig,
+    LauncherConfig,
+    SearchSweeperConfig,
+    storage_path,
+)
 
 QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "optimization=none"]
 
@@ -153,6 +167,83 @@ def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
     folder.chmod(0o755)
     with pytest.raises(SecurityError, match="a link out of"):
         restrict_run_folder(folder, SecurityLevel.strict)
+
+
+TEXT_KEYS = {  # all others that hold text: names, choices, and places that are only read
+    *("name", "data.kind", "data._target_", "data.arguments", "data.sampler", "data.parts"),
+    *("data.path", "data.validation_path", "data.test_path", "data.encoding", "data.separator"),
+    *("data.target", "data.task", "data.ignore", "data.split_by", "data.types", "data.decimal"),
+    *("data.date_formats", "data.thousands", "data.text", "data.tokenizer", "data.dtype"),
+    *("data.inputs", "model.kind", "model._target_", "model.arguments", "model.weights"),
+    *("model.weights_except", "model.path", "objective.kind", "objective._target_"),
+    *("objective.arguments", "objective.loss", "objective.class_weights", "objective.metrics"),
+    *("optimizer.name", "optimizer.options", "optimizer._target_", "optimizer.freeze"),
+    *("optimizer.groups", "training.monitor", "optimization.level", "optimization.extra"),
+    *("optimization.auto.without", "debug.gradcheck.skip", "debug.hooks", "security.trusted"),
+    *("security.environment", "security.allow_pickle", "security.pinned", "checkpoint.resume"),
+    *("monitoring.log_level", "replay.path", "scan.path", "benchmark.arms"),
+    *("benchmark.reference", "benchmark.baseline", "sweep.resume", "search.metric"),
+    *("distributed.kind", "distributed.backend", "distributed.rendezvous"),
+    *("hydra.launcher._target_", "hydra.sweeper._target_"),
+    *("hydra.sweeper.params", "hydra.sweeper.direction", "hydra.sweeper.n_trials"),
+    *("hydra.sweeper.max_batch_size", "hydra.job.chdir"),
+}
+
+
+def text_keys(schema: type, prefix: str) -> Iterator[str]:
+    """The keys of a schema whose value may be or hold a text."""
+    types = get_type_hints(schema)
+    for field in fields(schema):
+        key, kind = f"{prefix}{field.name}", types[field.name]
+        if is_dataclass(kind):
+            yield from text_keys(kind, f"{key}.")  # type: ignore[arg-type]
+        elif kind is str or any(word in str(kind) for word in ("str", "Any")):
+            yield key
+
+
+def test_every_key_that_names_a_place_to_write_is_in_the_list() -> None:
+    keys = set(text_keys(RunConfig, "")) | set(FILE_HYDRA_KEYS)
+    for group, schemas in SCHEMAS:
+        for schema in schemas.values():
+            keys |= set(text_keys(schema, f"{group}."))
+    keys |= set(text_keys(LauncherConfig, "hydra.launcher."))
+    for schema in (JobSweeperConfig, SearchSweeperConfig):
+        keys |= set(text_keys(schema, "hydra.sweeper."))
+    assert keys == TEXT_KEYS | set(FOLDER_KEYS) | set(WRITTEN_KEYS)
+    assert set(NO_FILE_KEYS) == {"distributed.rendezvous", *WRITTEN_KEYS}
+
+
+@pytest.mark.parametrize(
+    ("storage", "refused"),
+    [
+        ("outputs/own/a.db", False),
+        ("sqlite:///outputs/a.db", False),
+        ("outputs/linked.db", True),
+        ("outputs/own/../../a.db", True),
+    ],
+)
+def test_a_storage_from_a_file_lies_below_outputs_and_a_typed_one_anywhere(
+    storage: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)  # an import raises: the check comes first
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    Path("outputs").mkdir()
+    Path("outputs/linked.db").symlink_to(tmp_path / "a.db")
+    text = f"# @package _global_\ndefaults: [search]\nsearch: {{storage: '{storage}'}}\n"
+    (tmp_path / "own" / "experiment" / "own.yaml").write_text(text)
+    typed = ["--config-dir=own", "experiment=own", "optimizer.lr=interval(1e-4,1e-1)"]
+    plan = Mock(side_effect=UsageError("planned"))
+    monkeypatch.setattr("runner.cli.sweep.plan_search", plan)
+    with pytest.raises(SecurityError if refused else UsageError, match="storage|planned"):
+        check(read_arguments(typed))
+    with pytest.raises(UsageError, match="planned"):
+        check(read_arguments([*typed, f"search.storage={storage}"]))
+    assert str(storage_path(plan.call_args[0][1].search.storage)) == storage.removeprefix(
+        "sqlite:///"
+    )
+    with pytest.raises(SecurityError, match=r"search\.storage: .* security=strict"):
+        check(read_arguments([*typed[2:], "experiment=search", "security=strict",
+                              "search.storage=/elsewhere/a.db"]))  # fmt: skip
 
 
 def test_names_in_a_manifest_are_never_paths(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import logging
+import multiprocessing
+import os
 import shlex
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from rich.text import Text
 
 from runner import masking
 from runner.cli.arguments import read_arguments
@@ -24,10 +27,18 @@ from runner.cli.preflight import check
 from runner.composing import compose, config_from_plain, typed
 from runner.config import config_hash, config_to_plain, flatten_config
 from runner.errors import ConfigError, SecurityError
+from runner.findings import Severity
 from runner.overrides.groups import CONF
 from runner.record import markdown
-from runner.record.text import escape_control_chars
+from runner.record.console import facts_table, print_stdout
+from runner.record.text import escape_control_chars, shorten
 from runner.security import secrets
+from runner.security.files.file_bytes import FileBytes
+from runner.security.files.policy import FileLimits
+from runner.security.files.sandbox import Sandbox
+from runner.security.masked_process import MaskingState, run_masked
+from runner.sweep import job_context
+from runner.sweep.job_context import parent_death_pipe, take_job_context
 from runner.training.summary import Summary
 from tests import runs
 
@@ -50,6 +61,18 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x.flatten(1))
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, token):
+        self.token = token
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() or index > 50:
+            raise ValueError("x" * 19_990 + self.token)
+        return torch.zeros(4), index % 2
 """
 
 
@@ -232,6 +255,12 @@ def test_a_value_is_not_taken_apart(value: str, monkeypatch: pytest.MonkeyPatch)
         ("hydra.sweep.subdir", ["-m", "seed=0,1", "+optimizer.options.pw=${oc.env:MY_TOKEN}",
                                 "hydra.sweep.subdir=${hydra.job.num}_${optimizer.options.pw}"]),
         ("hydra.sweep.dir", ["-m", "seed=0,1", "name=${oc.env:MY_TOKEN}"]),
+        ("hydra.run.dir", ["hydra.run.dir=outputs/xcanary_4b1d"]),  # typed, as a shell inserts it
+        ("hydra.run.dir", ["name=canary_4b1d"]),
+        ("benchmark.arms", ["job=benchmark", "benchmark.arms=[none,'name=xcanary_4b1d']"]),
+        ("benchmark.arms", ["job=benchmark", "benchmark.arms=[none,'x: name=${oc.env:SHORT}']"]),
+        ("search.storage", ["search.storage=outputs/canary_4b1d.db"]),
+        ("search.storage", ["search.storage=outputs/${oc.env:SHORT}.db"]),
     ],
 )  # fmt: skip
 def test_no_file_or_folder_is_called_after_a_value(
@@ -239,9 +268,18 @@ def test_no_file_or_folder_is_called_after_a_value(
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "canary_4b1d")
     with pytest.raises(SecurityError, match="into a file or folder name") as refused:
-        check(read_arguments([*typed_in, LEAVE]))
+        check(read_arguments([*typed_in, "security.environment=[MY_TOKEN,SHORT]"]))
     assert key in str(refused.value) and "canary" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_one_that_a_variable_holds_is_no_name_of_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", str(tmp_path))
+    check(read_arguments([f"hydra.run.dir={tmp_path}/outputs/x", LEAVE]))
+    monkeypatch.chdir("/")
+    check(read_arguments([f"hydra.run.dir={tmp_path}/outputs/x", LEAVE]))
 
 
 @pytest.mark.parametrize(
@@ -333,6 +371,7 @@ def assert_silent(folder: Path, *done: subprocess.CompletedProcess[str]) -> None
     wanted = {text.encode() for text in (*masking.known_secrets(), "canary-4b1d", OTHER)}
     printed = "".join(one.stdout + one.stderr for one in done).encode()
     assert not [text for text in wanted if text in printed]
+    assert b"canary-4b1d" not in b"".join(printed.split())  # folded
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".py"]
     assert len(files) > 5
     for path in files:
@@ -369,18 +408,106 @@ def test_a_canary_is_in_nothing_that_a_failing_run_leaves_behind(place: Path) ->
     assert_silent(place, failed)
 
 
+FAILING = "+model.fail=true"
+RANKS = ["distributed=ddp", "distributed.processes=2"]
+ARMS = ["job=benchmark", "benchmark.arms=[none,basic]", "benchmark.budget_s=3"]
+ROWS = ["data._target_=canary_pkg.Rows", "data.arguments.token=${oc.env:MY_TOKEN}"]
+PROCESSES: dict[str, tuple[list[str], tuple[int, ...]]] = {
+    "ranks": (RANKS, (0,)),
+    "failing ranks": ([*RANKS, FAILING], (1,)),
+    "shards": (["distributed=fsdp", "distributed.processes=2", FAILING], (1,)),
+    "sweep": (["-m", "seed=1,2", "+model.fail=false,true"], (7,)),
+    "spawned job": (["-m", "seed=1", "sweep.start=spawn", FAILING], (7,)),
+    "job of ranks": (["-m", "seed=1", *RANKS, FAILING], (7,)),
+    "benchmark": ([*ARMS, "benchmark.parity=true"], (0, 7)),
+    "failing arms": ([*ARMS, FAILING], (7,)),
+    "failing arms of ranks": ([*ARMS, *RANKS, FAILING], (7,)),
+    "verified ranks": (["job=verify", "verify.what=resume", *RANKS, FAILING], (1,)),
+    "data workers": (["data.workers=2", *[f"+{one}" for one in ROWS[1:]], ROWS[0]], (1, 4, 5)),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("typed_in", "codes"),
-    [
-        (["-m", "seed=1,2", "+model.fail=false,true"], (7,)),
-        (["job=benchmark", "benchmark.budget_s=5"], (0, 7)),
-    ],
-    ids=["sweep", "benchmark"],
-)
-def test_a_canary_is_in_nothing_that_many_runs_leave_behind(
+@pytest.mark.parametrize(("typed_in", "codes"), PROCESSES.values(), ids=PROCESSES)
+def test_a_canary_is_in_nothing_that_other_processes_leave_behind(
     typed_in: list[str], codes: tuple[int, ...], place: Path
 ) -> None:
     done = runs.command(place, *QUICK, *typed_in)
     assert done.returncode in codes, done.stderr
+    assert "${oc.env:MY_TOKEN}" in done.stdout + done.stderr or done.returncode == 0
     assert_silent(place, done)
+
+
+class Rebuilt:
+    """Fails with the secret while a new process unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fail, (CANARY,)
+
+
+def _fail(text: object) -> None:
+    raise ValueError(f"cannot log in with {text}")
+
+
+@pytest.mark.parametrize("argument", [CANARY, Rebuilt()], ids=["running", "unpickling"])
+def test_a_new_process_masks_before_it_unpickles_its_other_arguments(
+    argument: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    masking.add_secret("MY_TOKEN", CANARY)
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_masked, args=(MaskingState(), _fail, argument)
+    )
+    process.start()
+    process.join()
+    printed = capfd.readouterr().err
+    assert process.exitcode == 1
+    assert "cannot log in with ${oc.env:MY_TOKEN}" in printed and "canary" not in printed
+
+
+def test_a_job_masks_values_of_its_environment_that_its_sweep_has_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    masking.add_secret("MY_TOKEN", CANARY)
+    variables, read_end, write_end = parent_death_pipe([])
+    monkeypatch.setattr(masking, "_variable_by_text", {})
+    monkeypatch.setenv(*next(iter(variables.items())))
+    monkeypatch.setattr(job_context, "watch_parent", lambda *_: None)
+    sent = os.read(read_end, 1 << 16)
+    os.close(read_end)
+    os.close(write_end)
+    monkeypatch.setattr(job_context, "_read_stdin", lambda: sent)
+    assert b"canary" not in sent and take_job_context().secrets == ["MY_TOKEN"]
+    assert masking.mask_secrets(CANARY) == "${oc.env:MY_TOKEN}"
+
+
+def test_an_answer_of_the_sandbox_is_masked_and_its_question_has_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    masking.add_secret("MY_TOKEN", "canary-4b1d.npy")
+    (tmp_path / "canary-4b1d.npy").write_bytes(b"x" * 100)
+    asked: list[Any] = []
+
+    def answer(_: Sandbox, request: Any, seconds: float) -> Any:
+        asked.append(request)
+        reason = [
+            "x.y",
+            int(Severity.REFUSAL),
+            "canary-4b1d.npy",
+            "x" * 390 + " canary-4b1d.npy",
+            "",
+        ]
+        return {"format": "npy", "reasons": [reason]}
+
+    monkeypatch.setattr(Sandbox, "_start", lambda _: None)
+    monkeypatch.setattr(Sandbox, "_send_request", answer)
+    with Sandbox() as sandbox, FileBytes.open_in_place(tmp_path / "canary-4b1d.npy") as data:
+        _, (reason,) = sandbox.examine(data, "canary-4b1d.npy", FileLimits())
+    assert asked[0]["name"] == "${oc.env:MY_TOKEN}.npy"
+    assert "canary" not in f"{reason.where} {reason.evidence}"
+
+
+def test_folded_lines_and_shortened_texts_hold_no_part_of_a_value(capsys: Any) -> None:
+    masking.add_secret("MY_TOKEN", "canary-" * 20)
+    text = f"{'x' * 40} {'canary-' * 20}"
+    print_stdout(text, facts_table([("name", text, "")]), Text(text))
+    assert "canary" not in capsys.readouterr().out + shorten(text, 60)

@@ -22,6 +22,7 @@ from runner.device.config import omp_env
 from runner.errors import UsageError
 from runner.parent_death import watch_parent
 from runner.record.storage import make_folder, safe_opener
+from runner.security.masked_process import MaskingState, run_masked
 
 EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
 UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script
@@ -78,8 +79,8 @@ class ChildProcess:
         method = multiprocessing.get_start_method()
         child = ChildContext(child_pipe, death_pipe, log, method, environment)
         # not a daemon: daemons may have no children, but runs start data workers and compilers
-        child_arguments = main, child, arguments
-        self.process = context.Process(target=_run_child, args=child_arguments, daemon=False)
+        child_arguments = MaskingState(), _run_child, main, child, arguments
+        self.process = context.Process(target=run_masked, args=child_arguments, daemon=False)
 
     def start(self) -> None:
         """Start the process."""

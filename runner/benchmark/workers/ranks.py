@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from runner.benchmark.workers.process import EXIT_TIMEOUT_S, worker_environment
 from runner.benchmark.workers.worker import WorkerSpec, remove_limits
@@ -23,16 +22,15 @@ from runner.device.config import DeviceKind
 from runner.distributed.config import DistributedConfig
 from runner.distributed.join import join_world
 from runner.distributed.outcome import RANKS_FOLDER
-from runner.distributed.rank_info import RankInfo
-from runner.distributed.world import World
+from runner.distributed.rank_info import LOOPBACK, RankInfo
+from runner.distributed.world import World, host_local_store
 from runner.errors import ConfigError, ProcessLost
 from runner.record.console import set_up_logging
 from runner.record.storage import guard_folder, make_folder
+from runner.security.masked_process import MaskingState, run_masked
 from runner.security.pickle_transfer import unpickle_parts
-from runner.security.secrets import adopt_masking_state
 from runner.training.loop import train
 
-LOCALHOST = "127.0.0.1"
 SAFE_PATH = "PYTHONSAFEPATH"
 # longer than other arms' turns; the pool detects a process that hangs
 COLLECTIVE_TIMEOUT_S = 86_400.0
@@ -48,14 +46,13 @@ def join_ranks(
         yield replace(config, distributed=DistributedConfig()), None
         return
     distributed = replace(config.distributed, timeout_s=COLLECTIVE_TIMEOUT_S)
-    config, host = replace(config, distributed=distributed), LOCALHOST
-    store = TCPStore(host, 0, size, True, wait_for_workers=False)
-    places = [RankInfo(i, size, i, size, host, store.port, True, by="runner") for i in range(size)]
+    config, store = replace(config, distributed=distributed), host_local_store()
+    host, port = LOOPBACK, store.port
+    places = [RankInfo(i, size, i, size, host, port, True, by="runner") for i in range(size)]
     spec, safe_path = replace(spec, config=config), SAFE_PATH in os.environ
     context = multiprocessing.get_context("spawn")
-    other_ranks = [
-        context.Process(target=_train_rank, args=(spec, payload, p, safe_path)) for p in places[1:]
-    ]
+    arguments = [(MaskingState(), _train_rank, spec, payload, p, safe_path) for p in places[1:]]
+    other_ranks = [context.Process(target=run_masked, args=args) for args in arguments]
     try:
         with worker_environment():
             for process in other_ranks:
@@ -82,7 +79,6 @@ def _train_rank(spec: WorkerSpec, payload: bytes, place: RankInfo, safe_path: bo
     """Train as one of the other ranks; its output is in the worker's log."""
     if not safe_path:
         os.environ.pop(SAFE_PATH, None)  # needed only during the start
-    adopt_masking_state(spec.secrets)
     os.environ.update(place.environ())
     folder = None if spec.folder is None else spec.folder / RANKS_FOLDER / str(place.rank)
     if spec.folder is not None and folder is not None:

@@ -9,10 +9,9 @@ import logging
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +26,6 @@ from runner.distributed.config import DistributedKind
 from runner.errors import Interrupted, RunnerError, StorageError
 from runner.jobs.config import JobConfig
 from runner.optim.config import ScheduleConfig
-from runner.security.secrets import adopt_masking_state, masking_state
 
 if TYPE_CHECKING:
     from runner.training.run import Run
@@ -48,8 +46,6 @@ class WorkerSpec:
     command: str  # trains the same config outside the benchmark
     # time.perf_counter() of the parent (same clock); None: forked, so the clock starts in `main`
     start_time: float | None
-    # values that must not appear in output
-    secrets: Mapping[str, Any] = field(default_factory=masking_state)
 
 
 class ExitRequested(Interrupted):
@@ -68,7 +64,6 @@ def main(child: ChildContext, spec: WorkerSpec) -> None:
         spec = replace(spec, start_time=perf_counter())
     if spec.command:
         sys.argv[:] = ["runner", *shlex.split(spec.command)[3:]]  # for the record
-    adopt_masking_state(spec.secrets)
     try:
         _train(spec, child.pipe)
     except ExitRequested:

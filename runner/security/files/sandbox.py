@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from runner.findings import Reason, Severity
+from runner.masking import mask_secrets
 from runner.parent_death import watch_parent
 from runner.security.files.file_bytes import LINUX, FileBytes, map_bytes
 from runner.security.files.formats import printable
@@ -75,7 +76,9 @@ class Sandbox:
             why = f"{self.crashes} files have ended the process that examines them"
             return _refusal_answer("sandbox.given_up", name, why)
         path = f"/proc/{os.getpid()}/fd/{data.descriptor}" if LINUX else data.path
-        request = {"path": path, "name": name, "deep": deep, "limits": asdict(limits)}
+        shown = mask_secrets(name)  # no secret enters the process; the extension counts there
+        shown += "" if shown.endswith(ext := os.path.splitext(name)[1]) else ext
+        request = {"path": path, "name": shown, "deep": deep, "limits": asdict(limits)}
         try:
             if self.process is None:
                 self._start()
@@ -175,7 +178,7 @@ def _parse_answer(answer: Any) -> tuple[str, list[Reason]]:
             raise TypeError
         reasons = []
         for code, severity, *texts in rows:
-            where, evidence, way_out = (printable(text, 400) for text in texts)
+            where, evidence, way_out = (printable(mask_secrets(text), 400) for text in texts)
             reason = Reason(printable(code, 60), Severity(severity), where, evidence, way_out)
             reasons.append(reason)
     except (LookupError, TypeError, ValueError):
