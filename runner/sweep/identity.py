@@ -17,6 +17,7 @@ from runner.config import UNHASHED_KEYS, RunConfig, digest
 from runner.data.config import DataConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
+from runner.data.config import LIMIT_KEYS
 from runner.record import provenance
 from runner.security.cli_overrides import iterate_leaves
 
@@ -32,7 +33,8 @@ def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """Return a sha256 of the overrides in any order, without keys of execution."""
     # the last override of a key counts
     by_key = {o.key: str(o) for o in map(parse_override, overrides)}
-    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS, "data.changed")
+    data_keys = (f"data.{key}" for key in ("changed", *LIMIT_KEYS))
+    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS, *data_keys)
     return digest([*flags, *sorted(v for k, v in by_key.items() if not k.startswith(ignored))])
 
 

@@ -20,7 +20,14 @@ from safetensors import safe_open
 
 from runner.findings import Reason, Severity
 from runner.security.files import content_checks
-from runner.security.files.formats import CONVERT, DAMAGED, FileRefusal, identify_format, printable
+from runner.security.files.formats import (
+    CONVERT,
+    DAMAGED,
+    FileRefusal,
+    check_safetensors_header,
+    identify_format,
+    printable,
+)
 from runner.security.files.policy import FileLimits
 from runner.security.files.zip_rules import check_zip
 
@@ -60,14 +67,16 @@ def examine(
 ) -> Examination:
     """Check and load the bytes of the file called `name`; `path` is a path to the same bytes.
 
-    `check_archive` applies the zip rules, needless if the digest is known; `deep` warns of unusual
-    values in tensors. Failures become reasons; it never raises.
+    `check_archive` applies the rules on archives and headers, needless if the digest is known;
+    `deep` warns of unusual values in tensors. Failures become reasons; it never raises.
     """
     examination = Examination()
     try:
         examination.format = identify_format(data, name)
         if check_archive and examination.format in ("torch_zip", "npz"):
             check_zip(data, limits)
+        elif check_archive and examination.format == "safetensors":
+            check_safetensors_header(data)
         content, examination.metadata = load_content(path, examination.format)
         tensors = content_checks.check_types(content, len(data), limits)
         examination.reasons += content_checks.check_values(tensors) if deep else []
