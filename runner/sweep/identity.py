@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.config import UNHASHED_KEYS, RunConfig, digest
-from runner.data.config import DataConfig
+from runner.data.config import LIMIT_KEYS, DataConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
-from runner.data.config import LIMIT_KEYS
 from runner.record import provenance
 from runner.security.cli_overrides import iterate_leaves
 

@@ -408,7 +408,7 @@ def test_a_text_is_read_as_far_as_the_sequence_needs(kind: str, tmp_path: Path) 
             write(path / label, words, f"{i:02}.txt")
         with (path / "b" / "03.txt").open("r+b") as file:
             file.truncate(1 << 30)
-        labels, texts = zip(*sorted(zip(labels, texts, strict=True), key=lambda x: x[0]))
+        labels, texts = [*"ab"], texts[::2] + texts[1::2]
     elif kind == "csv":
         table = [f"{words},{label}\n" for words, label in zip(texts, labels, strict=True)]
         write(tmp_path, "".join(["text,label\n", *table]), path.name)

@@ -60,7 +60,11 @@ class FileBytes:
         source = open_regular(path)
         try:
             target = os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            _copy(path, source, target)
+            try:
+                _copy(path, source, target)
+            except BaseException:
+                os.close(target)
+                raise
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         finally:
