@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -40,6 +40,7 @@ BLOCK_BYTES = 1 << 22  # of csv that are parsed at a time: fewer, larger pieces 
 NUMBER_BYTES = 4  # of memory for a number
 MEMORY_PER_BYTE = 4  # most bytes of memory per byte of csv: "," becomes a number
 SAMPLE_BYTES = 1 << 20  # of csv, from which its memory is estimated; bytes that are never too many
+MAX_ROW_BYTES = 2**31 - 1
 COLUMN_BYTES = 1 << 10  # of a column that are parsed at a time, at least
 CODEC_BY_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -251,7 +252,7 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
         table = csv.read_csv(rows, read(block_size=block_bytes), parse(), convert)
         return table.unify_dictionaries(), malformed
     # a row is longer than a block or malformed; with threads its number would be unknown
-    one_block = read(use_threads=False, block_size=min(file.size + 1, 2**31 - 1))
+    one_block = read(use_threads=False, block_size=min(file.size + 1, MAX_ROW_BYTES))
     options = one_block, parse(invalid_row_handler=skip), convert
     with file.rows() as rows:
         return csv.read_csv(rows, *options), malformed
@@ -323,7 +324,7 @@ class _CsvFile:
             self.names, self.unnamed = _name_columns(self._split(header), first_cells)
             self.header_bytes = header_bytes
             longest = max(range(len(self.names)), key=lambda i: len(self.names[i]))
-            if len(self.names[longest]) > (config.most_cell_bytes or sys.maxsize):
+            if len(self.names[longest]) > (config.most_cell_bytes or math.inf):
                 raise long_cell_error(path, "line 1", str(longest + 1), config)
             self._check_separator(config.separator, header.decode())
             if not self.disk_bytes and not self.encoding.lower().startswith("utf-16"):
@@ -377,12 +378,10 @@ class _CsvFile:
                 check_memory(self.path, needed, "its cells", fix)
 
     def _check_expansion(self, size: int) -> None:
-        most = self.config.most_expansion
-        if (
-            most is not None
-            and self.disk_bytes
-            and size > max(most * self.disk_bytes, SAMPLE_BYTES)
-        ):
+        """Raise ConfigError if a compressed file has `size` bytes or more, and too many."""
+        most = self.config.most_expansion or math.inf
+        limit = max(most * self.disk_bytes, SAMPLE_BYTES)
+        if self.disk_bytes and size > limit:
             times = f"more than {most:g} times its {self.disk_bytes:,} bytes"
             fix = "raise the limit, or data.most_expansion=null"
             raise ConfigError("data.most_expansion", f"{self.path} decompresses to {times}", fix)
@@ -436,20 +435,23 @@ class _CsvFile:
 
     def _scan_rows(self, file: io.BufferedReader, finds_codes: bool) -> None:
         """Count lines and quotes of the rows; find out whether a cell may be a code."""
-        separator, most_bytes = self.separator.encode(), self.config.most_cell_bytes or sys.maxsize
+        separator, most_bytes = self.separator.encode(), self.config.most_cell_bytes or math.inf
         line_start, cells, cell_bytes = b"", 0, 0  # of a line that is longer than a part
         part = tail = b"\n"
         while following := file.read(SCAN_BYTES):
             part = following
             self.size += len(part)
             self._check_size(self.size)
-            if b"\n" in part or not finds_codes:  # a text may be long
+            if b"\n" in part:
                 line_start, cells, cell_bytes = part, 0, 0
             else:
                 end = part.rfind(separator)
                 cell_bytes = len(part) - 1 - end if end >= 0 else cell_bytes + len(part)
                 cells += part.count(separator)
-                if cell_bytes > most_bytes:
+                if cell_bytes > MAX_ROW_BYTES:
+                    problem = "is longer than 2 GB, the most that can be read"
+                    raise DataError(f"{self.path}: line {self.first_line + self.lines:,} {problem}")
+                if cell_bytes > most_bytes and finds_codes:  # data=text cuts its texts
                     cells += line_start[line_start.rfind(b"\n") + 1 :].count(separator)
                     name = repr(self.names[cells]) if cells < len(self.names) else str(cells + 1)
                     line = f"line {self.first_line + self.lines:,}"
@@ -511,6 +513,7 @@ class _CsvFile:
 
         Both are counted with any separator, as it is not known yet.
         """
+        separators = dict.fromkeys([*SEPARATORS, sign_of(self.config.separator) or ","], 0)
         pieces = list[bytes]()
         while piece := file.readline(SAMPLE_BYTES):
             pieces.append(piece)
@@ -518,15 +521,17 @@ class _CsvFile:
             self._check_size(self.size)
             if piece.endswith(b"\n"):
                 break
-            separators = [sum(p.count(s.encode()) for p in pieces) for s in SEPARATORS]
-            check_columns(self.path, max(separators), self.config.most_columns)
-            if not any(separators) and self.size > (self.config.most_cell_bytes or sys.maxsize):
+            separators = {s: n + piece.count(s.encode()) for s, n in separators.items()}
+            check_columns(self.path, max(separators.values()), self.config.most_columns)
+            if not any(separators.values()) and self.size > (
+                self.config.most_cell_bytes or math.inf
+            ):
                 raise long_cell_error(self.path, "line 1", "1", self.config)
         return b"".join(pieces)
 
     def _count_cells(self, record: bytes) -> int:
         separator = self.separator.encode()
-        if record.count(separator) < (self.config.most_columns or sys.maxsize):
+        if record.count(separator) < (self.config.most_columns or math.inf):
             return 0  # few enough
         return re.sub(b'"[^"]*"', b"", record).count(separator) + 1
 
