@@ -122,8 +122,9 @@ def limit_cells(content: TableContent, config: CsvFormat, path: Path) -> None:
     for name, column in content.columns.items():
         if not is_text(cell_type(column)):
             continue
-        is_cut = isinstance(config, Text) and name == config.text
-        most = config.text_bytes if is_cut else config.most_cell_bytes
+        is_cut, most = False, config.most_cell_bytes
+        if isinstance(config, Text) and name == config.text:
+            is_cut, most = True, config.text_bytes
         parts = (getattr(chunk, "dictionary", chunk) for chunk in column.chunks)
         if most is None or max(map(_longest, parts), default=0) <= most:
             continue
