@@ -17,7 +17,7 @@ from runner.checkpoint.config import CheckpointConfig
 from runner.checks.config import ChecksConfig
 from runner.count_limits import check_counts
 from runner.data import config as data_config
-from runner.data.config import DataConfig
+from runner.data.config import LIMIT_KEYS, DataConfig
 from runner.debug.config import DebugConfig
 from runner.device.config import DeviceConfig
 from runner.distributed.config import DistributedConfig, DistributedKind
@@ -271,7 +271,8 @@ def config_hash(config: RunConfig) -> str:
     full_tree = secrets.mask_config(asdict(config))  # hash the reference, not the secret
     tree = {key: value for key, value in full_tree.items() if key not in UNHASHED_KEYS}
     del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
-    tree["data"].pop("changed", None)
+    for key in ("changed", *LIMIT_KEYS):
+        tree["data"].pop(key, None)
     if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
         del tree["training"]["sanity"]
     if tree["training"]["monitor_mode"] is None:

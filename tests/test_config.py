@@ -151,6 +151,15 @@ def default() -> RunConfig:
     return compose([])
 
 
+def test_limits_on_tables_do_not_change_the_hash() -> None:
+    table = ["data=tabular", "data.path=t.csv", "data.target=y"]
+    before = config_hash(compose(table))
+    for key in ("most_columns", "most_expansion", "most_cell_mb"):
+        assert config_hash(compose([*table, f"data.{key}=null"])) == before
+        with pytest.raises(ConfigError, match=f"data.{key}: must be"):
+            compose([*table, f"data.{key}=0"])
+
+
 def test_the_hash_is_the_same_in_every_process(default: RunConfig) -> None:
     code = (
         "from runner.composing import compose; from runner.config import config_hash;"

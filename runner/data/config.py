@@ -12,10 +12,12 @@ from omegaconf import MISSING
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
+LIMIT_KEYS = ("most_columns", "most_expansion", "most_cell_mb")
+"""Keys of `data` that refuse files, and have no effect on others."""
 LOADING_KEYS = (
     *("workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch"),
     *("timeout_s", "worker_restarts", "validation_samples", "default_epochs", "default_steps"),
-    "changed",
+    *("changed", *LIMIT_KEYS),
 )
 """Keys of `data` that do not change the training samples."""
 
@@ -30,6 +32,9 @@ SIGNS = {
     "\\t": "\t",
 }
 """Words for signs that have a special meaning on a command line."""
+
+TEXT_HEAD_BYTES = 8192  # of a text, by which it is judged to be one
+TOKEN_BYTES = 256  # of text that are read for a token; the longest words have fewer
 
 FIXED_SPLIT = ("stdlib_text", "stdlib_parts", "tokens")
 """Kinds of data that are split by file or at a position, not by `data.split`."""
@@ -262,6 +267,11 @@ class CsvFormat(FromFiles):
 
     encoding: str | None = None  # text encoding; null: UTF-16 with a BOM, UTF-8, else cp1252
     separator: str | None = None  # cell separator; null: most frequent of , ; tab | in the header
+    most_columns: int | None = bounded(100_000, min=1)  # most columns of a table; null: no limit
+    # most bytes that a compressed csv decompresses to, per byte on disk; null: no limit
+    most_expansion: float | None = bounded(100.0, min=1)
+    # most MB of a cell; a text that is trained on is cut to data.sequence instead; null: no limit
+    most_cell_mb: float | None = bounded(1.0, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,6 +286,11 @@ class CsvFormat(FromFiles):
             raise ConfigError("data.separator", problem)
         if separator in ('"', "\r", "\n"):
             raise ConfigError("data.separator", "a quote or a line break cannot separate cells")
+
+    @property
+    def most_cell_bytes(self) -> float | None:
+        """`most_cell_mb` in bytes."""
+        return None if self.most_cell_mb is None else self.most_cell_mb * 1e6
 
 
 @dataclass
@@ -361,6 +376,13 @@ class Text(CsvFormat):
     split_by: str | None = None  # column for data.split=group or time
     sequence: int = bounded(256, min=1)  # most bytes per text, or tokens with a tokenizer
     tokenizer: str | None = None  # Hugging Face folder; null: bytes; model=hf sets its own
+
+    @property
+    def text_bytes(self) -> int:
+        """How much of a text is read: enough for `sequence` bytes or tokens, and to judge it."""
+        if self.tokenizer is None:
+            return max(TEXT_HEAD_BYTES, self.sequence)
+        return max(8 * TEXT_HEAD_BYTES, TOKEN_BYTES * self.sequence)
 
 
 @dataclass

@@ -40,7 +40,7 @@ from runner.data.problems import (
     TableProblems,
 )
 from runner.data.saved_dataset import is_saved
-from runner.data.table_files import TableContent, is_blank, read_content
+from runner.data.table_files import TableContent, is_blank, limit_cells, read_content
 from runner.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES
 from runner.errors import ConfigError, DataError
 from runner.record.column_overrides import mapping_override
@@ -106,6 +106,7 @@ def read_table(
 
     try:
         content = read_content(path, select, rules, config, fitted)
+        limit_cells(content, config, path)
         problems.word, problems.total = content.word, len(content.numbers) + len(content.malformed)
         if not problems.total:
             raise DataError(f"data.path: {path} has no rows below its header")

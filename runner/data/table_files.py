@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +25,7 @@ from runner.data.cells import (
     is_text,
     largest,
 )
-from runner.data.config import CsvFormat, Tabular, sign_of
+from runner.data.config import CsvFormat, Tabular, Text, sign_of
 from runner.data.number_format import convert_numbers, sign_word, use_trained_format
 from runner.data.preprocessing import Preprocessing
 from runner.device import memory
@@ -36,7 +37,11 @@ from runner.techniques.base import Choice, notice
 MISSING_FORMS = [f for w in MISSING_WORDS for f in {w, w.upper(), w.title(), "NaN", "Na"}]
 PARQUET_BATCH_ROWS = 1 << 17  # decoded at a time
 BLOCK_BYTES = 1 << 22  # of csv that are parsed at a time: fewer, larger pieces are freed faster
-MEMORY_PER_BYTE = 4  # bytes of memory per byte of csv: "1," becomes a float64
+NUMBER_BYTES = 4  # of memory for a number
+MEMORY_PER_BYTE = 4  # most bytes of memory per byte of csv: "," becomes a number
+SAMPLE_BYTES = 1 << 20  # of csv, from which its memory is estimated; bytes that are never too many
+MAX_ROW_BYTES = 2**31 - 1
+COLUMN_BYTES = 1 << 10  # of a column that are parsed at a time, at least
 CODEC_BY_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 FALLBACK_ENCODING = "cp1252"  # Western European Windows; 5 bytes are undefined
@@ -81,7 +86,8 @@ def read_content(
         from runner.data.saved_dataset import read_saved
 
         table = read_saved(path)
-        selected = _select_readable(path, select, table.schema, len(table), "select some of them")
+        fix = "select some of them"
+        selected = _select_readable(path, select, table.schema, len(table), fix, config)
         columns = {name: table.column(name) for name in selected}
         for name, column in columns.items():
             if _is_text(column.type):  # dictionary-encoded, as from parquet
@@ -94,12 +100,53 @@ def read_content(
     if start == b"PK\x03\x04":
         raise DataError(f"data.path: {path} is a workbook or a zip archive; save its table as csv")
     if start == b"PAR1" or path.suffix in (".parquet", ".pq"):
-        return _read_parquet(path, select, rules)
+        return _read_parquet(path, select, rules, config)
     signs: tuple[Choice, ...] = ()
     if isinstance(config, Tabular):
         config, signs = use_trained_format(config, fitted)
     content = _read_csv(path, select, rules, config)
     return replace(content, choices=(*content.choices, *signs))
+
+
+def check_columns(path: Path, count: int, most: int | None) -> None:
+    """Raise ConfigError for a table with more columns than allowed."""
+    if most is not None and count > most:
+        fix = "raise the limit, or data.most_columns=null"
+        raise ConfigError("data.most_columns", f"{path} has more than {most:,} columns", fix)
+
+
+def limit_cells(content: TableContent, config: CsvFormat, path: Path) -> None:
+    """Cut the texts that data=text trains on; ConfigError for another cell that is too long."""
+    from pyarrow import compute
+
+    for name, column in content.columns.items():
+        if not is_text(cell_type(column)):
+            continue
+        is_cut, most = False, config.most_cell_bytes
+        if isinstance(config, Text) and name == config.text:
+            is_cut, most = True, config.text_bytes
+        parts = (getattr(chunk, "dictionary", chunk) for chunk in column.chunks)
+        if most is None or max(map(_longest, parts), default=0) <= most:
+            continue
+        cells = column.cast(cell_type(column))
+        if is_cut:
+            content.columns[name] = compute.utf8_slice_codeunits(cells, 0, most)
+            continue
+        row = compute.index(compute.greater(compute.binary_length(cells), most), True).as_py()
+        raise long_cell_error(path, f"{content.word} {content.numbers[row]:,}", repr(name), config)
+
+
+def long_cell_error(path: Path, row: str, column: str, config: CsvFormat) -> ConfigError:
+    """Return the error on a cell with more bytes than allowed."""
+    problem = f"{path}: {row}, column {column}: the cell has more than {config.most_cell_mb:g} MB"
+    fix = "shorten it, raise the limit, or data.most_cell_mb=null"
+    return ConfigError("data.most_cell_mb", problem, fix)
+
+
+def _longest(texts: Any) -> int:
+    from pyarrow import compute
+
+    return compute.max(compute.binary_length(texts)).as_py() or 0
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
@@ -118,11 +165,8 @@ def _read_csv(path: Path, select: Select, rules: Rules, config: CsvFormat) -> Ta
     import pyarrow
     from pyarrow.types import is_binary
 
-    check_memory(
-        path, MEMORY_PER_BYTE * path.stat().st_size, "its cells", "split it, or leave out columns"
-    )
     try:
-        file = _CsvFile(path, config)
+        file = _CsvFile(path, config, select, rules)
         table, malformed = _parse_csv(file, select, rules)
         decoded = not any(is_binary(cell_type(column)) for column in table.columns)
     except (UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
@@ -186,7 +230,7 @@ def _read_codes(file: _CsvFile, columns: Mapping[str, Any], rules: Rules) -> dic
 
 def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[int, str]]:
     """Parse a csv; return the arrow table, and the problems of malformed rows."""
-    from pyarrow import ArrowInvalid, csv, string
+    from pyarrow import ArrowInvalid, csv
 
     malformed: dict[int, str] = {}
 
@@ -198,8 +242,29 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
     if not file.size:
         raise DataError(f"data.path: {file.path} has no rows below its header")
     selected = select([name for name in file.names if name not in file.unnamed], {})
+    convert = _convert_options(file, selected, rules)
+    read = partial(csv.ReadOptions, column_names=file.names)
+    # if no cell holds a line break, pyarrow splits blocks faster
+    parse = partial(
+        csv.ParseOptions, delimiter=file.separator, newlines_in_values=file.has_line_breaks
+    )
+    with suppress(ArrowInvalid), file.rows() as rows:
+        block_bytes = max(BLOCK_BYTES, COLUMN_BYTES * len(file.names))  # each piece has an overhead
+        table = csv.read_csv(rows, read(block_size=block_bytes), parse(), convert)
+        return table.unify_dictionaries(), malformed
+    # a row is longer than a block or malformed; with threads its number would be unknown
+    one_block = read(use_threads=False, block_size=min(file.size + 1, MAX_ROW_BYTES))
+    options = one_block, parse(invalid_row_handler=skip), convert
+    with file.rows() as rows:
+        return csv.read_csv(rows, *options), malformed
+
+
+def _convert_options(file: _CsvFile, selected: list[str], rules: Rules) -> Any:
+    """Return how pyarrow converts the selected columns."""
+    from pyarrow import csv, string
+
     text_columns = [name for name in selected if _is_read_as_text(rules(name))]
-    convert = csv.ConvertOptions(
+    return csv.ConvertOptions(
         column_types=dict.fromkeys([*text_columns, *file.unnamed], string()),
         include_columns=[*selected, *file.unnamed],
         true_values=[],
@@ -209,19 +274,6 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
         auto_dict_max_cardinality=MAX_ENCODED_WORDS,
         decimal_point=file.decimal,
     )
-    read = partial(csv.ReadOptions, column_names=file.names)
-    # if no cell holds a line break, pyarrow splits blocks faster
-    parse = partial(
-        csv.ParseOptions, delimiter=file.separator, newlines_in_values=file.has_line_breaks
-    )
-    with suppress(ArrowInvalid), file.rows() as rows:
-        table = csv.read_csv(rows, read(block_size=BLOCK_BYTES), parse(), convert)
-        return table.unify_dictionaries(), malformed
-    # a row is longer than a block or malformed; with threads its number would be unknown
-    one_block = read(use_threads=False, block_size=min(file.size + 1, 2**31 - 1))
-    options = one_block, parse(invalid_row_handler=skip), convert
-    with file.rows() as rows:
-        return csv.read_csv(rows, *options), malformed
 
 
 def _is_read_as_text(rules: CellRules) -> bool:
@@ -243,31 +295,42 @@ def is_blank(column: Any) -> bool:
 class _CsvFile:
     """A csv as bytes: its header, and counts of lines and quotes; `rows` streams what follows."""
 
-    def __init__(self, path: Path, config: CsvFormat) -> None:
+    def __init__(self, path: Path, config: CsvFormat, select: Select, rules: Rules) -> None:
         from pyarrow import ArrowInvalid
 
-        self.path, self.limit = path, memory.available_bytes() // MEMORY_PER_BYTE
+        self.path, self.config, self.select, self.rules = path, config, select, rules
+        self.disk_bytes = path.stat().st_size if _codec(path) else 0  # of a compressed file
+        self.available = memory.available_bytes()
+        self.memory_per_byte: float | None = None  # estimated when needed
         self.encoding = config.encoding or _encoding(path)
         self.choices: tuple[Choice, ...] = ()
-        self.size = self.lines = self.quotes = 0
+        self.size = self.header_bytes = self.lines = self.quotes = 0
         self.first_line, self.has_codes = 1, False
         self.has_line_breaks = False  # whether a cell may hold one
-        with self._open() as stream:
-            file = io.BufferedReader(stream, SCAN_BYTES)
-            header = self._read_header(file, config)
-            self.header_bytes, self.size = self.size, 0
-            record, line_end, _ = file.peek(1).partition(b"\n")
-            is_whole = line_end and record.count(b'"') % 2 == 0
-            first_cells = list[str]()
-            with suppress(ArrowInvalid):  # a quote within a cell, such as 5", hides an open one
-                first_cells = self._split(record) if is_whole else []
-            self.names, self.unnamed = _name_columns(self._split(header), first_cells)
-            self._check_separator(config.separator, header.decode())
-            self._scan_rows(file, isinstance(config, Tabular))
         self.decimal = "."
         if isinstance(config, Tabular):
             implied = "," if sign_of(config.thousands) == "." else "."
             self.decimal = sign_of(config.decimal) or implied
+        with self._open() as stream:
+            file = io.BufferedReader(stream, SCAN_BYTES)
+            header = self._read_header(file, config)
+            header_bytes, self.size = self.size, 0
+            record, line_end, _ = file.peek(1).partition(b"\n")
+            is_whole = line_end and record.count(b'"') % 2 == 0
+            for line in (header, record if is_whole else b""):
+                check_columns(path, self._count_cells(line), config.most_columns)
+            first_cells = list[str]()
+            with suppress(ArrowInvalid):  # a quote within a cell, such as 5", hides an open one
+                first_cells = self._split(record) if is_whole else []
+            self.names, self.unnamed = _name_columns(self._split(header), first_cells)
+            self.header_bytes = header_bytes
+            longest = max(range(len(self.names)), key=lambda i: len(self.names[i]))
+            if len(self.names[longest]) > (config.most_cell_bytes or math.inf):
+                raise long_cell_error(path, "line 1", str(longest + 1), config)
+            self._check_separator(config.separator, header.decode())
+            if not self.disk_bytes and not self.encoding.lower().startswith("utf-16"):
+                self._check_size(path.stat().st_size - self.header_bytes)
+            self._scan_rows(file, isinstance(config, Tabular))
 
     @contextmanager
     def rows(self) -> Iterator[Any]:
@@ -292,14 +355,68 @@ class _CsvFile:
             if (
                 b"\r" in start and b"\n" not in start
             ):  # lines of old Macs, which pyarrow counts as one
-                content = stream.read(self.limit + 1)
-                self._check_size(len(content))
-                stream = pyarrow.BufferReader(content.replace(b"\r", b"\n"))
+                content = bytearray()
+                while part := stream.read(SCAN_BYTES):
+                    content += part.replace(b"\r", b"\n")
+                    self._check_expansion(len(content))
+                    if len(content) > self.available:
+                        check_memory(self.path, len(content), "its lines", "split it")
+                stream = pyarrow.BufferReader(content)
             yield stream
 
     def _check_size(self, size: int) -> None:
-        if size > self.limit:
-            check_memory(self.path, MEMORY_PER_BYTE * size, "its cells", "split it")
+        """Raise ConfigError or DataError if a csv of `size` bytes, when decompressed, is too large.
+
+        Its memory is estimated from its first rows, and only if it might not suffice.
+        """
+        self._check_expansion(size)
+        if MEMORY_PER_BYTE * size > self.available:
+            if self.memory_per_byte is None and self.header_bytes:
+                self.memory_per_byte = self._estimate_memory()
+            needed = int(size * (self.memory_per_byte or 1))
+            if needed > self.available:
+                fix = "split it, or leave out columns: data.ignore=[…]"
+                check_memory(self.path, needed, "its cells", fix)
+
+    def _check_expansion(self, size: int) -> None:
+        """Raise ConfigError if a compressed file has `size` bytes or more, and too many."""
+        most = self.config.most_expansion or math.inf
+        limit = max(most * self.disk_bytes, SAMPLE_BYTES)
+        if self.disk_bytes and size > limit:
+            times = f"more than {most:g} times its {self.disk_bytes:,} bytes"
+            fix = "raise the limit, or data.most_expansion=null"
+            raise ConfigError("data.most_expansion", f"{self.path} decompresses to {times}", fix)
+
+    def _estimate_memory(self) -> float:
+        """Return the memory of the selected columns per byte of the first rows, in bytes.
+
+        A number takes 4 bytes, a text its own; so does what is not a row.
+        """
+        from pyarrow import ArrowInvalid, BufferReader, compute, csv
+
+        with self.rows() as stream:
+            sample = stream.read(SAMPLE_BYTES)
+        sample = sample[: sample.rfind(b"\n") + 1]
+        selected = self.select([name for name in self.names if name not in self.unnamed], {})
+        convert = _convert_options(self, selected, self.rules)
+        read = csv.ReadOptions(column_names=self.names, block_size=len(sample) + 2)
+        parse = csv.ParseOptions(
+            delimiter=self.separator,
+            newlines_in_values=True,
+            invalid_row_handler=lambda _: "skip",
+        )
+        try:
+            table = csv.read_csv(BufferReader(sample), read, parse, convert)
+        except ArrowInvalid:
+            return 1.0
+        needed = 0
+        for column in table.columns:
+            if is_text(cell_type(column)):
+                lengths = compute.binary_length(column.cast(cell_type(column)))
+                needed += compute.sum(lengths).as_py() or 0
+            else:
+                needed += NUMBER_BYTES * len(column)
+        return needed / len(sample)
 
     def _read_header(self, file: io.BufferedReader, config: CsvFormat) -> bytes:
         """Read and return the header, without a byte order mark; find the separator."""
@@ -319,11 +436,27 @@ class _CsvFile:
 
     def _scan_rows(self, file: io.BufferedReader, finds_codes: bool) -> None:
         """Count lines and quotes of the rows; find out whether a cell may be a code."""
+        separator, most_bytes = self.separator.encode(), self.config.most_cell_bytes or math.inf
+        line_start, cells, cell_bytes = b"", 0, 0  # of a line that is longer than a part
         part = tail = b"\n"
         while following := file.read(SCAN_BYTES):
             part = following
             self.size += len(part)
             self._check_size(self.size)
+            if b"\n" in part:
+                line_start, cells, cell_bytes = part, 0, 0
+            else:
+                end = part.rfind(separator)
+                cell_bytes = len(part) - 1 - end if end >= 0 else cell_bytes + len(part)
+                cells += part.count(separator)
+                if cell_bytes > MAX_ROW_BYTES:
+                    problem = "is longer than 2 GB, the most that can be read"
+                    raise DataError(f"{self.path}: line {self.first_line + self.lines:,} {problem}")
+                if cell_bytes > most_bytes and finds_codes:  # data=text cuts its texts
+                    cells += line_start[line_start.rfind(b"\n") + 1 :].count(separator)
+                    name = repr(self.names[cells]) if cells < len(self.names) else str(cells + 1)
+                    line = f"line {self.first_line + self.lines:,}"
+                    raise long_cell_error(self.path, line, name, self.config)
             chars = np.frombuffer(part, np.uint8)
             if b'"' in part:  # `in` is faster than counting
                 self._scan_quotes(chars, tail[-1])
@@ -377,10 +510,31 @@ class _CsvFile:
         return b"".join(lines)
 
     def _read_line(self, file: io.BufferedReader) -> bytes:
-        line = file.readline(self.limit + 1)
-        self.size += len(line)
-        self._check_size(self.size)
-        return line
+        """Read a line of the header; ConfigError for more columns, or a longer cell, than allowed.
+
+        Both are counted with any separator, as it is not known yet.
+        """
+        separators = dict.fromkeys([*SEPARATORS, sign_of(self.config.separator) or ","], 0)
+        pieces = list[bytes]()
+        while piece := file.readline(SAMPLE_BYTES):
+            pieces.append(piece)
+            self.size += len(piece)
+            self._check_size(self.size)
+            if piece.endswith(b"\n"):
+                break
+            separators = {s: n + piece.count(s.encode()) for s, n in separators.items()}
+            check_columns(self.path, max(separators.values()), self.config.most_columns)
+            if not any(separators.values()) and self.size > (
+                self.config.most_cell_bytes or math.inf
+            ):
+                raise long_cell_error(self.path, "line 1", "1", self.config)
+        return b"".join(pieces)
+
+    def _count_cells(self, record: bytes) -> int:
+        separator = self.separator.encode()
+        if record.count(separator) < (self.config.most_columns or math.inf):
+            return 0  # few enough
+        return re.sub(b'"[^"]*"', b"", record).count(separator) + 1
 
     def _detect_separator(self, header: str) -> str:
         """Return the most frequent separator in the header, outside quotes."""
@@ -466,10 +620,14 @@ def _decompress(path: Path) -> Any:
     """Open a file as a decompressed byte stream."""
     import pyarrow
 
+    return pyarrow.input_stream(str(path), _codec(path))
+
+
+def _codec(path: Path) -> str | None:
+    """Return the codec of a compressed file, None for other files."""
     with path.open("rb") as file:
         start = file.read(4)
-    codec = next((name for magic, name in CODEC_BY_MAGIC.items() if start.startswith(magic)), None)
-    return pyarrow.input_stream(str(path), codec)
+    return next((name for magic, name in CODEC_BY_MAGIC.items() if start.startswith(magic)), None)
 
 
 def _choose_fallback_encoding(path: Path, encoding: str | None) -> Choice:
@@ -529,7 +687,7 @@ def _undecodable_line(path: Path, encoding: str) -> int:
 # -- parquet ---------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path, select: Select, rules: Rules) -> TableContent:
+def _read_parquet(path: Path, select: Select, rules: Rules, config: CsvFormat) -> TableContent:
     """Read columns of a parquet file; DataError if they do not fit into memory."""
     import pyarrow
     from pyarrow import parquet
@@ -538,7 +696,7 @@ def _read_parquet(path: Path, select: Select, rules: Rules) -> TableContent:
     try:
         with parquet.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
-        selected = _select_readable(path, select, schema, rows, fix)
+        selected = _select_readable(path, select, schema, rows, fix, config)
         texts = [name for name in selected if _is_text(schema.field(name).type)]
         batches, decoded = [], 0
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
@@ -559,11 +717,15 @@ def _as_content(columns: dict[str, Any], rows: int, rules: Rules, path: Path) ->
     return TableContent(columns, "row", np.arange(1, rows + 1), {}, choices, formats)
 
 
-def _select_readable(path: Path, select: Select, schema: Any, rows: int, fix: str) -> list[str]:
-    """Return the columns to read; DataError if they do not fit into memory as float64."""
+def _select_readable(
+    path: Path, select: Select, schema: Any, rows: int, fix: str, config: CsvFormat
+) -> list[str]:
+    """Return the columns to read; an error if they are too many, or do not fit into memory."""
+    check_columns(path, len(schema.names), config.most_columns)
     unreadable = {field.name: field.type for field in schema if not _is_readable(field.type)}
     selected = select(schema.names, unreadable)
-    check_memory(path, 8 * rows * len(selected), f"{rows:,} rows", fix)
+    what = f"{rows:,} rows of {count_noun(len(selected), 'column')}"
+    check_memory(path, NUMBER_BYTES * rows * len(selected), what, fix)
     return selected
 
 

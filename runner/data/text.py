@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +13,7 @@ import torch
 
 from runner.data.batch import Batch, RowNames, Sizes
 from runner.data.cells import TextColumn
-from runner.data.config import Text
+from runner.data.config import TEXT_HEAD_BYTES, Text
 from runner.data.dataset import Dataset, class_labels
 from runner.data.labels import (
     check_classes,
@@ -96,6 +97,8 @@ def cut_passages(text: bytes, sequence: int) -> list[np.ndarray]:
 def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     """Open labelled texts: the first `data.sequence` bytes or tokens of each, and its label."""
     path, fitted = existing_path(config.path) / opening.folder, opening.fitted
+    if fitted is not None and fitted.sizes.sequence:
+        config = replace(config, sequence=fitted.sizes.sequence)
     folder = path.is_dir() and not is_saved(path)
     if folder and config.split_by is not None and opening.splits_samples(config):
         problem = f"needs a table column, but {path} is a folder"
@@ -112,7 +115,7 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
                 notice("data.path" if folder else "data.target", "labels", similar),
             )
     else:
-        classes, sequence = fitted.sizes.class_names, fitted.sizes.sequence or sequence
+        classes = fitted.sizes.class_names
     strata = labels if opening.labelled else None
     train, validation, chosen = split_samples(opening, len(texts), config, str(path), strata, by)
     choices = (*choices, *chosen)
@@ -121,7 +124,7 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     if config.tokenizer is not None:
         from runner.data.tokenizer import Tokenizer
 
-        tokenizer = Tokenizer(config.tokenizer, fitted)
+        tokenizer = Tokenizer(config.tokenizer, fitted, opening.policy, texts)
         sequence, limits = tokenizer.limit_length(sequence)
         ids, choices = tokenizer.encode(texts, sequence), (*choices, *limits)
         vocab, padding, digest = tokenizer.vocab, tokenizer.padding, tokenizer.digest
@@ -153,7 +156,7 @@ def byte_sizes(
 
 def is_binary(content: bytes) -> bool:
     """Whether it begins like a binary format, or has control characters in its first 8 KiB."""
-    head = content[:8192]
+    head = content[:TEXT_HEAD_BYTES]
     control = len(head.translate(None, TEXT_BYTES))
     return head.startswith(SIGNATURES) or b"\0" in head or 100 * control > len(head)
 
@@ -188,12 +191,14 @@ def _from_table(config: Text, opening: OpenOptions) -> LabelledTexts:
 
 def _from_folders(root: Path, config: Text, opening: OpenOptions) -> LabelledTexts:
     contents, problems, others = dict[Path, bytes](), dict[Path, str](), list[Path]()
+    most = 2 * config.text_bytes + len(BOM_UTF8) + 1  # UTF-16 has two bytes for a letter
 
     def is_text(file: Path) -> bool:
         content = b""
         if file.suffix.lower() not in SYSTEM_SUFFIXES:
             try:
-                content, problems[file] = file.read_bytes(), "the text is empty"
+                with file.open("rb") as stream:
+                    content, problems[file] = stream.read(most), "the text is empty"
             except OSError as error:
                 if lacks_resources(error):
                     raise
@@ -203,7 +208,7 @@ def _from_folders(root: Path, config: Text, opening: OpenOptions) -> LabelledTex
         if file not in problems or is_binary(content):
             others.append(file)
             return False
-        contents[file] = content.removeprefix(BOM_UTF8)
+        contents[file] = content.removeprefix(BOM_UTF8)[: config.text_bytes]
         return True
 
     files, labels, names, skipped = labelled_files(root, opening, is_text, "texts")

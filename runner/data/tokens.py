@@ -81,9 +81,13 @@ def tokens(config: Tokens, opening: OpenOptions = DEFAULT_OPENING) -> TokenWindo
     path, tokenizer = existing_path(config.path), None
     is_text = path.suffix == ".txt" or (path / "train.txt").is_file()
     if config.tokenizer is not None and (is_text or config.vocab is None):
-        from runner.data.tokenizer import Tokenizer
+        from runner.data.tokenizer import TRIAL_BYTES, Tokenizer
 
-        tokenizer = Tokenizer(config.tokenizer, opening.fitted)
+        head = list[bytes]()
+        if is_text:
+            with (path if path.is_file() else path / "train.txt").open("rb") as file:
+                head = [file.read(TRIAL_BYTES)]
+        tokenizer = Tokenizer(config.tokenizer, opening.fitted, opening.policy, head)
     elif is_text:
         problem = f"{path} is text, but data=tokens takes ids"
         raise ConfigError("data.tokenizer", problem, "name the folder of a tokenizer")

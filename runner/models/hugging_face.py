@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from runner.data.batch import Sizes
+from runner.device import memory
 from runner.errors import ConfigError
 from runner.format import count_noun
 from runner.models.stored_weights import list_names, read_weights
@@ -49,6 +50,12 @@ def build_pretrained(
     settings = load_pretrained(folder, KEY, transformers.AutoConfig.from_pretrained)
     _apply_sizes(settings, sizes, str(folder))
     auto = getattr(transformers, AUTO_CLASSES[sizes.task])
+    with torch.device("meta"):
+        empty: Any = _build_untrained(auto, settings, str(folder))
+    size = sum(p.numel() * p.element_size() for p in empty.parameters())
+    if size > (available := memory.available_bytes()):
+        problem = f"the weights that {folder}/config.json describes take {size:,} bytes, but only "
+        raise ConfigError(KEY, f"{problem}{available:,} are available", "use a smaller model")
     if policy is None:
         model = _build_untrained(auto, settings, str(folder))
         return model, _match_padding(model, sizes.padding)
@@ -56,11 +63,9 @@ def build_pretrained(
     state: dict[str, Any] = {}
     for part in weights.parts(policy):
         state |= part
-    with torch.device("meta"):
-        cls: Any = type(_build_untrained(auto, settings, str(folder)))
     try:
         with silence_transformers(transformers):
-            model, info = cls.from_pretrained(
+            model, info = type(empty).from_pretrained(
                 None,
                 config=settings,
                 state_dict=state,
@@ -141,7 +146,7 @@ def _match_padding(model: Any, padding: int | None) -> list[Choice]:
 def _build_untrained(auto: Any, settings: Any, path: str) -> nn.Module:
     try:
         model: nn.Module = auto.from_config(settings, dtype=torch.float32, trust_remote_code=False)
-    except (ValueError, ImportError, TypeError) as error:
+    except (ValueError, ImportError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         problem = f"{path}: {auto.__name__} does not support it: {reason}"
         raise ConfigError(KEY, problem, "name a model for the data's task") from error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +18,18 @@ from runner.record.text import shorten
 
 T = TypeVar("T")
 
-VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
+TOKENIZER_FILE = "tokenizer.json"
+VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.txt", "vocab.json", "merges.txt", "*.model")
 """Files that map text to ids; if tokenizer.json exists, it alone counts."""
+MAX_CONFIG_BYTES = 1 << 24
+MAX_COUNTS = {
+    r"(layer|depth|block|stage)s?$": 1024,  # each is built
+    r"experts?$": 4096,
+    r"labels?$": 1_000_000,
+    r"position|_ctx$|length": 1 << 24,
+    "": 1 << 31,  # sizes: the weights must fit into memory
+}
+"""Upper limits of numbers in config.json, by the first pattern that a name matches."""
 REMOTE_CODE_WORDS = ("trust_remote_code", "custom code", "auto_map")
 
 
@@ -53,6 +65,7 @@ def load_pretrained(folder: Path, key: str, loader: Callable[..., T], **options:
     if not (folder / "config.json").is_file():
         fix = "name a folder with config.json and the tokenizer, as save_pretrained writes it"
         raise ConfigError(key, f"{folder} has no config.json", fix)
+    check_config(folder / "config.json", key)
     try:
         return loader(str(folder), local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # tokenizers may raise any type
@@ -63,6 +76,44 @@ def load_pretrained(folder: Path, key: str, loader: Callable[..., T], **options:
             raise ConfigError(key, problem, fix) from None
         problem = f"{folder} cannot be read ({type(error).__name__}: {text})"
         raise ConfigError(key, problem, "name a folder that save_pretrained wrote") from error
+
+
+def check_config(path: Path, key: str) -> None:
+    """Raise ConfigError for a config.json with counts that would take minutes, or gigabytes.
+
+    A damaged one is left to transformers, which says what is wrong.
+    """
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError(key, f"{path} has more than {MAX_CONFIG_BYTES >> 20} MiB")
+    with suppress(OSError, ValueError, RecursionError):
+        settings = json.loads(path.read_bytes())
+        for name, number in _numbers(settings, ""):
+            most = next(most for form, most in MAX_COUNTS.items() if re.search(form, name))
+            if number > most:
+                problem = f"{path} has {shorten(name, 60)}={number:g}, more than {most:,}"
+                raise ConfigError(key, problem, "name the folder of another model")
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Yield each number in nested dicts and lists, with the name of its key."""
+    if isinstance(value, int | float):
+        yield name, value
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else ((name, v) for v in value):
+            yield from _numbers(inner, key)
+
+
+def encode_texts(tokenizer: bytes, texts: list[str]) -> None:
+    """Encode texts by a tokenizer.json: in the sandbox, as both may be made to take all memory.
+
+    Raises the panics of the library alone: other errors are reported when it is loaded.
+    """
+    from tokenizers import Tokenizer
+
+    with suppress(Exception):
+        loaded = Tokenizer.from_str(tokenizer.decode())
+        for text in texts:
+            loaded.encode(text)
 
 
 def vocabulary_digest(folder: Path) -> str:

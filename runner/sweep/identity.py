@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config import UNHASHED_KEYS, RunConfig, digest
-from runner.data.config import DataConfig
+from runner.data.config import LIMIT_KEYS, DataConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import parse_override
 from runner.record import provenance
@@ -32,7 +32,8 @@ def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """Return a sha256 of the overrides in any order, without keys of execution."""
     # the last override of a key counts
     by_key = {o.key: str(o) for o in map(parse_override, overrides)}
-    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS, "data.changed")
+    data_keys = (f"data.{key}" for key in ("changed", *LIMIT_KEYS))
+    ignored = (*EXECUTION_KEYS, "sweep.", *EXTENDABLE_KEYS, *data_keys)
     return digest([*flags, *sorted(v for k, v in by_key.items() if not k.startswith(ignored))])
 
 

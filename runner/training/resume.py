@@ -18,7 +18,7 @@ import torch
 from runner.checkpoint import folder as folders
 from runner.checkpoint.finite_checks import find_non_finite
 from runner.checkpoint.folder import RestoredCheckpoint
-from runner.data.config import LOADING_KEYS
+from runner.data.config import LIMIT_KEYS, LOADING_KEYS
 from runner.data.order import Segment
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.record.text import shorten
@@ -36,7 +36,7 @@ log = logging.getLogger("runner")
 
 UNCOMPARED_KEYS = (
     "name",
-    "data.changed",
+    *(f"data.{key}" for key in ("changed", *LIMIT_KEYS)),
     "checkpoint.resume",
     "job.kind",
     "evaluate.export",

@@ -41,6 +41,11 @@ def write(folder: Path, content: str | bytes, name: str = "t.csv") -> str:
     return str(path)
 
 
+def read_file(path: Path) -> table_files._CsvFile:
+    rules = CellRules()
+    return table_files._CsvFile(path, Tabular(), lambda names, _: [*names], lambda _: rules)
+
+
 def opened(path: str | Path, **changes: Any) -> TensorsDataset:
     return tabular(Tabular(path=str(path), target="y", **changes))
 
@@ -287,16 +292,136 @@ def test_what_a_compressed_file_decompresses_to_must_fit_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, gzip.compress(("x,y\n" + "1,a\n" * (4 << 20)).encode()), "bomb.csv.gz")
-    monkeypatch.setattr(memory, "available_bytes", lambda: 32 << 20)
-    with pytest.raises(DataError, match=r"bomb.csv.gz: refused: its cells take \d\d,"):
-        opened(path)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 12 << 20)
+    with pytest.raises(DataError, match=r"bomb.csv.gz: refused: its cells take \d\d,.* only 12,58"):
+        opened(path, most_expansion=None)
     line = write(tmp_path, gzip.compress(b"x" * (16 << 20)), "line.csv.gz")
     with pytest.raises(DataError, match=r"line.csv.gz: refused: its cells take \d\d,"):
-        opened(line)
+        opened(line, most_expansion=None, most_cell_mb=None)
     monkeypatch.undo()
+    with pytest.raises(ConfigError, match="data.most_expansion"):
+        opened(path)
     cut = write(tmp_path, Path(path).read_bytes()[:-2000], "cut.csv.gz")
     with pytest.raises(DataError, match="cut.csv.gz: cannot be decompressed"):
-        opened(cut)
+        opened(cut, most_expansion=None)
+
+
+@pytest.mark.parametrize("content", [b"x,y\n" + b"1,a\n2,b\n" * (1 << 18), b"x" * (2 << 20)])
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_a_file_that_decompresses_to_more_than_allowed_is_refused(
+    content: bytes, codec: str, tmp_path: Path
+) -> None:
+    packed = pyarrow.compress(content, codec, asbytes=True)
+    path = write(tmp_path, gzip.compress(content) if codec == "gzip" else packed, "bomb.csv")
+    with pytest.raises(ConfigError, match=r"data.most_expansion: .* more than 100 times its \d"):
+        opened(path, most_cell_mb=None)
+    small = pyarrow.compress(b"x,y\n" + b"1,a\n2,b\n" * 9_000, "zstd", asbytes=True)
+    assert len(opened(write(tmp_path, small)).inputs) == 18_000
+    old_mac = pyarrow.compress(content.replace(b"\n", b"\r"), "zstd", asbytes=True)
+    with pytest.raises(ConfigError, match=r"data.most_expansion"):
+        opened(write(tmp_path, old_mac), most_cell_mb=None)
+    if b"," in content:
+        assert len(opened(path, most_expansion=None).inputs) == 1 << 19
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_only_the_kept_columns_count_against_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [f"{i % 97},{'long text ' * 20}{i},{'ab'[i % 2]}\n" for i in range(20_000)]
+    path = write(tmp_path, "".join(["x,note,y\n", *rows]))
+    size = Path(path).stat().st_size
+    monkeypatch.setattr(memory, "available_bytes", lambda: size // 2)
+    with pytest.raises(DataError, match=r"take ([\d,]+) bytes, but only [\d,]+ are .*data.ignore="):
+        opened(path)
+    table = opened(path, ignore=["note"])
+    assert table.inputs.shape == (20_000, 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 90_000)  # 4 bytes a number, 1 a letter
+    with pytest.raises(DataError, match=r"its cells take (9|10)\d,\d\d\d bytes, but only 90,000"):
+        opened(path, ignore=["note"])
+
+
+def test_a_table_with_more_columns_than_allowed_is_refused(tmp_path: Path) -> None:
+    names = [f"c{i}" for i in range(2_000)]
+    line = ",".join(["1"] * 2_000)
+    path = write(tmp_path, f"{','.join(names)},y\n{line},a\n{line},b\n")
+    with pytest.raises(ConfigError, match="data.most_columns: .* more than 2,000 columns; raise"):
+        opened(path, most_columns=2_000)
+    assert opened(path, most_columns=2_001).inputs.shape == (2, 2_000)
+    with pytest.raises(ConfigError, match="data.most_columns"):  # the header is not read to its end
+        opened(write(tmp_path, "," * (1 << 21)), most_columns=2_000)
+    with pytest.raises(ConfigError, match="data.most_columns"):
+        opened(write(tmp_path, "x,y\n" + "," * 5_000 + "\n"), most_columns=2_000)
+    quoted = write(tmp_path, '"a,b,c,d",y\n1,a\n2,b\n')
+    assert opened(quoted, most_columns=2).inputs.shape == (2, 1)
+    table = pyarrow.table({**{name: [1.0, 2.0] for name in names}, "y": ["a", "b"]})
+    parquet.write_table(table, tmp_path / "wide.parquet")
+    with pytest.raises(ConfigError, match="data.most_columns: .* more than 2,000 columns"):
+        opened(tmp_path / "wide.parquet", most_columns=2_000)
+
+
+LONG = "x" * 1_000_001
+
+
+@pytest.mark.parametrize("long", [LONG, f'"{LONG[:9]},\n{LONG}"', "1" * 3_000_000])
+def test_a_cell_that_is_too_long_is_an_error_with_line_and_column(
+    long: str, tmp_path: Path
+) -> None:
+    rows = [f"{i},red,{'ab'[i % 2]}\n" for i in range(20)]
+    table = ["x,colour,y\n", *rows[:7], f"7,{long},a\n", *rows[8:]]
+    what = r"data.most_cell_mb: .*: (line 9|row 8), column 'colour': the cell has more than 1 MB"
+    with pytest.raises(ConfigError, match=what):
+        opened(write(tmp_path, "".join(table)))
+    assert len(opened(write(tmp_path, "".join(table)), most_cell_mb=4).inputs) == 20
+    long_header = ["x,colour,y\n".replace("colour", LONG), *rows]
+    with pytest.raises(ConfigError, match="data.most_cell_mb: .*: line 1, column 2: the cell has"):
+        opened(write(tmp_path, "".join(long_header)))
+    columns = {"colour": ["a", LONG, "b"], "x": [1, 2, 3], "y": ["a", "b", "a"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    with pytest.raises(ConfigError, match="data.most_cell_mb: .*: row 2, column 'colour'"):
+        opened(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("start", ["", "x,y\n1,a\n2,"])
+def test_a_sparse_csv_ends_at_the_first_cell_that_is_too_long(start: str, tmp_path: Path) -> None:
+    path = write(tmp_path, start)
+    with open(path, "r+b") as file:
+        file.truncate(1 << 30)
+    column = "'y'" if start else "1"
+    line = 3 if start else 1
+    with memory.peak_memory() as peak:
+        with pytest.raises(ConfigError, match=f"most_cell_mb: .*: line {line}, column {column}: "):
+            opened(path)
+    assert peak.process - peak.process_before < 200 << 20
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "folders"])
+def test_a_text_is_read_as_far_as_the_sequence_needs(kind: str, tmp_path: Path) -> None:
+    texts = [f"text {i} " * (400_000 if i == 3 else 10) for i in range(20)]
+    labels = ["ab"[i % 2] for i in range(20)]
+    path = tmp_path / f"t.{kind}"
+    if kind == "folders":
+        for i, (words, label) in enumerate(zip(texts, labels, strict=True)):
+            (path / label).mkdir(parents=True, exist_ok=True)
+            write(path / label, words, f"{i:02}.txt")
+        with (path / "b" / "03.txt").open("r+b") as file:
+            file.truncate(1 << 30)
+        labels, texts = [*"ab"], texts[::2] + texts[1::2]
+    elif kind == "csv":
+        table = [f"{words},{label}\n" for words, label in zip(texts, labels, strict=True)]
+        write(tmp_path, "".join(["text,label\n", *table]), path.name)
+    else:
+        parquet.write_table(pyarrow.table({"text": texts, "label": labels}), path)
+    with memory.peak_memory() as peak:
+        source = text(TextConfig(path=str(path), sequence=16))
+    expected = [list(words.encode()[:16]) for words in texts]
+    assert source.fetch(np.arange(20), None)[0]["input_ids"].tolist() == expected
+    assert peak.process - peak.process_before < 200 << 20
+    if kind != "folders":
+        with pytest.raises(ConfigError, match="data.most_cell_mb: .*column 'text'"):
+            text(TextConfig(path=str(path), text="label", target="text"))
 
 
 # -- cells of any size -----------------------------------------------------------------------------
@@ -306,7 +431,8 @@ def test_cells_may_be_of_any_size_and_hold_line_breaks_also_in_the_header(tmp_pa
     long, lines = "x" * 200_000, '"two\r\nlines"'
     rows = [f'"{long * 12}",{i},{"ab"[i % 2]}\r\n' for i in range(4)]
     rows += [f"{lines},{i},{'ab'[i % 2]}\r\n" for i in range(16)]
-    source = opened(write(tmp_path, "".join([f'{lines},"{long}",y\r\n', *rows])))
+    table = write(tmp_path, "".join([f'{lines},"{long}",y\r\n', *rows]))
+    source = opened(table, most_cell_mb=None)
     assert [c.name for c in source.columns] == ["two\r\nlines", long]
     numbers = source.inputs[:, -1].numpy()
     assert np.array_equal(np.argsort(numbers[:4]), np.arange(4)) and len(numbers) == 20
@@ -352,7 +478,7 @@ def test_a_line_break_in_a_cell_is_found_wherever_a_block_of_the_file_ends(
     content = table_files.read_content(path, lambda names, _: [*names], lambda _: texts, Tabular())
     columns = [content.columns[name].cast("string").to_pylist() for name in "abc"]
     assert [list(row) for row in zip(*columns, strict=True)] == expected
-    assert table_files._CsvFile(path, Tabular()).has_line_breaks or "\n" not in "".join(cells)
+    assert read_file(path).has_line_breaks or "\n" not in "".join(cells)
 
 
 # -- parquet ---------------------------------------------------------------------------------------

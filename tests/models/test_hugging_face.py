@@ -16,9 +16,14 @@ from runner import build, load, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.data.open import open_data
 from runner.data.text import LENGTH_MULTIPLE
-from runner.errors import ConfigError, SecurityError
+from runner.data.tokenizer import Tokenizer
+from runner.device import memory
+from runner.errors import ConfigError, DataError, SecurityError
 from runner.jobs import evaluate, predict
 from runner.models.hugging_face import _match_padding
+from runner.security.config import SecurityLevel
+from runner.security.files import sandbox
+from runner.security.files.policy import FileLimits, FilePolicy
 from tests import runs
 from tests.models import folders
 
@@ -242,6 +247,70 @@ def test_pickled_weights_and_another_vocabulary_are_refused(
     asked = [f"checkpoint.resume={place}/run", "job=predict", f"data.tokenizer={broken}"]
     with pytest.raises(ConfigError, match="a different vocabulary from the trained model"):
         predict.main(runs.config(*overrides(place), *asked), tmp_path / "out")
+
+
+COUNTS: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 10**7}, r"num_hidden_layers=1e\+07, more than 1,024"),
+    ({"num_labels": 10**9}, r"num_labels=1e\+09, more than 1,000,000"),
+    ({"text_config": {"n_layers": [2, 10**6]}}, r"n_layers=1e\+06, more than 1,024"),
+    ({"hidden_size": 10**12}, r"hidden_size=1e\+12, more than 2,147,483,648"),
+    ({"vocab_size": 2 * 10**9}, r"weights that .*config.json describes take \d{3},\d{3},\d{3},"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), COUNTS)
+@pytest.mark.parametrize("pretrained", ["true", "false"])
+def test_a_model_config_with_unusable_counts_is_refused_before_the_model_is_built(
+    change: dict[str, Any], problem: str, pretrained: str, place: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "bert", tmp_path / "bert")
+    file = tmp_path / "bert/config.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | change))
+    asked = [*overrides(place), f"model.path={tmp_path}/bert", f"data.tokenizer={place}/bert"]
+    with pytest.raises(ConfigError, match=f"model.path: .*{problem}"):
+        build(runs.config(*asked, f"model.pretrained={pretrained}"), tmp_path / "run")
+
+
+GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 300}
+PANIC = {"type": "Split", "pattern": {"Regex": "(a|a|aa|a+)+$"}, "behavior": "Isolated"}
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "grows": ({"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 4}}, "SIGABRT"),
+    "panics": ({"pre_tokenizer": {**PANIC, "invert": False}}, "it fails on a text: .*retry-limit"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_tokenizer_that_takes_all_memory_or_panics_is_refused_in_the_sandbox(
+    case: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, problem = HOSTILE[case]
+    shutil.copytree(place / "bert", tmp_path / "bert")
+    file = tmp_path / "bert/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | change))
+    monkeypatch.setattr(sandbox, "FileLimits", lambda: FileLimits(memory=1 << 28))
+    with pytest.raises(
+        SecurityError, match=f"tokenizer.json: refused: .*{problem}.*another source"
+    ):
+        Tokenizer(f"{tmp_path}/bert", texts=[b"a" * 28 + b"b"])
+    if case == "panics":  # on a text that was not tried
+        tokenizer = Tokenizer(f"{tmp_path}/bert", policy=FilePolicy(SecurityLevel.off))
+        with pytest.raises(ConfigError, match="data.tokenizer: .*it fails on a text"):
+            list(tokenizer.encode([b"a" * 28 + b"b"], 32))
+
+
+def test_a_text_without_line_ends_is_tokenized_in_pieces(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(f"{place}/bert")
+    words = "the film was great " * 200
+    (tmp_path / "t.txt").write_text(words)
+    expected = tokenizer.encode_file(tmp_path / "t.txt")
+    monkeypatch.setattr("runner.data.tokenizer.PIECE", 19)
+    monkeypatch.setattr("runner.data.tokenizer.PIECES", 3)
+    assert np.array_equal(tokenizer.encode_file(tmp_path / "t.txt"), expected)
+    monkeypatch.setattr(memory, "available_bytes", lambda: len(words) - 1)
+    with pytest.raises(DataError, match=r"its ids take 3,800 bytes, but only 3,799"):
+        tokenizer.encode_file(tmp_path / "t.txt")
 
 
 @pytest.mark.parametrize("data", ["digits", "stdlib_parts", "stdlib_text"])

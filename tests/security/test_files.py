@@ -19,10 +19,12 @@ from torch import nn
 
 from runner.checkpoint import reading as checkpoints
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.errors import CheckpointError, SecurityError
+from runner.device import memory
+from runner.errors import CheckpointError, OutOfMemory, SecurityError
 from runner.findings import Severity, Trust
 from runner.security.checksummed_json import to_checksummed_json
 from runner.security.config import SecurityLevel
+from runner.security.files import file_bytes, formats
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
 from runner.security.files.loader import LoadedFile, open_file, read_arrays
@@ -261,6 +263,53 @@ def test_hashed_bytes_cannot_be_changed_by_anybody(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with FileBytes.open_copy(path) as data:
         assert data.size == 0 and hash_file(path) == (data.sha256, 0)
+
+
+def test_a_file_larger_than_free_memory_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "w.pt"
+    path.touch()
+    os.truncate(path, 64 << 20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: (64 << 20) - 1)
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    if sys.platform == "linux":
+        with pytest.raises(
+            OutOfMemory, match=r"w.pt: refused: .* 67,108,864 bytes, but only 67,10"
+        ):
+            open_file(path, FilePolicy())
+        assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(file_bytes, "PROGRESS_S", 0.0)
+    with caplog.at_level("INFO", "runner"), FileBytes.open_copy(path) as data:
+        assert data.size == 64 << 20
+    if sys.platform == "linux":
+        assert "w.pt: 0.1 of 0.1 GB copied into memory" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("key", ["data_offsets", "data\\u005foffsets"])
+def test_a_safetensors_header_that_takes_long_to_read_is_refused(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.safetensors"
+    entries = (f'"{i}":{{"dtype":"F32","shape":[0],"{key}":[0,0]}}' for i in range(101))
+    header = f"{{{','.join(entries)}}}".encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert len(open_file(path, FilePolicy(), sandboxed=False).content) == 101
+    monkeypatch.setattr(formats, "MAX_TENSORS", 101)
+    with pytest.raises(SecurityError, match="m.safetensors: refused: its header names 102"):
+        open_file(path, FilePolicy(), sandboxed=False)
+    monkeypatch.setattr(formats, "MAX_HEADER_BYTES", len(header) - 1)
+    with pytest.raises(SecurityError, match=r"refused: its header has \d,\d+ bytes, more than"):
+        open_file(path, FilePolicy(), sandboxed=False)
+
+
+def test_a_large_header_is_refused_in_the_sandbox(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    header = json.dumps({"__metadata__": {"a": "x" * 25_000_000}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(SecurityError, match="refused: its header has 25,000,0"):
+        open_file(path, FilePolicy())
 
 
 def test_another_file_than_the_one_promised_is_not_parsed(

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import stat
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, OutOfMemory
+
+log = logging.getLogger("runner")
 
 COPY_BYTES = 1 << 22
+PROGRESS_S = 5.0  # between two lines on a long copy
 OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK
 LINUX = sys.platform == "linux"
 
@@ -46,13 +51,20 @@ class FileBytes:
 
     @classmethod
     def open_copy(cls, path: Path) -> Self:
-        """Copy the file; except on Linux, only open it. Raises CheckpointError."""
+        """Copy the file; except on Linux, only open it.
+
+        Raises CheckpointError, and OutOfMemory for a file that does not fit into memory.
+        """
         if sys.platform != "linux":
             return cls.open_in_place(path)
         source = open_regular(path)
         try:
             target = os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            _copy(path, source, target)
+            try:
+                _copy(path, source, target)
+            except BaseException:
+                os.close(target)
+                raise
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         finally:
@@ -116,9 +128,17 @@ def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
 
 def _copy(path: Path, source: int, target: int) -> None:
     """Copy all bytes and seal the copy. Raises OSError, or CheckpointError if the file changed."""
-    size, copied = os.fstat(source).st_size, 0
+    from runner.device import memory  # imports torch, which a scan rarely needs
+
+    size, copied, reported = os.fstat(source).st_size, 0, time.monotonic()
+    if size > (available := memory.available_bytes()):
+        problem = f"a copy in memory takes {size:,} bytes, but only {available:,} are available"
+        raise OutOfMemory(f"{path}: refused: {problem}; get a smaller file, or free memory")
     while copied < size and (block := os.read(source, min(COPY_BYTES, size - copied))):
         copied += os.write(target, block)
+        if time.monotonic() - reported >= PROGRESS_S:
+            reported = time.monotonic()
+            log.info("%s: %.1f of %.1f GB copied into memory", path, copied / 1e9, size / 1e9)
     if copied != size or os.read(source, 1):
         raise CheckpointError(f"{path}: it changed while it was read")
     os.lseek(target, 0, os.SEEK_SET)

@@ -15,6 +15,8 @@ Data = bytes | mmap.mmap
 
 ZIP_MAGIC, NPY_MAGIC = b"PK\x03\x04", b"\x93NUMPY"  # first bytes
 HEAD_BYTES = 1 << 12  # bytes read to identify a format
+MAX_HEADER_BYTES = 25_000_000  # of a safetensors file
+MAX_TENSORS = 100_000  # of a safetensors file: its loader takes 100 µs for each
 SAVE_AGAIN = "save it again as safetensors, or with torch.save of tensors and plain containers"
 DAMAGED = "get the file again, or compare its sha256 with that of its author"
 CONVERT = "load it on a machine apart, and save its state_dict alone, as safetensors"
@@ -113,6 +115,18 @@ def identify_format(data: Data, name: str) -> str:
         evidence = f"its content is {kind}, but its extension says {expected}"
         raise FileRefusal("format.name", name, evidence, "rename it if the content is right")
     return kind
+
+
+def check_safetensors_header(data: Data) -> None:
+    """Raise FileRefusal for a header that takes minutes, or gigabytes, to read."""
+    size = int.from_bytes(data[:8], "little")
+    evidence = f"its header has {size:,} bytes, more than {MAX_HEADER_BYTES:,}"
+    if size <= MAX_HEADER_BYTES:
+        count = bytes(data[8 : 8 + size]).count(b"{")  # one of each; a key may be escaped
+        if count <= MAX_TENSORS:
+            return
+        evidence = f"its header names {count:,} tensors, more than {MAX_TENSORS:,}"
+    raise FileRefusal("safetensors.header", "", evidence, "save the tensors in several files")
 
 
 def _identify_head(head: bytes, size: int) -> str:

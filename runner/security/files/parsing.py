@@ -20,7 +20,14 @@ from safetensors import safe_open
 
 from runner.findings import Reason, Severity
 from runner.security.files import content_checks
-from runner.security.files.formats import CONVERT, DAMAGED, FileRefusal, identify_format, printable
+from runner.security.files.formats import (
+    CONVERT,
+    DAMAGED,
+    FileRefusal,
+    check_safetensors_header,
+    identify_format,
+    printable,
+)
 from runner.security.files.pickle_rules import check_pickles
 from runner.security.files.policy import FileLimits
 from runner.security.files.zip_rules import check_zip
@@ -61,7 +68,8 @@ def examine(
 ) -> Examination:
     """Check and load the bytes of the file called `name`; `path` is a path to the same bytes.
 
-    `check_archive` applies the rules for archives and pickles, needless if the digest is known;
+    `check_archive` applies the rules for archives, pickles and headers, needless if the digest is
+    known;
     `deep` warns of unusual values in tensors. Failures become reasons; it never raises.
     """
     examination = Examination()
@@ -71,6 +79,8 @@ def examine(
             check_zip(data, limits)
         if check_archive and examination.format in ("torch_zip", "pickle"):
             check_pickles(data, examination.format)
+        if check_archive and examination.format == "safetensors":
+            check_safetensors_header(data)
         content, examination.metadata = load_content(path, examination.format)
         tensors = content_checks.check_types(content, len(data), limits)
         examination.reasons += content_checks.check_values(tensors) if deep else []

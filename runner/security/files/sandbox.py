@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from runner.findings import Reason, Severity
@@ -42,6 +42,7 @@ SERVER_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from runner.security.files import sandbox; sandbox.serve()"
 )
+TOKENIZER_FIX = "use the tokenizer of another source"
 WAY_OUT = "get it as safetensors, or inspect it on an isolated machine"
 
 
@@ -75,10 +76,20 @@ class Sandbox:
         if self.crashes >= MAX_CRASHES:
             why = f"{self.crashes} files have ended the process that examines them"
             return _refusal_answer("sandbox.given_up", name, why)
+        return self._request(data, name, limits, {"deep": deep})
+
+    def try_tokenizer(self, data: FileBytes, name: str, texts: list[str]) -> list[Reason]:
+        """Return the reason to refuse a tokenizer.json, if it fails on texts or takes too much."""
+        reasons = self._request(data, name, FileLimits(), {"texts": texts})[1]
+        return [replace(reason, way_out=TOKENIZER_FIX) for reason in reasons]
+
+    def _request(
+        self, data: FileBytes, name: str, limits: FileLimits, options: dict[str, Any]
+    ) -> tuple[str, list[Reason]]:
         path = f"/proc/{os.getpid()}/fd/{data.descriptor}" if LINUX else data.path
         shown = mask_secrets(name)  # no secret enters the process; the extension counts there
         shown += "" if shown.endswith(ext := os.path.splitext(name)[1]) else ext
-        request = {"path": path, "name": shown, "deep": deep, "limits": asdict(limits)}
+        request = {"path": path, "name": shown, "limits": asdict(limits), **options}
         try:
             if self.process is None:
                 self._start()
@@ -107,6 +118,7 @@ class Sandbox:
     def _start(self) -> None:
         environment = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
+        environment["TOKENIZERS_PARALLELISM"] = "false"
         path = json.dumps([folder or os.getcwd() for folder in sys.path])
         self.process = subprocess.Popen(  # noqa: S603  # ourselves
             [sys.executable, "-P", "-s", "-c", SERVER_CODE, path],
@@ -203,7 +215,7 @@ def serve() -> None:
     os.dup2(2, 1)  # keep libraries' output out of the answers
     import torch
 
-    from runner.security.files.parsing import examine
+    from runner.security.files.parsing import Examination, examine
 
     torch.set_num_threads(1)
     _limit_process()
@@ -217,7 +229,10 @@ def serve() -> None:
         size = os.fstat(descriptor).st_size
         _limit_time_and_memory(limits, size)
         data, path = map_bytes(descriptor, size), f"/dev/fd/{descriptor}"
-        result = examine(data, path, name, limits, deep=request["deep"])
+        if "texts" in request:
+            result = Examination("tokenizer", _encode(bytes(data), request["texts"]))
+        else:
+            result = examine(data, path, name, limits, deep=request["deep"])
         rows = [[r.code, int(r.severity), r.where, r.evidence, r.way_out] for r in result.reasons]
         print(json.dumps({"format": result.format, "reasons": rows}), file=answers, flush=True)
         result.content = None
@@ -227,6 +242,18 @@ def serve() -> None:
         os.close(descriptor)
         del data, result
         gc.collect()
+
+
+def _encode(tokenizer: bytes, texts: list[str]) -> list[Reason]:
+    """Return the reason to refuse a tokenizer.json that fails on texts."""
+    from runner.security.hugging_face import encode_texts
+
+    try:
+        encode_texts(tokenizer, texts)
+    except BaseException as error:  # a panic of the library is no Exception
+        evidence = f"it fails on a text: {printable(error)}"
+        return [Reason("tokenizer.failed", Severity.REFUSAL, "", evidence)]
+    return []
 
 
 def _limit_process() -> None:
