@@ -26,13 +26,14 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import mask_secrets
 from runner.record.hydra_files import Scalar
-from runner.record.storage import RetryingAppender
+from runner.record.storage import RetryingAppender, safe_opener
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 PREFIX = "events.out.tfevents."
+OWN_NAME = re.compile(re.escape(PREFIX) + r"(\d{10,})\.\d+")  # time, process
 UNPREFIXED_GROUPS = ("train", "val", "test", "about", "comparison", "_hparams_")
 """Tag groups that keep their names. TensorBoard sorts by name and opens the first; all others
 (usage, gradients, memory, faults, …) become `watch_…`, to sort below these."""
@@ -127,6 +128,10 @@ class TensorBoard:
         """Number of events that are not in the file."""
         return self.file.unwritten
 
+    def position(self) -> list[Any]:
+        """Return the name of the file, and its size with the events that wait."""
+        return [self.file.path.name, self.file.size + self.file.waiting_bytes]
+
     def _hparams(self, name: str, **content: Any) -> None:
         data = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
         empty_tensor = TensorProto(dtype=DT_FLOAT, tensor_shape=_shape(0))
@@ -165,6 +170,29 @@ def open_event_file(folder: Path, purge_step: int | None = None, only: bool = Fa
     if purge_step is not None:
         events.purge(purge_step)
     return events
+
+
+def truncate_events(folder: Path, position: Any) -> bool:
+    """Remove the events after a `TensorBoard.position`, and our later files; files of others stay.
+
+    Returns whether the file was there; otherwise purging by step has to do.
+    """
+    match position:
+        case [str(name), int(size)] if size > 0 and (stamp := OWN_NAME.fullmatch(name)):
+            pass
+        case _:  # of an older run, of one without TensorBoard, or forged
+            return False
+    for path in folder.glob(PREFIX + "*"):
+        other = OWN_NAME.fullmatch(path.name)
+        if other is not None and int(other[1]) > int(stamp[1]):
+            path.unlink()
+    try:
+        with open(folder / name, "r+b", opener=safe_opener) as file:
+            if file.seek(0, os.SEEK_END) >= size:  # else its end was lost
+                file.truncate(size)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _shape(*sizes: int) -> Any:

@@ -86,8 +86,8 @@ def train(run: Run) -> Summary:
         return previous  # its record stays as it is
     if run.folder is not None and run.writes:
         hydra_files.adopt_resumed_config(run.folder)
-    run.recorder.open(run.progress.step, run.record_offset)
-    run.record_offset = None
+    run.recorder.open(run.progress.step, run.record_offset, run.event_position)
+    run.record_offset = run.event_position = None
     if run.trials is not None:
         run.trials.plan(run)
     build_summary(run, "running", required=True)
