@@ -27,6 +27,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from runner.masking import mask_secrets
 from runner.record.hydra_files import Scalar
 from runner.record.storage import RetryingAppender, safe_opener
+from runner.record.text import limit_length
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,8 +110,7 @@ class TensorBoard:
             group_name=_clean(session), start_time_secs=time.time()
         )
         for name, value in values.items():
-            value = _clean(value) if isinstance(value, str) else value
-            setattr(start.hparams[_clean(name)], types[name][1], value)
+            setattr(start.hparams[_clean(name)], types[name][1], _clean_value(value))
         self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
@@ -211,6 +211,10 @@ def stored_tag(tag: str) -> str:
 def _clean(text: str) -> str:
     """Return text that protobuf accepts, without lone surrogates and secrets."""
     return mask_secrets(text).encode("utf-8", "replace").decode()
+
+
+def _clean_value(value: Scalar) -> Scalar:
+    return _clean(limit_length(value)) if isinstance(value, str) else value
 
 
 def _checksum(data: bytes) -> bytes:
