@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -44,6 +45,7 @@ class Recorder:
         self._metrics_file: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0
+        self._process = os.getpid()
         self.continues_events = False  # the event file of the checkpoint was truncated to it
 
     def open(self, start_step: int = 0, offset: int | None = None, events: Any = None) -> None:
@@ -54,6 +56,7 @@ class Recorder:
         after `start_step` are truncated instead. `events` is the `event_position`: later events
         are truncated, too, also those that the end of a session writes for the same step.
         """
+        self.end_copy()
         if self.folder is None:
             return
         path = self.folder / METRICS
@@ -143,6 +146,14 @@ class Recorder:
         """Return the name and the size of TensorBoard's file, with waiting events; for `open`."""
         return None if self._events is None else self._events.position()
 
+    def end_copy(self) -> None:
+        """End this process at once if user code has made it by `fork()`: it would write, too."""
+        if (process := os.getpid()) != self._process:
+            text = "os.fork() in user code copied the run, which continues in process"
+            sys.stderr.write(f"error: process {process} ends: {text} {self._process}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
     @property
     def writes_images(self) -> bool:
         """Whether texts and images are written."""
@@ -165,6 +176,7 @@ class Recorder:
 
     def _write(self, kind: str, file: Any, write: Callable[[Any], None]) -> None:
         """Call `write` on the file, and count what could not be written."""
+        self.end_copy()
         try:
             write(file)
         except OSError as error:
