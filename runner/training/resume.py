@@ -67,7 +67,7 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
         bad = first_bad_step(run)
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would replace the one to roll back to
-        run.checkpointer.suspect_steps = _steps_to_replay(run, bad)
+        run.checkpointer.suspect_steps = _steps_to_replay(run, bad, run.captures is not None)
         if run.trials is not None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
@@ -93,8 +93,8 @@ def weights(run: Run) -> dict[str, Any]:
     return run.model.state_dict() if run.shards is None else run.shards.state_dict()
 
 
-def _steps_to_replay(run: Run, bad: int) -> set[int]:
-    first_unread = run.reader.first_unread if run.captures is not None else None
+def _steps_to_replay(run: Run, bad: int, captures: bool) -> set[int]:
+    first_unread = run.reader.first_unread if captures else None
     return {step for step in (first_unread, bad) if step}
 
 
@@ -208,7 +208,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         due = run.progress.step > 0 and run.progress.step % run.checkpoint_every == 0
         # one saved after an exception is saved again when due, as a scheduled one
         run.saved_step = run.progress.step - (due and not state["planned"])
-        run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run))
+        # as if it captures bad steps, which is not known yet: the next save deletes the others
+        run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run), True)
         _note_unplanned(run, state["planned"])
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
