@@ -319,3 +319,30 @@ def test_an_older_run_whose_data_set_keeps_a_generator_says_that_draws_differ(
     with opened(*typed, "training.steps=3", folder=tmp_path):
         pass
     assert ("they draw other numbers than before step 2" in caplog.text) is older
+
+
+class Forks(torch.nn.Module):
+    """Copies the process in the forward of two steps."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layer, self.forwards = torch.nn.Linear(in_features, classes), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        if self.training and self.forwards in (4, 6):
+            os.fork()
+        return self.layer(x)
+
+
+def test_a_copy_of_the_process_that_a_model_forks_writes_nothing_and_ends_in_one_line(
+    tmp_path: Path,
+) -> None:
+    typed = ["data=cancer", "model._target_=test_resume.Forks", "security.trusted=[test_resume]",
+             "training.steps=9", "monitoring.every=1", "optimization=none",
+             "hydra.run.dir=run"]  # fmt: skip
+    done = command(tmp_path, *typed)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "os.fork() in user code" in line]
+    assert len(lines) == 2 and "Traceback" not in done.stderr
+    assert [row["step"] for row in rows(tmp_path / "run", "train")] == [*range(1, 10)]
