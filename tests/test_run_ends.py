@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner import build, compose, train
+from runner.errors import GaveUp
 from runner.hooks import limits, resources
 from runner.report.discover import compare_folders
 from runner.report.verdicts import conclusion
@@ -162,3 +163,34 @@ def test_a_comparison_names_the_rows_that_ended_early(tmp_path: Path) -> None:
     assert "none (limit)" in early[0] and "basic (stop_file)" in early[0]
     assert "ultra" not in early[0] and "auto" not in early[0]
     assert "the sweep's command again continues them" in early[0]
+
+
+class Infinite(Hook):
+    """Makes a weight infinite after step 4."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == 4:
+            next(run.model.parameters()).data.view(-1)[0] = float("inf")
+
+
+def test_a_run_without_a_guard_that_ends_with_lost_weights_fails_and_begins_afresh(
+    tmp_path: Path,
+) -> None:
+    typed = [*QUICK, "stability=off", "checkpoint.every=3", "checkpoint.resume=auto"]
+    for hooks in ([Infinite()], [Infinite()], []):
+        with build(compose(typed), tmp_path) as run:
+            assert run.progress.step == 0
+            run.hooks += hooks
+            with (
+                pytest.raises(GaveUp, match="^the weights are not finite")
+                if hooks
+                else nullcontext()
+            ):
+                train(run)
+        summary = Summary.read(tmp_path)
+        assert (summary.status, summary.ended_by) == (
+            ("failed", "policy") if hooks else ("done", "done")
+        )
+    assert GaveUp.exit_code == 4
+    assert {path.name for path in (tmp_path / ".earlier").iterdir()} == {"run-1", "run-2"}
+    assert (tmp_path / ".earlier" / "run-1" / "checkpoints").is_dir()

@@ -53,6 +53,7 @@ class Checkpointer:
         self.choices: dict[str, Any] = {}  # automatic ones, stored in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
         self.commit: CheckpointCommit | None = None  # set if each process writes a shard
+        self.unplanned: set[int] = set()  # steps saved at an early end: not in `keep`
         self.suspect_steps: set[int] = set()  # steps; the checkpoint before each of them is kept
         self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
@@ -286,7 +287,8 @@ class Checkpointer:
         saved = folders.steps(root)
         saved_before = [[n for n in saved if n < bad_step] for bad_step in self.suspect_steps]
         kept_steps = {max(steps) for steps in saved_before if steps}
-        folders.prune(root, self._keep, {step, folders.update_links(root), *kept_steps})
+        protected = {step, folders.update_links(root), *kept_steps}
+        folders.prune(root, self._keep, protected, self.unplanned - {step})
 
     def _write_parts(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         write, together = storage.write_file, self.commit

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,10 +178,13 @@ def link_target(root: Path, name: str) -> str | None:
     return f"{FOLDER}/{target}" if target and is_checkpoint(root / target) else None
 
 
-def prune(root: Path, keep: int, protected: set[int | None]) -> None:
-    """Delete all checkpoints but the `keep` newest complete ones and those in `protected`."""
+def prune(root: Path, keep: int, protected: set[int | None], extra: Collection[int] = ()) -> None:
+    """Delete all checkpoints but the `keep` newest complete ones and those in `protected`.
+
+    Those of the steps in `extra` do not count as complete.
+    """
     folders = steps(root)
-    complete = sorted(step for step, folder in folders.items() if is_checkpoint(folder))
+    complete = sorted(step for step in folders.keys() - extra if is_checkpoint(folders[step]))
     for step in sorted(folders.keys() - protected - set(complete[-keep:])):
         try:
             leftover = root / f"{TEMPORARY_PREFIX}old-{step_name(step)}"  # for `delete_leftovers`

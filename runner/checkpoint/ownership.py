@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
 
 from runner.errors import UsageError
 from runner.record.hydra_files import FOLDER, RESUMED
-from runner.record.storage import OLD_PREFIX, make_folder, remove_file, rename
+from runner.record.storage import OLD_PREFIX, make_folder, read_record, remove_file, rename
 
 ARCHIVE = ".earlier"  # hidden, so that nothing in it is taken for a run
+NOT_FINITE = "the weights are not finite"  # how the reason of a run begins that ended with them
+CHECKPOINTS = "checkpoints"
 RECORD = ("summary.json", "metrics.jsonl")
 OTHER_FILES = ("report.md", "curves.svg", "provenance.json", "history.json", "debug")
 EVENT_FILES = "events.out.tfevents.*"
@@ -70,19 +73,32 @@ def is_own_resume(folder: Path, resume: str) -> bool:
     return folder.resolve() in (path, *path.parents[:2])
 
 
+def has_lost_weights(folder: Path) -> bool:
+    """Whether a run without a guard ended here with weights that are not finite.
+
+    No checkpoint of it is of use: it would take the same steps again.
+    """
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        summary = json.loads(read_record(folder / RECORD[0]))
+        return summary["ended_by"] == "policy" and str(summary["reason"]).startswith(NOT_FINITE)
+    return False
+
+
 def archive_record(folder: Path) -> None:
-    """Move a record without checkpoints into the hidden archive; event files are deleted.
+    """Move a record without useful checkpoints into the hidden archive; event files are deleted.
 
     TensorBoard would show them as another run. The log is continued.
     """
-    if has_checkpoints(folder) or not any((folder / name).exists() for name in RECORD):
+    useless = [CHECKPOINTS] if has_lost_weights(folder) else []
+    has_others = has_checkpoints(folder) and not useless
+    if has_others or not any((folder / name).exists() for name in RECORD):
         return
     archive = folder / ARCHIVE
     target = next(p for number in count(1) if not os.path.lexists(p := archive / f"run-{number}"))
     make_folder(target)
     # the new config is still beside the recorded one
     recorded = [FOLDER] if (folder / RESUMED).is_dir() else []
-    for name in (*RECORD, *OTHER_FILES, *recorded):
+    for name in (*useless, *RECORD, *OTHER_FILES, *recorded):
         if (folder / name).exists():
             rename(folder / name, target / name)
     for file in folder.glob(EVENT_FILES):

@@ -20,6 +20,7 @@ from runner.data.order import splitmix
 from runner.errors import DataError
 from runner.findings import Reason, Severity
 from runner.record.column_overrides import list_override
+from runner.record.text import shorten
 from runner.techniques.base import Choice
 
 MIN_ROWS = 20  # fewer rows may have a constant column by chance
@@ -34,6 +35,7 @@ TIME_NAME = re.compile(
 REPEATED_SHARE = 0.5  # rows whose value occurs again, from which a column is judged by value, too
 SAMPLE_CELLS, SAMPLE_ROWS, MAX_COLUMNS = 1_500_000, 50_000, 2_048  # take 0.1 s
 MAX_SHOWN = 5
+MAX_CELL_CHARS = 80  # of a cell in a finding
 PERFECT = "alone predicts the target in every row: it may contain the target"
 
 
@@ -104,7 +106,7 @@ def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
     if config.constant is not CheckPolicy.off and len(table.train) >= MIN_ROWS:
         for number, values in enumerate(table.values(table.train)):
             if (values == values[0]).all():
-                value = _format_value(table.columns[number], values[0])
+                value = shorten(_format_value(table.columns[number], values[0]), MAX_CELL_CHARS)
                 text = f"is {value} in all {len(values):,} training rows"
                 drop = config.constant is CheckPolicy.drop
                 findings.add_column("constant", table, number, text, drop)

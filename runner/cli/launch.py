@@ -54,7 +54,14 @@ from runner.record.console import (
     set_up_logging,
 )
 from runner.record.storage import guard_folder, remove_file, remove_folder
-from runner.record.text import describe_error, escape_control_chars, escape_lines, quote_for_hydra
+from runner.record.text import (
+    LONGEST_TRACE,
+    describe_error,
+    escape_control_chars,
+    escape_lines,
+    limit_length,
+    quote_for_hydra,
+)
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
 from runner.security.config_files import check_security_group
@@ -316,13 +323,14 @@ def _report_failure(
             _print_summary(replace(Summary.read(folder), reason=""), folder)  # the reason follows
     if isinstance(error, RunnerError):  # further lines are a worker's traceback
         message, _, trace = mask_secrets(str(error)).partition("\n")
+        message = limit_length(message)
         code = error.exit_code
     else:
         text, file, number = describe_error(error)
         message, code = mask_secrets(f"{text} ({file}:{number})"), 1
         trace = "".join(format_exception(error))
     in_file = has_log_file()  # else the console shows the traceback
-    for line in mask_secrets(trace).splitlines():
+    for line in limit_length(mask_secrets(trace), LONGEST_TRACE).splitlines():
         log.error("  %s", line, extra={"live": in_file})
     hint = f"; the traceback is in {folder / LOG}" if trace and in_file else ""
     log.error("%s%s", message, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import unicodedata
 from collections import defaultdict
@@ -17,6 +18,8 @@ from runner.data.paths import check_link
 from runner.errors import BadSample, ConfigError, DataError
 from runner.format import join_names
 from runner.techniques.base import Choice
+
+log = logging.getLogger("runner")
 
 TASKS = ("classification", "language_modelling", "regression")
 NO_LOSS = -100  # torch's own default for a target that carries no loss
@@ -115,11 +118,13 @@ def labelled_files(
     without files are no classes. `what` names the files in messages. Raises SecurityError for a
     symlink out of `root`.
     """
+    others: list[Path] = []  # neither hidden nor files
     if not opening.labelled:
         files_inside, notes = [root], tuple[Choice, ...]()  # one file
         if root.is_dir():
             paths = list(root.rglob("*"))
-            files_inside = _list_visible(root, paths, opening, Path.is_file)
+            files_inside = _list_visible(root, paths, opening, Path.is_file, others)
+            _warn_left_out(root, others)
             notes = _hidden_note(root, paths)
         files = [file for file in files_inside if accepts(file)]
         if not files:
@@ -128,14 +133,15 @@ def labelled_files(
     classes = dict[str, list[Path]]()
     skipped = [f"{utf8_name(f.name)} (hidden)" for f in sorted(root.glob(".*/"))]
     hidden: list[Path] = []
-    for folder in _list_visible(root, root.iterdir(), opening, Path.is_dir):
+    for folder in _list_visible(root, root.iterdir(), opening, Path.is_dir, others):
         paths = list(folder.rglob("*"))
         hidden += paths
-        files_inside = _list_visible(root, paths, opening, Path.is_file)
+        files_inside = _list_visible(root, paths, opening, Path.is_file, others)
         if class_files := [file for file in files_inside if accepts(file)]:
             classes[folder.name] = class_files
         else:
             skipped.append(f"{utf8_name(folder.name)} (has no {what})")
+    _warn_left_out(root, others)
     choices = _hidden_note(root, hidden)
     note = f"folders that are not classes: {', '.join(skipped)}" if skipped else ""
     if len(classes) < (2 if opening.fitted is None else 1):
@@ -165,10 +171,30 @@ def utf8_name(name: str) -> str:
 
 
 def _list_visible(
-    root: Path, paths: Iterable[Path], opening: OpenOptions, kind: Callable[[Path], bool]
+    root: Path,
+    paths: Iterable[Path],
+    opening: OpenOptions,
+    kind: Callable[[Path], bool],
+    others: list[Path],
 ) -> list[Path]:
-    visible = (path for path in paths if not _hidden_part(path, root) and kind(path))
+    """Return the paths of a kind that are not hidden, sorted; add those of no kind to `others`."""
+    visible = []
+    for path in paths:
+        if not _hidden_part(path, root):
+            (visible if kind(path) else others).append(path)
     return sorted(check_link(path, root, opening.policy) for path in visible)
+
+
+def _warn_left_out(root: Path, paths: Iterable[Path]) -> None:
+    """Log those that are neither files nor folders: pipes, links in a circle or to a folder."""
+    names = []
+    for path in paths:
+        is_link, is_folder = path.is_symlink(), path.is_dir()
+        if not path.is_file() and (is_link or not is_folder):
+            kind = "a link to a folder" if is_folder else "a broken link" if is_link else "no file"
+            names.append(f"{utf8_name(str(path.relative_to(root)))} ({kind})")
+    if names:
+        log.warning("data.path: %s: left out: %s", root, join_names(sorted(names)))
 
 
 def _hidden_part(path: Path, root: Path) -> int:

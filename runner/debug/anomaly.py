@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -51,6 +51,14 @@ class AnomalyTool(DebugTool):
         self.last_step_non_finite = False
         self.start_step = 0  # step before the first of this process
         self.shared_steps: set[int] = set()  # steps that other tools inspected too
+
+    def state(self) -> dict[str, Any]:
+        """Return how often each operation or module was at fault."""
+        return {"culprits": self.culprits, "non_finite": self.last_step_non_finite}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue to count."""
+        self.culprits, self.last_step_non_finite = Counter(state["culprits"]), state["non_finite"]
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:

@@ -6,7 +6,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -351,6 +351,15 @@ class GradcheckTool(DebugTool):
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
         self.checks: list[GradientCheck] = []
+        self.reported: list[str] = []  # names of wrong ones, before a resume too
+
+    def state(self) -> dict[str, Any]:
+        """Return the names that are in the history."""
+        return {"inspections": 0, "reported": self.reported}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Report none of them again."""
+        self.reported = state["reported"]
 
     def due(self, step: int) -> bool:
         """Return False: it inspects no step."""
@@ -379,6 +388,9 @@ class GradcheckTool(DebugTool):
         self.finding = self._summary(wrong)
         ends_run = self.config.on_anomaly.name == "raise"
         for check in wrong:
+            if check.name in self.reported and not ends_run:
+                continue
+            self.reported.append(check.name)
             run.history.add(
                 "wrong_gradient",
                 check.sentence,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -83,14 +83,43 @@ class GradientsTool(DebugTool):
         self.vanishing_counts: Counter[str] = Counter()  # consecutive inspections
         self.untrained: list[str] = []  # layers that never had a gradient
         self.faulty_layers: dict[LayerState, dict[str, None]] = {}  # by state
+        self.zero_counts: dict[str, list[int]] = {}  # of the detector in a checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """Return all rows and counts."""
+        return {
+            "rows": [list(self.layer_rows), list(self.unit_rows)],
+            "layers": [asdict(layer) for layer in self.layers],
+            "norms": {name: list(norms) for name, norms in self.norm_history.items()},
+            "vanishing": self.vanishing_counts,
+            "untrained": self.untrained,
+            "faulty": {state: list(names) for state, names in self.faulty_layers.items()},
+            "zeros": self.zero_counts if self.detector is None else self.detector.counts(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue the rows and counts."""
+        self.layer_rows.extend(state["rows"][0])
+        self.unit_rows.extend(state["rows"][1])
+        self.layers = [
+            Layer(**{**row, "state": LayerState(row["state"])}) for row in state["layers"]
+        ]
+        norms = state["norms"].items()
+        self.norm_history = {name: deque(values, NORM_HISTORY) for name, values in norms}
+        self.vanishing_counts, self.untrained = Counter(state["vanishing"]), state["untrained"]
+        self.faulty_layers = {
+            LayerState(fault): dict.fromkeys(names) for fault, names in state["faulty"].items()
+        }
+        self.zero_counts = state["zeros"]
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Write plot and file at the end, even after an error."""
         if self.settings.dead_after:
             self.detector = DeadUnitDetector(run.model, self.settings.dead_after)
+            self.detector.zero_counts = self.zero_counts
         self.eager = self.detector is not None
-        self.finding = self._build_finding()
+        self.finding = self._build_finding(self.inspections)
         try:
             yield
         finally:
@@ -276,6 +305,7 @@ class DeadUnitDetector(TorchFunctionMode):
             for parameter in module.parameters(recurse=False)
         }
         self.layers: dict[str, _UnitActivity] = {}
+        self.zero_counts: dict[str, list[int]] = {}  # to start with, in a resumed run
         self.recording = False
         self.current_layer, self.unit_dimension = "", -1
 
@@ -312,6 +342,8 @@ class DeadUnitDetector(TorchFunctionMode):
         layer = self.layers.get(self.current_layer)
         if layer is None or layer.zero_inspections.shape != alive.shape:
             counts = torch.zeros_like(alive, dtype=torch.int32)
+            if len(earlier := self.zero_counts.pop(self.current_layer, ())) == len(counts):
+                counts = torch.tensor(earlier, dtype=torch.int32, device=counts.device)
             layer = self.layers[self.current_layer] = _UnitActivity(counts)
         layer.alive = alive if layer.alive is None else layer.alive | alive
         layer.samples += len(output)
@@ -330,6 +362,11 @@ class DeadUnitDetector(TorchFunctionMode):
             dead.append((layer.zero_inspections >= layer.required).sum())
         self.recording = False
         return torch.stack([number.to(skipped.device, torch.float32) for number in dead])
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return for each unit at how many inspections in a row it was always 0; a host sync."""
+        own = {name: layer.zero_inspections.tolist() for name, layer in self.layers.items()}
+        return {**self.zero_counts, **own}
 
     def counts_by_layer(self, dead: Iterable[float]) -> dict[str, tuple[int, int]]:
         """Return (dead units, units) by layer, from the result of `count_dead` on the host."""

@@ -6,10 +6,11 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from runner.debug.memory_breakdown import (
     MIB,
     PARTS,
     MemoryBreakdown,
+    ModuleMemory,
     SavedTensors,
     measure_breakdown,
     write_oom_report,
@@ -67,12 +69,28 @@ class MemoryTool(DebugTool):
         self.fault_counts: dict[str, int] = {}  # counts at the last check
         self.step_seconds = 0.0  # mean of the last report
 
+    def state(self) -> dict[str, Any]:
+        """Return the last inspection, and the step of the next one."""
+        breakdown = None if self.breakdown is None else asdict(self.breakdown)
+        grown = [asdict(growth) for growth in self.growth]
+        sizes = {"next": self.next_inspection, "micro_batch": self.micro_batch}
+        return {"account": breakdown, "grown": grown, **sizes}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Inspect at the same steps."""
+        if (account := state["account"]) is not None:
+            rows = [ModuleMemory(**row) for row in account["rows"]]
+            self.breakdown = MemoryBreakdown(**{**account, "rows": rows})
+        self.growth = [Growth(**growth) for growth in state["grown"]]
+        self.next_inspection, self.micro_batch = state["next"], state["micro_batch"]
+
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Record the allocator's history; write the findings at the end."""
         self.run, self.fault_counts = run, dict(run.history.counts)
-        following = (run.progress.step // self.every + 1) * self.every
-        self.next_inspection = min(following, run.total_steps)
+        if self.breakdown is None:  # a resumed run knows when the next one is
+            following = (run.progress.step // self.every + 1) * self.every
+            self.next_inspection = min(following, run.total_steps)
         snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
         if snapshots:
             torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
@@ -125,6 +143,8 @@ class MemoryTool(DebugTool):
     def on_report(self, run: Run, report: Report) -> None:
         """Name growing objects if a leak was found since the last report."""
         self.step_seconds = report.seconds / len(report.loss)
+        if self.breakdown is not None:  # also of a process before this one
+            self.object_counts = self.object_counts or count_objects()
         if self.breakdown is not None and run.micro_batch != self.micro_batch:
             self.next_inspection = 0  # the breakdown is outdated
         if self._has_new_fault(run, "leak"):

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -172,7 +172,8 @@ class ProfileTool(DebugTool):
         self.window: ProfilerWindow | None = None
         self.operators: list[dict[str, Any]] = []
         self.busy: float | None = None
-        self.trace_file = ""
+        self.trace_file, self.named_step = "", 0  # first step of the first window
+        self.resumed = False  # next_step is that of the run that is continued
         self.trace_start, self.trace_steps = 0, 0  # of the trace
         self.totals = SectionTotals()
         self.seconds_before: dict[str, float] = {}  # stopwatch at the start of the window
@@ -185,11 +186,26 @@ class ProfileTool(DebugTool):
         """Whether the window starts, runs or ends at this step."""
         return step >= self.next_step
 
+    def state(self) -> dict[str, Any]:
+        """Return the trace, and the step after which a window opens, also for one that is open."""
+        next_step = self.window.first if self.window is not None else self.next_step
+        names = ("named_step", "trace_file", "trace_start", "trace_steps", "operators", "busy")
+        return {"next_step": next_step, **{name: getattr(self, name) for name in names}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Profile the same steps, or none again."""
+        self.resumed, self.next_step = True, state["next_step"]
+        self.trace_file, self.named_step = state["trace_file"], state["named_step"]
+        self.trace_start, self.trace_steps = state["trace_start"], state["trace_steps"]
+        self.operators, self.busy = state["operators"], state["busy"]
+
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Collect sections during the session; write the results at the end."""
-        latest = run.total_steps - run.progress.step - self.settings.warmup - self.settings.steps
-        self.next_step = run.progress.step + min(self.settings.start, max(1, latest))
+        if not self.resumed:
+            step, window = run.progress.step, self.settings.warmup + self.settings.steps
+            latest = run.total_steps - step - window
+            self.next_step = step + min(self.settings.start, max(1, latest))
         start_time, was_unset = perf_counter(), LOG_LEVEL_VARIABLE not in os.environ
         os.environ.setdefault(LOG_LEVEL_VARIABLE, "6")  # else Kineto logs start and stop to stderr
         try:
@@ -232,6 +248,7 @@ class ProfileTool(DebugTool):
         self.seconds_before = dict(run.stopwatch.phase_seconds)
         try:
             self.window = ProfilerWindow(run, self.settings, self.totals, steps)
+            self.named_step = self.named_step or self.window.first
             run.stopwatch.inspects_next = True
         except RuntimeError as error:  # another profiler is active
             self._record_failure(run, error)
@@ -260,7 +277,7 @@ class ProfileTool(DebugTool):
     def _export_trace(self, run: Run, window: ProfilerWindow) -> None:
         if run.folder is None:
             return
-        name = f"step_{window.first:08d}.json.gz"
+        name = f"step_{self.named_step:08d}.json.gz"
         try:
             with private_folder(run.folder / TRACE_FOLDER) as folder:
                 window.profiler.export_chrome_trace(str(folder / name))

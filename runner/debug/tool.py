@@ -57,6 +57,24 @@ class DebugTool(Hook):
             return True
         return timeout_s is not None and time.monotonic() - self.start_time > timeout_s
 
+    def resume_state(self) -> str:
+        """Return `state` with the number of inspections and the finding."""
+        common = {"inspections": self.inspections, "finding": self.finding}
+        return json.dumps({**common, **self.state()}, default=str)
+
+    def load_resume_state(self, text: str) -> None:
+        """Continue with that state."""
+        state = json.loads(text)
+        self.inspections, self.finding = state["inspections"], state["finding"]
+        self.load(state)
+
+    def state(self) -> dict[str, Any]:
+        """Return more for a resumed run, so that it acts at the steps of an uninterrupted one."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Set what `state` returned, with the types of JSON."""
+
     @contextmanager
     def count_inspection(self) -> Iterator[None]:
         """Count an inspection, and add its time to the tool's cost."""

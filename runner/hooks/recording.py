@@ -105,11 +105,14 @@ class Recording(Hook):
         return _check_stop_request(run)
 
     def _record_start(self, run: Run, folder: Path) -> None:
-        typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
-        values, foremost = hydra_files.hparam_columns(self.settings, typed)
-        run.recorder.hparams(_row_name(run.name, folder), values, _hparam_metrics(run), foremost)
+        continues = run.recorder.continues_events
+        if not continues:  # TensorBoard uses the first row
+            typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
+            values, foremost = hydra_files.hparam_columns(self.settings, typed)
+            metrics = _hparam_metrics(run)
+            run.recorder.hparams(_row_name(run.name, folder), values, metrics, foremost)
         config = folder / hydra_files.CONFIG  # with environment variables unresolved
-        if config.is_file():
+        if config.is_file() and not (continues and run.same_config):
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
         try:

@@ -21,7 +21,13 @@ from rich.text import Text
 from runner.masking import mask_secrets
 from runner.record.history import normalize_message
 from runner.record.storage import safe_opener
-from runner.record.text import CONTROL, escape_control_chars, escape_lines
+from runner.record.text import (
+    CONTROL,
+    LONGEST_TRACE,
+    escape_control_chars,
+    escape_lines,
+    limit_length,
+)
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 LOG = "run.log"
@@ -106,7 +112,7 @@ def plain_text(value: object, style: str = "") -> Text:
 
     A bare `str` in a Rich table is parsed as markup: `[red]` vanishes, `[link=…]` becomes a link.
     """
-    return Text(escape_control_chars(str(value)), style)
+    return Text(escape_control_chars(limit_length(str(value))), style)
 
 
 def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Table:
@@ -236,11 +242,12 @@ def _message(record: logging.LogRecord) -> str:
         message = f"{record.msg!r} (its arguments do not fit: {error})"
     if record.name == "py.warnings":
         message = message.strip().partition("\n")[0]  # the second line only quotes the source
-    return escape_control_chars(mask_secrets(message))
+    return escape_control_chars(limit_length(mask_secrets(message)))
 
 
 def _prefix_lines(text: str) -> str:
-    return "\n".join(f"  | {escape_control_chars(line)}" for line in mask_secrets(text).split("\n"))
+    lines = map(limit_length, limit_length(mask_secrets(text), LONGEST_TRACE).split("\n"))
+    return "\n".join(f"  | {escape_control_chars(line)}" for line in lines)
 
 
 class _RepeatedWarningFilter(logging.Filter):

@@ -15,7 +15,7 @@ from typing import Any
 from runner.masking import mask_secrets
 from runner.record import markdown
 from runner.record.storage import read_record, write_or_log
-from runner.record.text import shorten
+from runner.record.text import LONGEST_TRACE, limit_length, shorten
 
 log = logging.getLogger("runner")
 
@@ -79,7 +79,7 @@ class History:
         count: int = 1,
     ) -> Fault:
         """Count a fault and log it the first time; `write` stores it."""
-        message, action = mask_secrets(message), mask_secrets(action)
+        message, action = limit_length(mask_secrets(message)), mask_secrets(action)
         self.counts[kind] = self.counts.get(kind, 0) + count
         self.unwritten = True
         key = (kind, action, normalize_message(message))
@@ -87,7 +87,8 @@ class History:
         if fault is None:
             fault = Fault(kind, category, severity, message, action)
             if error is not None:
-                fault.traceback = mask_secrets("".join(traceback.format_exception(error)))
+                trace = mask_secrets("".join(traceback.format_exception(error)))
+                fault.traceback = limit_length(trace, LONGEST_TRACE)
             if len(self.faults) < MAX_FAULTS:
                 self.faults[key] = fault
         if say and key in self.faults and key not in self.logged_keys:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -43,14 +44,18 @@ class Recorder:
         self._metrics_file: RetryingAppender | None = None
         self._events: TensorBoard | None = None
         self._position = 0
+        self._process = os.getpid()
+        self.continues_events = False  # the event file of the checkpoint was truncated to it
 
-    def open(self, start_step: int = 0, offset: int | None = None) -> None:
+    def open(self, start_step: int = 0, offset: int | None = None, events: Any = None) -> None:
         """Open the files to continue after `start_step`; 0 is a new run.
 
         On resume `offset` is the `position` at the time of the checkpoint: later rows are
         truncated, so that no step occurs twice. If it is None or does not match the file, rows
-        after `start_step` are truncated instead.
+        after `start_step` are truncated instead. `events` is the `event_position`: later events
+        are truncated, too, also those that the end of a session writes for the same step.
         """
+        self.end_copy()
         if self.folder is None:
             return
         path = self.folder / METRICS
@@ -60,10 +65,11 @@ class Recorder:
         self._position = self._metrics_file.size
         if self.config.tensorboard:
             try:
-                from runner.record.tensorboard import open_event_file
+                from runner.record.tensorboard import open_event_file, truncate_events
 
                 is_new_run = start_step == 0  # older files are of a run without a checkpoint
                 purge_step = None if is_new_run else start_step + 1
+                self.continues_events = not is_new_run and truncate_events(self.folder, events)
                 self._events = open_event_file(self.folder, purge_step, only=is_new_run)
             except Exception as error:  # incompatible protobuf versions raise many types
                 self._warn("tensorboard", error)
@@ -136,6 +142,18 @@ class Recorder:
         """Return the size of metrics.jsonl in bytes, with waiting rows; saved for `open`."""
         return self._position
 
+    def event_position(self) -> list[Any] | None:
+        """Return the name and the size of TensorBoard's file, with waiting events; for `open`."""
+        return None if self._events is None else self._events.position()
+
+    def end_copy(self) -> None:
+        """End this process at once if user code has made it by `fork()`: it would write, too."""
+        if (process := os.getpid()) != self._process:
+            text = "os.fork() in user code copied the run, which continues in process"
+            sys.stderr.write(f"error: process {process} ends: {text} {self._process}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
     @property
     def writes_images(self) -> bool:
         """Whether texts and images are written."""
@@ -158,6 +176,7 @@ class Recorder:
 
     def _write(self, kind: str, file: Any, write: Callable[[Any], None]) -> None:
         """Call `write` on the file, and count what could not be written."""
+        self.end_copy()
         try:
             write(file)
         except OSError as error:

@@ -26,13 +26,15 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import mask_secrets
 from runner.record.hydra_files import Scalar
-from runner.record.storage import RetryingAppender, remove_file
+from runner.record.storage import RetryingAppender, remove_file, safe_opener
+from runner.record.text import limit_length
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 PREFIX = "events.out.tfevents."
+OWN_NAME = re.compile(re.escape(PREFIX) + r"(\d{10,})\.\d+")  # time, process
 UNPREFIXED_GROUPS = ("train", "val", "test", "about", "comparison", "_hparams_")
 """Tag groups that keep their names. TensorBoard sorts by name and opens the first; all others
 (usage, gradients, memory, faults, …) become `watch_…`, to sort below these."""
@@ -108,8 +110,7 @@ class TensorBoard:
             group_name=_clean(session), start_time_secs=time.time()
         )
         for name, value in values.items():
-            value = _clean(value) if isinstance(value, str) else value
-            setattr(start.hparams[_clean(name)], types[name][1], value)
+            setattr(start.hparams[_clean(name)], types[name][1], _clean_value(value))
         self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
@@ -126,6 +127,10 @@ class TensorBoard:
     def unwritten(self) -> int:
         """Number of events that are not in the file."""
         return self.file.unwritten
+
+    def position(self) -> list[Any]:
+        """Return the name of the file, and its size with the events that wait."""
+        return [self.file.path.name, self.file.size + self.file.waiting_bytes]
 
     def _hparams(self, name: str, **content: Any) -> None:
         data = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
@@ -167,6 +172,29 @@ def open_event_file(folder: Path, purge_step: int | None = None, only: bool = Fa
     return events
 
 
+def truncate_events(folder: Path, position: Any) -> bool:
+    """Remove the events after a `TensorBoard.position`, and our later files; files of others stay.
+
+    Returns whether the file was there; otherwise purging by step has to do.
+    """
+    match position:
+        case [str(name), int(size)] if size > 0 and (stamp := OWN_NAME.fullmatch(name)):
+            pass
+        case _:  # of an older run, of one without TensorBoard, or forged
+            return False
+    for path in folder.glob(PREFIX + "*"):
+        other = OWN_NAME.fullmatch(path.name)
+        if other is not None and int(other[1]) > int(stamp[1]):
+            path.unlink()
+    try:
+        with open(folder / name, "r+b", opener=safe_opener) as file:
+            if file.seek(0, os.SEEK_END) >= size:  # else its end was lost
+                file.truncate(size)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _shape(*sizes: int) -> Any:
     return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
 
@@ -183,6 +211,10 @@ def stored_tag(tag: str) -> str:
 def _clean(text: str) -> str:
     """Return text that protobuf accepts, without lone surrogates and secrets."""
     return mask_secrets(text).encode("utf-8", "replace").decode()
+
+
+def _clean_value(value: Scalar) -> Scalar:
+    return _clean(limit_length(value)) if isinstance(value, str) else value
 
 
 def _checksum(data: bytes) -> bytes:

@@ -21,6 +21,8 @@ from runner.errors import RunnerError
 from runner.masking import mask_secrets
 
 T = TypeVar("T")
+LONGEST_TEXT = 4000  # characters of a message, a name or a cell that is written or shown
+LONGEST_TRACE = 40_000  # of a traceback, and of a document's block
 _types = cache(get_type_hints)  # cached, since a comparison reads hundreds of records
 
 CONTROL = re.compile(
@@ -57,6 +59,15 @@ def shorten(text: str, max_chars: int) -> str:
     return f"{words[:max_chars].rpartition(' ')[0] or words[:max_chars]} …"
 
 
+def limit_length(text: str, max_chars: int = LONGEST_TEXT) -> str:
+    """Return the text; if it is longer, only its beginning and end, masked before it is cut."""
+    if len(text) <= max_chars:
+        return text
+    text, half = mask_secrets(text), max_chars // 2
+    left_out = f"{len(text) - 2 * half:,} characters left out"
+    return f"{text[:half]} … ({left_out}) … {text[-half:]}"
+
+
 def describe_error(error: BaseException) -> tuple[str, str, int]:
     """Return an error in one line with its notes, and the file and line of its cause.
 
@@ -69,14 +80,14 @@ def describe_error(error: BaseException) -> tuple[str, str, int]:
     project = [r for r in user_frames if not _source_file(r[0]).startswith(INSTALLED_PREFIXES)]
     frame, line = (project or user_frames or frames)[-1]
     text = "; ".join([summarize_error(error), *getattr(error, "__notes__", [])])
-    return " ".join(text.split()), _source_file(frame), line
+    return limit_length(" ".join(text.split())), _source_file(frame), line
 
 
 def summarize_error(error: BaseException) -> str:
     """Return type and message on one line; of a RunnerError the message's first line."""
     if isinstance(error, RunnerError):
-        return str(error).partition("\n")[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        return limit_length(str(error).partition("\n")[0])
+    return limit_length(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _top_package(frame: FrameType) -> str:

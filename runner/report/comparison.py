@@ -146,6 +146,23 @@ class ComparisonRow:
         return measured or number_at(self.summary, *SUMMARY_PATHS[key]) or None
 
     @property
+    def skipped_steps(self) -> str:
+        """How many of its steps made no update: `31 of 60 steps skipped`; "" for none.
+
+        Overflows do not count, by which fp16 finds its loss scale. A configuration that ran
+        several times has the sums.
+        """
+        overflows = number_at(self.summary, "faults", "overflow") or 0
+        skipped = (number_at(self.summary, "skipped_steps") or 0) - overflows
+        steps = number_at(self.summary, "steps") or 0
+        return f"{skipped:,.0f} of {steps:,.0f} steps skipped" if skipped > 0 else ""
+
+    @property
+    def title(self) -> str:
+        """Its name, with the steps that it skipped."""
+        return ", ".join(filter(None, (self.name, self.skipped_steps)))
+
+    @property
     def monitor(self) -> str:
         """The metric by which its best checkpoint is chosen."""
         return text_at(self.summary, "monitor")
@@ -294,6 +311,7 @@ def as_json(comparison: Comparison) -> str:
         for key in ("workload", "averaged_over", "run_names", "estimates"):  # only for merged rows
             del entry[key]
         (entry["measured"] or {}).pop("summary", None)
+        entry["skipped_steps"] = row.skipped_steps
         configuration = rows_by_run.get(row.name) if row.finished else None
         entry["replicates"] = configuration and _replicates_entry(configuration, finished)
     return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"

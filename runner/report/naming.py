@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from runner.data.config import LOADING_KEYS
 from runner.overrides.groups import without_arguments
 from runner.record.hydra_files import overrides_by_key
+from runner.record.text import limit_length
 
 DEFAULT_NAME = "default"
 """The name of a row that does not set the one key that the others set."""
+LONGEST_NAME = 300  # characters
 
 
 def name_rows(rows: Sequence[Sequence[str]], folders: Sequence[str]) -> list[str]:
@@ -32,7 +34,7 @@ def name_rows(rows: Sequence[Sequence[str]], folders: Sequence[str]) -> list[str
         part_counts = Counter(last_parts.values())
         short_keys = {key: x if part_counts[x] == 1 else key for key, x in last_parts.items()}
         names = [" ".join(f"{short_keys[k]}={r[k]}" for k in varied if k in r) for r in overrides]
-    names = [name or DEFAULT_NAME for name in names]
+    names = [limit_length(name or DEFAULT_NAME, LONGEST_NAME) for name in names]
     counts = Counter(names)
     names = [
         f"{name} ({suffix})" if counts[name] > 1 and suffix != name else name

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from runner import format
 from runner.benchmark.result import Attribution
 from runner.record import markdown
+from runner.record.text import LONGEST_TRACE, limit_length
 from runner.report import verdicts
 from runner.report.columns import select_columns
 from runner.report.comparison import Comparison, ComparisonRow, text_at
@@ -93,13 +94,20 @@ def _content_security_policy(style: str, script: str) -> str:
     )
 
 
+def _finalize(value: object) -> str:
+    """Return printable text of limited length; the limit is that of commands."""
+    return (
+        value if isinstance(value, Markup) else printable(limit_length(str(value), LONGEST_TRACE))
+    )
+
+
 @cache
 def _jinja_environment() -> Environment:
-    """Return the Jinja environment; all text passes `printable`, and HTML is escaped."""
+    """Return the Jinja environment; all text passes `_finalize`, and HTML is escaped."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(["html"]),
-        finalize=printable,
+        finalize=_finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -9,7 +9,13 @@ from statistics import mean, stdev
 
 from runner.benchmark.statistics import CONFIDENCE, t_quantile
 from runner.record.hydra_files import overrides_by_key
-from runner.report.comparison import METRIC_PREFIX, SUMMARY_PATHS, Comparison, ComparisonRow
+from runner.report.comparison import (
+    METRIC_PREFIX,
+    SUMMARY_PATHS,
+    Comparison,
+    ComparisonRow,
+    number_at,
+)
 from runner.report.naming import name_rows
 
 REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
@@ -81,6 +87,12 @@ def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]
         row.averaged_over += f"; {len(runs) - len(finished)} of {len(runs)} failed"
     if over:
         row.estimates = _estimates(finished)
+    totals = {
+        key: sum(number_at(run.summary, key) or 0 for run in finished)
+        for key in ("steps", "skipped_steps")
+    }
+    overflows = sum(number_at(run.summary, "faults", "overflow") or 0 for run in finished)
+    row.summary = {**row.summary, **totals, "faults": {"overflow": overflows}}
     return row
 
 

@@ -30,6 +30,7 @@ class SearchTrial:
     reason: str = ""
     command: str = ""
     seconds: float | None = None
+    folder: str = ""  # of a trial of this sweep, within it
 
     @property
     def title(self) -> str:

@@ -82,7 +82,8 @@ def _build_table(comparison: Comparison, chosen: Sequence[ReportColumn], name_wi
         verdict = verdicts.verdict(row, comparison)
         style = STYLES.get(verdict, "yellow" if row.finished else "red")
         cells = [_format_cell(column, row) for column in chosen]
-        verdict_text = ", ".join(filter(None, (row.averaged_over, verdict)))
+        parts = (row.averaged_over, verdict, row.skipped_steps)
+        verdict_text = ", ".join(filter(None, parts))
         table.add_row(plain_text(row.name), *cells, plain_text(verdict_text, style))
     return table
 

@@ -62,11 +62,10 @@ def verdict(row: ComparisonRow, comparison: Comparison) -> str:
 
 def status_or_verdict(row: ComparisonRow, comparison: Comparison) -> str:
     """Return the verdict, preceded by the status for runs of a sweep."""
-    text = verdict(row, comparison)
-    if row.measured is not None or not row.finished:
-        return text
-    status = row.averaged_over or row.status
-    return f"{status}, {text}" if text else status
+    parts = [verdict(row, comparison), row.skipped_steps]
+    if row.measured is None and row.finished:
+        parts.insert(0, row.averaged_over or row.status)
+    return ", ".join(filter(None, parts))
 
 
 def conclusion(comparison: Comparison) -> list[Sentence]:
@@ -244,20 +243,22 @@ def _describe_slower_arms(
 def _conclude_runs(comparison: Comparison) -> list[str]:
     """Return sentences on the best monitored metric and on speed."""
     if comparison.search is not None:
-        return _conclude_search(comparison.search)
+        return _conclude_search(comparison.search, comparison.rows)
     texts = [*_describe_speed(comparison), *_describe_best(comparison)]
     if texts or comparison.failures:
         return texts
     return [f"{len(comparison.rows)} of {len(comparison.rows)} finished."]
 
 
-def _conclude_search(search: SearchRecord) -> list[str]:
+def _conclude_search(search: SearchRecord, rows: Sequence[ComparisonRow]) -> list[str]:
     best, count = search.best, len(search.trials)
     scope = f"{count} of {search.wanted} trials: {search.status_counts}; {search.sampler}"
     scope += f", pruned by {search.pruner}." if search.pruner != "none" else "."
     if best is None:
         return [f"No trial has a value of {search.metric} yet.", scope]
     text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
+    skipped = [row.skipped_steps for row in rows if row.folder == best.folder != ""]
+    text = ", ".join(filter(None, (text, *skipped)))
     shares = {short_key(p.key): p.importance for p in search.parameters if p.importance is not None}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     importance_text = ", ".join(f"{name} {share(part)}" for name, part in ordered)
@@ -315,7 +316,7 @@ def _describe_best(comparison: Comparison) -> list[str]:
         return _describe_best_replicates(metrics[0], comparison.by_configuration)
     values = sorted({row.best or 0.0 for row in rows})
     ends = [
-        f"{metric(extreme)} ({join_names([row.name for row in rows if row.best == extreme])})"
+        f"{metric(extreme)} ({join_names([row.title for row in rows if row.best == extreme])})"
         for extreme in (values[0], values[-1])
     ]
     text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in each"
@@ -327,7 +328,7 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
 
     A configuration that ran once is not compared, since its seed may explain its value.
     """
-    estimates = {x.name: x.estimates[BEST_KEY] for x in grouped.rows if BEST_KEY in x.estimates}
+    estimates = {x.title: x.estimates[BEST_KEY] for x in grouped.rows if BEST_KEY in x.estimates}
     if not estimates:
         return []
     ordered = sorted(estimates.items(), key=lambda item: item[1].mean)
@@ -336,8 +337,10 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
         bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
         label = f", {name}" if len(grouped.rows) > 1 else ""
         texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
-    over = " and ".join(dict.fromkeys(x.averaged_over for x in grouped.rows if x.name in estimates))
-    single = [row.name for row in grouped.rows if row.finished and row.name not in estimates]
+    over = " and ".join(
+        dict.fromkeys(x.averaged_over for x in grouped.rows if x.title in estimates)
+    )
+    single = [row.title for row in grouped.rows if row.finished and row.title not in estimates]
     single_note = [f"With one run, and so not compared: {join_names(single)}."] if single else []
     if len(texts) == 1:
         return [f"Best {monitor} over {over}: {texts[0]}.", *single_note]

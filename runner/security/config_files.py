@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -32,7 +33,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from yaml.composer import ComposerError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
-from runner.record.hydra_files import YAML_VALUE_ERRORS, check_events
+from runner.record.hydra_files import YAML_LOADER, YAML_VALUE_ERRORS, check_events
 from runner.security import secrets
 from runner.security.cli_overrides import (
     CLI_HYDRA_KEYS,
@@ -50,6 +51,7 @@ MAX_INTERPOLATIONS = 5_000  # interpolations resolved per config
 MAX_RESOLVED_CHARS = 1 << 20
 LEVELS = list(SecurityLevel)  # least strict first
 WORD = re.compile(r"\w+")
+BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 RESUME_KEYS = ("checkpoint.resume", "sweep.resume", "replay.path")
 NO_FILE_KEYS = ("distributed.rendezvous", "search.storage", "monitoring.sinks")
 """Keys of machines to connect to and places to write, which a file cannot choose freely."""
@@ -339,6 +341,8 @@ def _parse_yaml(path: str, text: str) -> Any:
         ) from None
     except YAMLError:
         pass  # the reader reports it
+    else:
+        _check_base_60(path, text)
     try:
         return OmegaConf.load(io.StringIO(text))
     except YAMLError as error:
@@ -350,6 +354,16 @@ def _parse_yaml(path: str, text: str) -> Any:
         raise ConfigError(path, f"has a value that cannot be read: {error}", "fix it") from error
     except OSError as error:  # a number or a boolean
         raise ConfigError(path, "is not a mapping", "write settings as key: value") from error
+
+
+def _check_base_60(path: str, text: str) -> None:
+    """Raise ConfigError for a value such as 1:20:30, which YAML reads as the number 4830."""
+    for event in yaml.parse(text, YAML_LOADER) if BASE_60.search(text) else ():
+        plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
+        if plain and BASE_60.fullmatch(event.value):
+            problem = f"{event.value} would be read as a number in base 60"
+            fix = f"quote it ('{event.value}') or write the number"
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}", problem, fix)
 
 
 class _InterpolationCounters:

@@ -175,8 +175,10 @@ class StabilityController:
 
     def has_finite_weights(self) -> bool:
         """Return whether weights, averages and buffers are finite (host sync); True unguarded."""
-        if not self.config.guard:
-            return True
+        return not self.config.guard or self.are_weights_finite()
+
+    def are_weights_finite(self) -> bool:
+        """Return whether weights, averages and buffers are finite (host sync)."""
         weights = [*self.update.parameters, *self.update.average]
         buffers = {n: b for n, b in self.model.named_buffers() if n not in self.initially_nonfinite}
         if self.update.finite([*weights, *buffers.values()]):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from runner.device import cgroup
 from runner.errors import StorageError
 from runner.record.storage import make_folder, safe_opener
+from runner.record.text import limit_length
 from runner.sweep.job_context import parent_death_pipe
 from runner.training.signals import END_SIGNALS
 from runner.training.summary import FINISHED_STATUSES, Summary
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 CONSOLE_LOG = "console.log"
 TAIL_BYTES = 1 << 16  # bytes read from the end of the log
+KEPT_BYTES = 1 << 20  # bytes of the log's beginning, and of its end, that are kept
+MAX_LOG_BYTES = 8 * KEPT_BYTES  # of the log of a running job
 GRACE_S = 20.0  # for a checkpoint, before a job is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
@@ -51,6 +54,7 @@ class JobProcess:
     death_pipe: int  # closing it ends the process
     earlier_summary: tuple[int, int] | None  # identity of the summary that an earlier try left
     log_start: int = 0  # size of the log before this try
+    left_out: int = 0  # bytes of the log
     writes_summary: bool = False
     start_time: float = field(default_factory=time.monotonic)
     oom_kills_before: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
@@ -88,6 +92,7 @@ class JobProcess:
 
     def has_ended(self) -> bool:
         """Whether it has ended; asks it to end after the timeout, and kills it at the deadline."""
+        self._trim_log(MAX_LOG_BYTES)
         if self.handle.poll() is not None:
             return True
         timed_out = self.timeout_s is not None and self.seconds > self.timeout_s
@@ -122,6 +127,7 @@ class JobProcess:
         """Kill what is left, and release its resources."""
         self.kill()
         self.handle.wait()
+        self._trim_log(2 * KEPT_BYTES)
         with suppress(OSError):
             os.close(self.death_pipe)
 
@@ -139,7 +145,24 @@ class JobProcess:
         except OSError:
             return ""
         lines = [line for line in text.splitlines() if line.strip()]
-        return TIME_PREFIX.sub("", lines[-1]).strip() if lines else ""
+        return limit_length(TIME_PREFIX.sub("", lines[-1]).strip()) if lines else ""
+
+    def _trim_log(self, max_bytes: int) -> None:
+        """Leave out the middle of a log of more than `max_bytes`; the job goes on to append."""
+        path = self.folder / CONSOLE_LOG
+        with suppress(OSError):
+            if (size := path.stat().st_size) <= max_bytes:
+                return
+            with open(path, "a+b", opener=safe_opener) as file:
+                file.seek(size - KEPT_BYTES)
+                tail = file.read()
+                self.left_out += size - 2 * KEPT_BYTES
+                note = f"\n… {self.left_out:,} bytes of output left out …\n".encode()
+                file.truncate(KEPT_BYTES)
+                file.write(note + tail)
+            if self.log_start > KEPT_BYTES:
+                shift = size - 2 * KEPT_BYTES - len(note)
+                self.log_start = max(KEPT_BYTES + len(note), self.log_start - shift)
 
     @property
     def wrote_summary(self) -> bool:

@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from runner.checkpoint.lock import is_locked
-from runner.checkpoint.ownership import ARCHIVE
+from runner.checkpoint.ownership import ARCHIVE, has_lost_weights
 from runner.errors import SecurityError, StorageError, UsageError
 from runner.record.loaded_code import changed_files
 from runner.record.storage import make_folder, remove_file, rename
@@ -160,8 +160,9 @@ def _has_finished(folder: Path) -> bool:
 
 
 def can_continue(plan: JobPlan, folder: Path) -> bool:
-    """Whether the folder has a checkpoint of this training."""
-    return plan.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
+    """Whether the folder has a checkpoint of this training that is of use."""
+    has_any = plan.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
+    return has_any and not has_lost_weights(folder)
 
 
 def archive_job(folder: Path, job: str) -> None:

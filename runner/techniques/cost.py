@@ -101,6 +101,11 @@ def compile_break_even(builder: RunBuilder, cold: bool = False) -> tuple[int, st
     except NotRestorable as error:
         seconds = ASSUMED_STEP_S
         measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
+    if seconds <= 0:
+        seconds, measured = (
+            ASSUMED_STEP_S,
+            f"the clock does not advance; assuming {ASSUMED_STEP_S} s",
+        )
     share = f"{compiling} may take {MAX_COMPILE_SHARE:.0%} of the run"
     return _two_digits(compile_s / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
 

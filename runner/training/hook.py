@@ -117,6 +117,13 @@ class Hook:
     def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
         """Called after each pass over the validation set."""
 
+    def resume_state(self) -> str:
+        """Return what a resumed run continues with, for its checkpoint: JSON, or "" for nothing."""
+        return ""
+
+    def load_resume_state(self, text: str) -> None:
+        """Continue with that state; called before `session`, not in a fork of the run."""
+
     def cost(self, run: Run) -> Cost | None:
         """Return its cost and finding so far for the summary; None for no row."""
         return None

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import TYPE_CHECKING
 
+from runner.checkpoint.ownership import NOT_FINITE
 from runner.data.batch import Batch
 from runner.errors import (
     ConfigError,
@@ -86,8 +87,8 @@ def train(run: Run) -> Summary:
         return previous  # its record stays as it is
     if run.folder is not None and run.writes:
         hydra_files.adopt_resumed_config(run.folder)
-    run.recorder.open(run.progress.step, run.record_offset)
-    run.record_offset = None
+    run.recorder.open(run.progress.step, run.record_offset, run.event_position)
+    run.record_offset = run.event_position = None
     if run.trials is not None:
         run.trials.plan(run)
     build_summary(run, "running", required=True)
@@ -248,9 +249,20 @@ def _train(run: Run) -> None:
         finally:
             run.train.close()
             run.validation.close()
+        if not run.stability.config.guard:
+            _check_result(run)
         save(run, final=True)
         if run.test is not None:
             _evaluate_test_set(run, interrupts)
+
+
+def _check_result(run: Run) -> None:
+    """Raise GaveUp if nothing has skipped the bad steps, and the weights are lost."""
+    verdict = Verdict.KEEP if run.stability.are_weights_finite() else Verdict.STOP
+    if run.worst_verdict(verdict) is Verdict.STOP:
+        run.checkpointer.close()
+        fix = "stability=basic skips bad steps; to find the first one: debug=anomaly"
+        raise GaveUp(f"{NOT_FINITE} after step {run.progress.step}; {fix}")
 
 
 def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:

@@ -67,11 +67,12 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
         bad = first_bad_step(run)
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would replace the one to roll back to
-        run.checkpointer.suspect_steps = _steps_to_replay(run, bad)
+        run.checkpointer.suspect_steps = _steps_to_replay(run, bad, run.captures is not None)
         if run.trials is not None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
         planned = not failed and (best or run.progress.step % run.checkpoint_every == 0)
+        _note_unplanned(run, planned)
         sharded = () if run.shards is None else run.shards.names
         with run.update.evaluation_mode():
             state = {**_run_state(run), "planned": planned, "clean": not bad}
@@ -81,13 +82,19 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
         run.checkpointer.close()
 
 
+def _note_unplanned(run: Run, planned: bool) -> None:
+    """Have the next checkpoint replace one of an early end, as if the run had not ended there."""
+    step, unplanned = run.progress.step, run.checkpointer.unplanned
+    (unplanned.discard if planned or step >= run.total_steps else unplanned.add)(step)
+
+
 def weights(run: Run) -> dict[str, Any]:
     """Return the model's state dict, or this process's shard of it."""
     return run.model.state_dict() if run.shards is None else run.shards.state_dict()
 
 
-def _steps_to_replay(run: Run, bad: int) -> set[int]:
-    first_unread = run.reader.first_unread if run.captures is not None else None
+def _steps_to_replay(run: Run, bad: int, captures: bool) -> set[int]:
+    first_unread = run.reader.first_unread if captures else None
     return {step for step in (first_unread, bad) if step}
 
 
@@ -126,6 +133,8 @@ def _run_state(run: Run) -> dict[str, Any]:
             "numpy": np.random.get_state(),
         },
         "record": run.recorder.position(),
+        "events": run.recorder.event_position(),
+        "hooks": {type(hook).__name__: text for hook in run.hooks if (text := hook.resume_state())},
         "choices": [[c.key, c.value, c.reason] for c in run.choices],
         "next_lr": run.update.lr_at(int(run.update.updates)),
         "config_hash": run.config_hash,
@@ -166,7 +175,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             run.batch_validator.load(state["inputs"])
         if run.bad_samples is not None:
             run.bad_samples.load(state.get("bad_samples", {}))
-    if trains and state["config_hash"] != run.config_hash:
+    run.same_config = state["config_hash"] == run.config_hash
+    if trains and not run.same_config:
         before, after = state["settings"], _comparable_settings(run.settings)
         changed_keys = [k for k in after if before.get(k, "None") != after[k]]
         log.warning(
@@ -190,11 +200,17 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     reason = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
     run.choices.append(Choice("checkpoint.resume", str(restored.path), reason))
     if run.checkpointer.owns(restored.path):
-        run.record_offset = state["record"]
+        run.record_offset, run.event_position = state["record"], state.get("events")
+        with _translate_mismatch(restored.path):
+            for hook in run.hooks:
+                if text := state.get("hooks", {}).get(type(hook).__name__):
+                    hook.load_resume_state(text)
         due = run.progress.step > 0 and run.progress.step % run.checkpoint_every == 0
         # one saved after an exception is saved again when due, as a scheduled one
         run.saved_step = run.progress.step - (due and not state["planned"])
-        run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run))
+        # as if it captures bad steps, which is not known yet: the next save deletes the others
+        run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run), True)
+        _note_unplanned(run, state["planned"])
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
         # last, since restoring the rest may draw random numbers

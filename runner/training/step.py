@@ -259,6 +259,7 @@ def _forward(run: Run, batch: Batch) -> Tensor:
 def _compute_loss(run: Run, batch: Batch) -> Tensor:
     had_gradients = torch.is_grad_enabled()
     output = call_model(run.forward, batch[0])
+    run.recorder.end_copy()  # before autograd's threads, which a fork does not have
     if had_gradients:
         warn_gradients_off("model: its forward")
     if run.uninspected and batch_size_of(batch[1]) > 1:

@@ -12,6 +12,9 @@ from runner.checkpoint.ownership import ARCHIVE, archive_record, check_folder, i
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.errors import SecurityError, UsageError
+from runner.sweep.plan import JobPlan, can_continue
+from runner.sweep.state import Job
+from runner.training.summary import Summary
 from tests.runs import QUICK
 
 RUN, OTHER = "outputs/runs/a/old", "outputs/runs/a/other"
@@ -123,6 +126,25 @@ def test_auto_without_a_checkpoint_moves_the_record_aside_and_starts_afresh() ->
     make_record(RUN, ["summary.json"])
     archive_record(run)  # a second time: nothing is replaced
     assert (earlier / "metrics.jsonl").exists() and (run / ARCHIVE / "run-2").is_dir()
+
+
+LOST = "the weights are not finite after step 9; stability=basic skips bad steps"
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "reason", "moved"),
+    [("policy", LOST, True), ("policy", "step 9: the loss was nan", False), ("error", LOST, False)],
+)
+def test_checkpoints_are_moved_aside_with_the_record_where_the_weights_are_lost(
+    ended_by: str, reason: str, moved: bool
+) -> None:
+    run = make_run()
+    Summary("failed", reason, ended_by).write(run)
+    plan = JobPlan(Job(0, [], "0"), trains=True)
+    assert can_continue(plan, run) is not moved
+    archive_record(run)
+    assert (run / "checkpoints").exists() is not moved
+    assert (run / ARCHIVE / "run-1" / "checkpoints").exists() is moved
 
 
 def test_a_record_is_not_moved_through_a_link_out_of_its_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from runner.data.config import DataConfig, Images, Text, Tokens
 from runner.data.dataset import Dataset
+from runner.data.labels import labelled_files
 from runner.data.open import OpenOptions, open_data
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
@@ -82,3 +83,30 @@ def test_token_files_that_are_links_out_of_the_folder_are_refused(tmp_path: Path
     (tmp_path / "data/val.bin").symlink_to("../val.bin")
     with pytest.raises(SecurityError, match=r"val\.bin is refused"):
         opened(config)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_what_is_neither_a_file_nor_a_folder_is_left_out_with_one_line(
+    labelled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = write(tmp_path / "data", "images")
+    os.mkfifo(root / "class0" / "pipe.png")
+    (root / "class0" / "circle.png").symlink_to("circle.png")
+    (root / "class1" / "up").symlink_to("..")
+    (root / "circle").symlink_to("circle")
+    options = OpenOptions(FilePolicy(SecurityLevel.standard), labelled=labelled)
+    files, *_ = labelled_files(root, options, lambda path: path.suffix == ".png", "images")
+    assert len(files) == 8
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "left out: circle (a broken link), class0/circle.png (a broken link)" in line
+    assert "class0/pipe.png (no file)" in line and "class1/up (a link to a folder)" in line
+
+
+def test_a_folder_of_plain_files_is_left_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = write(tmp_path / "data", "images")
+    (root / "README").write_text("a file beside the classes")
+    (root / "class0" / "more").mkdir()
+    opened(config_of("images", root))
+    assert not caplog.records

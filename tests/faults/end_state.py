@@ -17,10 +17,10 @@ from runner.record.storage import read_link
 
 OF_THE_UPDATE = ("optimizer", "average", "scale", "updates", "backoff")
 GUARD = ("stability", "history", "inputs", "reader", "progress")
-OF_THE_MACHINE = ("watch_usage/", "watch_ranks/", "_hparams_", "about/")  # groups of TensorBoard
+OF_THE_MACHINE = ("watch_usage/", "watch_ranks/")  # groups of TensorBoard: at other steps, too
+WITH_TIMES = ("_hparams_", "about/", "watch_profile/", "watch_memory/")  # steps are compared
+UNCOMPARED_FILES = ("debug/history.json", "ranks/1/debug/history.json")  # of a lost process
 EVERYTHING = dict.fromkeys(("scalars", "tensors"), 0)
-OF_THE_END = ("val/best/", "watch_faults/")
-"""Written once a process has trained: again where it was killed after the last checkpoint."""
 logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says what it purges
 
 
@@ -40,6 +40,7 @@ def end_state(folder: Path) -> dict[str, str]:
     summary = json.loads((folder / "summary.json").read_text())
     keys = ("status", "steps", "skipped_steps", "metrics", "best", "best_step")
     parts["summary"] = {key: summary[key] for key in keys}
+    parts |= {"files": run_files(folder), "layers": _inspected_layers(folder)}
     return {name: digest(value) for name, value in parts.items()}
 
 
@@ -58,11 +59,26 @@ def _events(folder: Path) -> dict[str, list[Any]]:
         points[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
     for tag in tags["tensors"]:
         points[tag] = []
-        for event in events.Tensors(tag):  # this reader purges scalars alone
-            points[tag] = [point for point in points[tag] if point[0] < event.step]
-            points[tag].append((event.step, event.tensor_proto.SerializeToString()))
-    points = {tag: points[tag] for tag in points if not tag.startswith(OF_THE_MACHINE)}
-    return {tag: own[-1:] if tag.startswith(OF_THE_END) else own for tag, own in points.items()}
+        for event in events.Tensors(tag):
+            content = event.tensor_proto.SerializeToString()
+            points[tag].append((event.step, None if tag.startswith(WITH_TIMES) else content))
+    return {tag: points[tag] for tag in points if not tag.startswith(OF_THE_MACHINE)}
+
+
+def run_files(folder: Path) -> list[str]:
+    """The files of the run; event files count as one."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    names = {"events" if "tfevents" in p.name else str(p.relative_to(folder)) for p in paths}
+    return sorted(name for name in names - {*UNCOMPARED_FILES} if not name.startswith("."))
+
+
+def _inspected_layers(folder: Path) -> list[Any]:
+    """Steps, layers and dead units that `debug=gradients` has recorded."""
+    if not (path := folder / "debug" / "gradients.json").exists():
+        return []
+    record = json.loads(path.read_text())
+    return [(row["step"], row["layer"], row.get("dead")) for key in ("layers", "units")
+            for row in record[key]]  # fmt: skip
 
 
 def digest(value: Any) -> str:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -11,6 +13,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
+from runner.record.tensorboard import truncate_events
 
 
 def opened(folder: Path, start_step: int = 0) -> Recorder:
@@ -48,6 +51,44 @@ def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
     rows = [event for event in EventFileLoader(str(files[1])).Load() if event.summary.value]
     assert [[v.tag for v in row.summary.value] for row in rows] == [["train/loss", "train/lr"]]
     assert points(tmp_path, "train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
+
+
+def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_later_ones_of_its_own(
+    tmp_path: Path,
+) -> None:
+    first = opened(tmp_path)
+    first.text("faults/history", "a", 10)
+    first.scalars(20, "train", {"loss": 1.0})
+    position = first.event_position()
+    first.end("failed", 20, {"accuracy": 0.5})  # at the step of the checkpoint
+    first.text("faults/history", "b", 20)
+    first.close()
+    others = (
+        tmp_path / f"events.out.tfevents.{int(time.time()) + 5}.host.1.0"
+    )  # of a writer of the user's
+    others.write_bytes(b"")
+    for _ in range(2):  # the file of the session before is later than the checkpoint
+        again = Recorder(tmp_path, MonitoringConfig())
+        again.open(20, None, position)
+        assert again.continues_events
+        again.end("done", 20, {"accuracy": 0.5})
+        again.text("faults/history", "c", 20)
+        again.close()
+    assert points(tmp_path, "val/best/accuracy") == [(20, 0.5)]
+    assert [event.step for event in read(tmp_path).Tensors("watch_faults/history")] == [10, 20]
+    assert len(list(tmp_path.glob("events*"))) == 3 and others.exists()
+
+
+@pytest.mark.parametrize("position", [None, 3, ["../x", 1], ["metrics.jsonl", 1], ["a", "b"]])
+def test_a_position_that_names_no_event_file_leaves_all_files(
+    position: object, tmp_path: Path
+) -> None:
+    first = opened(tmp_path)
+    first.scalars(1, "train", {"loss": 1.0})
+    first.close()
+    assert truncate_events(tmp_path, position) is False
+    assert points(tmp_path, "train/loss") == [(1, 1.0)]
+    assert (tmp_path / "metrics.jsonl").read_text().count("step") == 1
 
 
 def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 
@@ -11,8 +12,18 @@ from torch import nn
 
 from runner.errors import ConfigError
 from runner.overrides.spelling import parse_override
+from runner.record import text
+from runner.record.console import close_logging, set_up_logging
+from runner.record.history import History
 from runner.record.storage import read_record
-from runner.record.text import describe_error, quote_for_shell, shorten
+from runner.record.text import (
+    LONGEST_TEXT,
+    describe_error,
+    limit_length,
+    quote_for_shell,
+    shorten,
+    summarize_error,
+)
 from runner.security.registry import construct
 
 NAMES = [
@@ -67,3 +78,36 @@ def test_what_is_pasted_into_a_shell_is_read_as_it_was() -> None:
         assert parse_override(word).parsed.value() == name
     with pytest.raises(ConfigError, match="quoted twice: 'data.path=\"häuser.csv\"'$"):
         parse_override("data.path=häuser.csv")
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end_and_no_part_of_a_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert limit_length("x" * LONGEST_TEXT) == "x" * LONGEST_TEXT
+    monkeypatch.setattr(text, "mask_secrets", lambda value: value.replace("hidden", "${T}"))
+    short = limit_length("a" * 47 + "hidden" + "b" * 1000 + "end", 100)
+    assert short.startswith("a" * 47 + "${T … (") and short.endswith("end") and "hid" not in short
+    assert "characters left out" in short
+
+
+def test_a_long_exception_is_short_in_log_history_and_summary(tmp_path: Path) -> None:
+    error = ValueError("y" * 3_000_000)
+    assert len(summarize_error(error)) < 5_000
+    assert len(describe_error(raised(error))[0]) < 5_000
+    set_up_logging("info", tmp_path)
+    try:
+        logging.getLogger("runner").error("failed: %s", error, exc_info=error)
+    finally:
+        close_logging()
+    assert (tmp_path / "run.log").stat().st_size < 20_000
+    history = History(tmp_path)
+    history.add("exception", str(error), step=1, category="code", error=error, say=False)
+    history.write()
+    assert (tmp_path / "debug" / "history.json").stat().st_size < 50_000
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except ValueError as caught:
+        return caught

@@ -20,9 +20,11 @@ from runner.report import comparison as report
 from runner.report import page
 from runner.report.__main__ import main
 from runner.report.columns import COLUMNS
-from runner.report.comparison import Comparison, ComparisonRow, compare_arms
+from runner.report.comparison import Comparison, ComparisonRow, compare_arms, write_comparison
 from runner.report.curves import downsample_curve, read_curves
+from runner.report.discover import compare_folders
 from runner.report.naming import name_rows
+from runner.report.search import SearchRecord, SearchTrial
 from runner.report.table import ComparisonScreen
 from runner.report.verdicts import conclusion, verdict
 from tests.report.planted_results import (
@@ -318,3 +320,56 @@ def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path
         (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
     done = command("nowhere", cwd=tmp_path, path=f"{ROOT}:")
     assert done.returncode == 2 and "cannot be read" in done.stderr
+
+
+def with_skipped_steps(folder: Path, *overrides: str, skipped: int, best: float) -> None:
+    faults = {"non_finite": skipped, "overflow": 2}
+    more = {"skipped_steps": skipped + 2 * bool(skipped), "steps": 60, "faults": faults}
+    run(folder, [*overrides], best=best, **more)
+
+
+def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(
+    tmp_path: Path,
+) -> None:
+    with_skipped_steps(tmp_path / "a", "optimizer.lr=0.1", skipped=31, best=0.9)
+    with_skipped_steps(tmp_path / "b", "optimizer.lr=0.2", skipped=0, best=0.8)
+    comparison = compare_folders([tmp_path])
+    text = "31 of 60 steps skipped"
+    assert any(f"0.9000 (lr=0.1, {text})" in told for told in texts(comparison))
+    screen = " ".join(shown(comparison, 100).split())
+    assert screen.count(text) == 2  # in the conclusion and in the row
+    write_comparison(comparison, tmp_path)
+    assert f"done, {text}" in (tmp_path / "comparison.html").read_text()
+    rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
+    assert [row["skipped_steps"] for row in rows] == [text, ""]
+
+
+def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path: Path) -> None:
+    for lr, skipped in ((0.1, 31), (0.2, 0)):
+        for seed in (1, 2):
+            typed = f"optimizer.lr={lr}", f"seed={seed}"
+            with_skipped_steps(tmp_path / f"{lr}-{seed}", *typed, skipped=skipped, best=lr + seed)
+    told = " ".join(texts(compare_folders([tmp_path])))
+    assert "62 of 120 steps skipped" in told and told.count("skipped") == 1
+
+
+def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps() -> None:
+    trials = [SearchTrial(0, "done", 0.9, folder="0"), SearchTrial(1, "done", 0.8, folder="1")]
+    search = SearchRecord("val/accuracy", "maximize", "tpe", "none", 2, "", [], trials)
+    summary = {"steps": 60, "skipped_steps": 31}
+    rows = [ComparisonRow([], "done", summary=summary, name=n, folder=n) for n in ("0", "1")]
+    told = conclusion(Comparison("s", rows, search=search))[0].text
+    assert told.startswith("Best val/accuracy: 0.9000, trial 0 of 2, 31 of 60 steps skipped")
+
+
+def test_long_names_reasons_and_values_are_shortened_on_page_and_screen(tmp_path: Path) -> None:
+    long = "y" * 300_000
+    for name in "ab":
+        overrides, reason = [f"model.name={long}{name}"], f"ValueError: {long}"
+        run(tmp_path / name, overrides, status="failed", reason=reason)
+    comparison = compare_folders([tmp_path])
+    assert len({row.name for row in comparison.rows}) == 2
+    write_comparison(comparison, tmp_path)
+    for name in ("comparison.html", "comparison.md"):
+        assert len((tmp_path / name).read_text()) < 200_000
+    assert len(shown(comparison, 100)) < 10_000

@@ -179,6 +179,16 @@ def test_a_file_that_hydra_cannot_read_is_a_plain_mistake(text: str, says: str) 
         ask(CHOSEN, {"theirs/experiment/own.yaml": text})
 
 
+@pytest.mark.parametrize("value", ["1:1:1", "1:20:30.5", "-1:30", "[2, 10:30]"])
+def test_a_number_in_base_60_is_a_plain_mistake_and_a_quoted_one_a_text(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"own\.yaml:\d+.* base 60; quote it"):
+        ask_file(f"x: {value}")
+
+
+def test_texts_with_colons_are_no_numbers_in_base_60() -> None:
+    ask_file("name: 'a-1'\ntraining: {steps: 2}  # 1:1:1")
+
+
 def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
     """A job that a glob names, an arm, what Hydra's own help needs."""
     text = "hydra: {hydra_logging: {handlers: {x: {'()': os.mkdir, path: ran}}}}\n"

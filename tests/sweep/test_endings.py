@@ -192,3 +192,38 @@ def test_an_ending_without_a_summary_is_told_by_the_exit_code_and_the_last_words
 ) -> None:
     end = end_of(child_of(tmp_path, code))
     assert end[0] == status and reason in end[1]
+
+
+def test_a_job_s_log_keeps_its_first_and_last_mb_and_the_reason_of_the_last_try(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "console.log"
+    code = (
+        "import sys\nprint('first')\nfor i in range(300_000): print(f'line {i:06} ' + 'x' * 30)\n"
+        "print('error: last words'); sys.exit(1)"
+    )
+    for _ in (1, 2):
+        child = child_of(tmp_path, code)
+        assert end_of(child) == ("failed", "error: last words")
+        assert 2 * 2**20 < log.stat().st_size < 2 * 2**20 + 100
+        text = log.read_text()
+        assert text.startswith("first\nline 000000") and text.endswith("error: last words\n")
+        assert text.count("bytes of output left out") == 1
+    child = child_of(tmp_path, "pass")  # a try that prints nothing
+    child.handle.wait(30)
+    assert child.last_line() == ""
+    child.close()
+
+
+def test_the_log_of_a_running_job_is_trimmed_while_it_writes(tmp_path: Path) -> None:
+    code = (
+        "import time\nfor i in range(400_000): print(f'line {i:06} ' + 'x' * 30)\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    child, deadline = child_of(tmp_path, code), time.monotonic() + 30
+    while child.last_line() != "ready":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not child.has_ended()
+    assert (tmp_path / "console.log").stat().st_size < 2.1 * 2**20
+    child.close()

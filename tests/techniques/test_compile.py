@@ -218,3 +218,12 @@ def test_autotuning_prints_no_tables_until_the_run_ends(gpu_builder: Any) -> Non
     assert not any(prints())
     gpu_builder.scope.close()
     assert prints() == before
+
+
+def test_a_clock_that_stands_still_leaves_an_assumed_time_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runner.techniques.cost.step_seconds", lambda builder: 0.0)
+    builder = SimpleNamespace(measure_gains=True, gains=None)
+    steps, reason = cost.compile_break_even(builder)
+    assert steps > 0 and "the clock does not advance" in reason
