@@ -36,6 +36,7 @@ bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 training.signals optim.origin random_state data.order record.storage models.preserved_state
 device record
+remaining
 security
 distributed.rank_info distributed.outcome distributed.world distributed.commit
 checkpoint

@@ -238,7 +238,7 @@ def _run_and_report(
         restore_logging()
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
-    except Exception as error:
+    except BaseException as error:  # also SystemExit of the user's code, whatever its code
         changed = _summary_mtime(folder) != mtime_before
         message, code = _report_failure(error, folder, changed, results.existing_path)
         if number is None:
@@ -297,7 +297,7 @@ def _print_summary(summary: Summary, folder: Path, verbose: bool = False) -> Non
 
 
 def _report_failure(
-    error: Exception, folder: Path, trained: bool, existing_path: Path | None
+    error: BaseException, folder: Path, trained: bool, existing_path: Path | None
 ) -> tuple[str, int]:
     """Log and record how a job failed; return the one-line message and the exit code.
 
