@@ -99,7 +99,7 @@ class Workers:
     def batches(self, keys: Iterator[Key]) -> Iterator[Any]:
         """Yield the batches of `keys` in order; each worker prefetches up to `ahead`.
 
-        Raises DataError for an exception in a worker, RunnerError for sys.exit there, and WorkerLost
+        Raises DataError for an exception in a worker, RunnerError for SystemExit, and WorkerLost
         when more workers died or hung than may be replaced. A new call drops batches in flight.
         """
         if not self.processes:

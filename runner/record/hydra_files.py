@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,20 @@ def adopt_resumed_config(folder: Path) -> None:
     if new.is_dir():
         shutil.rmtree(old, ignore_errors=True)
         new.rename(old)
+
+
+def read_small_files(folder: Path) -> dict[str, bytes]:
+    """Return config and provenance of a run by path, to write them again if they are removed."""
+    files = dict[str, bytes]()
+    for path in (*(folder / FOLDER).glob("*.yaml"), folder / "provenance.json"):
+        with suppress(OSError):
+            files[str(path.relative_to(folder))] = read_record(path)
+    return files
+
+
+def has_files(folder: Path, names: Iterable[str]) -> bool:
+    """Whether all these files are in the folder."""
+    return all((folder / name).exists() for name in names)
 
 
 def read_yaml(path: Path) -> Any:
