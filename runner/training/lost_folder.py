@@ -27,7 +27,7 @@ def recover_folder(run: Run) -> None:
     lost = run.checkpointer.is_lost
     if run.folder is not None:
         lost |= not is_kept(run.folder)
-        _recreate_files(run, run.folder)
+        _recreate_files(run, run.folder, lost)
     if run.world is not None:
         lost = bool(run.world.all_reduce_max(int(lost))[0])
     if lost and not run.checkpointer.in_memory:
@@ -38,12 +38,10 @@ def recover_folder(run: Run) -> None:
         save(run, best=is_best)
 
 
-def _recreate_files(run: Run, folder: Path) -> None:
+def _recreate_files(run: Run, folder: Path, lost: bool) -> None:
     what = "files of its folder" if is_kept(folder) else "its folder"
-    run.loss = (
-        f"{what} had been removed by step {run.progress.step}: "
-        "earlier checkpoints and debug files are missing"
-    )
+    missing = "earlier checkpoints and debug files are missing" if lost else "they are made again"
+    run.loss = f"{what} had been removed by step {run.progress.step}: {missing}"
     try:
         if not is_kept(folder):
             if (folder / METRICS).exists():
