@@ -22,10 +22,20 @@ def main() -> int:
         write_stream(sys.stdout)
         write_stream(sys.stderr)
         if "torch" in sys.modules:  # else no user code has run
-            from runner.remaining import report_remaining
-
-            report_remaining(code)
+            _report_remaining(code)
     return code
+
+
+def _report_remaining(code: int) -> None:
+    """Name what user code has left, if the interpreter waits for it."""
+    import multiprocessing
+    import threading
+
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    if len(threads) > 1 or multiprocessing.active_children():
+        from runner.remaining import report_remaining  # imported only if needed
+
+        report_remaining(code)
 
 
 def _run_command() -> int:

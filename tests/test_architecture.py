@@ -53,7 +53,7 @@ checks.outputs
 captures parity.flops
 distributed.process_stats
 training.baseline training.evaluation training.evidence training.first_call \
-training.grace training.step training.test_set \
+training.grace training.lost_folder training.step training.test_set \
 training.trials training.last_state training.sanity \
 benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \

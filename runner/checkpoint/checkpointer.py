@@ -174,8 +174,7 @@ class Checkpointer:
 
         A bad checkpoint, or one with a state that fails `check`, is logged and the one before it is
         used. Returns None if this run has no checkpoint yet. Raises CheckpointError if none is
-        good, or there is none in `source`; SecurityError if the newest holds more than data, which
-        is not the effect of damage.
+        good, or there is none in `source`; SecurityError if an undamaged one holds more than data.
         """
         from runner.checkpoint import reading  # imported only if used
 

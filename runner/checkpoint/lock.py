@@ -92,7 +92,7 @@ def lock(folder: Path) -> Lock:
     return _held[folder]
 
 
-def is_kept(folder: Path) -> bool:
+def owns_folder(folder: Path) -> bool:
     """Whether a folder that this process has locked is still there, and not another one. 2 µs."""
     held = _held.get(folder)
     try:

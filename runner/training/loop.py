@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import TYPE_CHECKING
 
-from runner.checkpoint.lock import is_kept
+from runner.checkpoint.lock import owns_folder
 from runner.data.batch import Batch
 from runner.errors import (
     ConfigError,
@@ -135,7 +135,7 @@ def _keep_folder(run: Run, all_files: bool = True) -> None:
 
     Called by all processes of a run. Costs 2 µs for the folder alone.
     """
-    lost = run.folder is not None and not is_kept(run.folder)
+    lost = run.folder is not None and not owns_folder(run.folder)
     if all_files or run.loss:
         lost |= run.checkpointer.is_lost or run.recorder.is_deleted
         lost |= run.folder is not None and not has_files(run.folder, run.small_files)

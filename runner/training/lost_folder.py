@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from runner.checkpoint.lock import is_kept, lock_again
+from runner.checkpoint.lock import lock_again, owns_folder
 from runner.errors import StorageError, UsageError
 from runner.record.console import recreate_log_file
 from runner.record.recorder import FILE_TITLES, METRICS
@@ -26,7 +26,7 @@ def recover_folder(run: Run) -> None:
     run.checkpointer.join()
     lost = run.checkpointer.is_lost
     if run.folder is not None:
-        lost |= not is_kept(run.folder)
+        lost |= not owns_folder(run.folder)
         _recreate_files(run, run.folder, lost)
     if run.world is not None:
         lost = bool(run.world.all_reduce_max(int(lost))[0])
@@ -39,11 +39,11 @@ def recover_folder(run: Run) -> None:
 
 
 def _recreate_files(run: Run, folder: Path, lost: bool) -> None:
-    what = "files of its folder" if is_kept(folder) else "its folder"
+    what = "files of its folder" if owns_folder(folder) else "its folder"
     missing = "earlier checkpoints and debug files are missing" if lost else "they are made again"
     run.loss = f"{what} had been removed by step {run.progress.step}: {missing}"
     try:
-        if not is_kept(folder):
+        if not owns_folder(folder):
             if (folder / METRICS).exists():
                 raise UsageError(f"{folder} has the {METRICS} of another run")
             lock_again(folder)
@@ -69,7 +69,7 @@ def check_record(run: Run) -> None:
         return
     run.checkpointer.close()
     missing = [FILE_TITLES[kind] for kind in run.recorder.faults]
-    if not is_kept(run.folder):
+    if not owns_folder(run.folder):
         missing = ["all of it"]
     elif run.recorder.start_step and run.writes:
         missing.append(f"TensorBoard's events up to step {run.recorder.start_step}")
