@@ -73,7 +73,7 @@ def check_output_path(
         path = Path(os.path.realpath(text))
     except (OSError, ValueError) as error:
         raise SecurityError(f"{key}: {text!r} is not a valid path: {error}") from error
-    roots = (*output_roots(), *(os.path.realpath(folder) for folder in allowed))
+    roots = (*output_roots(), *(Path(os.path.realpath(f)) for f in allowed))
     if any(path.is_relative_to(folder) for folder in roots):
         return
     where = f", which is {path}" if str(path) != text else ""
