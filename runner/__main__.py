@@ -15,6 +15,31 @@ UNSUPPORTED_PYTHON = (3, 14)
 def main() -> int:
     """Run the command line; return an exit code of `runner.errors`."""
     prepare_streams()
+    code = 1
+    try:
+        code = _run_command()
+    finally:
+        write_stream(sys.stdout)
+        write_stream(sys.stderr)
+        if "torch" in sys.modules:  # else no user code has run
+            _report_remaining(code)
+    return code
+
+
+def _report_remaining(code: int) -> None:
+    """Name what user code has left, if the interpreter waits for it."""
+    import multiprocessing
+    import threading
+
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    if len(threads) > 1 or multiprocessing.active_children():
+        from runner.remaining import report_remaining  # imported only if needed
+
+        report_remaining(code)
+
+
+def _run_command() -> int:
+    """Run the command line and print its error."""
     if sys.version_info >= UNSUPPORTED_PYTHON:
         version = ".".join(str(part) for part in sys.version_info[:2])
         _print_error(f"hydra 1.3 does not start on Python {version}; use Python 3.11, 3.12 or 3.13")
@@ -45,9 +70,6 @@ def main() -> int:
         return interrupted.exit_code
     except BrokenPipeError:  # `| head` has read enough
         return 0
-    finally:
-        write_stream(sys.stdout)
-        write_stream(sys.stderr)
 
 
 def _install_hint() -> str:

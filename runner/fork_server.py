@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,21 @@ def stop() -> None:
     if is_running():
         os.kill(_server()._forkserver_pid, signal.SIGKILL)
     _server()._stop()
+
+
+def leave() -> None:
+    """Close the pipes by which a child keeps the server and its resource tracker alive.
+
+    Processes that user code leaves behind would inherit them.
+    """
+    for owner, name in (
+        (_server(), "_forkserver_alive_fd"),
+        (resource_tracker._resource_tracker, "_fd"),
+    ):
+        descriptor: int | None = getattr(owner, name)
+        setattr(owner, name, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def child_pythonpath() -> str:

@@ -123,7 +123,10 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 def short_path(folder: Path) -> str:
     """Return the path relative to the current folder if it lies in it, else absolute."""
-    path, cwd = folder.absolute(), Path.cwd()
+    try:
+        path, cwd = folder.absolute(), Path.cwd()
+    except FileNotFoundError:  # the current folder was removed
+        return str(folder)
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 

@@ -37,6 +37,7 @@ training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 record.storage
 training.signals optim.origin random_state data.order models.preserved_state
 device record
+remaining
 security
 distributed.rank_info distributed.outcome distributed.world distributed.commit \
 distributed.stacks
@@ -54,7 +55,7 @@ checks.outputs
 captures parity.flops
 distributed.process_stats
 training.baseline training.evaluation training.evidence training.first_call \
-training.grace training.step training.test_set \
+training.grace training.lost_folder training.step training.test_set \
 training.trials training.last_state training.sanity \
 benchmark.result
 techniques hooks debug checks models objectives data optim training.loop \

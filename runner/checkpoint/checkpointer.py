@@ -62,7 +62,7 @@ class Checkpointer:
         self._copier = Copier(reuse=folder is not None)
         self._memory: tuple[int, Snapshot] | None = None
         self._thread: Thread | None = None
-        self._failures = 0  # consecutive
+        self._failures, self._has_written = 0, False  # consecutive ones; a checkpoint
         self._disk_error: OSError | None = None  # of the last save, if it failed
         self._thread_error: Exception | None = None  # of the thread, other than disk errors
         if self._root is not None and self._root.is_symlink():  # pruning would delete others'
@@ -105,6 +105,12 @@ class Checkpointer:
     def last(self) -> str | None:
         """Folder of the newest checkpoint, relative to the run's."""
         return None if self._root is None else folders.link_target(self._root, "last")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all checkpoints that were written have been removed since."""
+        saves = self._thread is not None and self._thread.is_alive()
+        return self._has_written and not saves and self.last is None
 
     @property
     def best(self) -> str | None:
@@ -168,8 +174,7 @@ class Checkpointer:
 
         A bad checkpoint, or one with a state that fails `check`, is logged and the one before it is
         used. Returns None if this run has no checkpoint yet. Raises CheckpointError if none is
-        good, or there is none in `source`; SecurityError if the newest holds more than data, which
-        is not the effect of damage.
+        good, or there is none in `source`; SecurityError if an undamaged one holds more than data.
         """
         from runner.checkpoint import reading  # imported only if used
 
@@ -255,7 +260,7 @@ class Checkpointer:
             storage.replace_folder(temporary, root / folders.step_name(step))
             folders.abandon_from(root, step)
             self._prune(root, step)
-            self._failures, self._disk_error = 0, None
+            self._failures, self._disk_error, self._has_written = 0, None, True
         except OSError as error:
             self._failures, self._disk_error = self._failures + 1, error
             self.faults["checkpoint"] = self.faults.get("checkpoint", 0) + 1

@@ -30,6 +30,7 @@ LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN)
 UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 _owners: dict[tuple[int, int], int] = {}  # process by (device, inode) of the lock file
+_held: dict[Path, Lock] = {}  # by folder, as it was given
 
 
 class Lock(AbstractContextManager["Lock"]):
@@ -44,6 +45,8 @@ class Lock(AbstractContextManager["Lock"]):
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
+        for folder in [folder for folder, held in _held.items() if held is self]:
+            del _held[folder]
         with suppress(OSError):
             if self._file is not None and _owners.get(self._file) == os.getpid():
                 del _owners[self._file]  # not in a forked child, which has no lock
@@ -84,7 +87,27 @@ def lock(folder: Path) -> Lock:
         os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except OSError as error:  # a full disk: the lock is valid, only its owner is not named
         log.warning("%s: %s", folder / NAME, error.strerror)
-    return Lock(descriptor)
+    _held[folder] = Lock(descriptor)
+    return _held[folder]
+
+
+def owns_folder(folder: Path) -> bool:
+    """Whether a folder that this process has locked is still there, and not another one. 2 µs."""
+    held = _held.get(folder)
+    try:
+        return held is None or _file_identity(folder / NAME) == held._file
+    except OSError:
+        return False
+
+
+def lock_again(folder: Path) -> None:
+    """Make a locked folder that was removed or moved again, and lock it. Raises as `lock` does."""
+    earlier = _held[folder]
+    folder.mkdir(parents=True, exist_ok=True)
+    new = lock(folder)
+    earlier.release()
+    earlier._descriptor, earlier._file, new._descriptor = new._descriptor, new._file, None
+    _held[folder] = earlier
 
 
 def is_locked(folder: Path) -> bool:

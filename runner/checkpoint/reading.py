@@ -15,7 +15,13 @@ from runner.checkpoint.shards import merge_shards
 from runner.errors import CheckpointError
 from runner.findings import Trust
 from runner.record import storage
-from runner.security.files.loader import check_foreign_folder, read_state, read_tensors
+from runner.security.files.file_bytes import hash_file
+from runner.security.files.loader import (
+    check_foreign_folder,
+    damage_error,
+    read_state,
+    read_tensors,
+)
 from runner.security.files.policy import FilePolicy
 from runner.security.files.provenance import is_in_run_tree
 
@@ -26,11 +32,16 @@ def load_checkpoint(
     """Load and verify one checkpoint; CheckpointError names the problem.
 
     With a policy, a checkpoint from outside this run tree is first checked as a foreign file, since
-    its manifest proves nothing about its origin; SecurityError if it is refused. `check` raises
-    CheckpointError for a state that cannot be restored.
+    its manifest proves nothing about its origin; SecurityError if it is refused. Damage is noticed
+    before that. `check` raises CheckpointError for a state that cannot be restored.
     """
-    admitted = None if policy is None else check_foreign_folder(folder, policy)
     facts = read_manifest(folder)
+    is_foreign = policy is not None and not is_in_run_tree(folder, policy)
+    for name, written in facts.files.items() if is_foreign else ():
+        sha256, size = hash_file(folder / name)
+        if sha256 != written.sha256:
+            raise damage_error(folder / name, size)
+    admitted = None if policy is None else check_foreign_folder(folder, policy)
     checked_files = facts.files if admitted is None else admitted.files
     for name, written in facts.files.items():
         if name not in checked_files or checked_files[name].sha256 != written.sha256:

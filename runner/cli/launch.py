@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoint.lock import NAME as LOCK
+from runner.checkpoint.lock import is_locked
 from runner.checkpoint.ownership import check_folder, folder_is_checked
 from runner.cli.preflight import RANK_VARIABLES, Request
 from runner.composing import typed
@@ -61,6 +62,7 @@ from runner.record.text import (
     escape_lines,
     limit_length,
     quote_for_hydra,
+    summarize_error,
 )
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
@@ -251,7 +253,7 @@ def _run_and_report(
         restore_logging()
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
-    except Exception as error:
+    except BaseException as error:  # also SystemExit of the user's code, whatever its code
         changed = _summary_mtime(folder) != mtime_before
         message, code = _report_failure(error, folder, changed, results.existing_path)
         if number is None:
@@ -299,7 +301,10 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None
-    _print_summary(mask_nested(summary), folder, run_config.monitoring.verbose)
+    try:
+        _print_summary(mask_nested(summary), folder, run_config.monitoring.verbose)
+    except Exception as error:  # such as a removed working folder; the run has ended well
+        log.warning("the end table is not shown: %s", summarize_error(error))
     return summary.monitored
 
 
@@ -310,7 +315,7 @@ def _print_summary(summary: Summary, folder: Path, verbose: bool = False) -> Non
 
 
 def _report_failure(
-    error: Exception, folder: Path, trained: bool, existing_path: Path | None
+    error: BaseException, folder: Path, trained: bool, existing_path: Path | None
 ) -> tuple[str, int]:
     """Log and record how a job failed; return the one-line message and the exit code.
 
@@ -318,9 +323,12 @@ def _report_failure(
     removed, but not those of a sweep's jobs.
     """
     restore_logging()
-    if trained:
+    if trained and not is_locked(folder):  # else another run has taken a removed folder
         with suppress(StorageError):
-            _print_summary(replace(Summary.read(folder), reason=""), folder)  # the reason follows
+            summary = Summary.read(folder)
+            if not isinstance(error, StorageError):
+                summary.reason = ""  # it follows
+            _print_summary(summary, folder)
     if isinstance(error, RunnerError):  # further lines are a worker's traceback
         message, _, trace = mask_secrets(str(error)).partition("\n")
         message = limit_length(message)
@@ -338,7 +346,7 @@ def _report_failure(
     removable = is_usage_error and existing_path not in (None, folder.absolute())
     if removable and {path.name for path in folder.iterdir()} <= BEFORE_BUILD:
         _remove_folder(folder, existing_path)
-    elif not any((folder / name).exists() for name in (SUMMARY, "benchmark.json")):
+    elif not (is_locked(folder) or any((folder / n).exists() for n in (SUMMARY, "benchmark.json"))):
         with suppress(OSError):
             Summary("failed", message, "error", command=provenance.command()).write(folder)
     return message, code

@@ -41,6 +41,7 @@ from runner.device.memory import free_heap
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.masking import mask_secrets
 from runner.parent_death import die_with_parent
+from runner.record.text import summarize_error
 from runner.security.masked_process import MaskingState, run_masked
 from runner.security.pickle_transfer import dumps_persistent, loads_persistent
 from runner.training.signals import END_SIGNALS
@@ -65,6 +66,7 @@ class _Failure:
     """An error in a worker, as text: not every exception can be pickled."""
 
     message: str
+    is_exit: bool = False  # SystemExit, which is a fault of the code and not of the data
 
 
 class Workers:
@@ -99,8 +101,8 @@ class Workers:
     def batches(self, keys: Iterator[Key]) -> Iterator[Any]:
         """Yield the batches of `keys` in order; each worker prefetches up to `ahead`.
 
-        Raises DataError for an exception in a worker, and WorkerLost when more workers died or hung
-        than may be replaced. A new call drops batches still in flight.
+        Raises DataError for an exception in a worker, RunnerError for SystemExit, and WorkerLost
+        when more workers died or hung than may be replaced. A new call drops batches in flight.
         """
         if not self.processes:
             self._start_all()
@@ -219,7 +221,7 @@ class Workers:
                 continue  # requested in an earlier pass
             self.pending[worker].popleft()
             if isinstance(result, _Failure):
-                raise DataError(result.message)
+                raise (RunnerError if result.is_exit else DataError)(result.message)
             return result
 
     def _read_response(self, worker: int) -> tuple[int, Any]:
@@ -357,9 +359,8 @@ def _serve(
 def _failure(error: BaseException, key: Key) -> _Failure:
     trace = mask_secrets("".join(traceback.format_exception(error)))[-20_000:]
     hint = "; data.workers=0 avoids it" if "shared memory" in str(error) else ""
-    return _Failure(
-        f"data: batch {key[1]} of epoch {key[0]}: {type(error).__name__}: {error}{hint}\n{trace}"
-    )
+    text = f"data: batch {key[1]} of epoch {key[0]}: {summarize_error(error)}{hint}\n{trace}"
+    return _Failure(text, isinstance(error, SystemExit))
 
 
 class _View(NamedTuple):

@@ -147,7 +147,7 @@ class Agent:
 
     def _abort_hung(self) -> None:
         now = time.monotonic()
-        failed = self.exchange(any(self.exit_codes().values()))
+        failed = self.exchange(any(end.failed for end in self._ends()))
         if failed and not self._failure_time:
             self._failure_time = now
         if not (self._failure_time or self._signal_time):
@@ -184,9 +184,18 @@ class Agent:
     def _has_silent_failure(self, outcomes: Mapping[int, RankOutcome]) -> bool:
         """Whether a process was killed, or noticed that another one was."""
         return any(
-            code and (rank not in outcomes or outcomes[rank].kind in ("running", *LOST_KINDS))
-            for rank, code in self.exit_codes().items()
+            end.failed and (end.rank not in outcomes or end.kind in ("running", *LOST_KINDS))
+            for end in self._ends()
         )
+
+    def _ends(self) -> list[RankEnd]:
+        """Return how the processes that have ended so far did so."""
+        codes = {rank: p.exitcode for rank, p in self.processes.items() if p.pid}
+        return [
+            RankEnd(rank, "", code, outcome=RankOutcome.read(self.outcome_folder, rank))
+            for rank, code in codes.items()
+            if code is not None
+        ]
 
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:

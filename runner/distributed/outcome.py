@@ -154,6 +154,11 @@ class RankEnd:
         """The kind of its outcome; "" if it left none."""
         return "" if self.outcome is None else self.outcome.kind
 
+    @property
+    def failed(self) -> bool:
+        """Whether it failed; `os._exit(0)` of user code leaves it `running`."""
+        return self.code != 0 or self.kind == "running"
+
 
 @dataclass
 class MachineReport:
@@ -189,7 +194,7 @@ def judge_reports(reports: Sequence[MachineReport], unreachable: str = "") -> Ru
     signal_number = max(report.received for report in reports)
     if (end := by_kind.get("interrupted")) and end.outcome:
         signal_number = signal_number or end.outcome.exit_code - 128
-    failed = unreachable or any(end.code for end in ends)
+    failed = unreachable or any(end.failed for end in ends)
     if failed and signal_number:
         return RunVerdict("interrupted", exit_code=128 + signal_number)
     if unreachable:
@@ -210,7 +215,7 @@ def _describe_lost_process(ends: Sequence[RankEnd]) -> str:
             hint = oom_hint if end.code == -signal.SIGKILL else ""
             return f"{end.name} was killed by {signal.Signals(-end.code).name}{hint}"
     for end in ends:
-        if end.code and not end.killed and end.kind in ("", "running"):
+        if end.failed and not end.killed and end.kind in ("", "running"):
             return f"{end.name} ended with exit code {end.code} during the run"
     for end in ends:
         if end.killed:

@@ -16,6 +16,7 @@ from traceback import format_exception
 
 import torch
 
+from runner import fork_server
 from runner.build import Components
 from runner.checkpoint.ownership import folder_is_checked
 from runner.config import RunConfig
@@ -35,7 +36,9 @@ from runner.parent_death import die_with_parent, watch_parent
 from runner.record.console import close_logging, restore_logging, set_up_logging
 from runner.record.storage import guard_folder, make_folder
 from runner.record.text import escape_control_chars
+from runner.remaining import report_remaining
 from runner.security.secrets import redact_errors
+from runner.standard_streams import write_stream
 from runner.training.signals import interruption_before_run, raise_on_signals
 from runner.training.summary import Summary
 
@@ -52,6 +55,7 @@ def run_rank_process(
     if not _is_only_process(place):
         os.environ.update(place.environ())
     multiprocessing.set_start_method(None, force=True)  # the default: a fork inherits another
+    fork_server.leave()
     _end_with_parent()
     outcome = _run_to_outcome(config, folder, components, place)
     if place.outcome_folder is not None:
@@ -77,9 +81,10 @@ def exit_process(code: int) -> None:
     """
     close_logging()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        write_stream(stream)
     if code:
         os._exit(code)
+    report_remaining(code)
 
 
 def _run_to_outcome(

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from runner.masking import mask_secrets
 from runner.record.history import normalize_message
-from runner.record.storage import safe_opener
+from runner.record.storage import safe_opener, write_again
 from runner.record.text import (
     CONTROL,
     LONGEST_TRACE,
@@ -187,6 +187,13 @@ def restore_logging() -> None:
     ours.warning("other code has set up logging again; run.log and these lines continue")
 
 
+def recreate_log_file() -> None:
+    """Write a run.log that was deleted or moved again, with all its lines. Raises OSError."""
+    for handler in _handlers:
+        if isinstance(handler, _FileLog):
+            handler.recreate()
+
+
 def has_log_file() -> bool:
     """Whether lines of the log reach a run.log."""
     return any(isinstance(handler, _FileLog) and not handler.failed for handler in _handlers)
@@ -299,8 +306,18 @@ class _FileLog(logging.StreamHandler[TextIO]):
         self.addFilter(_RepeatedWarningFilter())
         self.setFormatter(logging.Formatter(FILE_FORMAT, "%Y-%m-%dT%H:%M:%S"))
 
-    def _open(self) -> TextIO:
-        return open(self.path, "a", encoding="utf-8", errors="backslashreplace", opener=safe_opener)
+    def _open(self, descriptor: int | None = None) -> TextIO:
+        opener = safe_opener if descriptor is None else None
+        file = self.path if descriptor is None else descriptor
+        return open(file, "a+", encoding="utf-8", errors="backslashreplace", opener=opener)
+
+    def recreate(self) -> None:
+        """Write the file again, with all its lines, if it was deleted or moved."""
+        if not (self.failed or self.stream.closed or self.path.exists()):
+            self.stream.flush()
+            descriptor = write_again(os.dup(self.stream.fileno()), self.path)
+            self.stream.close()
+            self.stream = self._open(descriptor)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.failed:

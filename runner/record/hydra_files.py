@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,20 @@ def save_config(config: Any, filename: str, folder: Path) -> None:
         open(folder / filename, "w", encoding="utf-8", opener=safe_opener) as file,
     ):
         file.write(mask_secrets(OmegaConf.to_yaml(config)))
+
+
+def read_small_files(folder: Path) -> dict[str, bytes]:
+    """Return config and provenance of a run by path, to write them again if they are removed."""
+    files = dict[str, bytes]()
+    for path in (*(folder / FOLDER).glob("*.yaml"), folder / "provenance.json"):
+        with suppress(OSError):
+            files[str(path.relative_to(folder))] = read_record(path)
+    return files
+
+
+def has_files(folder: Path, names: Iterable[str]) -> bool:
+    """Whether all these files are in the folder."""
+    return all((folder / name).exists() for name in names)
 
 
 def read_yaml(path: Path) -> Any:

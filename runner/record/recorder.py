@@ -39,6 +39,7 @@ class Recorder:
     def __init__(self, folder: Path | None, config: MonitoringConfig) -> None:
         self.folder = folder
         self.config = config
+        self.start_step = 0  # from which this process records
         self.faults: dict[str, int] = {}  # records not written, by kind: metrics, tensorboard
         self.sink_writers: list[SinkWriter] = []  # of `monitoring.sinks`; they receive each row
         self._metrics_file: RetryingAppender | None = None
@@ -58,7 +59,7 @@ class Recorder:
         self.end_copy()
         if self.folder is None:
             return
-        path = self.folder / METRICS
+        self.start_step, path = start_step, self.folder / METRICS
         self._metrics_file = RetryingAppender(lambda: _truncate_rows(path, start_step, offset))
         if self._metrics_file.descriptor < 0:  # it is retried
             self._metrics_file.size = offset or 0
@@ -137,6 +138,21 @@ class Recorder:
             self.show(step, "val/best", metrics)
         if status in ("done", "stopped"):
             self._show(lambda events: events.end())
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether one of its files was deleted."""
+        return any(file.is_deleted for file in self._appenders().values())
+
+    def recreate(self) -> None:
+        """Write files that were deleted or moved again, with all that this process has recorded."""
+        for kind, file in self._appenders().items():
+            self._write(kind, file, lambda file: file.recreate())
+
+    def _appenders(self) -> dict[str, RetryingAppender]:
+        events = None if self._events is None else self._events.file
+        files = {"metrics": self._metrics_file, "tensorboard": events}
+        return {kind: file for kind, file in files.items() if file is not None}
 
     def position(self) -> int:
         """Return the size of metrics.jsonl in bytes, with waiting rows; saved for `open`."""

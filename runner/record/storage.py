@@ -121,8 +121,19 @@ class RetryingAppender:
         """Number of records that are not in the file."""
         return self.dropped + len(self.waiting)
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its file was deleted."""
+        return self.descriptor >= 0 and os.fstat(self.descriptor).st_nlink == 0
+
+    def recreate(self) -> None:
+        """Write a file that was deleted or moved again, with all records. Raises OSError."""
+        if self.descriptor >= 0 and not self.path.exists():
+            self.descriptor = write_again(self.descriptor, self.path)
+        self._write_waiting()
+
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.exclusive else 0)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self.exclusive else 0)
         self.path = self.make_path()
         self.descriptor = safe_opener(self.path, flags)
         self.size = os.fstat(self.descriptor).st_size
@@ -136,7 +147,7 @@ class RetryingAppender:
 
     def _append(self, record: bytes) -> None:
         """Write a complete record, or truncate to the old size and raise OSError."""
-        if os.fstat(self.descriptor).st_nlink == 0:  # writes to a deleted file would succeed
+        if self.is_deleted:  # writes to a deleted file would succeed
             raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(self.path))
         try:
             written = os.write(self.descriptor, record)
@@ -147,6 +158,21 @@ class RetryingAppender:
                 os.ftruncate(self.descriptor, self.size)
             raise
         self.size += len(record)
+
+
+def write_again(descriptor: int, path: Path) -> int:
+    """Write what an open file holds to a new one, which replaces it; return its descriptor."""
+    new = safe_opener(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL)
+    offset = 0
+    try:
+        while block := os.pread(descriptor, 1 << 20, offset):
+            offset += os.write(new, block)
+    except OSError:
+        os.close(new)
+        path.unlink()
+        raise
+    os.close(descriptor)
+    return new
 
 
 def write_file(path: Path, write_contents: Callable[[HashedFile], None]) -> FileDigest:

@@ -74,19 +74,36 @@ def describe_error(error: BaseException) -> tuple[str, str, int]:
     That is the innermost frame of user code (not torch, Python or this package), preferably of code
     that is not installed; without one, the frame that raised the error.
     """
-    frames = list(walk_tb(error.__traceback__))
+    file, line = innermost_user_line(list(walk_tb(error.__traceback__)))
+    first = str(error).partition("\n")[0] if isinstance(error, RunnerError) else _name_error(error)
+    text = "; ".join([first, *getattr(error, "__notes__", [])])
+    return limit_length(" ".join(text.split())), file, line
+
+
+def innermost_user_line(frames: list[tuple[FrameType, int]]) -> tuple[str, int]:
+    """Return file and line of the last frame of user code; without one, of the last frame."""
     # by module name, since generated torch code lies in a cache folder
     user_frames = [row for row in frames if _top_package(row[0]) not in LIBRARY_PACKAGES]
     project = [r for r in user_frames if not _source_file(r[0]).startswith(INSTALLED_PREFIXES)]
     frame, line = (project or user_frames or frames)[-1]
-    text = "; ".join([summarize_error(error), *getattr(error, "__notes__", [])])
-    return limit_length(" ".join(text.split())), _source_file(frame), line
+    return _source_file(frame), line
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return type and message on one line; of a RunnerError the message's first line."""
+    """Return type and message on one line; of a RunnerError the message's first line.
+
+    Of a SystemExit also where it was raised: its message is an exit code.
+    """
     if isinstance(error, RunnerError):
         return limit_length(str(error).partition("\n")[0])
+    if isinstance(error, SystemExit) and error.__traceback__ is not None:
+        return "{} ({}:{})".format(*describe_error(error))
+    return _name_error(error)
+
+
+def _name_error(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"user code called sys.exit({shorten(repr(error.code), 100)})"
     return limit_length(" ".join(f"{type(error).__name__}: {error}".split()))
 
 

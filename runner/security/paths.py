@@ -73,7 +73,8 @@ def check_output_path(
         path = Path(os.path.realpath(text))
     except (OSError, ValueError) as error:
         raise SecurityError(f"{key}: {text!r} is not a valid path: {error}") from error
-    if any(path.is_relative_to(folder) for folder in (*output_roots(), *allowed)):
+    roots = (*output_roots(), *(Path(os.path.realpath(f)) for f in allowed))
+    if any(path.is_relative_to(folder) for folder in roots):
         return
     where = f", which is {path}" if str(path) != text else ""
     who = "security=strict" if strict else "a config"

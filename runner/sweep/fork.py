@@ -88,6 +88,7 @@ def _run_job(
 ) -> None:
     """Become the job that `command` starts."""
     os.setsid()
+    fork_server.leave()
     stdin, output = descriptors
     for descriptor, number in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)

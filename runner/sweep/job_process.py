@@ -174,6 +174,10 @@ class JobProcess:
         code, summary = self.handle.returncode, self._summary()
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
+        # only what its code left behind has still been running
+        was_ended = code < 0 or bool(self.requested_status) or code in INTERRUPTED_CODES
+        if summary is not None and succeeded and was_ended:
+            return summary.status, reason
         if self.requested_status and code != 0:
             return self.requested_status, self.requested_reason + (f"; {reason}" if reason else "")
         if code == 0 and summary is not None and succeeded:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import TYPE_CHECKING
 
+from runner.checkpoint.lock import owns_folder
 from runner.checkpoint.ownership import NOT_FINITE
 from runner.data.batch import Batch
 from runner.errors import (
@@ -27,6 +28,7 @@ from runner.objectives.base import unknown_direction, unknown_metric
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.console import restore_logging
+from runner.record.hydra_files import has_files, read_small_files
 from runner.record.text import resume_argument, summarize_error
 from runner.security.secrets import redact_errors
 from runner.techniques.base import Choice
@@ -99,11 +101,19 @@ def train(run: Run) -> Summary:
             for hook in run.hooks:
                 enter_session(stack, hook, run)
             record, translate = _record_lost_device(run), _translate_lost(run)
+            if run.folder is not None and run.writes:
+                run.small_files = read_small_files(run.folder)
             with redact_errors(), translate_oom("while training"), record, translate:
                 _train(run)
             collect_evidence(run)
             record_baseline(run)
-            status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
+            _keep_folder(run)
+            if run.loss:
+                from runner.training.lost_folder import check_record  # imported only if needed
+
+                check_record(run)
+            status = "stopped" if run.stop_reason else "done"
+            reason = "; ".join(filter(None, (run.stop_reason, run.loss)))
             ended_by = _end_of(run)
     except Interrupted as error:
         status, reason, ended_by = "interrupted", str(error), "signal"
@@ -119,6 +129,23 @@ def train(run: Run) -> Summary:
         with suppress_device_errors() if status == "failed" else nullcontext():
             summary = build_summary(run, status, reason, ended_by=ended_by)
     return summary
+
+
+def _keep_folder(run: Run, all_files: bool = True) -> None:
+    """Make the run's folder again if it was removed, with `all_files` also its files.
+
+    Called by all processes of a run. Costs 2 µs for the folder alone.
+    """
+    lost = run.folder is not None and not owns_folder(run.folder)
+    if all_files or run.loss:
+        lost |= run.checkpointer.is_lost or run.recorder.is_deleted
+        lost |= run.folder is not None and not has_files(run.folder, run.small_files)
+    if run.world is not None:
+        lost = bool(run.world.all_reduce_max(int(lost))[0])
+    if lost:
+        from runner.training.lost_folder import recover_folder  # imported only if needed
+
+        recover_folder(run)
 
 
 def _end_of(run: Run) -> str:
@@ -395,7 +422,11 @@ def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler, last_state:
     if is_last:
         run.stopwatch.pause()
         _handle_last_report(run)
-    if step and (is_last or step % run.validate_every == 0) and progress.validated_step < step:
+    validates = step > 0 and (is_last or step % run.validate_every == 0)
+    saves = step % run.checkpoint_every == 0
+    if validates or saves or run.world is None and step % run.report_every == 0:
+        _keep_folder(run, validates or saves)
+    if validates and progress.validated_step < step:
         run.stopwatch.pause()
         last_state.record_validation()
         interrupts.begin_wait()  # a validation changes nothing, so a signal may end it

@@ -130,6 +130,8 @@ class Run(RunParts):
     model_check: dict[str, Any] = field(default_factory=dict)  # summary of the model check
     columns: list[ColumnUse] = field(default_factory=list)  # how a table's columns were interpreted
     distributed: dict[str, Any] = field(default_factory=dict)  # processes, for the summary
+    small_files: dict[str, bytes] = field(default_factory=dict)  # of the folder, by path in it
+    loss: str = ""  # what is missing since the run's folder was removed while it trained
     stop_reason: str = ""  # why training ends before its last step
     stopped_by: str = ""  # what set it, as in `Summary.ended_by`; "": a hook
     random: RandomGenerators | None = None  # the run's own; None: they are in use

@@ -11,7 +11,10 @@ import torch
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.manifest import NAME
 from runner.errors import CheckpointError, SecurityError
+from runner.findings import Trust
 from runner.security.checksummed_json import to_checksummed_json
+from runner.security.config import SecurityLevel
+from runner.security.files.policy import FilePolicy
 
 FILES = ("model.safetensors", "state.pt", "manifest.json")
 
@@ -160,3 +163,19 @@ def test_a_manifest_of_another_kind_is_passed_over(run, changes, reason):
     for data in (b"", b"[]", b'{"format": 1}', b"[" * 5000, b"\xff"):
         (step_folder(run, 3) / NAME).write_bytes(data)
         assert_falls_back(run, NAME)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_of_a_foreign_folder_falls_back_and_the_rest_is_sandboxed(
+    run, name, caplog
+):
+    path = step_folder(run, 3) / name
+    path.write_bytes(path.read_bytes()[:-9] + b"truncated")
+    policy = FilePolicy(SecurityLevel.standard, run_tree=(run / "elsewhere",))
+    restored = Checkpointer(None, keep=1, policy=policy).restore(run)
+    assert (restored.step, restored.trust) == (2, Trust.UNTRUSTED)
+    assert len(restored.warnings) == 1 and str(path) in restored.warnings[0]
+    assert "checked in a sandboxed process" in caplog.text
+    strict = FilePolicy(SecurityLevel.strict, run_tree=(run / "elsewhere",))
+    with pytest.raises(SecurityError, match="strict"):
+        Checkpointer(None, keep=1, policy=strict).restore(run)

@@ -25,7 +25,7 @@ from runner.data.config import BadSamples, DataConfig
 from runner.data.loader import BatchLoader
 from runner.data.user_dataset import UserDataset
 from runner.data.workers import receive_batch, send_batch
-from runner.errors import DataError, WorkerLost
+from runner.errors import DataError, RunnerError, WorkerLost
 from tests import runs
 
 Load = Callable[..., BatchLoader]
@@ -104,7 +104,7 @@ def test_an_exception_names_the_sample_and_brings_its_traceback(
 
 
 def test_a_worker_that_exits_is_an_error_and_no_short_epoch(load: Load) -> None:
-    with pytest.raises(DataError, match="SystemExit"):
+    with pytest.raises(RunnerError, match=r"user code called sys.exit\(0\) \(.*test_workers.py"):
         list(zip(range(10), workers(load, raiser(SystemExit(0))).batches(0), strict=False))
     with pytest.raises(WorkerLost, match=r"exit code 3.*data.worker_restarts=2 is reached"):
         list(zip(range(10), workers(load, lambda i: os._exit(3)).batches(0), strict=False))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 COMMON = [
     "device=cpu", "device.threads=1", "monitoring.progress=false", "name=crash",
     "security.trusted=[crash_package]", "checkpoint.resume=auto", "optimization=none",
@@ -39,6 +41,7 @@ MODES: dict[str, list[str]] = {
         *SHORT, *POINTS, HERE, "+data.poison=[7,90]", "debug.capture.enabled=false",
     ],
     "whole step": [*SHORT, *TABLE, "optimization.whole_step.enabled=true"],
+    "typed folder": [*SHORT, *TABLE],
     "DDP of 2": [
         *SHORT, *POINTS, HERE, "distributed=ddp", "distributed.processes=2",
         "distributed.restarts=100", "distributed.timeout_s=20",
@@ -48,6 +51,16 @@ SLOW = {"whole step": 0.35, "DDP of 2": 0.35}
 """Share of the kills of others that a mode gets whose start takes 10 s and more."""
 
 
-def typed(mode: str, folder: object) -> list[str]:
-    """The command of a mode in a run's folder, for a fresh run and for one that goes on."""
+def typed(mode: str, folder: Path) -> list[str]:
+    """The command of a mode in a run's folder, for a fresh run and for one that goes on.
+
+    In a typed folder its path is relative to the current folder, and a run that goes on names it.
+    """
+    if mode == "typed folder":
+        goes_on = any(folder.glob("checkpoints/step_*/manifest.json"))
+        name = "checkpoint.resume" if goes_on else "hydra.run.dir"
+        common = [
+            text for text in COMMON if not (goes_on and text.startswith("checkpoint.resume="))
+        ]
+        return [*common, *MODES[mode], f"{name}={folder.name}"]
     return [*COMMON, *MODES[mode], f"hydra.run.dir={folder}"]

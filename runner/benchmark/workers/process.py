@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from runner import fork_server
 from runner.benchmark.blocks import WorkerFailure
 from runner.device import cgroup
 from runner.device.config import omp_env
@@ -207,6 +208,7 @@ def block_interrupt() -> Iterator[None]:
 def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[Any, ...]) -> None:
     """Start a session with its own log that ends with the parent, then call `main`."""
     os.setsid()
+    fork_server.leave()
     # Restore the parent's start method: forked workers have unnamed locks, which a process that
     # is killed cannot leave behind.
     multiprocessing.set_start_method(child.start_method, force=True)

@@ -74,9 +74,7 @@ def open_file(
     assessment = Assessment(str(path))
     with FileBytes.open_copy(path) as data:
         if sha256 is not None and data.sha256 != sha256:
-            raise CheckpointError(
-                f"{path}: damaged: its {data.size} bytes do not match the recorded sha256"
-            )
+            raise damage_error(path, data.size)
         trust = Trust.CHECKED if sha256 is not None else trust_by_digest(path, data, policy)
         examination = _examine(data, path, policy, trust, sandboxed, sandbox)
         if policy.allows_pickle(data.sha256):
@@ -92,6 +90,11 @@ def open_file(
         if sandboxed or policy.level is SecurityLevel.strict:
             check_allowed(assessment, policy)
         return LoadedFile(examination.content, assessment, examination.metadata)
+
+
+def damage_error(path: Path, size: int) -> CheckpointError:
+    """Return the error for a file that differs from its digest."""
+    return CheckpointError(f"{path}: damaged: its {size} bytes do not match the recorded sha256")
 
 
 def _refusal_error(path: Path, why: str) -> SecurityError:

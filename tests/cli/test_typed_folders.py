@@ -1,0 +1,65 @@
+"""Runs and sweeps in typed folders outside outputs/, with relative paths."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.training.summary import Summary
+from tests.runs import QUICK, command
+from tests.sweep.conftest import environment
+
+SHORT = (*QUICK, "data=cancer", "model=mlp", "training.validate_every=10", "checkpoint.every=5")
+
+
+def damage(folder: Path, step: int) -> None:
+    path = folder / f"checkpoints/step_{step:08d}/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_run_in_a_typed_relative_folder_goes_on_from_an_older_checkpoint(
+    tmp_path: Path, link: bool
+) -> None:
+    if link:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "mine").symlink_to("disk")
+    assert not command(tmp_path, *SHORT, "training.steps=20", "hydra.run.dir=mine/r").returncode
+    damage(tmp_path / "mine/r", 20)
+    done = command(tmp_path, "checkpoint.resume=mine/r", "training.steps=25")
+    assert done.returncode == 0, done.stderr
+    assert "continuing mine/r" in done.stderr and "continuing after step 15" in done.stderr
+    assert "mine/r/checkpoints/step_00000020/model.safetensors: damaged" in done.stderr
+    assert "checked in a sandboxed process" in done.stderr
+    assert Summary.read(tmp_path / "mine/r").steps == 25
+    strict = command(tmp_path, "checkpoint.resume=mine/r", "training.steps=30", "security=strict")
+    assert strict.returncode == 3 and "security=strict" in strict.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_in_a_typed_relative_folder_is_continued(tmp_path: Path) -> None:
+    typed = ["-m", "seed=0,1", *SHORT, "training.steps=2000", "hydra.sweep.dir=mine"]
+    typed += ["sweep.benchmark_s=0"]
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "runner", *typed], cwd=tmp_path, env=environment()
+    )
+    while not (tmp_path / "mine/1/checkpoints/last").exists():
+        assert sweep.poll() is None
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGTERM)
+    assert sweep.wait(60) == 143
+    damage(tmp_path / "mine/1", Summary.read(tmp_path / "mine/1").steps)
+    again = command(tmp_path, *typed)
+    assert again.returncode == 0, again.stderr
+    jobs = json.loads((tmp_path / "mine/sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["done", "done"]
+    assert "from its checkpoint" in again.stderr
+    assert "damaged" in (tmp_path / "mine/1/console.log").read_text()
