@@ -40,6 +40,7 @@ from torch import Tensor
 from runner.device.memory import free_heap
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.parent_death import die_with_parent
+from runner.process_wait import describe_state
 from runner.security.pickle_transfer import dumps_persistent, loads_persistent
 from runner.training.signals import END_SIGNALS
 
@@ -266,10 +267,11 @@ class Workers:
 
     def _hang_error(self, worker: int) -> WorkerLost:
         process = self.processes[worker]
+        state = describe_state(process.pid)  # before the signal that continues it
         stack = self._python_stack(process.pid)
         where = stack.splitlines()[1].strip() if stack.count("\n") > 1 else ""
         symptom = f"did not respond for data.timeout_s={self.timeout_s:g} s while fetching"
-        problem = f"{process.name} {symptom} {self._next_batch(worker)}"
+        problem = f"{process.name}{state} {symptom} {self._next_batch(worker)}"
         return WorkerLost(f"{problem} (at {where})\n{stack}" if where else problem)
 
     def _next_batch(self, worker: int) -> str:

@@ -31,6 +31,7 @@ INTERPOLATION = re.compile(r"(\\*)\$\{")
 UNQUOTED = re.compile(r"[A-Za-z0-9_./:+-]+")  # needs no quoting in Hydra or a shell
 PLAIN_NAME = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*", re.ASCII)
 """A name that needs no quotes in Hydra's lists and dictionaries."""
+WORKING_FOLDER_REMOVED = "the working folder was removed: change to one that exists"
 LIBRARY_PACKAGES = sys.stdlib_module_names | {"runner", "torch"}
 INSTALLED_PREFIXES = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
 
@@ -68,8 +69,17 @@ def describe_error(error: BaseException) -> tuple[str, str, int]:
     user_frames = [row for row in frames if _top_package(row[0]) not in LIBRARY_PACKAGES]
     project = [r for r in user_frames if not _source_file(r[0]).startswith(INSTALLED_PREFIXES)]
     frame, line = (project or user_frames or frames)[-1]
-    text = "; ".join([summarize_error(error), *getattr(error, "__notes__", [])])
+    folder_note = [WORKING_FOLDER_REMOVED] if is_working_folder_removed(error) else []
+    text = "; ".join([summarize_error(error), *folder_note, *getattr(error, "__notes__", [])])
     return " ".join(text.split()), _source_file(frame), line
+
+
+def is_working_folder_removed(error: BaseException) -> bool:
+    """Whether an error without a file name is due to the current folder, which does not exist."""
+    try:
+        return isinstance(error, OSError) and error.filename is None and not os.getcwd()
+    except FileNotFoundError:
+        return True
 
 
 def summarize_error(error: BaseException) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.device import cgroup
-from runner.errors import StorageError
+from runner.errors import ProcessLost, StorageError
+from runner.process_wait import ENDED, STOPPED, PolledClock, process_state
 from runner.record.storage import safe_opener
 from runner.sweep.job_context import parent_death_pipe
 from runner.training.signals import END_SIGNALS
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 CONSOLE_LOG = "console.log"
 TAIL_BYTES = 1 << 16  # bytes read from the end of the log
+STOPPED_S = 5.0  # after which a stopped job is reported
 GRACE_S = 20.0  # for a checkpoint, before a job is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
@@ -56,7 +58,9 @@ class JobProcess:
     oom_kills_before: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
     requested_status: str = ""  # status after being asked to end: timeout or interrupted
     requested_reason: str = ""
-    deadline: float = float("inf")  # time at which it is killed
+    deadline: float = float("inf")  # of the polled clock, at which it is killed
+    _clock: PolledClock = field(default_factory=PolledClock)
+    _stopped_at: float | None = None  # of the polled clock
 
     @classmethod
     def start(
@@ -79,7 +83,7 @@ class JobProcess:
                 log_start = log_file.tell()
                 start = start_process or _spawn
                 handle = start(command, {**environment, **variables}, read_end, log_file.fileno())
-        except OSError:
+        except (OSError, ProcessLost):
             os.close(write_end)
             raise
         finally:
@@ -90,14 +94,24 @@ class JobProcess:
         """Whether it has ended; asks it to end after the timeout, and kills it at the deadline."""
         if self.handle.poll() is not None:
             return True
-        timed_out = self.timeout_s is not None and self.seconds > self.timeout_s
+        now, stopped = self._clock.poll(), process_state(self.handle.pid) == STOPPED
+        self._stopped_at = (
+            None if not stopped else now if self._stopped_at is None else self._stopped_at
+        )
+        timed_out = self.timeout_s is not None and now > self.timeout_s
         if timed_out and not self.requested_status:
-            self.request_end(
-                signal.SIGTERM, "timeout", f"not done within {self.timeout_s:g} s", GRACE_S
-            )
-        if time.monotonic() > self.deadline:
+            reason = f"not done within {self.timeout_s:g} s"
+            reason += f"; {self.stop_notice()}" if stopped else ""
+            self.request_end(signal.SIGTERM, "timeout", reason, GRACE_S)
+        if now > self.deadline:
             self.kill()
         return False
+
+    def stop_notice(self) -> str:
+        """Describe a process that has been stopped for STOPPED_S; "" for one that runs."""
+        if self._stopped_at is None or (s := self._clock.seconds - self._stopped_at) < STOPPED_S:
+            return ""
+        return f"pid {self.handle.pid} is stopped (state T) for {s:.0f} s; SIGCONT continues it"
 
     def request_end(
         self, number: int, status: str, reason: str, grace_s: float = float("inf")
@@ -108,7 +122,7 @@ class JobProcess:
         """
         if not self.requested_status:
             self.requested_status, self.requested_reason = status, reason
-        self.deadline = min(self.deadline, time.monotonic() + grace_s)
+        self.deadline = min(self.deadline, self._clock.seconds + grace_s)
         with suppress(ProcessLookupError, PermissionError):
             os.kill(self.handle.pid, number)
 
@@ -122,8 +136,16 @@ class JobProcess:
         """Kill what is left, and release its resources."""
         self.kill()
         self.handle.wait()
+        if self.has_lost_server():  # the kernel reports its end to another process
+            clock = PolledClock()
+            while process_state(self.handle.pid) not in ("", ENDED) and clock.poll() < GRACE_S:
+                time.sleep(0.02)
         with suppress(OSError):
             os.close(self.death_pipe)
+
+    def has_lost_server(self) -> bool:
+        """Whether its exit code is unknown, because the fork server has ended."""
+        return not isinstance(self.handle, subprocess.Popen) and self.handle.has_lost_server()
 
     @property
     def seconds(self) -> float:
@@ -148,6 +170,11 @@ class JobProcess:
 
     def end_status(self) -> tuple[str, str]:
         """Return status and reason, from exit code, summary and log."""
+        if self.has_lost_server():
+            return (
+                "killed",
+                "the sweep's fork server was killed or did not answer, and the job ended",
+            )
         code, summary = self.handle.returncode, self._summary()
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason

@@ -12,6 +12,7 @@ from pathlib import Path
 from runner.checkpoint.lock import is_locked
 from runner.checkpoint.ownership import ARCHIVE
 from runner.errors import SecurityError, StorageError, UsageError
+from runner.fork_server import START_S
 from runner.record.loaded_code import changed_files
 from runner.sweep.job_context import ORPHAN_GRACE_S
 from runner.sweep.state import SWEEP_FILE, Job, Sweep
@@ -36,6 +37,7 @@ class JobPlan:
     replaces: bool = False  # its folder has other content
     unstamped: tuple[str, ...] = ()  # folders of its data that are too large to be compared
     gpu_processes: int = 0  # processes that need a GPU each; 0: it selects its devices itself
+    start_s: float = START_S  # for the fork server's imports
 
 
 def find_sweep(
