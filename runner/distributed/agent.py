@@ -89,7 +89,7 @@ class Agent:
         with self._forward_signals():
             try:
                 resource_tracker.ensure_running()  # starting it unblocks signals
-                with _signals_blocked():  # also in the fork server, and in what it starts
+                with _signals_blocked():  # nor in the fork server, and what it starts
                     fork_server.start(PRELOAD, os.environ)
                 for rank, args in arguments.items():
                     self.processes[rank] = context.Process(target=start, args=args)

@@ -221,7 +221,8 @@ def test_sockets_are_in_a_short_folder_and_files_are_not(tmp_path: Path) -> None
     temporary.mkdir()
     code = (
         "import multiprocessing, os, tempfile, time\nfrom runner import fork_server as f\n"
-        "process = multiprocessing.get_context('forkserver').Process(target=time.sleep, args=(0,))\n"
+        "process = multiprocessing.get_context('forkserver').Process\n"
+        "process = process(target=time.sleep, args=(0,))\n"
         "f.start([], os.environ); f.start_process(process); process.join()\n"
         "print(process.exitcode, tempfile.gettempdir())\n"
     )
