@@ -17,11 +17,13 @@ class PolledClock:
 
     def __init__(self, most_s: float = 1.0) -> None:
         self.seconds, self._most_s, self._last_poll = 0.0, most_s, time.monotonic()
+        self.longest_gap_s = 0.0  # between two polls
 
     def poll(self) -> float:
         """Count the time since the last poll; return all seconds."""
         now = time.monotonic()
         self.seconds += min(now - self._last_poll, self._most_s)
+        self.longest_gap_s = max(self.longest_gap_s, now - self._last_poll)
         self._last_poll = now
         return self.seconds
 

@@ -96,6 +96,7 @@ class Agent:
                     self._start_process(self.processes[rank])
                     if self.received_signal is not None:  # no process has begun to train
                         raise Terminated(self.received_signal)
+                self._clock = PolledClock()  # not polled until here
                 while (alive := self._alive_processes()) and not self.server_lost:
                     wait([process.sentinel for process in alive.values()], POLL_S)
                     self._clock.poll()
@@ -106,6 +107,15 @@ class Agent:
                 self._send_signal(signal.SIGKILL)
         if self.server_lost:
             self._kill_all()
+
+    @property
+    def stopped_s(self) -> float:
+        """For how long this process was stopped, if long enough for others to give up their waits.
+
+        Collectives of torch count the time of the clock.
+        """
+        gap_s = self._clock.longest_gap_s
+        return gap_s if gap_s > self.timeout_s / 2 else 0.0
 
     def exit_codes(self) -> dict[int, int]:
         """Exit codes by rank: negative for a signal; for a process not started SERVER_LOST or 0."""

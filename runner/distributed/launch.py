@@ -45,6 +45,7 @@ from runner.training.summary import CheckpointPaths, Summary
 log = logging.getLogger("runner")
 
 PROCESS_LOST = "process_lost"  # fault kind limited by `distributed.restarts`
+RUN_STOPPED = "run_stopped"  # all processes were stopped and continued; restarts are not limited
 
 
 def main(config: RunConfig, folder: Path) -> Summary | None:
@@ -182,7 +183,11 @@ def run_attempt(
             report = agent.report({place.rank: _process_name(config, place) for place in places})
             verdict = rendezvous.agree_on_verdict(report, partial(_judge_run, folder, mtime_before))
     if verdict.kind != "done":
-        raise _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
+        error = _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
+        if verdict.kind == "lost" and agent.stopped_s and config.distributed.nodes == 1:
+            text = f"{error}; all processes had been stopped for {agent.stopped_s:.0f} s"
+            raise AttemptLost(text, RUN_STOPPED)
+        raise error
     return "" if rendezvous.node == 0 else f"{places[0].address}: {verdict.folder}"
 
 

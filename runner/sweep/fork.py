@@ -65,10 +65,11 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it ends. Raises TimeoutExpired."""
-        self.process.join(timeout)
-        code = self.process.exitcode
-        if code is None:
-            raise TimeoutExpired(self.process.name, timeout or 0.0)
+        clock = PolledClock()
+        while (code := self.poll()) is None:
+            if timeout is not None and clock.poll() >= timeout:
+                raise TimeoutExpired(self.process.name, timeout)
+            self.process.join(fork_server.POLL_S)
         return code
 
 
