@@ -40,7 +40,6 @@ from torch import Tensor
 from runner.device.memory import free_heap
 from runner.errors import DataError, RunnerError, WorkerLost
 from runner.parent_death import die_with_parent
-from runner.process_wait import describe_state
 from runner.security.pickle_transfer import dumps_persistent, loads_persistent
 from runner.training.signals import END_SIGNALS
 
@@ -266,6 +265,8 @@ class Workers:
         return WorkerLost(f"{process.name} {cause} while fetching {self._next_batch(worker)}")
 
     def _hang_error(self, worker: int) -> WorkerLost:
+        from runner.process_wait import describe_state
+
         process = self.processes[worker]
         state = describe_state(process.pid)  # before the signal that continues it
         stack = self._python_stack(process.pid)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -134,12 +134,13 @@ def test_a_distributed_run_that_was_stopped_as_a_whole_ends_in_the_same_bits(
     stopped = runs.start(tmp_path / "stopped", "", NO_WORKERS, "distributed.timeout_s=3", steps=200)
     try:
         stopped.wait_for("checkpoints/step_*4")
-        processes = stopped.ranks("")
-        for process in processes:
-            process.suspend()
+        pids = [process.pid for process in stopped.ranks("")]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         time.sleep(6)
-        for process in processes:
-            process.resume()
+        for pid in pids:
+            with suppress(ProcessLookupError):  # the first to continue may end another one
+                os.kill(pid, signal.SIGCONT)
         stopped.end()
     finally:
         stopped.kill()
@@ -148,12 +149,15 @@ def test_a_distributed_run_that_was_stopped_as_a_whole_ends_in_the_same_bits(
 
 
 @contextmanager
-def running_sweep(folder: Path, *typed: str) -> Iterator[subprocess.Popen[str]]:
+def running_sweep(folder: Path, *typed: str) -> Iterator[subprocess.Popen[bytes]]:
     """A sweep of one job that has begun to train."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG, *typed], cwd=folder, text=True,
-        env=environment(), stdout=(folder / "console").open("w"), stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
+    command = [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG, *typed]
+    with (
+        (folder / "console").open("w") as console,
+        subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=console, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         try:
             deadline = time.monotonic() + 120
             while not list(folder.glob("outputs/sweeps/*/*/0/checkpoints/step_*9")):
