@@ -134,7 +134,7 @@ def test_a_distributed_run_that_was_stopped_as_a_whole_ends_in_the_same_bits(
     stopped = runs.start(tmp_path / "stopped", "", NO_WORKERS, "distributed.timeout_s=3", steps=200)
     try:
         stopped.wait_for("checkpoints/step_*4")
-        pids = [process.pid for process in stopped.ranks("")]
+        pids = [stopped.process.pid, *(process.pid for process in stopped.ranks(""))]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(6)
