@@ -22,6 +22,7 @@ from runner.process_wait import PolledClock, describe_state
 START_S = 300.0  # default of `data.timeout_s`, for the server to import its modules
 ANSWER_S = 60.0  # for a server that has started a process before
 POLL_S = 0.1
+SERVER_LOST = 255  # exit code that multiprocessing reports if the server was lost
 PIPE_CLOSE_S = 1.0  # from the closing of a server's pipes to its exit
 SOCKET_FOLDER_BYTES = 75  # of 107 for a socket's path; /pymp-12345678/listener-12345678 is added
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  # in which a private one is made

@@ -36,7 +36,6 @@ SAVE_S = 30.0  # minimum time for a final checkpoint
 SIGNAL_REPEAT_S = 6.0  # after which a signal is repeated; then a process no longer waits for data
 ABORT_S = 1.0  # for a hung process to write its stacks
 END_S = 5.0  # after others have waited a full timeout, or if not all processes trained
-SERVER_LOST = 255  # exit code that multiprocessing reports if the fork server was lost
 KILL_S = 10.0  # for a process to die after SIGKILL
 EARLY_END_S = 0.5  # to end after a signal before training: a library may have swallowed it
 
@@ -119,7 +118,7 @@ class Agent:
 
     def exit_codes(self) -> dict[int, int]:
         """Exit codes by rank: negative for a signal; for a process not started SERVER_LOST or 0."""
-        not_started = SERVER_LOST if self.server_lost else 0
+        not_started = fork_server.SERVER_LOST if self.server_lost else 0
         pairs = self.processes.items()
         return {rank: (p.exitcode or 0) if p.pid else not_started for rank, p in pairs}
 
@@ -153,7 +152,9 @@ class Agent:
 
     def _server_has_ended(self) -> bool:
         """Whether the fork server has ended; its pipes close shortly before its exit."""
-        exit_unknown = any(p.exitcode == SERVER_LOST for p in self.processes.values() if p.pid)
+        exit_unknown = any(
+            p.exitcode == fork_server.SERVER_LOST for p in self.processes.values() if p.pid
+        )
         return fork_server.has_ended(fork_server.PIPE_CLOSE_S if exit_unknown else 0.0)
 
     def _end_stopped(self, alive: Mapping[int, ForkServerProcess]) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from runner import fork_server
 from runner.process_wait import ENDED, PolledClock, process_state
 
-SERVER_LOST = 255  # exit code that multiprocessing reports if the fork server was lost
 PRELOAD = [
     "runner.build",
     "runner.cli.launch",
@@ -61,7 +60,7 @@ class ForkedProcess:
     def has_lost_server(self) -> bool:
         """Whether the exit code is unknown, because the fork server has ended."""
         lost = fork_server.server_pid() != self._server or fork_server.has_ended(0.0)
-        return lost and self.process.exitcode == SERVER_LOST
+        return lost and self.process.exitcode == fork_server.SERVER_LOST
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it ends. Raises TimeoutExpired."""

@@ -95,9 +95,8 @@ class JobProcess:
         if self.handle.poll() is not None:
             return True
         now, stopped = self._clock.poll(), process_state(self.handle.pid) == STOPPED
-        self._stopped_at = (
-            None if not stopped else now if self._stopped_at is None else self._stopped_at
-        )
+        if not stopped or self._stopped_at is None:
+            self._stopped_at = now if stopped else None
         timed_out = self.timeout_s is not None and now > self.timeout_s
         if timed_out and not self.requested_status:
             reason = f"not done within {self.timeout_s:g} s"
@@ -170,14 +169,13 @@ class JobProcess:
 
     def end_status(self) -> tuple[str, str]:
         """Return status and reason, from exit code, summary and log."""
-        if self.has_lost_server():
-            return (
-                "killed",
-                "the sweep's fork server was killed or did not answer, and the job ended",
-            )
         code, summary = self.handle.returncode, self._summary()
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
+        if self.has_lost_server() and not self.requested_status:
+            if summary is not None and succeeded:  # the exit code was all that it had to report
+                return summary.status, reason
+            return "killed", "the sweep's fork server was killed, or did not report the job's end"
         if self.requested_status and code != 0:
             return self.requested_status, self.requested_reason + (f"; {reason}" if reason else "")
         if code == 0 and summary is not None and succeeded:

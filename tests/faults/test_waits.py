@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from runner import fork_server
+from runner.errors import StorageError
 from runner.process_wait import PolledClock, describe_state
 from tests.distributed import runs
 from tests.sweep.conftest import NET, SHORT, environment, only, own_folder, read
@@ -252,6 +255,17 @@ def test_where_no_folder_is_short_enough_for_sockets_the_variable_is_named(
     )  # fmt: skip
     assert done.stdout == "False\n"
     assert "StorageError: TMPDIR: " in done.stderr and "at most 75 bytes" in done.stderr
+
+
+@pytest.mark.parametrize(("cfg", "said"), [(None, "OSError: AF_UNIX path"), ("job", "stdout")])
+def test_an_error_without_a_file_is_that_of_stdout_only_where_the_config_is_printed(
+    cfg: str | None, said: str
+) -> None:
+    from runner.cli.launch import JobResults, _translate_errors
+
+    request: Any = SimpleNamespace(session=None, flags=SimpleNamespace(cfg=cfg))
+    with pytest.raises(StorageError, match=said), _translate_errors(request, JobResults()):
+        raise OSError("AF_UNIX path too long")
 
 
 def test_a_removed_working_folder_is_named(tmp_path: Path) -> None:
