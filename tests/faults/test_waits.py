@@ -74,7 +74,7 @@ def test_a_stopped_process_is_described_by_its_state() -> None:
 
 def fork_server_of(pid: int) -> psutil.Process:
     """The fork server that a process starts."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for child in psutil.Process(pid).children():
             if "forkserver" in " ".join(child.cmdline()):
@@ -162,7 +162,7 @@ def running_sweep(folder: Path, *typed: str) -> Iterator[subprocess.Popen[bytes]
         ) as process,
     ):
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while not list(folder.glob("outputs/sweeps/*/*/0/checkpoints/step_*9")):
                 assert process.poll() is None and time.monotonic() < deadline, output(folder)
                 time.sleep(0.05)
@@ -186,7 +186,7 @@ def test_a_job_whose_fork_server_was_killed_says_so_and_is_tried_again(
         if stopped:
             server.suspend()
         server.kill()
-        assert process.wait(120) == 0, output(folder)
+        assert process.wait(300) == 0, output(folder)
     text = output(folder)
     assert "the sweep's fork server was killed" in text and "tried again" in text
     (job,) = read(only(folder))["jobs"]
@@ -204,7 +204,7 @@ def test_a_stopped_job_is_named_and_continues_with_its_process(tmp_path: Path) -
             assert process.poll() is None and time.monotonic() < deadline, output(folder)
             time.sleep(0.1)
         job.resume()
-        assert process.wait(120) == 0, output(folder)
+        assert process.wait(300) == 0, output(folder)
     assert [job["tries"] for job in read(only(folder))["jobs"]] == [1]
 
 
