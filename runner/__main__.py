@@ -68,6 +68,14 @@ def _run_command() -> int:
         interrupted = interruption_before_run(error, " before the run started")
         _print_error(str(interrupted))
         return interrupted.exit_code
+    except FileNotFoundError as error:
+        from runner.errors import StorageError
+        from runner.record.text import WORKING_FOLDER_REMOVED, is_working_folder_removed
+
+        if not is_working_folder_removed(error):
+            raise
+        _print_error(WORKING_FOLDER_REMOVED)
+        return StorageError.exit_code
     except BrokenPipeError:  # `| head` has read enough
         return 0
 
@@ -87,7 +95,7 @@ def _main(argv: list[str]) -> int:
     """Parse, validate, run. Imports are lazy so that `--help` and config errors stay fast."""
     # its modules must not shadow installed ones; a trusted class restores it
     with current_folder_last(restore=False):
-        from runner.training.signals import raise_on_signals
+        from runner.training.signals import raise_on_signals, raise_received
 
         with raise_on_signals():
             from runner.cli.arguments import read_arguments
@@ -105,9 +113,11 @@ def _main(argv: list[str]) -> int:
             from runner.cli.preflight import check
 
             request = check(arguments)  # without torch or folders, so that errors are immediate
-    from runner.cli.launch import launch
-
+            raise_received()
     with raise_on_signals():
+        from runner.cli.launch import launch
+
+        raise_received()
         return launch(request)
 
 

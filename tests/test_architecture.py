@@ -31,7 +31,7 @@ CONFIGS = (
     "sweep",
 )
 LAYERS = f"""
-errors findings format masking module_path standard_streams
+errors findings format masking module_path process_wait standard_streams
 bounds count_limits fork_server parent_death
 training.config {" ".join(f"{package}.config" for package in CONFIGS)}
 record.storage

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def test_what_a_library_raises_while_a_signal_unwinds_it_is_the_signal() -> None
             raise KeyboardInterrupt
         except KeyboardInterrupt:
             raise ConfigError("key", "is wrong") from None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_error_after_a_signal_that_a_library_swallowed_is_the_signal(number: int) -> None:
+    with pytest.raises(KeyboardInterrupt) as ended, raise_on_signals():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        raise ConfigError("key", "is half composed")
+    assert interruption_before_run(ended.value).exit_code == 128 + number
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])

@@ -57,9 +57,11 @@ from runner.record.console import (
 from runner.record.storage import guard_folder, remove_file, remove_folder
 from runner.record.text import (
     LONGEST_TRACE,
+    WORKING_FOLDER_REMOVED,
     describe_error,
     escape_control_chars,
     escape_lines,
+    is_working_folder_removed,
     limit_length,
     quote_for_hydra,
     summarize_error,
@@ -163,8 +165,13 @@ def _translate_errors(request: Request, results: JobResults) -> Iterator[None]:
     except OSError as error:  # before a job began
         key = "hydra.run.dir" if request.session is None else "hydra.sweep.dir"
         reason = error.strerror or str(error)
-        if error.filename is None:  # of --cfg
+        if is_working_folder_removed(error):
+            raise StorageError(WORKING_FOLDER_REMOVED) from error
+        if error.filename is None and request.flags.cfg:
             raise StorageError(f"stdout cannot be written: {reason}") from error
+        if error.filename is None:
+            text, file, number = describe_error(error)
+            raise StorageError(f"{text} ({file}:{number})") from error
         fix = f"set another folder: {key}=/path/to/folder"
         raise StorageError(f"{key}: {error.filename}: {reason}; {fix}") from error
 

@@ -269,11 +269,14 @@ class Workers:
         return WorkerLost(f"{process.name} {cause} while fetching {self._next_batch(worker)}")
 
     def _hang_error(self, worker: int) -> WorkerLost:
+        from runner.process_wait import describe_state
+
         process = self.processes[worker]
+        state = describe_state(process.pid)  # before the signal that continues it
         stack = self._python_stack(process.pid)
         where = stack.splitlines()[1].strip() if stack.count("\n") > 1 else ""
         symptom = f"did not respond for data.timeout_s={self.timeout_s:g} s while fetching"
-        problem = f"{process.name} {symptom} {self._next_batch(worker)}"
+        problem = f"{process.name}{state} {symptom} {self._next_batch(worker)}"
         return WorkerLost(f"{problem} (at {where})\n{stack}" if where else problem)
 
     def _next_batch(self, worker: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,12 +19,14 @@ import psutil
 
 from runner import fork_server
 from runner.distributed.outcome import LOST_KINDS, MachineReport, RankEnd, RankOutcome
+from runner.errors import ProcessLost
+from runner.process_wait import ENDED, STOPPED, PolledClock, describe_state, process_state
 from runner.security.masked_process import MaskingState, run_masked
 from runner.training.signals import (
     ADVANCE_SIGNALS,
     END_SIGNALS,
     Terminated,
-    raised_signals,
+    raise_received,
     unclaimed_signals,
 )
 
@@ -36,9 +37,8 @@ SAVE_S = 30.0  # minimum time for a final checkpoint
 SIGNAL_REPEAT_S = 6.0  # after which a signal is repeated; then a process no longer waits for data
 ABORT_S = 1.0  # for a hung process to write its stacks
 END_S = 5.0  # after others have waited a full timeout, or if not all processes trained
-SERVER_LOST = 255  # exit code that multiprocessing reports if the fork server was lost
 KILL_S = 10.0  # for a process to die after SIGKILL
-PIPE_CLOSE_S = 1.0  # from the closing of a fork server's pipes to its exit
+EARLY_END_S = 0.5  # to end after a signal before training: a library may have swallowed it
 
 unblock_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, END_SIGNALS)
 block_signals = partial(signal.pthread_sigmask, signal.SIG_BLOCK, END_SIGNALS)
@@ -54,41 +54,54 @@ class Agent:
         grace_s: float,
         exchange: Callable[[bool], bool] = bool,
         uses_nccl: bool = False,
+        start_s: float = fork_server.START_S,
+        trains: Callable[[], bool] = lambda: True,
     ) -> None:
         """`outcome_folder` is the folder in which processes write their outcomes.
 
         A process has `grace_s` to end after a signal. `exchange` is called repeatedly with whether
         a process has failed here, and returns whether one has failed on any machine. With
         `uses_nccl`, processes that remain may wait for their device forever, and have nothing to
-        save.
+        save. The fork server has `start_s` for its imports. `trains` returns whether training has
+        begun; before that nothing is saved after a signal.
         """
-        self.uses_nccl = uses_nccl
+        self.uses_nccl, self.start_s, self.trains = uses_nccl, start_s, trains
         self.outcome_folder, self.timeout_s, self.grace_s = outcome_folder, timeout_s, grace_s
         self.exchange = exchange
         self.processes: dict[int, ForkServerProcess] = {}  # by rank
         self.received_signal: int | None = None  # the signal that this process received
         self.aborted_at: dict[int, float] = {}  # rank → time at which it was aborted as hung
         self.server_lost = False  # the fork server has ended; its children die with it
-        self._signal_time = self._failure_time = 0.0  # of the first signal; of the first failure
+        self.problem = ""  # of the fork server or of stopped processes
+        self._clock = PolledClock()
+        self._stopped_at: float | None = None  # since when all processes are stopped
+        self._unreported_at: float | None = None  # since when the fork server owes an exit code
+        # of the first signal; of the first failure
+        self._signal_time: float | None = None
+        self._failure_time: float | None = None
         self._signal_repeated = False
         self._ending_since: dict[int, float] = {}  # rank → time at which its outcome was seen
 
     def run(self, start: Callable[..., None], arguments: Mapping[int, tuple[Any, ...]]) -> None:
         """Run `start(*arguments[rank])` in a process per rank; return when all have ended."""
         context = multiprocessing.get_context("forkserver")
-        if raised_signals:
-            raise Terminated(raised_signals[0])
+        raise_received()
         with self._forward_signals():
             try:
                 resource_tracker.ensure_running()  # starting it unblocks signals
                 with _signals_blocked():  # nor in the fork server, and what it starts
                     fork_server.start(PRELOAD, os.environ)
-                    for rank, args in arguments.items():
-                        args = (MaskingState(), start, *args)
-                        self.processes[rank] = context.Process(target=run_masked, args=args)
-                        self._start_process(self.processes[rank])
+                for rank, args in arguments.items():
+                    args = (MaskingState(), start, *args)
+                    self.processes[rank] = context.Process(target=run_masked, args=args)
+                    self._start_process(self.processes[rank])
+                    if self.received_signal is not None:  # no process has begun to train
+                        raise Terminated(self.received_signal)
+                self._clock = PolledClock()  # not polled until here
                 while (alive := self._alive_processes()) and not self.server_lost:
                     wait([process.sentinel for process in alive.values()], POLL_S)
+                    self._clock.poll()
+                    self._end_stopped(alive)
                     self._abort_hung()
                     self.server_lost = self._server_has_ended()
             finally:
@@ -96,22 +109,33 @@ class Agent:
         if self.server_lost:
             self._kill_all()
 
+    @property
+    def stopped_s(self) -> float:
+        """For how long this process was stopped, if long enough for others to give up their waits.
+
+        Collectives of torch count the time of the clock.
+        """
+        gap_s = self._clock.longest_gap_s
+        return gap_s if gap_s > self.timeout_s / 2 else 0.0
+
     def exit_codes(self) -> dict[int, int]:
         """Exit codes by rank: negative for a signal; for a process not started SERVER_LOST or 0."""
-        not_started = SERVER_LOST if self.server_lost else 0
+        not_started = fork_server.SERVER_LOST if self.server_lost else 0
         pairs = self.processes.items()
         return {rank: (p.exitcode or 0) if p.pid else not_started for rank, p in pairs}
 
     def report(self, names: Mapping[int, str]) -> MachineReport:
         """Return how all processes ended; `names` by rank are used in messages."""
         codes, outcomes = self.exit_codes(), self.outcomes()
+        if self.server_lost:  # a process that was done had only its exit code to report
+            codes |= {rank: 0 for rank, outcome in outcomes.items() if outcome.kind == "done"}
         ends = [
             RankEnd(rank, name, codes[rank], rank in self.aborted_at, outcomes.get(rank))
             for rank, name in names.items()
         ]
-        failed = self.server_lost and any(codes.values())
-        problem = "the fork server was killed, and the processes with it" if failed else ""
-        return MachineReport(ends, self.received_signal or 0, problem)
+        killed = self.server_lost and any(end.code for end in ends)
+        problem = "the fork server was killed, and the processes with it" if killed else ""
+        return MachineReport(ends, self.received_signal or 0, self.problem or problem)
 
     def outcomes(self) -> dict[int, RankOutcome]:
         """Return the outcomes that processes have written so far, by rank."""
@@ -121,19 +145,47 @@ class Agent:
     def _start_process(self, process: ForkServerProcess) -> None:
         try:
             if not self.server_lost:
-                process.start()
-        except (OSError, EOFError):
-            if fork_server.is_running():
-                raise
-            self.server_lost = True
+                fork_server.start_process(process, self.start_s, self._has_signal)
+        except ProcessLost as lost:
+            self.server_lost, self.problem = True, str(lost)
+
+    def _has_signal(self) -> bool:
+        return self.received_signal is not None
 
     def _server_has_ended(self) -> bool:
         """Whether the fork server has ended; its pipes close shortly before its exit."""
-        exit_unknown = any(p.exitcode == SERVER_LOST for p in self.processes.values() if p.pid)
-        deadline = time.monotonic() + (PIPE_CLOSE_S if exit_unknown else 0.0)
-        while (running := fork_server.is_running()) and time.monotonic() < deadline:
-            time.sleep(POLL_S / 10)
-        return not running
+        exit_unknown = any(
+            p.exitcode == fork_server.SERVER_LOST for p in self.processes.values() if p.pid
+        )
+        return fork_server.has_ended(fork_server.PIPE_CLOSE_S if exit_unknown else 0.0)
+
+    def _end_stopped(self, alive: Mapping[int, ForkServerProcess]) -> None:
+        """Kill processes that are all stopped for `timeout_s`, or a fork server that is silent.
+
+        If only some are stopped, the others notice that they do not answer.
+        """
+        now = self._clock.seconds
+        states = [process_state(process.pid or 0) for process in alive.values()]
+        if any(state != STOPPED for state in states):
+            self._stopped_at = None
+        elif self._stopped_at is None:
+            self._stopped_at = now
+        elif now > self._stopped_at + self.timeout_s and not self.problem:
+            names = ", ".join(f"{r}{describe_state(p.pid or 0)}" for r, p in alive.items())
+            limit = f"distributed.timeout_s={self.timeout_s:g} s"
+            self.problem = f"all processes of this machine were stopped for {limit}: {names}"
+            self._send_signal(signal.SIGKILL)
+            if process_state(fork_server.server_pid() or 0) == STOPPED:
+                fork_server.kill()
+        if ENDED not in states:
+            self._unreported_at = None
+        elif self._unreported_at is None:
+            self._unreported_at = now
+        elif now > self._unreported_at + fork_server.ANSWER_S:
+            state = describe_state(fork_server.server_pid() or 0)
+            problem = f"the fork server{state} reported no exit for {fork_server.ANSWER_S:g} s"
+            self.problem = f"{problem}: it was killed, and the processes with it"
+            fork_server.kill()
 
     def _kill_all(self) -> None:
         """Kill all processes: without the fork server their exit is not reported."""
@@ -146,12 +198,15 @@ class Agent:
         return {rank: p for rank, p in self.processes.items() if p.pid and p.exitcode is None}
 
     def _abort_hung(self) -> None:
-        now = time.monotonic()
+        now = self._clock.seconds
         failed = self.exchange(any(end.failed for end in self._ends()))
-        if failed and not self._failure_time:
+        if failed and self._failure_time is None:
             self._failure_time = now
-        if not (self._failure_time or self._signal_time):
+        if self._failure_time is None and self._signal_time is None:
             return
+        if self._signal_time is not None and now > self._signal_time + EARLY_END_S:
+            if not self.trains():
+                self._send_signal(signal.SIGKILL)
         outcomes = self.outcomes()
         for rank, process in self._alive_processes().items():
             if rank not in self.aborted_at and now > self._hang_deadline(rank, outcomes):
@@ -159,7 +214,7 @@ class Agent:
                 self._send_signal(signal.SIGABRT, [process])  # it writes its stacks
             if rank in self.aborted_at and now > self.aborted_at[rank] + ABORT_S:
                 self._send_signal(signal.SIGKILL, [process])
-        overdue = now > self._signal_time + SIGNAL_REPEAT_S
+        overdue = now > (self._signal_time or 0.0) + SIGNAL_REPEAT_S
         if self.received_signal and not self._signal_repeated and overdue:
             self._signal_repeated = True
             self._send_signal(self.received_signal)
@@ -169,10 +224,12 @@ class Agent:
         stalls = self.uses_nccl and rank in outcomes and outcomes[rank].kind in LOST_KINDS
         if rank in outcomes and outcomes[rank].kind != "running" and not stalls:
             # it may be saving a checkpoint
-            since = self._ending_since.setdefault(rank, time.monotonic())
+            since = self._ending_since.setdefault(rank, self._clock.seconds)
             return since + max(self.timeout_s, SAVE_S)
-        limits = [self._signal_time + self.grace_s + RECORD_S] if self._signal_time else []
-        if self._failure_time:
+        limits = []
+        if self._signal_time is not None:
+            limits.append(self._signal_time + self.grace_s + RECORD_S)
+        if self._failure_time is not None:
             another_hung = any(outcome.kind == "hung" for outcome in outcomes.values())
             all_trained = len(outcomes) == len(self.processes)
             wait_s = self.timeout_s if all_trained and not another_hung else END_S
@@ -213,7 +270,7 @@ class Agent:
         is_repeat = first is not None and not {number, first} & {*ADVANCE_SIGNALS}
         if first is None or number not in ADVANCE_SIGNALS:
             self.received_signal = number
-        self._signal_time = self._signal_time or time.monotonic()
+        self._signal_time = self._clock.seconds if self._signal_time is None else self._signal_time
         self._send_signal(signal.SIGKILL if is_repeat else number)
 
     def _send_signal(

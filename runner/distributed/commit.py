@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from runner.process_wait import PolledClock
 from runner.record.storage import FileDigest
 
 if TYPE_CHECKING:
@@ -59,10 +60,10 @@ class CheckpointCommit:
 
     def _wait_for_key(self, key: str, rank: int) -> bytes:
         """Poll for a key's value, since a blocking wait cannot be cancelled. Raises OSError."""
-        deadline = time.monotonic() + self.world.config.timeout_s
+        clock, limit = PolledClock(), self.world.config.timeout_s
         try:
             while not self._store.check([key]):
-                if self.world.lost or time.monotonic() > deadline:
+                if self.world.lost or clock.poll() > limit:
                     raise OSError(errno.EIO, f"process {rank} has not written its part")
                 time.sleep(POLL_S)
             value: bytes = self._store.get(key)

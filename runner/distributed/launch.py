@@ -45,6 +45,7 @@ from runner.training.summary import CheckpointPaths, Summary
 log = logging.getLogger("runner")
 
 PROCESS_LOST = "process_lost"  # fault kind limited by `distributed.restarts`
+RUN_STOPPED = "run_stopped"  # all processes were stopped and continued; restarts are not limited
 
 
 def main(config: RunConfig, folder: Path) -> Summary | None:
@@ -164,7 +165,15 @@ def run_attempt(
         with join_rendezvous(config, processes, len(losses)) as rendezvous:
             limits = config.distributed.timeout_s, config.checkpoint.grace_s
             uses_nccl = choose_backend(config.distributed, device_type(config).type) == "nccl"
-            agent = Agent(Path(folder_name), *limits, rendezvous.exchange, uses_nccl)
+            agent = Agent(
+                Path(folder_name),
+                *limits,
+                rendezvous.exchange,
+                uses_nccl,
+                config.data.timeout_s,
+                # on several machines, only one has the record
+                lambda: config.distributed.nodes > 1 or _summary_mtime(folder) != mtime_before,
+            )
             reasons = tuple((loss.kind, str(loss)) for loss in losses)
             outcome_folder = agent.outcome_folder
             places = [
@@ -172,9 +181,13 @@ def run_attempt(
             ]
             agent.run(begin, {place.rank: (config, folder, components, place) for place in places})
             report = agent.report({place.rank: _process_name(config, place) for place in places})
-            verdict = rendezvous.agree_on_verdict(report, partial(_judge_run, folder))
+            verdict = rendezvous.agree_on_verdict(report, partial(_judge_run, folder, mtime_before))
     if verdict.kind != "done":
-        raise _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
+        error = _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
+        if verdict.kind == "lost" and agent.stopped_s and config.distributed.nodes == 1:
+            text = f"{error}; all processes had been stopped for {agent.stopped_s:.0f} s"
+            raise AttemptLost(text, RUN_STOPPED)
+        raise error
     return "" if rendezvous.node == 0 else f"{places[0].address}: {verdict.folder}"
 
 
@@ -185,12 +198,15 @@ def _process_name(config: RunConfig, place: RankInfo) -> str:
     return f"process {place.rank}{host}{cuda}"
 
 
-def _judge_run(folder: Path, reports: Sequence[MachineReport], unreachable: str) -> RunVerdict:
+def _judge_run(
+    folder: Path, mtime_before: int, reports: Sequence[MachineReport], unreachable: str
+) -> RunVerdict:
     """Return what ended the run; called on the machine of rank 0, which has the record."""
     verdict = judge_reports(reports, unreachable)
     verdict.folder = str(folder.absolute())
     if verdict.kind == "interrupted":
-        verdict.message = _describe_interruption(folder, verdict.exit_code - 128)
+        trained = _summary_mtime(folder) != mtime_before
+        verdict.message = _describe_interruption(folder, verdict.exit_code - 128, trained)
     return verdict
 
 
@@ -247,10 +263,12 @@ def _restarts_exhausted(folder: Path, losses: list[AttemptLost], trained: bool) 
     return error
 
 
-def _describe_interruption(folder: Path, signal_number: int) -> str:
+def _describe_interruption(folder: Path, signal_number: int, trained: bool) -> str:
     """Describe how a signal ended the run, with the command to resume."""
     ending = " before the first step; no checkpoint is written"
     with suppress(RunnerError):
+        if not trained:  # a summary is that of an earlier attempt
+            return str(Interrupted(signal_number, ending))
         summary = Summary.read(folder)
         if summary.status == "interrupted":  # written by rank 0
             return summary.reason

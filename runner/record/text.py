@@ -33,6 +33,7 @@ INTERPOLATION = re.compile(r"(\\*)\$\{")
 UNQUOTED = re.compile(r"[A-Za-z0-9_./:+-]+")  # needs no quoting in Hydra or a shell
 PLAIN_NAME = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_]\w*", re.ASCII)
 """A name that needs no quotes in Hydra's lists and dictionaries."""
+WORKING_FOLDER_REMOVED = "the working folder was removed: change to one that exists"
 LIBRARY_PACKAGES = sys.stdlib_module_names | {"runner", "torch"}
 INSTALLED_PREFIXES = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
 
@@ -76,7 +77,8 @@ def describe_error(error: BaseException) -> tuple[str, str, int]:
     """
     file, line = innermost_user_line(list(walk_tb(error.__traceback__)))
     first = str(error).partition("\n")[0] if isinstance(error, RunnerError) else _name_error(error)
-    text = "; ".join([first, *getattr(error, "__notes__", [])])
+    folder_note = [WORKING_FOLDER_REMOVED] if is_working_folder_removed(error) else []
+    text = "; ".join([first, *folder_note, *getattr(error, "__notes__", [])])
     return limit_length(" ".join(text.split())), file, line
 
 
@@ -87,6 +89,14 @@ def innermost_user_line(frames: list[tuple[FrameType, int]]) -> tuple[str, int]:
     project = [r for r in user_frames if not _source_file(r[0]).startswith(INSTALLED_PREFIXES)]
     frame, line = (project or user_frames or frames)[-1]
     return _source_file(frame), line
+
+
+def is_working_folder_removed(error: BaseException) -> bool:
+    """Whether an error without a file name is due to the current folder, which does not exist."""
+    try:
+        return isinstance(error, OSError) and error.filename is None and not os.getcwd()
+    except FileNotFoundError:
+        return True
 
 
 def summarize_error(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from runner import fork_server
+from runner.process_wait import ENDED, PolledClock, process_state
 
 PRELOAD = [
     "runner.build",
@@ -39,6 +40,8 @@ class ForkedProcess:
     def __init__(self, process: ForkServerProcess) -> None:
         self.process = process
         self.pid = process.pid or 0
+        self._server = fork_server.server_pid()
+        self._unreported = PolledClock()  # since the server owes the exit code
 
     @property
     def returncode(self) -> int | Any:
@@ -46,26 +49,41 @@ class ForkedProcess:
         return self.process.exitcode
 
     def poll(self) -> int | None:
-        """Return the current exit code; None while it runs."""
-        return self.process.exitcode
+        """Return the current exit code; None while it runs. Kills a server that is silent."""
+        code = self.process.exitcode
+        if code is not None or process_state(self.pid) != ENDED:
+            self._unreported = PolledClock()
+        elif self._unreported.poll() > fork_server.ANSWER_S:
+            fork_server.kill()
+        return code
+
+    def has_lost_server(self) -> bool:
+        """Whether the exit code is unknown, because the fork server has ended."""
+        lost = fork_server.server_pid() != self._server or fork_server.has_ended(0.0)
+        return lost and self.process.exitcode == fork_server.SERVER_LOST
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it ends. Raises TimeoutExpired."""
-        self.process.join(timeout)
-        code = self.process.exitcode
-        if code is None:
-            raise TimeoutExpired(self.process.name, timeout or 0.0)
+        clock = PolledClock()
+        while (code := self.poll()) is None:
+            if timeout is not None and clock.poll() >= timeout:
+                raise TimeoutExpired(self.process.name, timeout)
+            self.process.join(fork_server.POLL_S)
         return code
 
 
 def fork_job(
-    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: int,
+    output: int,
+    start_s: float = fork_server.START_S,
 ) -> ForkedProcess:
-    """Start a job by forking; `command` is that of a spawned job. Raises OSError."""
+    """Start a job by forking; `command` is that of a spawned job. Raises OSError, ProcessLost."""
     context = multiprocessing.get_context("forkserver")
     arguments = (list(command), dict(environment), os.getcwd(), _FileDescriptors(stdin, output))
     process = context.Process(target=_run_job, args=arguments)
-    process.start()
+    fork_server.start_process(process, start_s)
     return ForkedProcess(process)
 
 

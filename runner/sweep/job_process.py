@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.device import cgroup
-from runner.errors import StorageError
+from runner.errors import ProcessLost, StorageError
+from runner.process_wait import ENDED, STOPPED, PolledClock, process_state
 from runner.record.storage import make_folder, safe_opener
 from runner.record.text import limit_length
 from runner.sweep.job_context import parent_death_pipe
@@ -31,6 +32,7 @@ CONSOLE_LOG = "console.log"
 TAIL_BYTES = 1 << 16  # bytes read from the end of the log
 KEPT_BYTES = 1 << 20  # bytes of the log's beginning, and of its end, that are kept
 MAX_LOG_BYTES = 8 * KEPT_BYTES  # of the log of a running job
+STOPPED_S = 5.0  # after which a stopped job is reported
 GRACE_S = 20.0  # for a checkpoint, before a job is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
@@ -60,7 +62,9 @@ class JobProcess:
     oom_kills_before: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
     requested_status: str = ""  # status after being asked to end: timeout or interrupted
     requested_reason: str = ""
-    deadline: float = float("inf")  # time at which it is killed
+    deadline: float = float("inf")  # of the polled clock, at which it is killed
+    _clock: PolledClock = field(default_factory=PolledClock)
+    _stopped_at: float | None = None  # of the polled clock
 
     @classmethod
     def start(
@@ -83,7 +87,7 @@ class JobProcess:
                 log_start = log_file.tell()
                 start = start_process or _spawn
                 handle = start(command, {**environment, **variables}, read_end, log_file.fileno())
-        except OSError:
+        except (OSError, ProcessLost):
             os.close(write_end)
             raise
         finally:
@@ -95,14 +99,23 @@ class JobProcess:
         self._trim_log(MAX_LOG_BYTES)
         if self.handle.poll() is not None:
             return True
-        timed_out = self.timeout_s is not None and self.seconds > self.timeout_s
+        now, stopped = self._clock.poll(), process_state(self.handle.pid) == STOPPED
+        if not stopped or self._stopped_at is None:
+            self._stopped_at = now if stopped else None
+        timed_out = self.timeout_s is not None and now > self.timeout_s
         if timed_out and not self.requested_status:
-            self.request_end(
-                signal.SIGTERM, "timeout", f"not done within {self.timeout_s:g} s", GRACE_S
-            )
-        if time.monotonic() > self.deadline:
+            reason = f"not done within {self.timeout_s:g} s"
+            reason += f"; {self.stop_notice()}" if stopped else ""
+            self.request_end(signal.SIGTERM, "timeout", reason, GRACE_S)
+        if now > self.deadline:
             self.kill()
         return False
+
+    def stop_notice(self) -> str:
+        """Describe a process that has been stopped for STOPPED_S; "" for one that runs."""
+        if self._stopped_at is None or (s := self._clock.seconds - self._stopped_at) < STOPPED_S:
+            return ""
+        return f"pid {self.handle.pid} is stopped (state T) for {s:.0f} s; SIGCONT continues it"
 
     def request_end(
         self, number: int, status: str, reason: str, grace_s: float = float("inf")
@@ -113,7 +126,7 @@ class JobProcess:
         """
         if not self.requested_status:
             self.requested_status, self.requested_reason = status, reason
-        self.deadline = min(self.deadline, time.monotonic() + grace_s)
+        self.deadline = min(self.deadline, self._clock.seconds + grace_s)
         with suppress(ProcessLookupError, PermissionError):
             os.kill(self.handle.pid, number)
 
@@ -128,8 +141,16 @@ class JobProcess:
         self.kill()
         self.handle.wait()
         self._trim_log(2 * KEPT_BYTES)
+        if self.has_lost_server():  # the kernel reports its end to another process
+            clock = PolledClock()
+            while process_state(self.handle.pid) not in ("", ENDED) and clock.poll() < GRACE_S:
+                time.sleep(0.02)
         with suppress(OSError):
             os.close(self.death_pipe)
+
+    def has_lost_server(self) -> bool:
+        """Whether its exit code is unknown, because the fork server has ended."""
+        return not isinstance(self.handle, subprocess.Popen) and self.handle.has_lost_server()
 
     @property
     def seconds(self) -> float:
@@ -174,6 +195,10 @@ class JobProcess:
         code, summary = self.handle.returncode, self._summary()
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
+        if self.has_lost_server() and not self.requested_status:
+            if summary is not None and succeeded:  # the exit code was all that it had to report
+                return summary.status, reason
+            return "killed", "the sweep's fork server was killed, or did not report the job's end"
         # only what its code left behind has still been running
         was_ended = code < 0 or bool(self.requested_status) or code in INTERRUPTED_CODES
         if summary is not None and succeeded and was_ended:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -71,7 +72,7 @@ class JobStarter:
         return shlex.join([*python_command(), *self.arguments(overrides)])
 
     def start(self, plan: JobPlan) -> JobProcess:
-        """Start a job in its folder. Raises OSError.
+        """Start a job in its folder. Raises OSError, and ProcessLost for the fork server.
 
         -P keeps the current folder off the front of sys.path, where a module may shadow an
         installed one. It is omitted if the runner itself lies in that folder.
@@ -80,6 +81,8 @@ class JobStarter:
         key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
         environment = {**job_environment(self.settings.jobs), **self._assign_gpus(plan)}
         safe_flag = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
+        self.start_fork_server()  # it may have been killed
+        start_process = partial(fork.fork_job, start_s=plan.start_s) if self.use_fork else None
         return JobProcess.start(
             [sys.executable, *safe_flag, "-m", "runner", *self.arguments(plan.job.overrides)],
             environment,
@@ -88,7 +91,7 @@ class JobStarter:
             [f"{key}={quote_for_hydra(str(folder))}"],
             plan.writes_summary,
             folder_trusted=not self.session.resumed,
-            start_process=fork.fork_job if self.use_fork else None,
+            start_process=start_process,
         )
 
     def _assign_gpus(self, plan: JobPlan) -> dict[str, str]:
@@ -165,6 +168,7 @@ def plan_job(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
         writes_summary=trains or checked.job.kind is JobKind.evaluate,
         unstamped=tuple(unstamped_paths(checked)),
         gpu_processes=0 if VISIBLE_DEVICES in variables else _count_gpu_processes(checked),
+        start_s=checked.data.timeout_s,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from runner.checkpoint.lock import is_locked
 from runner.checkpoint.ownership import ARCHIVE, has_lost_weights
 from runner.errors import SecurityError, StorageError, UsageError
+from runner.fork_server import START_S
 from runner.record.loaded_code import changed_files
 from runner.record.storage import make_folder, remove_file, rename
 from runner.sweep.job_context import ORPHAN_GRACE_S
@@ -38,6 +39,7 @@ class JobPlan:
     replaces: bool = False  # its folder has other content
     unstamped: tuple[str, ...] = ()  # folders of its data that are too large to be compared
     gpu_processes: int = 0  # processes that need a GPU each; 0: it selects its devices itself
+    start_s: float = START_S  # for the fork server's imports
 
 
 def find_sweep(

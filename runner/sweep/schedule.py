@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from runner.errors import CheckpointError, Interrupted, StorageError
+from runner.errors import CheckpointError, Interrupted, ProcessLost, StorageError
 from runner.record.storage import make_folder
 from runner.sweep.config import LauncherConfig
 from runner.sweep.job_process import GRACE_S, JobProcess
@@ -23,6 +23,7 @@ from runner.training.summary import FINISHED_STATUSES, Summary
 log = logging.getLogger("runner")
 
 POLL_S = 0.1  # of the processes
+SERVER_LOSSES = 3  # of the fork server, after each of which a job is tried again
 CHECKPOINT_ERROR = CheckpointError.exit_code
 RETRIED_STATUSES = ("failed", "killed", "timeout", "oom")  # if `retries` allows
 PROGRESS_S = 30.0  # between progress lines
@@ -60,6 +61,8 @@ class Schedule:
         self.retrying: deque[JobPlan] = deque()
         self.running: list[tuple[JobPlan, JobProcess]] = []
         self.retry_counts: dict[int, int] = {}
+        self.lost_counts: dict[int, int] = {}  # tries of a job whose fork server was lost
+        self.stopped: set[int] = set()  # numbers of jobs reported as stopped
         self.stop_reason = ""  # why no more jobs start
         self.last_progress = time.monotonic()  # time of the last progress lines
 
@@ -112,6 +115,12 @@ class Schedule:
             process = None if error_text else self.start(plan)
         except OSError as error:
             error_text = f"could not be started: {error}"
+        except ProcessLost as lost:
+            error_text = f"could not be started: {lost}"
+            if self._may_repeat(job):
+                log.warning("%s: %s; tried again", job.title, lost)
+                self.retrying.appendleft(plan)
+                return
         if process is None:
             job.status, job.reason, job.ended = "failed", error_text, utc_now()
             self._report_end(plan, 0.0)
@@ -125,6 +134,11 @@ class Schedule:
         again += f", on {job.device}" if job.device else ""
         log.info("%s: started%s", job.title, again)
 
+    def _may_repeat(self, job: Job) -> bool:
+        """Count a try whose fork server was lost; whether the job is tried again."""
+        count = self.lost_counts[job.number] = self.lost_counts.get(job.number, 0) + 1
+        return count <= SERVER_LOSSES and not self.stop_reason
+
     def _poll_jobs(self) -> None:
         if is_due := time.monotonic() - self.last_progress >= PROGRESS_S:
             self.last_progress = time.monotonic()
@@ -134,8 +148,15 @@ class Schedule:
                 self._record_end(plan, process, may_retry=not self.stop_reason)
                 continue
             self.source.on_poll(plan)
+            self._report_stop(plan.job, process.stop_notice())
             if is_due:
                 log.info("%s: %s", plan.job.title, process.last_line() or "starting")
+
+    def _report_stop(self, job: Job, notice: str) -> None:
+        """Log once that a job's process is stopped."""
+        if notice and job.number not in self.stopped:
+            log.warning("%s: %s", job.title, notice)
+        (self.stopped.add if notice else self.stopped.discard)(job.number)
 
     def _record_end(self, plan: JobPlan, process: JobProcess, may_retry: bool) -> None:
         """Record how a process ended, and queue the job again if it is to be retried."""
@@ -146,10 +167,11 @@ class Schedule:
         job.seconds, job.ended = job.seconds + process.seconds, utc_now()
         invalid = plan.continues and job.exit_code == CHECKPOINT_ERROR and not process.wrote_summary
         retries_used = self.retry_counts.get(job.number, 0)
-        retry_left = invalid or retries_used < self.settings.retries
+        lost = process.has_lost_server() and self._may_repeat(job)
+        retry_left = invalid or lost or retries_used < self.settings.retries
         retries = may_retry and job.status in RETRIED_STATUSES and retry_left
         if retries:  # an invalid checkpoint would fail each time
-            self.retry_counts[job.number] = retries_used + (not invalid)
+            self.retry_counts[job.number] = retries_used + (not (invalid or lost))
             folder = self.folder / job.folder
             plan.continues = not invalid and can_continue(plan, folder)
             plan.replaces = not plan.continues

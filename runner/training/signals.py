@@ -43,7 +43,7 @@ PRUNED = "pruned"
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised for a signal other than Ctrl-C outside of training; unwinds like Ctrl-C."""
+    """Raised for a signal outside of training; unwinds like Ctrl-C."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__()
@@ -88,20 +88,36 @@ def unclaimed_signals() -> list[int]:
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Make unclaimed signals raise Terminated while entered, outside of `InterruptHandler`."""
+    """Make Ctrl-C and unclaimed signals raise Terminated, outside of `InterruptHandler`.
+
+    An error that follows a signal which a library has swallowed is the signal's.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _terminate) for number in unclaimed_signals()}
+    numbers = unclaimed_signals()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, _terminate) for number in numbers}
     _command_contexts.append(True)
     try:
         with prefer_signal_error():
             yield
+    except RunnerError as error:
+        if not isinstance(error, Interrupted):
+            raise_received()
+        raise
     finally:
         _command_contexts.pop()
         raised_signals.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def raise_received() -> None:
+    """Raise Terminated if a signal was received within `raise_on_signals`."""
+    if raised_signals:
+        raise Terminated(raised_signals[0]) from None
 
 
 @contextmanager

@@ -129,7 +129,9 @@ def test_a_worker_that_dies_or_stands_still_is_replaced_and_no_batch_is_lost(
         child.send_signal(how)
     got += [batch[0].clone() for _, batch in zip(range(29), batches, strict=False)]
     assert all(map(torch.equal, got, fetched(load, 0)))
-    what = "did not respond" if how is signal.SIGSTOP else f"killed by {how.name}"
+    what = (
+        "state T = stopped) did not respond" if how is signal.SIGSTOP else f"killed by {how.name}"
+    )
     assert len(lost) == 2 and all(what in str(error) for error in lost)
     assert "of epoch 0" in str(lost[0])
     for child in children():

@@ -94,13 +94,12 @@ def test_an_error_of_one_process_under_nccl_is_reported_and_saved_by_that_one_al
 )
 def test_a_process_that_remains_under_nccl_is_not_waited_for(
     uses_nccl: bool, outcomes: dict[int, str], codes: dict[int, int | None], seconds: float,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:  # fmt: skip
     agent = Agent(tmp_path, timeout_s=100, grace_s=1000, uses_nccl=uses_nccl)
     process: Any = SimpleNamespace
     agent.processes = {rank: process(pid=rank, exitcode=code) for rank, code in codes.items()}
-    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    agent._failure_time = 1000.0
+    agent._failure_time = agent._clock.seconds = 1000.0
     reported = {rank: RankOutcome(rank, kind) for rank, kind in outcomes.items()}
     assert agent._hang_deadline(0, reported) == 1000.0 + seconds
 

@@ -26,6 +26,7 @@ from tests.faults.modes import MODES, SLOW, typed
 
 LIMIT_S = 900.0  # of one process
 MOST = 8  # kills of one run
+STOPS = 0.25  # share of kills before which all processes are stopped, or instead of which all ranks
 CONTROLS = {  # a defect of resuming, a mode that it shows in, and the part that must differ
     "optimizer": ("BatchNorm, dropout, draws", "optimizer"),
     "rng": ("BatchNorm, dropout, draws", "random"),
@@ -128,9 +129,29 @@ class Killer:
             self.tally.when["saving"] += 1
         else:
             self.tally.when["training" if root.exists() else "starting"] += 1
-        with suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
+        if self.draw.random() < STOPS:
+            self._stop_for_a_while(pid)
+        if victim != pid and self.draw.random() < STOPS:  # all ranks, which the agent has to notice
+            self._send(processes.ranks(pid), signal.SIGSTOP)
+            self.tally.when["by stopped ranks"] += 1
+            return victim
+        self._send([victim], signal.SIGKILL)
         return victim
+
+    def _stop_for_a_while(self, pid: int) -> None:
+        """Stop all processes of a run, which then continue where they were."""
+        with suppress(psutil.Error):
+            pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+            self._send(pids, signal.SIGSTOP)
+            time.sleep(self.draw.uniform(0.1, 2.0))
+            self._send(pids, signal.SIGCONT)
+            time.sleep(self.draw.uniform(0, self.life / 8))  # until it is killed
+            self.tally.when["after a stop of the whole"] += 1
+
+    def _send(self, pids: Sequence[int], number: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _choose_victim(self, agent: int) -> int:
         """A rank for two of three kills, once there are any, else the agent; 0: all have ended."""

@@ -128,9 +128,11 @@ class WorkerPool:
             folder = Path(mkdtemp(dir=self.scratch.name)) / arm.folder
         spec = WorkerSpec(arm.config, self.settings, folder, arm.command, start_time)
         with self._end_on_failure(name):
+            if self.use_fork_server and not fork_server.is_running():  # it was killed
+                self._start_fork_server()
             process = ChildProcess(worker.main, (spec,), log, self.use_fork_server)
             self.workers[name] = process
-            process.start()
+            process.start(arm.config.data.timeout_s)
             # a fork may deadlock on the locks of threads
             if self.use_fork_server and fork_server.has_threads():
                 self.use_fork_server = False

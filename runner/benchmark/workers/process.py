@@ -20,11 +20,13 @@ from runner import fork_server
 from runner.benchmark.blocks import WorkerFailure
 from runner.device import cgroup
 from runner.device.config import omp_env
-from runner.errors import UsageError
+from runner.errors import ProcessLost, UsageError
 from runner.parent_death import watch_parent
+from runner.process_wait import STOPPED, PolledClock, describe_state, process_state
 from runner.record.storage import make_folder, safe_opener
 from runner.security.masked_process import MaskingState, run_masked
 
+WAIT_SLICE_S = 1.0  # of a wait for an answer
 EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
 UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script
 
@@ -68,7 +70,7 @@ class ChildProcess:
         forked: bool = False,
     ) -> None:
         context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
-        self.log = log
+        self.log, self.forked = log, forked
         self.has_answered = False  # at least one request
         self.oom_kills = cgroup.oom_kills() or 0
         self.pipe, child_pipe = context.Pipe()
@@ -83,12 +85,17 @@ class ChildProcess:
         child_arguments = MaskingState(), _run_child, main, child, arguments
         self.process = context.Process(target=run_masked, args=child_arguments, daemon=False)
 
-    def start(self) -> None:
-        """Start the process."""
+    def start(self, start_s: float = fork_server.START_S) -> None:
+        """Start the process; the fork server has `start_s` for its imports."""
         exit_if_imported()
         try:
             with worker_environment(), block_interrupt():
-                self.process.start()
+                if self.forked:
+                    fork_server.start_process(self.process, start_s)
+                else:
+                    self.process.start()
+        except ProcessLost as lost:
+            raise WorkerFailure("killed", str(lost)) from None
         finally:
             for end in self.child_ends:
                 end.close()
@@ -109,12 +116,16 @@ class ChildProcess:
             raise self._describe_exit() from None
 
     def answer(self, timeout_s: float) -> Any:
-        """Wait up to `timeout_s` for the answer, without polling.
+        """Wait up to `timeout_s` for the answer.
 
         Raises WorkerFailure; the caller still has to call `end`.
         """
-        if not wait([self.pipe, self.process.sentinel], max(0.0, timeout_s)):
-            raise WorkerFailure("timeout", f"it was not done within {timeout_s:.4g} s")
+        clock, waited = PolledClock(WAIT_SLICE_S), 0.0
+        ends = [self.pipe, self.process.sentinel]
+        while not wait(ends, max(0.0, min(WAIT_SLICE_S, timeout_s - waited))):
+            if (waited := clock.poll()) >= timeout_s:
+                state = describe_state(self.pid) if process_state(self.pid) == STOPPED else ""
+                raise WorkerFailure("timeout", f"it was not done within {timeout_s:.4g} s{state}")
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
@@ -146,6 +157,10 @@ class ChildProcess:
         for process in children:
             with suppress(psutil.Error):  # psutil compares start times, so a reused id is safe
                 process.kill()
+        if self.forked and fork_server.is_running():
+            self.process.join(EXIT_TIMEOUT_S)
+            if self.process.exitcode is None:  # the fork server does not report its end
+                fork_server.kill()
         self.process.join()
         self.pipe.close()
         self.parent_death_pipe.close()

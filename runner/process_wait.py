@@ -1,0 +1,44 @@
+"""Waits for processes of ours: their limits and the state of a process."""
+
+from __future__ import annotations
+
+import time
+
+STOPPED = "T"
+ENDED = "Z"  # it has ended, and its parent has not asked for its exit code
+
+
+class PolledClock:
+    """Counts the seconds between the polls of a waiter, at most `most_s` for each poll.
+
+    While the waiter is itself stopped, it does not poll: a group of processes that is stopped as a
+    whole exceeds no limit.
+    """
+
+    def __init__(self, most_s: float = 1.0) -> None:
+        self.seconds, self._most_s, self._last_poll = 0.0, most_s, time.monotonic()
+        self.longest_gap_s = 0.0  # between two polls
+
+    def poll(self) -> float:
+        """Count the time since the last poll; return all seconds."""
+        now = time.monotonic()
+        self.seconds += min(now - self._last_poll, self._most_s)
+        self.longest_gap_s = max(self.longest_gap_s, now - self._last_poll)
+        self._last_poll = now
+        return self.seconds
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state, as ps has it; "" where that is unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def describe_state(pid: int) -> str:
+    """Return a remark for the message on a process that does not answer."""
+    state = process_state(pid)
+    meaning = " = stopped" if state == STOPPED else ""
+    return f" (pid {pid}, state {state}{meaning})" if state else f" (pid {pid})"
