@@ -12,7 +12,14 @@ from pathlib import Path
 
 from runner.errors import UsageError
 from runner.record.hydra_files import FOLDER, RESUMED
-from runner.record.storage import OLD_PREFIX, make_folder, read_record, remove_file, rename
+from runner.record.storage import (
+    OLD_PREFIX,
+    link_refusal,
+    make_folder,
+    read_record,
+    remove_file,
+    rename,
+)
 
 ARCHIVE = ".earlier"  # hidden, so that nothing in it is taken for a run
 NOT_FINITE = "the weights are not finite"  # how the reason of a run begins that ended with them
@@ -94,6 +101,8 @@ def archive_record(folder: Path) -> None:
     if has_others or not any((folder / name).exists() for name in RECORD):
         return
     archive = folder / ARCHIVE
+    if archive.is_symlink():
+        raise link_refusal(archive)
     target = next(p for number in count(1) if not os.path.lexists(p := archive / f"run-{number}"))
     make_folder(target)
     # the new config is still beside the recorded one

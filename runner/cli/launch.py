@@ -19,6 +19,7 @@ import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
+from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobStatus, configure_log, run_job
 from hydra.errors import HydraException
@@ -101,7 +102,7 @@ class JobResults:
 
 def launch(request: Request) -> int:
     """Run the request and return the exit code. Raises RunnerError."""
-    hydra.core.utils._save_config = hydra_files.save_config
+    hydra_utils._save_config = hydra_files.save_config
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them
     os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
     if request.cli_overrides.off and request.is_sweep:

@@ -71,15 +71,15 @@ def adopt_resumed_config(folder: Path) -> None:
         rename(new, old)
 
 
-def save_config(config: Any, filename: str, folder: Path) -> None:
+def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
     """Write a config as YAML, in place of Hydra's function, which writes through links."""
     from omegaconf import OmegaConf
 
     with (
-        open_folder(folder, create=True),
-        open(folder / filename, "w", encoding="utf-8", opener=safe_opener) as file,
+        open_folder(output_dir, create=True),
+        open(output_dir / filename, "w", encoding="utf-8", opener=safe_opener) as file,
     ):
-        file.write(mask_secrets(OmegaConf.to_yaml(config)))
+        file.write(mask_secrets(OmegaConf.to_yaml(cfg)))
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
