@@ -169,26 +169,21 @@ def read_path(config: DictConfig, key: str) -> Path:
 
         cause, error = failed_interpolation(config) or (str(error.full_key or key), error)
         raise ConfigError(cause, str(error).partition("\n")[0]) from error
-    if _access is not None and _access.reads > reads_before:
-        raise _name_error(key, f"type a name: name=…, or {key}=…")
+    has_read = _access is not None and _access.reads > reads_before
     path = Path(str(value))
     inner = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     # a variable may hold a folder, such as HOME, in which an absolute path lies
     for text in inner.parts if inner.is_absolute() else [str(inner)]:
-        check_name(key, text, f"type a name: name=…, or {key}=…")
+        check_name(key, text, f"type a name: name=…, or {key}=…", has_read)
     return path
 
 
-def check_name(key: str, text: str, fix: str) -> None:
+def check_name(key: str, text: str, fix: str, has_read: bool = False) -> None:
     """Raise SecurityError if a text that names files has a variable's value, read or typed."""
     values = (value for name, (value, _) in _masked_by_key.items() if f"{name}.".startswith(key))
-    if mask_secrets(text) != text or text in values:
-        raise _name_error(key, fix)
-
-
-def _name_error(key: str, fix: str) -> SecurityError:
-    problem = "would put a value from the environment into a file or folder name"
-    return SecurityError(f"{key}: {problem}; {fix}")
+    if has_read or mask_secrets(text) != text or text in values:
+        problem = "would put a value from the environment into a file or folder name"
+        raise SecurityError(f"{key}: {problem}; {fix}")
 
 
 # -- writing -----------------------------------------------------------------------------------
