@@ -369,6 +369,7 @@ def test_long_names_reasons_and_values_are_shortened_on_page_and_screen(tmp_path
         run(tmp_path / name, overrides, status="failed", reason=reason)
     comparison = compare_folders([tmp_path])
     assert len({row.name for row in comparison.rows}) == 2
+    assert all(len(row.name) < 400 for row in comparison.rows)
     write_comparison(comparison, tmp_path)
     for name in ("comparison.html", "comparison.md"):
         assert len((tmp_path / name).read_text()) < 200_000
