@@ -146,7 +146,8 @@ def test_a_checkpoint_of_an_early_end_is_replaced_by_the_next_one(
     tmp_path: Path, my_package: None
 ) -> None:
     typed = [*NOISY, "training.steps=12", "checkpoint.every=4", "training.validate_every=12",
-             "checkpoint.keep=2", "checkpoint.resume=auto"]  # fmt: skip
+             "debug.capture.enabled=false", "checkpoint.keep=2",
+             "checkpoint.resume=auto"]  # fmt: skip
 
     class Interrupt(Hook):
         def on_step(self, run: Run, step: Step) -> None:
