@@ -50,7 +50,7 @@ def test_a_silent_or_killed_fork_server_is_named_and_another_one_can_be_started(
         "f.start([], os.environ); p = make(); f.start_process(p); p.join(); print(p.exitcode)\n"
         "for number in (signal.SIGSTOP, signal.SIGKILL):\n"
         "    f.start([], os.environ); f.start_process(make()); os.kill(f.server_pid(), number)\n"
-        "    f.ANSWER_S = 0.3 if number == signal.SIGSTOP else 60\n"
+        "    f.ANSWER_S = 60 if number == signal.SIGKILL and f.has_ended(60) else 0.3\n"
         "    try: f.start_process(make())\n"
         "    except ProcessLost as lost: print(lost, f.is_running())\n"
         "    f.ANSWER_S = 60\n"
