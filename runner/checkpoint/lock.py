@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from runner.errors import StorageError, UsageError
-from runner.record.storage import NO_WAIT, safe_opener
+from runner.record.storage import NO_WAIT, make_folder, safe_opener
 
 log = logging.getLogger("runner")
 
@@ -103,7 +103,7 @@ def owns_folder(folder: Path) -> bool:
 def lock_again(folder: Path) -> None:
     """Make a locked folder that was removed or moved again, and lock it. Raises as `lock` does."""
     earlier = _held[folder]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     new = lock(folder)
     earlier.release()
     earlier._descriptor, earlier._file, new._descriptor = new._descriptor, new._file, None

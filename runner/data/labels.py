@@ -178,7 +178,7 @@ def _list_visible(
     others: list[Path],
 ) -> list[Path]:
     """Return the paths of a kind that are not hidden, sorted; add those of no kind to `others`."""
-    visible = []
+    visible = list[Path]()
     for path in paths:
         if not _hidden_part(path, root):
             (visible if kind(path) else others).append(path)

@@ -307,9 +307,9 @@ class _FileLog(logging.StreamHandler[TextIO]):
         self.setFormatter(logging.Formatter(FILE_FORMAT, "%Y-%m-%dT%H:%M:%S"))
 
     def _open(self, descriptor: int | None = None) -> TextIO:
-        opener = safe_opener if descriptor is None else None
-        file = self.path if descriptor is None else descriptor
-        return open(file, "a+", encoding="utf-8", errors="backslashreplace", opener=opener)
+        if descriptor is None:
+            descriptor = safe_opener(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        return os.fdopen(descriptor, "a+", encoding="utf-8", errors="backslashreplace")
 
     def recreate(self) -> None:
         """Write the file again, with all its lines, if it was deleted or moved."""

@@ -185,7 +185,7 @@ def truncate_events(folder: Path, position: Any) -> bool:
     for path in folder.glob(PREFIX + "*"):
         other = OWN_NAME.fullmatch(path.name)
         if other is not None and int(other[1]) > int(stamp[1]):
-            path.unlink()
+            remove_file(path)
     try:
         with open(folder / name, "r+b", opener=safe_opener) as file:
             if file.seek(0, os.SEEK_END) >= size:  # else its end was lost

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 from yaml.composer import ComposerError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
@@ -305,7 +305,7 @@ def raw_value(config: DictConfig, key: str) -> Any:
     group, _, name = key.partition(".")
     if (parent := config._get_node(group)) is None:
         return None
-    tree: Any = OmegaConf.to_container(parent, resolve=False)  # type: ignore[arg-type]
+    tree: Any = OmegaConf.to_container(parent, resolve=False)
     return tree.get(name) if isinstance(tree, dict) else tree
 
 

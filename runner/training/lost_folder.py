@@ -9,7 +9,7 @@ from runner.checkpoint.lock import lock_again, owns_folder
 from runner.errors import StorageError, UsageError
 from runner.record.console import recreate_log_file
 from runner.record.recorder import FILE_TITLES, METRICS
-from runner.record.storage import replace_text
+from runner.record.storage import make_folder, replace_text
 from runner.training.best import restart_best
 from runner.training.resume import save
 from runner.training.run import Run
@@ -49,7 +49,7 @@ def _recreate_files(run: Run, folder: Path, lost: bool) -> None:
             lock_again(folder)
             run.history.unwritten = bool(run.history.faults)
         for name, data in run.small_files.items():
-            (folder / name).parent.mkdir(exist_ok=True)
+            make_folder((folder / name).parent)
             if not (folder / name).exists():
                 replace_text(folder / name, data.decode(errors="replace"))
         recreate_log_file()
