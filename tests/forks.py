@@ -82,10 +82,13 @@ def _serve(requests: socket.socket) -> None:
 
 def _share_or_forget(shares: bool) -> None:
     """Of the fork server that this process's parent has started, and so looks after."""
+    from runner import fork_server
+
     server = forkserver._forkserver
     if shares:
         server.ensure_running = lambda: None  # type: ignore[method-assign]
         server._stop = lambda: None  # type: ignore[method-assign]  # which others use, too
+        fork_server.start_process = lambda process, *_: process.start()
     else:
         forkserver._forkserver = server = forkserver.ForkServer()
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):

@@ -92,7 +92,10 @@ class JobProcess:
             raise
         finally:
             os.close(read_end)
-        return cls(handle, folder, timeout_s, write_end, earlier_summary, log_start, writes_summary)
+        return cls(
+            handle, folder, timeout_s, write_end, earlier_summary, log_start,
+            writes_summary=writes_summary,
+        )  # fmt: skip
 
     def has_ended(self) -> bool:
         """Whether it has ended; asks it to end after the timeout, and kills it at the deadline."""

@@ -42,8 +42,14 @@ UNCOMPARED_KEYS = (
     "evaluate.export",
     "predict.format",
 )
-# how the columns of a table were fitted
-FITTED_KEYS = ("data.ignore", "data.types", "data.date_formats", "data.categories", "data.task")
+# how the columns of a table were fitted, with the defaults
+FITTED_KEYS = {
+    "data.ignore": "[]",
+    "data.types": "{}",
+    "data.date_formats": "{}",
+    "data.categories": "256",
+    "data.task": "auto",
+}
 LENGTH_KEYS = ("training.epochs", "training.steps")
 RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
@@ -232,13 +238,15 @@ def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a key of how a table was fitted has another value than in training."""
-    keys = [key for key in {**before, **after} if key.startswith(FITTED_KEYS)]
+    """Raise ConfigError if a key of how a table was fitted is set to another value than then."""
+    defaults = {
+        key: FITTED_KEYS[kind] for key in after for kind in FITTED_KEYS if key.startswith(kind)
+    }
     if after.get("job.kind") == "predict":
-        keys.append("data.target")
-    for key in keys:
-        old, new = before.get(key, "{}"), str(after.get(key, "{}"))
-        if old != new:
+        defaults["data.target"] = ""
+    for key, default in defaults.items():
+        old, new = before.get(key, default), str(after.get(key))
+        if new not in (old, default):
             problem = f"the table was fitted with {old}, got {new}"
             fix = "leave it out" if key.count(".") > 1 else f"use {key}={old}"
             raise ConfigError(key, problem, f"{fix}, or train a new run")

@@ -168,7 +168,7 @@ def test_a_damaged_preprocessing_is_noticed(trained: Path, tmp_path: Path) -> No
             path.write_bytes(whole.replace(b"Oslo", b"Rome"))
         new = write_csv(tmp_path / "new.csv", people(10))
         text = str(refused(trained, new, "predict", tmp_path / "job"))
-        assert "preprocessing.json: its sha256 is" in text and "manifest.json lists" in text
+        assert "preprocessing.json: damaged: its" in text and "the recorded sha256" in text
     finally:
         for path in paths:
             path.write_bytes(whole)
