@@ -17,7 +17,9 @@ def main() -> int:
     prepare_streams()
     code = 1
     try:
-        code = _run_command()
+        code = _main(sys.argv[1:])
+    except BaseException as error:
+        code = _print_known_error(error)
     finally:
         write_stream(sys.stdout)
         write_stream(sys.stderr)
@@ -38,15 +40,9 @@ def _report_remaining(code: int) -> None:
         report_remaining(code)
 
 
-def _run_command() -> int:
-    """Run the command line and print its error."""
-    if sys.version_info >= UNSUPPORTED_PYTHON:
-        version = ".".join(str(part) for part in sys.version_info[:2])
-        _print_error(f"hydra 1.3 does not start on Python {version}; use Python 3.11, 3.12 or 3.13")
-        return 2
-    try:
-        return _main(sys.argv[1:])
-    except RunnerError as error:
+def _print_known_error(error: BaseException) -> int:
+    """Print one line for an error and return its exit code; other errors are raised."""
+    if isinstance(error, RunnerError):
         # of the processes of torchrun or srun only one prints: all have the same error
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             _print_error(str(error), multiline=isinstance(error, SweepFailed))
@@ -57,27 +53,26 @@ def _run_command() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5.0)
         return error.exit_code
-    except ModuleNotFoundError as error:  # our own imports; a run reports its own
-        if (package := (error.name or "runner").partition(".")[0]) == "runner":
-            raise
-        _print_error(f"{package} is not installed for {sys.executable}; {_install_hint()}")
-        return 2
-    except KeyboardInterrupt as error:
+    if isinstance(error, ModuleNotFoundError):  # our own imports; a run reports its own
+        if (package := (error.name or "runner").partition(".")[0]) != "runner":
+            _print_error(f"{package} is not installed for {sys.executable}; {_install_hint()}")
+            return 2
+    if isinstance(error, KeyboardInterrupt):
         from runner.training.signals import interruption_before_run
 
         interrupted = interruption_before_run(error, " before the run started")
         _print_error(str(interrupted))
         return interrupted.exit_code
-    except FileNotFoundError as error:
+    if isinstance(error, FileNotFoundError):
         from runner.errors import StorageError
         from runner.record.text import WORKING_FOLDER_REMOVED, is_working_folder_removed
 
-        if not is_working_folder_removed(error):
-            raise
-        _print_error(WORKING_FOLDER_REMOVED)
-        return StorageError.exit_code
-    except BrokenPipeError:  # `| head` has read enough
+        if is_working_folder_removed(error):
+            _print_error(WORKING_FOLDER_REMOVED)
+            return StorageError.exit_code
+    if isinstance(error, BrokenPipeError):  # `| head` has read enough
         return 0
+    raise error
 
 
 def _install_hint() -> str:
@@ -93,6 +88,10 @@ def _install_hint() -> str:
 
 def _main(argv: list[str]) -> int:
     """Parse, validate, run. Imports are lazy so that `--help` and config errors stay fast."""
+    if sys.version_info >= UNSUPPORTED_PYTHON:
+        version = ".".join(str(part) for part in sys.version_info[:2])
+        _print_error(f"hydra 1.3 does not start on Python {version}; use Python 3.11, 3.12 or 3.13")
+        return 2
     # its modules must not shadow installed ones; a trusted class restores it
     with current_folder_last(restore=False):
         from runner.training.signals import raise_on_signals, raise_received
