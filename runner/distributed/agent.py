@@ -240,8 +240,9 @@ class Agent:
 
     def _has_silent_failure(self, outcomes: Mapping[int, RankOutcome]) -> bool:
         """Whether a process was killed, or noticed that another one was."""
+        silent = "running", *LOST_KINDS
         return any(
-            end.failed and (end.rank not in outcomes or end.kind in ("running", *LOST_KINDS))
+            end.failed and (end.rank not in outcomes or outcomes[end.rank].kind in silent)
             for end in self._ends()
         )
 

@@ -139,6 +139,7 @@ def make_run(net: Net, update: OptimizerStep, parts: int) -> Any:
         objective=Objective(),
         micro_batch=8 // parts,
         progress=SimpleNamespace(step=0),
+        recorder=SimpleNamespace(end_copy=lambda: None),
         device=SimpleNamespace(reseed=lambda seed: None, torch=CUDA),
         stopwatch=SimpleNamespace(split=lambda phase: None),
         train=SimpleNamespace(samples=lambda step: 8),

@@ -103,8 +103,10 @@ def test_switched_off_nothing_is_skipped_but_it_is_written_down(tmp_path: Path) 
     with faulty(off, tmp_path, {45: louder}) as run:
         assert train(run).faults == {}
     with faulty([*off, "debug.capture.enabled=false"], tmp_path / "b", {45: times(1e30)}) as run:
-        summary = train(run)
-    assert (summary.status, summary.skipped_steps) == ("done", 0)
+        with pytest.raises(GaveUp, match="the weights are not finite after step 60"):
+            train(run)
+    summary = Summary.read(tmp_path / "b")
+    assert (summary.status, summary.skipped_steps) == ("failed", 0)
     assert summary.faults["non_finite"] == 1
     assert summary.faults["weights"] == 15
 
