@@ -95,7 +95,9 @@ def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path)
     with opened("data=digits", "training.epochs=2", "stability=off", folder=tmp_path) as run:
         with torch.no_grad():
             next(iter(run.model.parameters())).fill_(math.nan)
-        summary = train(run)
+        with pytest.raises(GaveUp, match="the weights are not finite"):
+            train(run)
+    summary = Summary.read(tmp_path)
     assert summary.best is None and "val/accuracy" in summary.metrics
     assert summary.faults["validation_not_finite"] == summary.steps // run.validate_every > 1
     assert not (tmp_path / "checkpoints" / "best").exists()

@@ -141,7 +141,7 @@ def _keep_folder(run: Run, all_files: bool = True) -> None:
         lost |= run.checkpointer.is_lost or run.recorder.is_deleted
         lost |= run.folder is not None and not has_files(run.folder, run.small_files)
     if run.world is not None:
-        lost = bool(run.world.all_reduce_max(int(lost))[0])
+        lost = bool(run.world.all_reduce_max(int(lost))[0])  # host sync: none, on the host
     if lost:
         from runner.training.lost_folder import recover_folder  # imported only if needed
 
