@@ -167,6 +167,7 @@ def test_a_softmax_or_sigmoid_before_a_loss_that_applies_its_own_is_named(
     assert activation in faults.get("double_activation", "")
 
 
+@pytest.mark.slow
 def test_it_is_named_where_the_step_is_one_graph() -> None:
     whole = ("optimization.whole_step.enabled=true", "optimization.measure=false")
     model = Ending(lambda x: x.softmax(1))

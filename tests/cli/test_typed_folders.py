@@ -25,7 +25,7 @@ def damage(folder: Path, step: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("link", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_in_a_typed_relative_folder_goes_on_from_an_older_checkpoint(
     tmp_path: Path, link: bool
 ) -> None:

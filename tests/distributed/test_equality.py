@@ -169,8 +169,9 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
             assert facts["sharded_bytes"] == facts["predicted_bytes"], (name, facts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_gradients_are_sent_once_a_step_whatever_the_micro_batches(
     outcomes: Outcomes, kind: str
 ) -> None:
@@ -239,6 +240,7 @@ def test_a_whole_step_does_not_apply(outcomes: Outcomes) -> None:
     assert outcomes("odd", 2)["whole step"].techniques["whole_step"] == (False, reason)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes: Outcomes) -> None:
     together = outcomes("odd", 2)

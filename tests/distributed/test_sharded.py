@@ -79,7 +79,8 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
     names = list(EQUAL) if processes > 2 else ["accumulation", "recompute"]
     cases = {name: (config("fsdp", processes, *EQUAL[name]), tmp_path / name) for name in names}

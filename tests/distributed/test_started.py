@@ -202,7 +202,6 @@ def test_a_place_is_read_from_srun_and_not_from_the_script_of_a_job():
         detect_rank({key: value for key, value in task.items() if key != "SLURM_LOCALID"})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "address"),
     [
@@ -258,6 +257,7 @@ def test_a_resumed_folder_names_no_machine_to_connect_to(tmp_path, monkeypatch):
     assert request.config.distributed.rendezvous is None and request.config.search.storage is None
 
 
+@pytest.mark.slow
 def test_the_doctor_times_what_is_sent_between_the_processes(tmp_path):
     done = runs.command(
         tmp_path, "job=doctor", "distributed=ddp", "distributed.processes=2", "device=cpu",

@@ -238,7 +238,14 @@ def test_a_database_is_refused_if_it_or_a_file_beside_it_is_a_link(folder: Path)
         refuse_links(folder / "search.db")
 
 
-@pytest.mark.parametrize("name", ["multirun.yaml", ".hydra-resumed/config.yaml", "search.db"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("multirun.yaml", marks=pytest.mark.slow),
+        ".hydra-resumed/config.yaml",
+        "search.db",
+    ],
+)
 def test_a_link_in_place_of_a_file_of_hydra_or_of_a_search_is_not_followed(
     name: str, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def start_until_trained(folder: Path) -> tuple[subprocess.Popen[str], list[psuti
     return process, psutil.Process(process.pid).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) -> None:
     process, children = start_until_trained(folder)
     process.send_signal(signal.SIGINT)
