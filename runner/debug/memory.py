@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -259,10 +259,11 @@ def count_objects() -> ObjectCounts:
         if not issubclass(type(item), Tensor):
             number[f"objects of type {type(item).__qualname__}"] += 1
         elif type(item) is not FakeTensor and not is_lazy(item):
-            dtype = str(item.dtype).removeprefix("torch.")
-            kind = f"tensors {list(item.shape)} {dtype} on {item.device}"
-            number[kind] += 1
-            size[kind] += item.numel() * item.element_size()
+            with suppress(RuntimeError):  # one that is not defined has no dtype
+                dtype = str(item.dtype).removeprefix("torch.")
+                kind = f"tensors {list(item.shape)} {dtype} on {item.device}"
+                number[kind] += 1
+                size[kind] += item.numel() * item.element_size()
     return number, size
 
 
