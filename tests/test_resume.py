@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from runner import build, compose, train
+from runner.build import Components
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, Interrupted, SecurityError, UsageError
 from runner.security.paths import distrust_resumed_folder
@@ -347,3 +348,28 @@ def test_a_copy_of_the_process_that_a_model_forks_writes_nothing_and_ends_in_one
     lines = [line for line in done.stderr.splitlines() if "os.fork() in user code" in line]
     assert len(lines) == 2 and "Traceback" not in done.stderr
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == [*range(1, 10)]
+
+
+class Counter(Hook):
+    """Counts its steps in jumps of `by`, and continues in a resumed run."""
+
+    def __init__(self, by: int) -> None:
+        self.by, self.count = by, 0
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.count += self.by
+
+    def resume_state(self) -> str:
+        return str(self.count)
+
+    def load_resume_state(self, text: str) -> None:
+        self.count = int(text)
+
+
+def test_each_hook_of_a_class_continues_with_its_own_state(tmp_path: Path) -> None:
+    for steps in (4, 6):
+        hooks = Counter(1), Counter(10)
+        typed = *runs.TABLE, f"training.steps={steps}", "checkpoint.resume=auto"
+        with runs.opened(*typed, folder=tmp_path, given=Components(hooks=hooks)) as run:
+            train(run)
+    assert [hook.count for hook in hooks] == [6, 60]

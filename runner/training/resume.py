@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from runner.training.best import (
     restart_best,
     warn_trained_samples,
 )
+from runner.training.hook import Hook
 from runner.training.run import Progress, Run
 
 log = logging.getLogger("runner")
@@ -88,6 +90,14 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
         run.checkpointer.close()
 
 
+def _named_hooks(run: Run) -> Iterator[tuple[str, Hook]]:
+    """Yield each hook with its name in a state: its class, numbered if several have the same."""
+    counts = Counter[str]()
+    for hook in run.hooks:
+        counts[name := type(hook).__qualname__] += 1
+        yield f"{name} {counts[name]}" if counts[name] > 1 else name, hook
+
+
 def _note_unplanned(run: Run, planned: bool) -> None:
     """Have the next checkpoint replace one of an early end, as if the run had not ended there."""
     step, unplanned = run.progress.step, run.checkpointer.unplanned
@@ -140,7 +150,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         },
         "record": run.recorder.position(),
         "events": run.recorder.event_position(),
-        "hooks": {type(hook).__name__: text for hook in run.hooks if (text := hook.resume_state())},
+        "hooks": {n: text for n, hook in _named_hooks(run) if (text := hook.resume_state())},
         "choices": [[c.key, c.value, c.reason] for c in run.choices],
         "next_lr": run.update.lr_at(int(run.update.updates)),
         "config_hash": run.config_hash,
@@ -208,8 +218,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     if run.checkpointer.owns(restored.path):
         run.record_offset, run.event_position = state["record"], state.get("events")
         with _translate_mismatch(restored.path):
-            for hook in run.hooks:
-                if text := state.get("hooks", {}).get(type(hook).__name__):
+            for name, hook in _named_hooks(run):
+                if text := state.get("hooks", {}).get(name):
                     hook.load_resume_state(text)
         due = run.progress.step > 0 and run.progress.step % run.checkpoint_every == 0
         # one saved after an exception is saved again when due, as a scheduled one
