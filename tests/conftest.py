@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import signal
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ LONGEST = (
 
 
 def pytest_configure() -> None:
-    # a shell's background job ignores Ctrl-C, which tests send
+    # a shell's background job ignores Ctrl-C, and one under nohup SIGHUP, which tests send
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     composed.install()
     kept_sandbox.install()
     warm_workers.install()
@@ -44,6 +46,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # a handler that an earlier test left would stay for good where this one replaces the root's
+    if console := sys.modules.get("runner.record.console"):
+        console.close_logging()
     if item.get_closest_marker("gpu") is None:
         return
     import torch  # only now: most sessions of a few tests never need it

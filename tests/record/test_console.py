@@ -28,7 +28,6 @@ log = logging.getLogger("runner")
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    close_logging()  # of another test, or a handler that is restored below would stay
     root, levels = logging.getLogger(), (logging.getLogger().level, log.level)
     yield
     close_logging()
