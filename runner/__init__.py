@@ -15,25 +15,25 @@ TYPE_CHECKING = False  # under -m, a `typing.py` in the current folder would be 
 if TYPE_CHECKING:
     from typing import Any
 
-    from runner.build import build
-    from runner.checks.outputs import sanitise
-    from runner.composing import compose
-    from runner.config import RunConfig
-    from runner.library.benchmark import benchmark_optimizations, show_comparison
-    from runner.library.debugging import debug_operation, debugger, profile
-    from runner.library.guarded_optimizer import train_step
-    from runner.library.inference import check_model, safe_inference
-    from runner.library.memory import Memory, system_info
-    from runner.library.optimize import optimize, optimize_model, optimize_training_loop
-    from runner.library.pipeline import create_training_pipeline
-    from runner.library.profile import profile_model
-    from runner.library.stability import Stability
-    from runner.library.trained import Trained, load
-    from runner.techniques.base import Evidence, Technique
-    from runner.training.evaluation import evaluate
-    from runner.training.hook import Hook, Verdict
-    from runner.training.loop import train
-    from runner.training.summary import Summary
+    from runner.core.build.build import build
+    from runner.core.checks.outputs import sanitise
+    from runner.core.config.composing import compose
+    from runner.core.config.run_config import RunConfig
+    from runner.core.execution.evaluation import evaluate
+    from runner.core.interfaces.hook import Hook, Verdict
+    from runner.core.interfaces.technique import Evidence, Technique
+    from runner.core.record.summary import Summary
+    from runner.core.train.loop import train
+    from runner.datasets.trained import Trained, load
+    from runner.diagnose.debugging import debug_operation, debugger, profile
+    from runner.diagnose.memory import Memory, system_info
+    from runner.diagnose.profile import profile_model
+    from runner.loops.guarded_optimizer import train_step
+    from runner.loops.inference import check_model, safe_inference
+    from runner.loops.optimize import optimize, optimize_model, optimize_training_loop
+    from runner.loops.pipeline import create_training_pipeline
+    from runner.loops.stability import Stability
+    from runner.measure.benchmark.live_model import benchmark_optimizations, show_comparison
 
 __version__ = "0.1.0"
 
@@ -46,34 +46,34 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULE_BY_NAME = {
-    "Evidence": "runner.techniques.base",
-    "Hook": "runner.training.hook",
-    "Memory": "runner.library.memory",
-    "RunConfig": "runner.config",
-    "Stability": "runner.library.stability",
-    "Summary": "runner.training.summary",
-    "Technique": "runner.techniques.base",
-    "Trained": "runner.library.trained",
-    "Verdict": "runner.training.hook",
-    "benchmark_optimizations": "runner.library.benchmark",
-    "check_model": "runner.library.inference",
-    "compose": "runner.composing",
-    "create_training_pipeline": "runner.library.pipeline",
-    "debug_operation": "runner.library.debugging",
-    "debugger": "runner.library.debugging",
-    "evaluate": "runner.training.evaluation",
-    "load": "runner.library.trained",
-    "optimize": "runner.library.optimize",
-    "optimize_model": "runner.library.optimize",
-    "optimize_training_loop": "runner.library.optimize",
-    "profile": "runner.library.debugging",
-    "profile_model": "runner.library.profile",
-    "safe_inference": "runner.library.inference",
-    "sanitise": "runner.checks.outputs",
-    "show_comparison": "runner.library.benchmark",
-    "system_info": "runner.library.memory",
-    "train": "runner.training.loop",
-    "train_step": "runner.library.guarded_optimizer",
+    "Evidence": "runner.core.interfaces.technique",
+    "Hook": "runner.core.interfaces.hook",
+    "Memory": "runner.diagnose.memory",
+    "RunConfig": "runner.core.config.run_config",
+    "Stability": "runner.loops.stability",
+    "Summary": "runner.core.record.summary",
+    "Technique": "runner.core.interfaces.technique",
+    "Trained": "runner.datasets.trained",
+    "Verdict": "runner.core.interfaces.hook",
+    "benchmark_optimizations": "runner.measure.benchmark.live_model",
+    "check_model": "runner.loops.inference",
+    "compose": "runner.core.config.composing",
+    "create_training_pipeline": "runner.loops.pipeline",
+    "debug_operation": "runner.diagnose.debugging",
+    "debugger": "runner.diagnose.debugging",
+    "evaluate": "runner.core.execution.evaluation",
+    "load": "runner.datasets.trained",
+    "optimize": "runner.loops.optimize",
+    "optimize_model": "runner.loops.optimize",
+    "optimize_training_loop": "runner.loops.optimize",
+    "profile": "runner.diagnose.debugging",
+    "profile_model": "runner.diagnose.profile",
+    "safe_inference": "runner.loops.inference",
+    "sanitise": "runner.core.checks.outputs",
+    "show_comparison": "runner.measure.benchmark.live_model",
+    "system_info": "runner.diagnose.memory",
+    "train": "runner.core.train.loop",
+    "train_step": "runner.loops.guarded_optimizer",
 }
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from runner.errors import DISTRIBUTION, RunnerError, SweepFailed
-from runner.module_path import current_folder_last
-from runner.standard_streams import prepare_streams, write_stream
+from runner.core.errors import DISTRIBUTION, RunnerError, SweepFailed
+from runner.core.module_path import current_folder_last
+from runner.core.standard_streams import prepare_streams, write_stream
 
 UNSUPPORTED_PYTHON = (3, 14)
 
 
 def main() -> int:
-    """Run the command line; return an exit code of `runner.errors`."""
+    """Run the command line; return an exit code of `runner.core.errors`."""
     prepare_streams()
     code = 1
     try:
@@ -35,7 +35,7 @@ def _report_remaining(code: int) -> None:
 
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     if len(threads) > 1 or multiprocessing.active_children():
-        from runner.remaining import report_remaining  # imported only if needed
+        from runner.core.device.remaining import report_remaining  # imported only if needed
 
         report_remaining(code)
 
@@ -58,14 +58,14 @@ def _print_known_error(error: BaseException) -> int:
             _print_error(f"{package} is not installed for {sys.executable}; {_install_hint()}")
             return 2
     if isinstance(error, KeyboardInterrupt):
-        from runner.training.signals import interruption_before_run
+        from runner.core.device.signals import interruption_before_run
 
         interrupted = interruption_before_run(error, " before the run started")
         _print_error(str(interrupted))
         return interrupted.exit_code
     if isinstance(error, FileNotFoundError):
-        from runner.errors import StorageError
-        from runner.record.text import WORKING_FOLDER_REMOVED, is_working_folder_removed
+        from runner.core.errors import StorageError
+        from runner.core.record.text import WORKING_FOLDER_REMOVED, is_working_folder_removed
 
         if is_working_folder_removed(error):
             _print_error(WORKING_FOLDER_REMOVED)
@@ -94,7 +94,7 @@ def _main(argv: list[str]) -> int:
         return 2
     # its modules must not shadow installed ones; a trusted class restores it
     with current_folder_last(restore=False):
-        from runner.training.signals import raise_on_signals, raise_received
+        from runner.core.device.signals import raise_on_signals, raise_received
 
         with raise_on_signals():
             from runner.cli.arguments import read_arguments
@@ -122,8 +122,8 @@ def _main(argv: list[str]) -> int:
 
 def _print_error(message: str, multiline: bool = False) -> None:
     """Print an error with control characters escaped; `multiline` keeps our own line breaks."""
-    from runner.masking import mask_secrets
-    from runner.record.text import escape_control_chars, escape_lines
+    from runner.core.masking import mask_secrets
+    from runner.core.record.text import escape_control_chars, escape_lines
 
     escape = escape_lines if multiline else escape_control_chars
     write_stream(sys.stderr, f"error: {escape(mask_secrets(message))}\n")

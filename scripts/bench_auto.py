@@ -21,19 +21,14 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runner.benchmark.arms import Arm  # noqa: E402
-from runner.benchmark.auto.resolve import (  # noqa: E402
-    EVIDENCE_FILE,
-    estimate_run,
-    make_arms,
-    resolve_auto,
-)
-from runner.benchmark.auto.search import make_candidates  # noqa: E402
-from runner.benchmark.config import BenchmarkConfig  # noqa: E402
-from runner.benchmark.rounds import MeasureOptions, run_round  # noqa: E402
-from runner.benchmark.statistics import noise_floor  # noqa: E402
-from runner.build import Components  # noqa: E402
-from runner.composing import compose  # noqa: E402
+from runner.core.build.build import Components  # noqa: E402
+from runner.core.config.composing import compose  # noqa: E402
+from runner.core.schemas.benchmark import BenchmarkConfig  # noqa: E402
+from runner.measure.auto.resolve import EVIDENCE_FILE, estimate_run, make_arms, resolve_auto
+from runner.measure.auto.search import make_candidates  # noqa: E402
+from runner.measure.benchmark.arms import Arm  # noqa: E402
+from runner.measure.benchmark.rounds import MeasureOptions, run_round  # noqa: E402
+from runner.measure.benchmark.statistics import noise_floor  # noqa: E402
 
 SYNTHETIC = ["data=synthetic", "checkpoint=off", "optimization=auto"]
 MODELS = {

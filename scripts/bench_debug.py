@@ -68,7 +68,7 @@ def once(overrides: list[str], steps: int) -> tuple[float, float]:
 
 def measure(kind: str, name: str, steps: int, rounds: int) -> dict[str, Any]:
     """The added time per step of one tool: median, 95 % interval by the sign test, microseconds."""
-    from runner.benchmark.statistics import median_interval
+    from runner.measure.benchmark.statistics import median_interval
 
     base, variant = ([*MODELS[kind], *extra] for extra in TOOLS[name])
     once(base, steps), once(variant, steps)  # imports, caches, a first start of the profiler

@@ -35,10 +35,10 @@ from bench_overhead import COMMON, MODELS, StepTimes, microseconds  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from runner import build, compose, train  # noqa: E402
-from runner.build import Components  # noqa: E402
-from runner.distributed.config import DistributedConfig, DistributedKind  # noqa: E402
-from runner.distributed.rank_info import RankInfo  # noqa: E402
-from runner.distributed.world import World  # noqa: E402
+from runner.core.build.build import Components  # noqa: E402
+from runner.core.schemas.distributed import DistributedConfig, DistributedKind  # noqa: E402
+from runner.scale.distributed.rank_info import RankInfo  # noqa: E402
+from runner.scale.distributed.world import World  # noqa: E402
 
 PROCESSES = 2
 STEPS = {"tiny": 300, "cnn": 8, "gpt": 12}  # both in two minutes, where nothing else runs

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from runner import Hook, build, compose, train  # noqa: E402
-from runner.training.hook import Step  # noqa: E402
-from runner.training.run import Run  # noqa: E402
+from runner.core.interfaces.hook import Step  # noqa: E402
+from runner.core.interfaces.run import Run  # noqa: E402
 
 COMMON = ["data=synthetic", "data.samples=1024", "schedule=constant", "checkpoint=off"]
 MODELS = {

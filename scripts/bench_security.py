@@ -49,8 +49,8 @@ def ratios(reference: Work, work: Work, rounds: int) -> dict[str, float]:
 def small_files(folder: Path, files: int, tensors: int, rounds: int) -> dict[str, dict[str, float]]:
     import torch
 
-    from runner.security.files.policy import FilePolicy
-    from runner.security.files.scan import Scanner, list_folder
+    from runner.core.security.files.policy import FilePolicy
+    from runner.scan.scan import Scanner, list_folder
 
     content = {f"layer{i}.weight": torch.randn(64) for i in range(tensors)}
     paths = [folder / f"small{i}.pt" for i in range(files)]
@@ -75,10 +75,10 @@ def large_files(folder: Path, megabytes: int, rounds: int) -> dict[str, dict[str
     import torch
     from safetensors.torch import save_file
 
-    from runner.security.files.file_bytes import hash_file
-    from runner.security.files.loader import open_file
-    from runner.security.files.policy import FilePolicy
-    from runner.security.files.scan import Scanner, list_folder
+    from runner.core.security.files.file_bytes import hash_file
+    from runner.core.security.files.loader import open_file
+    from runner.core.security.files.policy import FilePolicy
+    from runner.scan.scan import Scanner, list_folder
 
     content = {f"layer{i}.weight": torch.randn(1024, 256) for i in range(megabytes)}
     save_file(content, folder / "large.safetensors")

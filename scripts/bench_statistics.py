@@ -29,9 +29,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runner.benchmark.blocks import INTERIM_BLOCKS, StoppingRule  # noqa: E402
-from runner.benchmark.statistics import median_interval  # noqa: E402
-from tests.benchmark.simulated_machine import (  # noqa: E402
+from runner.measure.benchmark.blocks import INTERIM_BLOCKS, StoppingRule  # noqa: E402
+from runner.measure.benchmark.statistics import median_interval  # noqa: E402
+from tests.measure.benchmark.simulated_machine import (
     BASE,
     NOISES,
     PROCESSES,

@@ -45,8 +45,8 @@ def read(side: str, path: str) -> None:
     """Read it, and print CPU seconds and bytes."""
     from pyarrow import csv
 
-    from runner.data.config import Tabular
-    from runner.data.table import read_table
+    from runner.core.schemas.data import Tabular
+    from runner.datasets.table import read_table
 
     config = Tabular(path=path, target=TARGET)
     with tempfile.TemporaryDirectory() as folder:  # what is imported by the first read

@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from runner.benchmark.statistics import median_interval
-from runner.device.config import SPIN_COUNT
+from runner.core.schemas.device import SPIN_COUNT
+from runner.measure.benchmark.statistics import median_interval
 
 MODELS = {
     # the model, and how many samples its validation part must leave for one batch
@@ -63,9 +63,9 @@ TURN_S = 0.4  # seconds of steps that a turn should take
 def child(overrides: list[str]) -> None:
     """Build a run, then make as many steps as each line of stdin says and answer with seconds."""
     from runner import build, compose
-    from runner.device import memory
-    from runner.training.evidence import collect_evidence, technique_statuses
-    from runner.training.step import make_step
+    from runner.core.device import memory
+    from runner.core.train.evidence import collect_evidence, technique_statuses
+    from runner.core.train.step import make_step
 
     samples = next(int(o.rpartition("=")[2]) for o in overrides if "batch_size" in o)
     config = compose([

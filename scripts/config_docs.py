@@ -13,17 +13,17 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from runner.config import RunConfig
-from runner.count_limits import LIMITS
-from runner.data import config as data_config
-from runner.models import config as model_config
-from runner.sweep.config import LauncherConfig
+from runner.core.config.run_config import RunConfig
+from runner.core.count_limits import LIMITS
+from runner.core.schemas import data as data_config
+from runner.core.schemas import models as model_config
+from runner.core.schemas.sweep import LauncherConfig
 
 TARGET = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """\
 # Config keys
 
-Written by `python scripts/config_docs.py` from the dataclasses of `runner/config.py`; do not edit.
+Written by `python scripts/config_docs.py` from the dataclasses of `runner/core/config/run_config.py`; do not edit.
 What each group's options set is in `conf/<group>/`. Type `key=value`; `null` is for "not set".
 """
 COLUMNS = "| key | type | default | bounds | meaning |\n|---|---|---|---|---|\n"

@@ -3,7 +3,7 @@
     python scripts/fuzz_security.py [--checkpoints 10000] [--configs 2000] [--seed 0] [--jobs 2]
 
 Checkpoints are sound zips, safetensors, legacy files, npz and npy with a few changed bytes or
-fields (tests/security/files/mutants.py); configs are those of both corpora with a changed word or
+fields (tests/core/security/files/mutants.py); configs are those of both corpora with a changed word or
 file. The same seed gives the same mutants. Processes of their own try them, so that one that dies
 or hangs is counted with the number of the mutant that it died of, and the rest goes on.
 
@@ -53,7 +53,7 @@ class Tally:
 
 def judge(kind: str, seed: int, number: int, folder: Path) -> str:
     """What became of one mutant. Raises whatever is a fault."""
-    from tests.security.files import judging, mutants
+    from tests.core.security.files import judging, mutants
 
     if kind == "checkpoints":
         return judging.judge_file(mutants.mutant(seed, number), folder)
@@ -65,7 +65,7 @@ def judge(kind: str, seed: int, number: int, folder: Path) -> str:
 
 def work(pipe: Connection, kind: str, seed: int, numbers: range) -> None:
     """In a process of its own: each mutant in turn, and what became of it into the pipe."""
-    from tests.security.files import judging
+    from tests.core.security.files import judging
 
     resource.setrlimit(resource.RLIMIT_AS, (SPACE, SPACE))
     nothing = os.open(os.devnull, os.O_WRONLY)

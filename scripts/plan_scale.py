@@ -40,19 +40,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner import RunConfig, compose
-from runner.data.batch import call_model
-from runner.data.open import OpenOptions, open_data
-from runner.distributed.batchnorm import synchronise_batchnorm
-from runner.distributed.config import Compression, DistributedKind
-from runner.distributed.sharded import shard
-from runner.errors import RunnerError
-from runner.models import build as models
-from runner.objectives.build import build_objective
-from runner.optim.optimizer import build_optimizer, resolve_optimizer_class
-from runner.security.files.policy import FilePolicy
-from runner.security.registry import resolve
-from runner.techniques.config import Precision
-from runner.techniques.probe import repeated_blocks
+from runner.core.data.open import OpenOptions, open_data
+from runner.core.errors import RunnerError
+from runner.core.interfaces.batch import call_model
+from runner.core.models import build as models
+from runner.core.objectives.build import build_objective
+from runner.core.optim.optimizer import build_optimizer, resolve_optimizer_class
+from runner.core.schemas.distributed import Compression, DistributedKind
+from runner.core.schemas.optimization import Precision
+from runner.core.security.files.policy import FilePolicy
+from runner.core.security.registry import resolve
+from runner.core.techniques.probe import repeated_blocks
+from runner.scale.distributed.batchnorm import synchronise_batchnorm
+from runner.scale.distributed.sharded import shard
 
 BUCKET = "allreduce of a bucket"
 GB = 1e9

@@ -198,7 +198,7 @@ def read_machine() -> Record:
 def dry_run(checks: Sequence[Check], device: str, folder: Path) -> None:
     """Print every command, and compose every config; raises the error of one that does not."""
     from runner import compose
-    from runner.config import validate_config
+    from runner.core.config.run_config import validate_config
 
     configs = 0
     for check in checks:

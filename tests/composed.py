@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig
 
-from runner.overrides.groups import CONF
+from runner.core.config.groups import CONF
 
 compose_defaults = ConfigLoaderImpl._compose_config_from_defaults_list
 REPLACED = [

@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # a handler that an earlier test left would stay for good where this one replaces the root's
-    if console := sys.modules.get("runner.record.console"):
+    if console := sys.modules.get("runner.core.record.console"):
         console.close_logging()
     if item.get_closest_marker("gpu") is None:
         return

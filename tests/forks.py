@@ -51,10 +51,10 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> None:
     """Fork a child for each request and wait for it; only a child returns."""
+    import runner.build  # noqa: F401
     import torch._dynamo  # noqa: F401  # which every optimizer of torch's imports
     import warm_workers  # from this folder
 
-    import runner.build  # noqa: F401
     import runner.cli.launch  # noqa: F401
 
     warm_workers.install()
@@ -82,7 +82,7 @@ def _serve(requests: socket.socket) -> None:
 
 def _share_or_forget(shares: bool) -> None:
     """Of the fork server that this process's parent has started, and so looks after."""
-    from runner import fork_server
+    from runner.core import fork_server
 
     server = forkserver._forkserver
     if shares:

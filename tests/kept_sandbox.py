@@ -6,7 +6,7 @@ import atexit
 import subprocess
 import sys
 
-from runner.security.files.sandbox import Sandbox
+from runner.scan.sandbox import Sandbox
 
 ORIGINAL = {"_start": Sandbox._start, "close": Sandbox.close}
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from runner import RunConfig, Summary, build, compose, train
-from runner.techniques.base import TechniqueStatus
-from runner.training.run import Run
+from runner.core.interfaces.run import Run
+from runner.core.interfaces.technique import TechniqueStatus
 from tests import forks
 
 TESTS = Path(__file__).parent

@@ -23,21 +23,21 @@ MODULES, LINES = 169, 24_750
 TOOLS = (
     "jinja2",
     "matplotlib",
-    "runner.sweep.launch",
-    "runner.sweep.job_starter",
-    "runner.benchmark.engine",
-    "runner.replay",
+    "runner.scale.sweep.launch",
+    "runner.scale.sweep.job_starter",
+    "runner.measure.benchmark.engine",
+    "runner.diagnose.replay",
     "torch._dynamo",  # a second
     "torch.distributed.tensor",
     "torch.utils.flop_counter",
-    "runner.parity",
+    "runner.measure.parity",
 )
-TOOLS += ("runner.security.files.scan", "runner.security.files.sandbox", "runner.captures.writer")
+TOOLS += ("runner.scan.scan", "runner.scan.sandbox", "runner.core.captures.writer")
 TOOLS += (
-    "runner.library",
-    "runner.overrides.diagnosis",
-    "runner.debug.memory",
-    "runner.debug.profile",
+    "runner.loops",
+    "runner.core.config.diagnosis",
+    "runner.diagnose.debug.memory",
+    "runner.diagnose.debug.profile",
 )
 
 

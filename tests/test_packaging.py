@@ -17,7 +17,7 @@ from zipfile import ZipFile
 import hydra
 import pytest
 
-from runner.errors import DISTRIBUTION
+from runner.core.errors import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

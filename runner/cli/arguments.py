@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from runner.errors import SecurityError, UsageError
+from runner.core.errors import SecurityError, UsageError
 
 MULTIRUN_MODE = "hydra.mode=MULTIRUN"
 
@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = "--help lists what can be typed"
         if message.startswith("unrecognized arguments"):
-            from runner.overrides.aliases import find_key
+            from runner.core.config.aliases import find_key
 
             name = message.partition("--")[2].partition("=")[0].split(" ")[0]
             example = f": {key}=…" if (key := find_key(name)) else ""

@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from runner import __version__
-from runner.overrides.groups import GROUP_ALIASES, default_options, group_options
+from runner.core.config.groups import GROUP_ALIASES, default_options, group_options
 
 ABOUT = """\
 Trains a PyTorch model on real data, from a config composed on the command line:

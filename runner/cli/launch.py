@@ -27,14 +27,14 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.checkpoint.lock import NAME as LOCK
-from runner.checkpoint.lock import is_locked
-from runner.checkpoint.ownership import check_folder, folder_is_checked
 from runner.cli.preflight import RANK_VARIABLES, Request
-from runner.composing import typed
-from runner.device.config import omp_env
-from runner.distributed.config import DistributedKind
-from runner.errors import (
+from runner.core.checkpoint.lock import NAME as LOCK
+from runner.core.checkpoint.lock import is_locked
+from runner.core.checkpoint.ownership import check_folder, folder_is_checked
+from runner.core.config.composing import typed
+from runner.core.config.groups import CONF
+from runner.core.device.signals import interruption_before_run, prefer_signal_error
+from runner.core.errors import (
     ConfigError,
     Interrupted,
     RunnerError,
@@ -42,12 +42,10 @@ from runner.errors import (
     SweepFailed,
     UsageError,
 )
-from runner.jobs import load_job
-from runner.jobs.config import JobKind
-from runner.masking import mask_nested, mask_secrets
-from runner.overrides.groups import CONF
-from runner.record import hydra_files, provenance
-from runner.record.console import (
+from runner.core.jobs import load_job
+from runner.core.masking import mask_nested, mask_secrets
+from runner.core.record import hydra_files, provenance
+from runner.core.record.console import (
     LOG,
     close_logging,
     has_log_file,
@@ -55,8 +53,10 @@ from runner.record.console import (
     restore_logging,
     set_up_logging,
 )
-from runner.record.storage import guard_folder, remove_file, remove_folder
-from runner.record.text import (
+from runner.core.record.storage import guard_folder, remove_file, remove_folder
+from runner.core.record.summary import SUMMARY_FILE as SUMMARY
+from runner.core.record.summary import Summary
+from runner.core.record.text import (
     LONGEST_TRACE,
     WORKING_FOLDER_REMOVED,
     describe_error,
@@ -67,21 +67,21 @@ from runner.record.text import (
     quote_for_hydra,
     summarize_error,
 )
-from runner.security import paths, secrets
-from runner.security.config import SecurityLevel
-from runner.security.config_files import check_security_group
-from runner.training.signals import interruption_before_run, prefer_signal_error
-from runner.training.summary import SUMMARY_FILE as SUMMARY
-from runner.training.summary import Summary
+from runner.core.schemas.device import omp_env
+from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.jobs import JobKind
+from runner.core.schemas.security import SecurityLevel
+from runner.core.security import paths, secrets
+from runner.core.security.config_files import check_security_group
 
 if TYPE_CHECKING:
-    from runner.sweep.state import SweepSession
+    from runner.scale.sweep.state import SweepSession
 
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """Files in a run's folder before the run is built."""
 RANKS_MODULE = "runner.cli.ranks"  # imported for several processes only
-DISTRIBUTED_MODULE = "runner.distributed.launch"
+DISTRIBUTED_MODULE = "runner.scale.distributed.launch"
 SECURITY_OFF_WARNING = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -153,7 +153,7 @@ def _translate_errors(request: Request, results: JobResults) -> Iterator[None]:
     except SweepFailed as error:
         raise _sweep_error(results) from error
     except (HydraException, OmegaConfBaseException) as error:
-        from runner.overrides.diagnosis import translate
+        from runner.core.config.diagnosis import translate
 
         raise secrets.find_refusal(error) or translate(error) from error
     except ValueError as error:  # from Hydra's own config; jobs report theirs
@@ -197,8 +197,8 @@ def run_sweep(
 
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)
     from runner.cli.sweep import compare_jobs
-    from runner.sweep.cluster_launchers import SUBMITIT_VARIABLE, in_slurm_job
-    from runner.sweep.state import active_session
+    from runner.scale.sweep.cluster_launchers import SUBMITIT_VARIABLE, in_slurm_job
+    from runner.scale.sweep.state import active_session
 
     guard_folder(session.folder)
     if (sweep_file := session.folder / hydra_files.SWEEP).is_symlink():
@@ -317,7 +317,7 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
 
 
 def _print_summary(summary: Summary, folder: Path, verbose: bool = False) -> None:
-    from runner.report.run import RunSummaryTable
+    from runner.core.jobs.run_report import RunSummaryTable
 
     print_stdout(RunSummaryTable(summary, folder, verbose), fold=False, crop=False)
 
@@ -387,7 +387,7 @@ def show_config(request: Request) -> None:
         raise UsageError(f"--package: there is no {package} in the config")
     if isinstance(part, Container):
         if flags.resolve:
-            from runner.security.interpolations import failed_interpolation
+            from runner.core.security.interpolations import failed_interpolation
 
             if (failed := failed_interpolation(shown_tree)) is not None:
                 raise ConfigError(failed[0], str(failed[1]).partition("\n")[0])

@@ -16,25 +16,25 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
-from runner.composing import BUILTIN_FOLDERS, compose_raw, typed
-from runner.config import RunConfig, config_hash
-from runner.errors import ConfigError, UsageError
-from runner.jobs.config import JobKind
-from runner.overrides.groups import CONF
-from runner.overrides.spelling import first_job, normalize_overrides
-from runner.record import hydra_files
-from runner.record.text import escape_control_chars, quote_for_hydra
-from runner.security import secrets
-from runner.security.cli_overrides import CliOverrides, parse_overrides, resolve_config_folders
-from runner.security.config_files import ConfigFileChecker
-from runner.security.paths import check_links, check_output_path
-from runner.sweep.job_context import JOB_VARIABLE
+from runner.core.config.composing import BUILTIN_FOLDERS, compose_raw, typed
+from runner.core.config.groups import CONF
+from runner.core.config.run_config import RunConfig, config_hash
+from runner.core.config.spelling import first_job, normalize_overrides
+from runner.core.errors import ConfigError, UsageError
+from runner.core.record import hydra_files
+from runner.core.record.text import escape_control_chars, quote_for_hydra
+from runner.core.schemas.jobs import JobKind
+from runner.core.security import secrets
+from runner.core.security.cli_overrides import CliOverrides, parse_overrides, resolve_config_folders
+from runner.core.security.config_files import ConfigFileChecker
+from runner.core.security.paths import check_links, check_output_path
+from runner.scale.sweep.job_context import JOB_VARIABLE
 
 if TYPE_CHECKING:
-    from runner.overrides.recorded import ResumedRun
-    from runner.sweep.state import SweepSession
+    from runner.core.config.recorded import ResumedRun
+    from runner.scale.sweep.state import SweepSession
 
-PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "plugins")
+PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "scale" / "plugins")
 RANK_VARIABLES = {"RANK", "SLURM_STEP_ID"}  # variables that torchrun and srun set
 HEADER = 500  # characters of a csv's first line, in a message
 
@@ -85,7 +85,7 @@ def check(arguments: Arguments) -> Request:
     folder_trusted, flags = True, replace(arguments)
     is_job = JOB_VARIABLE in os.environ
     if is_job:
-        from runner.sweep.job_context import take_job_context
+        from runner.scale.sweep.job_context import take_job_context
 
         context = take_job_context()
         folder_trusted = context.folder_trusted
@@ -124,7 +124,7 @@ def _check_request(request: Request) -> None:
     resumed: ResumedRun | None = None
     overrides = flags.overrides
     if any("checkpoint.resume" in text for text in overrides):
-        from runner.overrides.recorded import merge_recorded_overrides
+        from runner.core.config.recorded import merge_recorded_overrides
 
         resumed = merge_recorded_overrides(overrides, flags.is_sweep)
         request.resumed_run, overrides = resumed.run, resumed.overrides
@@ -193,8 +193,8 @@ def _check_run(
         flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.files.resumed_folders.append(folder)
     elif planned.is_dir():
-        from runner.checkpoint.lock import lock
-        from runner.checkpoint.ownership import check_folder
+        from runner.core.checkpoint.lock import lock
+        from runner.core.checkpoint.ownership import check_folder
 
         trains = config.job.kind is JobKind.train
         if trains and (planned / hydra_files.FOLDER).is_dir():
@@ -209,7 +209,7 @@ def _check_run(
     if config.job.kind is JobKind.benchmark:
         _check_benchmark(config, flags)
     if config.job.kind is JobKind.scan:
-        from runner.jobs.scan import find_scan_path
+        from runner.scan.job import find_scan_path
 
         find_scan_path(config.scan.path)
 
@@ -221,7 +221,7 @@ def _is_restarted() -> bool:
         return True
     if not RANK_VARIABLES & os.environ.keys():
         return False
-    from runner.distributed.rank_info import detect_rank
+    from runner.scale.distributed.rank_info import detect_rank
 
     place = detect_rank()
     return place is not None and bool(place.rank or place.attempt)
@@ -229,7 +229,7 @@ def _is_restarted() -> bool:
 
 def _continue_requeued_run(flags: Arguments, planned: Path, config: RunConfig) -> str:
     """Let a run that SLURM has requeued continue in its folder; return `checkpoint.resume`."""
-    from runner.checkpoint.ownership import has_checkpoints
+    from runner.core.checkpoint.ownership import has_checkpoints
 
     resume, trains = config.checkpoint.resume, config.job.kind is JobKind.train
     is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
@@ -253,8 +253,8 @@ def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
     """Check that every arm composes, and that the stored result to compare with exists."""
     if config.benchmark.claims:  # claims have their own arms
         return
-    from runner.benchmark.arms import compose_arms
-    from runner.benchmark.regression import load_baseline
+    from runner.measure.benchmark.arms import compose_arms
+    from runner.measure.benchmark.regression import load_baseline
 
     name = flags.config_name or "config"
     arms = compose_arms(config.benchmark, flags.overrides, flags.config_folders, name)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
-from runner.composing import typed
-from runner.distributed.config import DistributedKind
-from runner.errors import ConfigError, UsageError
-from runner.jobs.config import JobKind
-from runner.record import hydra_files
-from runner.security.config_files import check_security_group
+from runner.core.config.composing import typed
+from runner.core.errors import ConfigError, UsageError
+from runner.core.record import hydra_files
+from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.jobs import JobKind
+from runner.core.security.config_files import check_security_group
 
 if TYPE_CHECKING:
     from runner.cli.preflight import Request
-    from runner.distributed.rank_info import RankInfo
+    from runner.scale.distributed.rank_info import RankInfo
 
 
 def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = False) -> bool:
@@ -34,7 +34,7 @@ def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = F
             request.notes += _continue_attempt(config, place)
         return False
     check_security_group(config, request.cli_overrides.security)
-    from runner.distributed import rank
+    from runner.scale.distributed import rank
 
     code = rank.run_follower(typed(config), place)
     if exit_at_once:
@@ -46,7 +46,7 @@ def run_rank(config: DictConfig | None, request: Request, exit_at_once: bool = F
 
 def _find_rank(config: DictConfig | None) -> RankInfo | None:
     """Return this process's place among several, or None if it is the only one."""
-    from runner.distributed.rank_info import detect_rank
+    from runner.scale.distributed.rank_info import detect_rank
 
     place = detect_rank()
     if place is None:
@@ -77,7 +77,7 @@ def _continue_attempt(config: DictConfig, place: RankInfo) -> list[str]:
     """
     if not place.attempt:
         return []
-    from runner.distributed.launch import folder_before_restart
+    from runner.scale.distributed.launch import folder_before_restart
 
     folder = folder_before_restart(typed(config.copy()), place)
     if folder is None:

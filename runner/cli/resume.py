@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runner.captures.manifest import find_capture, read_manifest
-from runner.checkpoint.lock import is_locked
-from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.manifest import read_manifest as read_checkpoint
-from runner.composing import config_from_plain
-from runner.config import RunConfig
-from runner.data.config import FromFiles
-from runner.data.paths import existing_path
-from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.jobs.config import EVALUATION_JOBS, JobKind
-from runner.overrides.recorded import CHECKPOINTS
-from runner.overrides.spelling import parse_override
-from runner.record.storage import OLD_PREFIX
-from runner.training.summary import Summary
+from runner.core.captures.manifest import find_capture, read_manifest
+from runner.core.checkpoint.lock import is_locked
+from runner.core.checkpoint.manifest import Manifest
+from runner.core.checkpoint.manifest import read_manifest as read_checkpoint
+from runner.core.config.composing import config_from_plain
+from runner.core.config.recorded import CHECKPOINTS
+from runner.core.config.run_config import RunConfig
+from runner.core.config.spelling import parse_override
+from runner.core.data.paths import existing_path
+from runner.core.errors import CheckpointError, ConfigError, StorageError
+from runner.core.record.storage import OLD_PREFIX
+from runner.core.record.summary import Summary
+from runner.core.schemas.data import FromFiles
+from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
 
 REPLAY_KEY = "replay.path"
 REPLAY_KEYS = ("job", "replay", "security", "monitoring", "hydra", "name")

@@ -9,26 +9,26 @@ from collections.abc import Callable, Iterator, Sequence
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.checkpoint.ownership import check_no_record
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.cli.resume import check_inputs_exist
-from runner.composing import typed
-from runner.config import RunConfig
-from runner.errors import ConfigError, Interrupted, RunnerError, SecurityError, UsageError
-from runner.jobs.config import JobKind
-from runner.masking import mask_secrets
-from runner.overrides.spelling import first_job, parse_override, sample_jobs
-from runner.record.text import escape_control_chars
-from runner.security import secrets
-from runner.security.config import SecurityLevel
-from runner.security.config_files import ConfigFileChecker
-from runner.security.paths import check_links
-from runner.sweep import plan
-from runner.sweep.config import LauncherConfig
-from runner.sweep.identity import sweep_hash
-from runner.sweep.search import is_search, plan_search
-from runner.sweep.state import SweepSession
-from runner.training.summary import FINISHED_STATUSES
+from runner.core.checkpoint.ownership import check_no_record
+from runner.core.config.composing import typed
+from runner.core.config.run_config import RunConfig
+from runner.core.config.spelling import first_job, parse_override, sample_jobs
+from runner.core.errors import ConfigError, Interrupted, RunnerError, SecurityError, UsageError
+from runner.core.masking import mask_secrets
+from runner.core.record.summary import FINISHED_STATUSES
+from runner.core.record.text import escape_control_chars
+from runner.core.schemas.jobs import JobKind
+from runner.core.schemas.security import SecurityLevel
+from runner.core.schemas.sweep import LauncherConfig
+from runner.core.security import secrets
+from runner.core.security.config_files import ConfigFileChecker
+from runner.core.security.paths import check_links
+from runner.scale.sweep import plan
+from runner.scale.sweep.identity import sweep_hash
+from runner.scale.sweep.search import is_search, plan_search
+from runner.scale.sweep.state import SweepSession
 
 log = logging.getLogger("runner")
 
@@ -75,7 +75,7 @@ def prepare_sweep(
     if isolated:
         OmegaConf.to_object(launcher)  # checks its values
     else:
-        from runner.sweep.cluster_launchers import adapt_launcher
+        from runner.scale.sweep.cluster_launchers import adapt_launcher
 
         adapt_launcher(str(launcher.get("_target_")))
     folder, job_flags = secrets.read_path(config, "hydra.sweep.dir"), flags.config_flags()
@@ -170,11 +170,11 @@ def compare_jobs(session: SweepSession, ended: bool) -> tuple[int, list[str]]:
     failures = [f"{job.title}: {job.status}: {job.reason}" for job in jobs if job.failed]
     if not session.folder.is_dir():
         return len(jobs), failures
-    from runner.record.console import print_stdout
-    from runner.report.comparison import write_comparison
-    from runner.report.discover import compare_folders
-    from runner.report.table import ComparisonScreen
-    from runner.sweep.speed import discard_outdated_speed, measure_configurations
+    from runner.core.record.console import print_stdout
+    from runner.measure.comparison import write_comparison
+    from runner.measure.discover import compare_folders
+    from runner.measure.sweep_speed import discard_outdated_speed, measure_configurations
+    from runner.measure.table import ComparisonScreen
 
     try:
         discard_outdated_speed(session)

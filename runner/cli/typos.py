@@ -14,10 +14,15 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from runner.config import RunConfig
-from runner.errors import ConfigError
-from runner.format import nearest
-from runner.overrides.groups import GROUP_ALIASES, MIN_SIMILARITY, USER_CLASS_GROUPS, group_options
+from runner.core.config.groups import (
+    GROUP_ALIASES,
+    MIN_SIMILARITY,
+    USER_CLASS_GROUPS,
+    group_options,
+)
+from runner.core.config.run_config import RunConfig
+from runner.core.errors import ConfigError
+from runner.core.format import nearest
 
 # other words are left to Hydra's grammar
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")
@@ -47,7 +52,7 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
 
 def _nearest_option(groups: Mapping[str, Mapping[str, str]], group: str, value: str) -> str:
     """Return the option or the most similar one; "" if it may be another program's name."""
-    from runner.overrides import aliases
+    from runner.core.config import aliases
 
     if value in groups[group]:
         return value
@@ -63,7 +68,7 @@ def _key_typo(groups: Mapping[str, Mapping[str, str]], key: str, value: str) -> 
     i, names = _first_unknown_part(parts, groups)
     if i == len(parts):
         return None
-    from runner.overrides import aliases
+    from runner.core.config import aliases
 
     if parts[-1].casefold() in aliases.VALUE_ALIASES or aliases.find_replacement(key):
         return None

@@ -13,9 +13,9 @@ import torch
 from gpu_checks.base import Workplace, require
 from gpu_checks.training import MEASURED, PLAIN, built
 from runner import train
-from runner.parity.flops import peak_flops
-from runner.training.run import Run
-from runner.training.timing import SETTLING
+from runner.core.interfaces.run import Run
+from runner.core.techniques.flops import peak_flops
+from runner.core.train.timing import SETTLING
 
 MODEL = (
     *PLAIN, "model=gpt", "model.width=768", "model.depth=12", "model.heads=12", "data=synthetic",

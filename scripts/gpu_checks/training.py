@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from gpu_checks.base import Workplace, require, require_engaged, technique_rows
 from runner import RunConfig, build, compose, train
-from runner.build import Components
-from runner.data.nested import tree_map
-from runner.training.hook import Hook, Step
-from runner.training.run import Run
-from runner.training.step import make_step
-from runner.training.summary import Summary
+from runner.core.build.build import Components
+from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.nested import tree_map
+from runner.core.interfaces.run import Run
+from runner.core.record.summary import Summary
+from runner.core.train.step import make_step
 
 PLAIN = ("checks=off", "checkpoint=off", "monitoring=quiet", "monitoring.tensorboard=false")
 MEASURED = ("optimization=ultra", "optimization.measure=false")

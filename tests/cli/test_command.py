@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.overrides.groups import CONF, group_options
-from runner.training.summary import Summary
+from runner.core.config.groups import CONF, group_options
+from runner.core.record.summary import Summary
 from tests import runs
 
 PACKAGE = """

@@ -9,8 +9,8 @@ import pytest
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
-from runner.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
-from runner.overrides.spelling import sample_jobs
+from runner.core.config.spelling import sample_jobs
+from runner.core.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 
 TRUSTED = "security.trusted=[my_package]"
 NET = "model._target_=my_package.Net"

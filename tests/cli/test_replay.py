@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from runner.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, read_manifest
-from runner.checkpoint.manifest import MODEL, STATE, to_checksummed_json
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.composing import compose, config_from_plain
-from runner.config import config_to_plain
-from runner.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
+from runner.core.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, read_manifest
+from runner.core.checkpoint.manifest import MODEL, STATE, to_checksummed_json
+from runner.core.config.composing import compose, config_from_plain
+from runner.core.config.run_config import config_to_plain
+from runner.core.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 from tests import runs
 
 CAPTURE = f"run/{FOLDER}/step_00000012"

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from runner.checkpoint.lock import lock
-from runner.checkpoint.manifest import MODEL, STATE, Manifest
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
-from runner.composing import compose
-from runner.config import config_hash
-from runner.errors import CheckpointError, ConfigError, SecurityError, UsageError
-from runner.overrides.recorded import merge_recorded_overrides
-from runner.record.hydra_files import RESUMED
-from runner.record.storage import FileDigest, write_file
-from runner.training.summary import Summary
+from runner.core.checkpoint.lock import lock
+from runner.core.checkpoint.manifest import MODEL, STATE, Manifest
+from runner.core.config.composing import compose
+from runner.core.config.recorded import merge_recorded_overrides
+from runner.core.config.run_config import config_hash
+from runner.core.errors import CheckpointError, ConfigError, SecurityError, UsageError
+from runner.core.record.hydra_files import RESUMED
+from runner.core.record.storage import FileDigest, write_file
+from runner.core.record.summary import Summary
 from tests.runs import QUICK, trained
 
 TIME = 1_700_000_000

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from runner import module_path
-from runner.composing import compose
-from runner.data.paths import existing_path
-from runner.errors import ConfigError
-from runner.module_path import python_command
-from runner.record.console import print_stdout
-from runner.record.storage import user_cache
+from runner.core import module_path
+from runner.core.config.composing import compose
+from runner.core.data.paths import existing_path
+from runner.core.errors import ConfigError
+from runner.core.module_path import python_command
+from runner.core.record.console import print_stdout
+from runner.core.record.storage import user_cache
 from tests import runs
 from tests.runs import command
 

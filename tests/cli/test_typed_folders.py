@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.training.summary import Summary
+from runner.core.record.summary import Summary
 from tests.runs import QUICK, command
-from tests.sweep.conftest import environment
+from tests.scale.sweep.conftest import environment
 
 SHORT = (*QUICK, "data=cancer", "model=mlp", "training.validate_every=10", "checkpoint.every=5")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from runner import Hook
-from runner.training.hook import Step
-from runner.training.run import Run
+from runner.core.interfaces.hook import Step
+from runner.core.interfaces.run import Run
 
 
 class Break(Hook):

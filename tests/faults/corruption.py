@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.checkpoint.checkpointer import Checkpointer
-from runner.errors import RunnerError
+from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.errors import RunnerError
 from tests import runs
-from tests.checkpoint.test_checkpoint_damage import forge
+from tests.core.checkpoint.test_checkpoint_damage import forge
 from tests.faults.end_state import digest
 
 BLOCK = 512  # bytes

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from runner import Hook
-from runner.training.hook import Step
-from runner.training.run import Run
+from runner.core.interfaces.hook import Step
+from runner.core.interfaces.run import Run
 
 
 class Points:
@@ -61,11 +61,11 @@ class Draws(Hook):
 
 
 def _plant(name: str) -> None:
-    from runner.optim.optimizer_step import OptimizerStep
-    from runner.record import recorder
-    from runner.record.tensorboard import TensorBoard
-    from runner.stability.controller import StabilityController
-    from runner.training import resume
+    from runner.core.optim.optimizer_step import OptimizerStep
+    from runner.core.record import recorder
+    from runner.core.record.tensorboard import TensorBoard
+    from runner.core.stability.controller import StabilityController
+    from runner.core.train import resume
 
     def ignore(*_: Any, **__: Any) -> None:
         """Do nothing."""

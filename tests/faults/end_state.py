@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runner.checkpoint.checkpointer import Checkpointer
-from runner.record.storage import read_link
+from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.record.storage import read_link
 
 OF_THE_UPDATE = ("optimizer", "average", "scale", "updates", "backoff")
 GUARD = ("stability", "history", "inputs", "reader", "progress")

@@ -13,8 +13,8 @@ from subprocess import TimeoutExpired
 
 import psutil
 
-from runner import fork_server
-from runner.sweep import fork
+from runner.core import fork_server
+from runner.scale.sweep import fork
 
 __all__ = ["Process", "TimeoutExpired", "below", "left_over", "serve", "start"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from runner import fork_server
+from runner.core import fork_server
 from tests.faults import processes
 from tests.faults.modes import COMMON, TABLE
 

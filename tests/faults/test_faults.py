@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import fork_server
+from runner.core import fork_server
 from tests.faults import processes
 from tests.faults.modes import typed
 

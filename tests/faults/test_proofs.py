@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import fork_server
+from runner.core import fork_server
 
 ROOT = Path(__file__).parents[2]
 

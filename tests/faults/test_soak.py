@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from runner import train
-from runner.device import memory
-from runner.training.hook import Hook, Step
-from runner.training.run import Run
+from runner.core.device import memory
+from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.run import Run
 from tests.runs import opened
 
 STEPS, EVERY, BLOCKS = 20_000, 20, 16

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from runner import fork_server
-from runner.errors import StorageError
-from runner.process_wait import PolledClock, describe_state
-from tests.distributed import runs
-from tests.sweep.conftest import NET, SHORT, environment, only, own_folder, read
+from runner.core import fork_server
+from runner.core.errors import StorageError
+from runner.core.process_wait import PolledClock, describe_state
+from tests.scale.distributed import runs
+from tests.scale.sweep.conftest import NET, SHORT, environment, only, own_folder, read
 
 ROOT = Path(__file__).parents[2]
 NO_WORKERS = "data.workers=0"
@@ -44,7 +44,7 @@ def test_a_silent_or_killed_fork_server_is_named_and_another_one_can_be_started(
     code = (
         "import os, signal, sys, multiprocessing, time\n"
         "from runner import fork_server as f\n"
-        "from runner.errors import ProcessLost\n"
+        "from runner.core.errors import ProcessLost\n"
         "process = multiprocessing.get_context('forkserver').Process\n"
         "make = lambda: process(target=time.sleep, args=(0,))\n"
         "f.start([], os.environ); p = make(); f.start_process(p); p.join(); print(p.exitcode)\n"

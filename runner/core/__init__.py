@@ -1,0 +1,1 @@
+"""The core: what a plain run needs. It imports no other room."""

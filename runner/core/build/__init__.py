@@ -1,0 +1,1 @@
+"""Construction of a run from its config."""

@@ -1,0 +1,212 @@
+"""Check the library's arguments and convert them to the form that a run uses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from numbers import Integral
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runner.core.data.dataset import Dataset, class_labels
+from runner.core.errors import RunnerError, UsageError
+from runner.core.interfaces.batch import LABEL_KEYS, Batch, Inputs, Sizes
+from runner.core.interfaces.nested import describe, tensors, tree_map
+from runner.core.interfaces.technique import Choice
+from runner.core.objectives.custom import CustomObjective
+from runner.core.optim.optimizer import Optimizer, incompatibility, sparse_embeddings
+from runner.core.record.text import shorten
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Closeable(ABC):
+    """A context manager that calls `close` on exit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Undo every global switch."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextmanager
+def translate_model_errors(caller: str, inputs: Any, fix: str = "") -> Iterator[None]:
+    """Convert an exception of the model, called with `inputs`, to UsageError."""
+    try:
+        yield
+    except RunnerError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{caller}: the model failed on {describe(inputs)}: {type(error).__name__}: "
+            f"{shorten(str(error), 300)}{fix}"
+        ) from error
+
+
+def as_batch(batch: Any, caller: str) -> Batch:
+    """Split a batch into (inputs, target): (inputs, target), (input, …, target), or a dict."""
+    if isinstance(batch, dict):
+        key = next((k for k in LABEL_KEYS if k in batch), None)
+        if key is not None:
+            return {k: v for k, v in batch.items() if k != key}, batch[key]
+    elif isinstance(batch, tuple | list) and len(batch) >= 2:
+        return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+    raise UsageError(
+        f"{caller}: batch must be (inputs, target), or a dict with the target under one of "
+        f"{', '.join(LABEL_KEYS)}, got {describe(batch)}"
+    )
+
+
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """Move the nest to the device, without waiting for pinned memory."""
+    return tree_map(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
+
+
+def count_samples(inputs: Inputs, caller: str) -> int:
+    """Return the number of samples: the first dimension of the first tensor."""
+    first = next(iter(tensors(inputs)), None)
+    if first is None or not first.ndim or not len(first):
+        raise UsageError(
+            f"{caller} must be tensors whose first dimension is the sample, got {describe(inputs)}"
+        )
+    return len(first)
+
+
+def loss_objective(loss_fn: Loss) -> CustomObjective:
+    """Wrap a user's loss function as an objective."""
+    return CustomObjective(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
+
+
+def take_rows(nest: Any, rows: Any, count: int) -> Any:
+    """Index a nest of `count` samples by `rows`; tensors of another length are shared."""
+    return tree_map(nest, lambda t: t[rows] if t.ndim and len(t) == count else t)
+
+
+class InMemoryDataset(Dataset):
+    """A dataset of inputs and target as nests of tensors, sample dimension first."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        target: Any,
+        sizes: Sizes,
+        split: tuple[np.ndarray, np.ndarray],
+        choices: tuple[Choice, ...] = (),
+    ) -> None:
+        self.nest, self.sizes, self.choices = (inputs, target), sizes, choices
+        self.train, self.validation = split
+        self.length = 1 + max(int(part.max()) for part in split)
+
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """Return copies of the rows at `indices`."""
+        inputs, target = take_rows(self.nest, torch.from_numpy(indices), self.length)
+        return inputs, target
+
+    def labels(self) -> np.ndarray | None:
+        """Return the class labels; None if the target is not a class."""
+        target = self.nest[1]
+        return class_labels(target, self.sizes) if isinstance(target, Tensor) else None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first tensor; CPU if it has none."""
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def device_overrides(device: str | torch.device) -> list[str]:
+    """Return the overrides that select this device, such as `cuda:1` or `auto`."""
+    kind, _, index = str(device).partition(":")
+    return [f"device={kind}", *([f"device.index={index}"] if kind == "cuda" and index else [])]
+
+
+def check_model_arguments(
+    caller: str,
+    model: Any,
+    *,
+    loss_fn: Any = callable,
+    optimizer: Optimizer | None = None,
+    overrides: Any = (),
+) -> None:
+    """Raise UsageError for an invalid argument."""
+    if not isinstance(model, nn.Module):
+        wrapped = isinstance(getattr(model, "model", None), nn.Module)  # by `optimize`
+        fix = "; give its .model, or use optimize_training_loop" if wrapped else ""
+        raise UsageError(f"{caller}: model must be a torch.nn.Module, got {describe(model)}{fix}")
+    if not callable(loss_fn):
+        got = describe(loss_fn)
+        raise UsageError(f"{caller}: loss_fn must be a function of (output, target), got {got}")
+    given = ("model", "data") if optimizer is None else ("model", "data", "optimizer")
+    for text, key in check_overrides(caller, overrides):
+        if key in given or (key.startswith("model.") and not key.startswith("model.weights")):
+            part = key.partition(".")[0]
+            raise UsageError(f"{caller}: {text} has no effect, as {part} is given; leave it out")
+    if optimizer is not None:
+        _check_optimizer(caller, model, optimizer)
+
+
+def check_overrides(caller: str, overrides: Any) -> list[tuple[str, str]]:
+    """Return each override with its key. Raises UsageError unless it is a list of strings."""
+    if isinstance(overrides, str):  # it would be iterated by character
+        raise UsageError(f"{caller}: overrides must be a list, got one string: [{overrides!r}]")
+    if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
+        raise UsageError(f"{caller}: overrides must be a list of strings, got {overrides!r}")
+    return [(text, text.lstrip("+~").partition("=")[0]) for text in overrides]
+
+
+def check_whole_number(caller: str, name: str, value: Any, minimum: int) -> None:
+    """Raise UsageError unless the argument is a whole number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
+        raise UsageError(f"{caller}: {name} must be a whole number ≥ {minimum}, got {value!r}")
+
+
+def check_trainable(
+    caller: str, model: Any, loss_fn: Any, optimizer: Optimizer | None, overrides: Any
+) -> None:
+    """Check the arguments of a full run; a missing loss or optimizer comes from the config."""
+    loss_fn = callable if loss_fn is None else loss_fn
+    check_model_arguments(caller, model, loss_fn=loss_fn, optimizer=optimizer, overrides=overrides)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"{caller}: no model parameter requires a gradient: nothing to train")
+
+
+def _check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        got = describe(optimizer)
+        raise UsageError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {got}")
+    sparse = {id(module.weight) for module in sparse_embeddings(model)}
+    decays = (
+        group.get("weight_decay", 0.0)
+        for group in optimizer.param_groups
+        if any(id(p) in sparse for p in group["params"])
+    )
+    if conflict := incompatibility(type(optimizer), model, max(decays, default=0.0)):
+        raise UsageError(f"{caller}: {'; '.join(conflict)}")
+    parameter_ids = {id(p) for p in model.parameters()}
+    if not any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            f"{caller}: the optimizer has none of the model's parameters; create it with "
+            "model.parameters(), after any step that replaces them"
+        )
+
+
+def check_loss(caller: str, loss: Any) -> None:
+    """Raise UsageError unless the loss is a scalar tensor that requires grad."""
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = describe(loss)
+        raise UsageError(f"{caller}: loss must be a scalar tensor, the batch's mean, got {got}")
+    if not loss.requires_grad:
+        raise UsageError(
+            f"{caller}: the loss depends on no parameter with requires_grad=True; "
+            "remove torch.no_grad() and .detach()"
+        )

@@ -1,0 +1,1 @@
+"""The config of a run: composition, overrides, and suggestions for mistakes."""

@@ -1,0 +1,413 @@
+"""Diagnosis of overrides and config files that Hydra rejected, with suggestions that compose."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.core.config import aliases
+from runner.core.config.groups import MIN_SIMILARITY, group_options
+from runner.core.config.spelling import (
+    CliOverride,
+    Compose,
+    first_job,
+    parse_override,
+    sweep_overrides,
+)
+from runner.core.errors import ConfigError, StorageError, install_command
+from runner.core.format import nearest
+from runner.core.record import hydra_files
+from runner.core.record.column_overrides import list_override
+from runner.core.schemas.data import OPTIONS as DATA_OPTIONS
+from runner.core.schemas.data import decode_name
+from runner.core.schemas.models import OPTIONS as MODEL_OPTIONS
+
+SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA_OPTIONS, "model": MODEL_OPTIONS}
+CONVERSION_ERROR = re.compile(
+    r"Value '(?P<value>.*)' (?:of type '\w+' could not be converted to (?P<kind>Integer|Float)"
+    r"|is not a valid bool)"
+)
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+NUMBERED_DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
+PLUGIN_HINT = (
+    "plugins of packages: pip install hydra-joblib-launcher, hydra-submitit-launcher (SLURM; "
+    f"{install_command('slurm')}), hydra-ray-launcher ({install_command('ray')}) or "
+    "hydra-optuna-sweeper"
+)
+JOBS_WITH_RUN = ("evaluate", "predict")
+EXAMPLE = "checkpoint.resume=outputs/runs/…"
+
+
+def explain_error(
+    error: Exception,
+    overrides: Sequence[str],
+    compose: Compose,
+    composes: Callable[[list[str]], bool],
+    folders: Sequence[Path] = (),
+) -> ConfigError:
+    """Return the error in one line with the key and a suggestion that composes.
+
+    `compose` composes overrides, `composes` tests if they compose; `folders` have more groups.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    groups = group_options(*folders)
+    options = [o for o in parsed if o.key in groups and "${" in o.value]
+    if options and (translated := translate(error)).key == "_dummy_":  # Hydra's defaults list
+        message = str(translated).partition(": ")[2]
+        return ConfigError(options[0].key, message, "type the name of an option")
+    if any(o.key == "hydra.searchpath" for o in parsed) and not folders:  # groups of a package
+        return translate(error)
+    chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])
+    suggester = Suggester(groups, chosen, composes)
+    problems = [_check_option(override, suggester) for override in parsed if override.key in groups]
+    if "--multirun" in str(error):
+        problems.append(_check_several_values(parsed, suggester))
+    problem = next(filter(None, problems), None) or _check_config_files(folders, suggester, compose)
+    if problem is not None:
+        return problem
+    try:
+        config = compose(chosen)
+    except COMPOSE_ERRORS:
+        return translate(error, folders)
+    key_overrides = [o for o in parsed if o.key not in groups and "/" not in o.key]
+    wrong_keys = (_check_key(override, suggester, config) for override in key_overrides)
+    problem = _check_run_named(parsed) or next(filter(None, wrong_keys), None)
+    return problem or translate(error, folders)
+
+
+@dataclass(frozen=True)
+class Suggester:
+    """Suggests overrides for a mistake, in the context of the chosen options."""
+
+    groups: Mapping[str, Mapping[str, str]]
+    choices: list[str]  # valid options, e.g. `data=cancer`
+    composes: Callable[[list[str]], bool]
+
+    def first_composing(self, guesses: Iterable[list[str]]) -> list[str]:
+        """Return the first guess that composes with the chosen options, or an empty list."""
+        for guess in guesses:
+            keys = {text.partition("=")[0] for text in guess}
+            others = [text for text in self.choices if text.partition("=")[0] not in keys]
+            if self.composes([*others, *guess]):
+                return guess
+        return []
+
+    def for_option(self, group: str, value: str) -> Iterator[list[str]]:
+        """Yield guesses for an option that does not exist."""
+        name = value.casefold()
+        if value.startswith("["):
+            yield [f"{group}={value.strip('[]').replace(' ', '')}"]
+        if alias := aliases.OPTION_ALIASES.get(group, {}).get(name):
+            yield alias.split()
+        if group == "device" and (numbered := NUMBERED_DEVICE.fullmatch(name)):
+            yield ["device=cuda", f"device.index={numbered[1]}"]
+        if group == "data" and (kind := aliases.OPTION_BY_SUFFIX.get(Path(name).suffix)):
+            yield [f"data={kind}", f"data.path={value}"]
+        if group == "model" and name.startswith(aliases.TORCHVISION_PREFIXES):
+            yield [f"model._target_=torchvision.models.{value}", "security.trusted=[torchvision]"]
+        if group == "optimizer" and (nearest_name := nearest(value, aliases.TORCH_OPTIMIZERS, 0.8)):
+            yield [f"optimizer.name={nearest_name}"]
+        if nearest_name := nearest(value, self.groups[group]):
+            yield [f"{group}={nearest_name}"]
+
+    def for_key(self, override: CliOverride, i: int, config: DictConfig) -> Iterator[list[str]]:
+        """Yield guesses for a key whose i-th part does not exist."""
+        parts, value = override.key.split("."), override.value
+        name = parts[-1].casefold().replace("-", "_")
+        group = self.find_group(parts[0]) if len(parts) > 1 else ""
+        keys = [self.nearest_key(override, i, config, MIN_SIMILARITY)]
+        if alias := aliases.VALUE_ALIASES.get(name, {}).get(value.strip("'\"").casefold()):
+            yield alias.split()
+        if group and len(parts) == 2 and name in aliases.OPTION_KEYS:
+            keys.append(group)
+        keys.append(aliases.find_key(name))
+        if name in self.groups or (group and name in config and name != "name"):
+            keys.append(name)
+        if not aliases.find_replacement(override.key):
+            leaves = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(config)))}
+            keys.append(leaves.get(nearest(name, leaves, 0.8) or "", ""))
+            keys.append(self.nearest_key(override, i, config))
+        for key in dict.fromkeys(filter(None, keys)):
+            yield from self._assign(key, value)
+
+    def nearest_key(
+        self, override: CliOverride, i: int, config: DictConfig, cutoff: float = 0.6
+    ) -> str:
+        """Return the key with the existing name nearest to its i-th part; "" without one."""
+        parts = override.key.split(".")
+        node: Any = OmegaConf.select(config, ".".join(parts[:i])) if i else config
+        nearest_name = nearest(parts[i], _own_keys(node) + ([] if i else list(self.groups)), cutoff)
+        return ".".join([*parts[:i], nearest_name, *parts[i + 1 :]]) if nearest_name else ""
+
+    def _assign(self, key: str, value: str) -> Iterator[list[str]]:
+        """Yield overrides that set a key, which may be a group or follow other overrides."""
+        *others, last = key.split()
+        if last not in self.groups:
+            yield [*others, f"{last}={value}"]
+            if last.startswith("+"):  # the key may exist already
+                yield [*others, f"{last[1:]}={value}"]
+        elif all(option in self.groups[last] for option in value.split(",")):
+            yield [f"{last}={value}"]
+        else:
+            yield from self.for_option(last, value)
+
+    def find_group(self, name: str) -> str:
+        """Return our group for a name, here or in other programs; "" without one."""
+        group = name if name in self.groups else aliases.find_key(name)
+        return group if group in self.groups else ""
+
+    def option_error(self, group: str, value: str) -> ConfigError:
+        """Return the error about an option that does not exist."""
+        others = [text for text in self.choices if text.partition("=")[0] != group]
+        suggestion = replace(self, choices=others).first_composing(self.for_option(group, value))
+        fallback = f"use one of {', '.join(self.groups[group])}"
+        if group == "model" and not (suggestion and suggestion[0].startswith("model=")):
+            fallback += "; for your own class set model._target_ and security.trusted"
+        if group == "data" and not suggestion:
+            fallback += "; your own data: data=tabular|images|arrays|text data.path=…"
+        return _suggestion_error(group, f"no option {value!r}", suggestion, fallback)
+
+
+def _suggestion_error(
+    key: str, problem: str, suggestion: Sequence[str], fallback: str
+) -> ConfigError:
+    """Return the error about a key, with a `suggestion` that composes and the text `fallback`."""
+    guess = f"did you mean {_format_command(suggestion)}?" if suggestion else ""
+    return ConfigError(key, problem, " ".join(part for part in (guess, fallback) if part))
+
+
+def _format_command(overrides: Sequence[str]) -> str:
+    """Return the overrides as typed, with -m if they sweep."""
+    return " ".join([*(["-m"] if sweep_overrides(overrides) else []), *overrides])
+
+
+def _check_option(override: CliOverride, suggester: Suggester) -> ConfigError | None:
+    value = override.value.strip().strip("'\"")
+    is_valid = not value or value in suggester.groups[override.key] or "${" in value
+    if override.sign == "~" or is_valid or override.parsed.is_sweep_override():
+        return None
+    return suggester.option_error(override.key, value)
+
+
+def _check_several_values(
+    parsed: Sequence[CliOverride], suggester: Suggester
+) -> ConfigError | None:
+    """Return the error about several values without -m; None if no sweep or list composes."""
+    sweeps = [override for override in parsed if override.parsed.is_sweep_override()]
+    for override in sweeps:
+        allowed = suggester.groups.get(override.key, override.values())
+        if wrong := next((value for value in override.values() if value not in allowed), None):
+            return suggester.option_error(override.key, wrong)
+    first, fixes = sweeps[0], []
+    if suggestion := suggester.first_composing([[str(override) for override in sweeps]]):
+        fixes.append(f"to run one after the other: {_format_command(suggestion)}")
+    as_list = [f"{first.sign}{first.key}=[{first.value}]"]
+    if first.key not in suggester.groups and suggester.first_composing([as_list]):
+        fixes.append(f"for a list: {as_list[0]}")
+    problem = f"{first.value} names several values"
+    return ConfigError(first.key, problem, "; ".join(fixes)) if fixes else None
+
+
+def _check_run_named(parsed: Sequence[CliOverride]) -> ConfigError | None:
+    """Return the error about `data.*` keys without a run, if the job needs one."""
+    typed = {override.key: override.value for override in parsed}
+    job, names_run = typed.get("job"), {"data", "checkpoint.resume", "model.weights"} & typed.keys()
+    if job in JOBS_WITH_RUN and not names_run and any(key.startswith("data.") for key in typed):
+        return ConfigError("checkpoint.resume", f"job={job} needs a run", f"name it: {EXAMPLE}")
+    return None
+
+
+def _check_key(
+    override: CliOverride, suggester: Suggester, config: DictConfig
+) -> ConfigError | None:
+    """Return the error about the first part of a dotted key that does not exist, if any."""
+    node: Any = config
+    parts = override.key.split(".")
+    for i, part in enumerate(parts):
+        if isinstance(node, ListConfig):
+            return None
+        if not isinstance(node, DictConfig):
+            path = ".".join(parts[:i])
+            return ConfigError(override.key, f"{path} is a value and has no keys", f"set {path}=…")
+        if part not in node.keys():  # `part in node` is False for a missing value
+            return _unknown_key_error(override, i, node, suggester, config)
+        node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
+    exists = override.sign == "+" and not isinstance(node, DictConfig)
+    fix = f"drop the +: {override.key}{override.rest}"
+    return ConfigError(override.key, "already exists", fix) if exists else None
+
+
+def _unknown_key_error(
+    override: CliOverride, i: int, node: DictConfig, suggester: Suggester, config: DictConfig
+) -> ConfigError | None:
+    """Return the error about the i-th part of a key, which is missing in its parent `node`."""
+    parts = override.key.split(".")
+    path, part = ".".join(parts[:i]), parts[i]
+    if i and OmegaConf.get_type(node) is dict:  # free keys, e.g. in optimizer.options
+        fix = f"add it: +{override}"
+        return None if override.sign else ConfigError(override.key, "does not exist yet", fix)
+    problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
+    existing = f"use one of {', '.join(_own_keys(node) if i else suggester.groups)}"
+    kinds_with_key: list[str] = []
+    if path in SCHEMAS and not OmegaConf.is_missing(node, "kind") and node.kind:
+        problem += f"={node.kind}"
+        kinds_with_key = [k for k, s in SCHEMAS[path].items() if part in s.__dataclass_fields__]
+        existing = (
+            f"{path}={'|'.join(kinds_with_key)} has it; {existing}" if kinds_with_key else existing
+        )
+    suggestion = (
+        [] if kinds_with_key else suggester.first_composing(suggester.for_key(override, i, config))
+    )
+    nearest_key = suggester.nearest_key(override, i, config, MIN_SIMILARITY)
+    group = suggester.find_group(part)
+    if nearest_key and not suggestion:  # the key exists, and only its value is wrong
+        existing = f"did you mean {nearest_key}? {existing}"
+    elif not i and isinstance(config.get(group), DictConfig):
+        existing = f"{group} has {', '.join(_own_keys(config[group]))}"
+    fallback = aliases.find_replacement(override.key) or ("" if suggestion and not i else existing)
+    return _suggestion_error(override.key, problem, suggestion, fallback)
+
+
+def _own_keys(node: DictConfig) -> list[str]:
+    return [str(key) for key in node if key not in ("kind", "arguments", "_target_")]
+
+
+def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        if prefix or key != "hydra":
+            yield f"{prefix}{key!s}"
+            node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
+            if isinstance(node, DictConfig) and not node._is_none():
+                yield from _all_keys(node, f"{prefix}{key!s}.")
+
+
+# -- user config files ---------------------------------------------------------------------------
+
+
+def _check_config_files(
+    folders: Sequence[Path], suggester: Suggester, compose: Compose
+) -> ConfigError | None:
+    """Return the error in the user's own file of a chosen option, led by its path."""
+    for choice in suggester.choices:
+        group, _, option = choice.partition("=")
+        others = [other for other in suggester.choices if other != choice]
+        for path in (folder / group / f"{option}.yaml" for folder in folders):
+            wrong = _file_errors(path, group, replace(suggester, choices=others), compose)
+            if path.is_file() and (error := next(wrong, None)):
+                return ConfigError(os.path.relpath(path), str(error))
+    return None
+
+
+def _file_errors(
+    path: Path, group: str, suggester: Suggester, compose: Compose
+) -> Iterator[ConfigError]:
+    try:
+        body = hydra_files.read_yaml(path)
+        package = ConfigSource._get_header_dict(path.read_text(encoding="utf-8-sig"))["package"]
+    except (StorageError, OSError, ValueError):
+        return
+    if group == "experiment" and package != "_global_":
+        problem = "lacks `# @package _global_` as its first line"
+        yield ConfigError("package", problem, "without it no key has an effect")
+    if not isinstance(body, dict):
+        return
+    entries = [e for e in body.pop("defaults", None) or [] if isinstance(e, dict)]
+    pairs = [(str(key).split()[-1].lstrip("/"), o) for e in entries for key, o in e.items()]
+    chosen = {key: str(option) for key, option in pairs if key in suggester.groups}
+    for key, option in chosen.items():
+        if option not in suggester.groups[key]:
+            yield suggester.option_error(key, option)
+    try:
+        config = compose([*suggester.choices, *(f"{key}={o}" for key, o in chosen.items())])
+    except COMPOSE_ERRORS:
+        return
+    for override in _as_overrides(body if package == "_global_" else {group: body}):
+        if override.key in suggester.groups:
+            fix = f"write `override /{override}` there".replace("=", ": ")
+            yield ConfigError(override.key, "an option is named in the defaults list", fix)
+        elif wrong := _check_key(override, suggester, config):
+            yield wrong
+
+
+def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOverride]:
+    """Yield the values of a config file as overrides, except those that cannot be typed."""
+    for key, value in body.items():
+        if isinstance(value, dict) and value:
+            yield from _as_overrides(value, f"{prefix}{key}.")
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        try:
+            yield parse_override(f"{prefix}{key}={text}")
+        except ConfigError:
+            continue
+
+
+# -- messages of Hydra and OmegaConf -------------------------------------------------------------
+
+
+def conversion_problem(text: str) -> str:
+    """Reword OmegaConf's message about a value of the wrong type; other messages stay."""
+    match = CONVERSION_ERROR.match(text)
+    if match is None:
+        return text
+    value, kind = match["value"], match["kind"] or "bool"
+    fix = ""
+    with suppress(ValueError, OverflowError):  # 1e3 is a float in YAML
+        if kind == "Integer" and float(value).is_integer():
+            fix = f"; write {int(float(value))}"
+    return f"must be {KINDS[kind]}, got {value!r}{fix}"
+
+
+def _full_key(error: Exception, inner: OmegaConfBaseException) -> str:
+    """Return the key of an error; OmegaConf makes items of a list apart, with keys of their own."""
+    typed = re.search(r"overrid(?:e|ing) '?([\w.@/]+)", str(error))
+    key = str(inner.full_key or "")
+    if typed is None or key.startswith(typed[1].split(".")[0]):
+        return key or "config"
+    return f"{typed[1]}: {key}" if key and not key.isdigit() else typed[1]
+
+
+def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
+    """Return Hydra's message on one line, led by the user's file and the key if it has them."""
+    if isinstance(error, ConfigError):
+        return error
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, OmegaConfBaseException):
+        inner = inner.__cause__ or inner.__context__
+    if inner is None:
+        lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
+        text = " ".join(" ".join(lines).partition("Config search path")[0].split())
+        fix = PLUGIN_HINT if re.search(r"Could not find 'hydra/(launcher|sweeper)/", text) else ""
+        return ConfigError("config", text or type(error).__name__, fix)
+    source = re.match(r"In '([^']+)': ", str(error))
+    paths = [folder / f"{source[1]}.yaml" for folder in folders] if source else []
+    file = next((f"{os.path.relpath(path)}: " for path in paths if path.is_file()), "")
+    key = _full_key(error, inner)
+    problem = conversion_problem((inner.msg or str(inner)).partition("\n")[0])
+    fields = getattr(inner.object_type, "__dataclass_fields__", {})
+    fix = ""
+    if "not a subclass" in problem or "incompatible" in problem:
+        problem = f"must be keys and their values, got {problem.rpartition('value: ')[2]}"
+        example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
+        fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"
+    elif fields and (leaf := re.split(r"\W+", key)[-1]) not in fields:
+        fix = f"use one of {', '.join(fields)}"
+    elif "<enum" in problem:
+        members = get_type_hints(inner.object_type)[leaf].__members__
+        problem = problem.partition(" a valid")[0] + " valid"
+        fix = f"use one of {', '.join(members)}"
+    if (column := key.removeprefix("data.types.")) != key:
+        fix = f"to leave the column out, use {list_override('data.ignore', [decode_name(column)])}"
+    return ConfigError(f"{file}{key}", problem, fix)

@@ -1,0 +1,188 @@
+"""Construction of an objective from the `objective` group and the data's sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner.core.errors import ConfigError
+from runner.core.interfaces.batch import Sizes
+from runner.core.interfaces.objective import Objective
+from runner.core.interfaces.technique import Choice
+from runner.core.schemas.data import CLASS_TARGET_FIX
+from runner.core.schemas.objectives import KINDS, ObjectiveConfig
+
+Resolve = Callable[[str, str], Any]
+TARGET_KEY = "objective._target_"
+# Knobs of only some objectives: elsewhere they would silently have no effect.
+OPTION_KINDS = {
+    "loss": ("classification", "regression"),
+    "gamma": ("classification",),
+    "delta": ("regression",),
+    "class_weights": ("classification",),
+    "label_smoothing": ("classification",),
+    "ignore_index": ("classification", "language_modelling", "model"),
+}
+LOSSES = {"classification": ("cross_entropy", "focal"), "regression": ("mse", "mae", "huber")}
+"""Losses by kind; the first is the default."""
+PROBABILITY_LOSSES = ("BCELoss", "binary_cross_entropy")
+BINARY_LOSSES = (*PROBABILITY_LOSSES, "BCEWithLogitsLoss", "binary_cross_entropy_with_logits")
+REGRESSION_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss") + (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss"),
+)
+"""Elementwise losses of torch.nn, by name."""
+LOSS_LINKS = {
+    **dict.fromkeys(("PoissonNLLLoss", "poisson_nll_loss"), "exp"),
+    **dict.fromkeys(("BCEWithLogitsLoss", "binary_cross_entropy_with_logits"), "sigmoid"),
+}
+"""Functions from a model's output to the target's unit, by loss."""
+OPTION_LOSS = {"gamma": "focal", "delta": "huber", "label_smoothing": "cross_entropy"}
+
+
+def build_objective(
+    config: ObjectiveConfig,
+    sizes: Sizes,
+    resolve: Resolve,
+    class_weights: Tensor | None = None,
+    model: nn.Module | None = None,
+) -> Objective:
+    """Construct the objective of `config`; `auto` takes the one that fits the data's task.
+
+    Raises ConfigError if it does not fit the data.
+    """
+    kind = sizes.task if config.kind == "auto" else config.kind
+    if config._target_ is not None:
+        kind = "custom"
+    for option, kinds in OPTION_KINDS.items():
+        if getattr(config, option) != getattr(ObjectiveConfig, option) and kind not in kinds:
+            fix = f"it is for {' and '.join(kinds)}"
+            raise ConfigError(f"objective.{option}", f"is not used by {kind}", fix)
+    if config._target_ is not None:
+        return _build_custom(config, config._target_, sizes, resolve)
+    if config.arguments:
+        key = f"objective.{next(iter(config.arguments))}"
+        raise ConfigError(key, "no such key", f"only {TARGET_KEY} takes more keys")
+    if kind == "model":
+        from runner.core.objectives.from_model import ModelLossObjective, shifts_labels
+
+        return ModelLossObjective(sizes.task, config.ignore_index, shifts_labels(model))
+    if kind not in KINDS or kind != sizes.task:
+        targets_are_classes = (kind, sizes.task) == ("classification", "regression")
+        fix = f"use objective=auto, other data, or name a loss by {TARGET_KEY}"
+        problem = f"{kind} does not fit the data, whose task is {sizes.task!r}"
+        fix = f"if the targets are classes, {CLASS_TARGET_FIX}" if targets_are_classes else fix
+        raise ConfigError("objective.kind", problem, fix)
+    loss = _loss_name(config, kind)
+    if kind == "language_modelling":  # imported only if used
+        from runner.core.objectives.language_modelling import LanguageModellingObjective
+
+        return LanguageModellingObjective(sizes.vocab, config.ignore_index)
+    if kind == "regression":
+        from runner.core.objectives.regression import RegressionObjective
+
+        return RegressionObjective(sizes.target_mean, sizes.target_deviation, loss, config.delta)
+    if sizes.classes is None:
+        problem = "classification needs the number of classes"
+        raise ConfigError("objective", problem, "set the data set's attribute `classes`")
+    from runner.core.objectives.classification import ClassificationObjective
+
+    smoothing, top_k, ignored = config.label_smoothing, config.top_k, config.ignore_index
+    gamma = config.gamma if loss == "focal" else None
+    options = smoothing, top_k, ignored, class_weights, gamma
+    return ClassificationObjective(sizes.classes, sizes.class_names, *options)
+
+
+def _loss_name(config: ObjectiveConfig, kind: str) -> str:
+    """Return the name of the loss; ConfigError for one of another kind, or for foreign knobs."""
+    names = LOSSES.get(kind, ("cross_entropy",))
+    loss = config.loss or names[0]
+    if loss not in names:
+        fix = f"use {', '.join(names)}"
+        raise ConfigError("objective.loss", f"unknown loss {loss!r} for {kind}", fix)
+    for option, required_loss in OPTION_LOSS.items():
+        if getattr(config, option) != getattr(ObjectiveConfig, option) and loss != required_loss:
+            fix = f"it is for objective.loss={required_loss}"
+            raise ConfigError(f"objective.{option}", f"is not used by {loss}", fix)
+    return loss
+
+
+def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes, list[Choice]]:
+    """Adapt the data's sizes to a loss by `_target_`, which gets targets in their own unit.
+
+    For an elementwise loss of torch, integer targets of a user's data set (`own`) are quantities,
+    not classes. ConfigError if the targets are classes and the loss is not for those.
+    """
+    name = elementwise_loss(config)
+    if config._target_ is None or (sizes.task == "classification" and not name):
+        return sizes, []
+    link = LOSS_LINKS.get(name, "") if config.arguments.get("log_input", True) else ""
+    if sizes.task != "classification":
+        reason = f"{config._target_} gets targets in their own unit"
+        scaled = sizes.target_mean or sizes.target_deviation != 1.0
+        choices = [Choice("data.target", "not standardised", reason)] if scaled else []
+        if link:
+            reason = f"{config._target_} applies it: predictions are in the target's unit"
+            choices.append(Choice("objective", f"predictions are {link} of the output", reason))
+        return replace(sizes, target_mean=0.0, target_deviation=1.0, link=link), choices
+    if name in BINARY_LOSSES:
+        if sizes.classes != 2:
+            problem = f"{name} is for two classes, and the data has {sizes.classes}"
+            raise ConfigError(TARGET_KEY, problem, "use objective=auto")
+        if name in PROBABILITY_LOSSES:
+            problem = f"{name} takes probabilities, but the model returns logits"
+            raise ConfigError(TARGET_KEY, problem, f"use {TARGET_KEY}=torch.nn.BCEWithLogitsLoss")
+        reason = f"{config._target_} takes float targets, and one output for two classes"
+        return sizes, [Choice(TARGET_KEY, "float targets", reason)]
+    if not own:
+        problem = f"{name} is for regression, but the targets are classes"
+        fix = "use objective=auto; for numbers in a table or arrays: data.task=regression"
+        raise ConfigError(TARGET_KEY, problem, fix)
+    reason = f"{config._target_} is for regression; for classes use objective=auto"
+    regression_sizes = replace(sizes, task="regression", classes=1, class_names=(), link=link)
+    return regression_sizes, [Choice(TARGET_KEY, "float targets", reason)]
+
+
+def elementwise_loss(config: ObjectiveConfig) -> str:
+    """Return the name of an elementwise loss of torch.nn, or "" for any other loss."""
+    module, _, name = (config._target_ or "").rpartition(".")
+    is_torch = f"{module}.".startswith("torch.nn.")
+    return name if is_torch and name in BINARY_LOSSES + REGRESSION_LOSSES else ""
+
+
+def _build_custom(
+    config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve
+) -> Objective:
+    from runner.core.security.registry import construct, instantiate_nested
+
+    loss = resolve(target, TARGET_KEY)
+    arguments = instantiate_nested(config.arguments, resolve, "objective")
+    if isinstance(loss, type):
+        loss, arguments = construct(loss, arguments, sizes.for_constructor(), "objective"), {}
+    if isinstance(loss, Objective):
+        return loss
+    if not callable(loss):
+        fix = "define __call__(output, target)"
+        raise ConfigError(TARGET_KEY, f"{target} is not callable", fix)
+    _check_call(loss, target, arguments)
+    from runner.core.objectives.custom import CustomObjective
+
+    loss = partial(loss, **arguments) if arguments else loss
+    return CustomObjective(loss, target, elementwise=bool(elementwise_loss(config)))
+
+
+def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(function).bind(None, None, **arguments)
+    except ValueError:  # written in C without a signature: checked at the first call
+        return
+    except TypeError as error:
+        keywords = "".join(f", {name}=…" for name in arguments)
+        problem = f"{target} cannot be called as loss(output, target{keywords}): {error}"
+        fix = "it takes these two and the keys added with +objective."
+        raise ConfigError(TARGET_KEY, problem, fix) from error

@@ -1,0 +1,111 @@
+"""A user's loss function as an objective."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.core.errors import ConfigError
+from runner.core.interfaces.nested import named_leaves
+from runner.core.interfaces.objective import Objective
+from runner.core.objectives import model_output
+
+MISMATCH = re.compile(
+    r"dtype|scalar type|[Tt]arget|size of tensor|shape|not implemented for|out of bounds|dimension"
+)
+"""Words in torch's errors for outputs and targets that do not fit its losses."""
+LOGIT_LOSSES = ("CrossEntropyLoss", "cross_entropy", "MultiLabelSoftMarginLoss") + (
+    *("BCEWithLogitsLoss", "binary_cross_entropy_with_logits", "sigmoid_focal_loss"),
+)
+"""Losses, by name, that apply softmax or sigmoid."""
+
+
+class CustomObjective(Objective):
+    """A callable (output, target) -> mean loss over the batch; `loss` is the only metric.
+
+    It gets the model's output unchanged; with `elementwise`, a loss of torch.nn gets the output in
+    fp32 or better, and targets of its dtype and shape. A module's buffers (class weights) move to
+    the target's device; trainable parameters are an error, as they would not be trained.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        name: str,
+        key: str = "objective._target_",
+        elementwise: bool = False,
+    ) -> None:
+        self.loss, self.elementwise = loss, elementwise
+        self.name, self.loss_name, self.key = name, name, key  # for messages
+        self.applies_activation = name.rpartition(".")[2] in LOGIT_LOSSES
+        self.module = loss if isinstance(loss, nn.Module) else None
+        if self.module is not None and any(p.requires_grad for p in self.module.parameters()):
+            problem = f"{name} has parameters, but only the model's are trained"
+            raise ConfigError(key, problem, "move them into the model, or freeze them")
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of the callable, 0-d; ConfigError for any other result."""
+        if self.module is not None:
+            self.module.to(_first_tensor(target).device)
+            self.module = None  # once is enough: the device of batches does not change
+        if self.elementwise:
+            output, target = self._match_target(output, target)
+        try:
+            loss = self.loss(output, target)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self.name.startswith("torch.nn.") and MISMATCH.search(str(error)):
+                raise self._mismatch_error(output, target, str(error).partition("\n")[0]) from error
+            raise
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            fix = "return the mean loss over the batch, a tensor without dimensions"
+            raise ConfigError(self.key, f"{self.name} returned {shape}", fix)
+        return loss
+
+    def _match_target(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        """Return the logits, and the target in their shape and dtype."""
+        predicted = model_output.logits(output)
+        if not isinstance(target, Tensor) or target.numel() != predicted.numel():
+            raise self._mismatch_error(predicted, target, "it compares element by element")
+        return predicted, target.to(predicted.dtype).reshape(predicted.shape)
+
+    def _mismatch_error(self, output: Any, target: Any, reason: str) -> ConfigError:
+        inputs = f"model outputs {_describe_value(output)} with targets {_describe_value(target)}"
+        fix = "return what it expects from model and data set, or use objective=auto"
+        return ConfigError(self.key, f"{self.name} cannot compare {inputs}: {reason}", fix)
+
+    def weight(self, target: Any) -> int:
+        """Return the number of samples."""
+        return _first_tensor(target).shape[0]
+
+    def batch_sums(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Return the loss summed over samples, and their number."""
+        loss, count = self(output, target), self.weight(target)
+        counts = torch.full((), count, dtype=torch.int64, device=loss.device)
+        return {"loss": model_output.sum_float64(loss.detach() * count), "count": counts}
+
+    def metric_names(self) -> list[str]:
+        """Return the names of `metrics`."""
+        return ["loss"]
+
+    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """Return `loss`, the mean over all samples."""
+        count = model_output.require_count(totals)
+        return {"loss": totals["loss"].item() / count}
+
+
+def _first_tensor(target: Any) -> Tensor:
+    """Return the first tensor in a nest; its first dimension is the samples."""
+    for _, tensor in named_leaves(target):
+        return tensor
+    raise ConfigError("data", f"the target is a {type(target).__name__} without a tensor in it")
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__

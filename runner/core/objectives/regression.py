@@ -1,0 +1,114 @@
+"""Regression: one or more numbers per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.core.errors import ConfigError, DataError, UsageError
+from runner.core.interfaces.objective import Objective
+from runner.core.objectives import model_output
+from runner.core.schemas.data import CLASS_TARGET_FIX
+
+
+class RegressionObjective(Objective):
+    """MSE, MAE or Huber loss; metrics MSE, MAE, RMSE and R².
+
+    Output and target: [batch] or [batch, targets]. The model predicts (target - mean) / deviation,
+    and the loss is in that unit; other metrics are in the target's unit.
+    """
+
+    def __init__(
+        self, mean: float = 0.0, deviation: float = 1.0, loss: str = "mse", delta: float = 1.0
+    ) -> None:
+        self.mean, self.deviation = mean, deviation
+        losses: dict[str, Callable[..., Tensor]] = {
+            "mse": F.mse_loss,
+            "mae": F.l1_loss,
+            "huber": partial(F.huber_loss, delta=delta),
+        }
+        self.loss = losses[loss]
+
+    monitor = "val/loss"
+    higher_is_better = False
+    indices = 0
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Return the mean loss over samples and targets, 0-d."""
+        predicted = model_output.logits(output)
+        target = self._match_shape(predicted, target)
+        if self.mean or self.deviation != 1.0:  # in the target's own precision
+            target = (target - self.mean) / self.deviation
+        return self.loss(predicted, target.to(predicted.dtype))
+
+    def weight(self, target: Tensor) -> int:
+        """Return the number of samples."""
+        return target.shape[0]
+
+    def batch_sums(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Return sums per target, in float64, of losses, errors, targets and their squares."""
+        predicted = model_output.logits(output).detach()
+        target = self._match_shape(predicted, target)
+        if predicted.device.type == "mps":  # no float64; host sync
+            predicted, target = predicted.cpu(), target.cpu()
+        predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
+        target = target.double().reshape(len(target), -1)
+        error, target = predicted - target, target - self.mean  # for precise sums of squares
+        losses = self.loss(error / self.deviation, torch.zeros_like(error), reduction="none")
+        return {
+            "loss": losses.sum(0),
+            "count": torch.full((), len(error), dtype=torch.int64, device=error.device),
+            "squared_error": error.square().sum(0),
+            "absolute_error": error.abs().sum(0),
+            "target": target.sum(0),
+            "target_squared": target.square().sum(0),
+        }
+
+    def metric_names(self) -> list[str]:
+        """Return the names of `metrics`."""
+        return ["loss", "mse", "mae", "rmse", "r2"]
+
+    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """Return `loss`, `mse`, `mae`, `rmse`, and `r2`, the mean over the targets that vary."""
+        count = model_output.require_count(totals)
+        squared_error = totals["squared_error"]
+        mse = squared_error.mean().item() / count
+        values = {
+            "loss": totals["loss"].mean().item() / count,
+            "mse": mse,
+            "mae": totals["absolute_error"].mean().item() / count,
+            "rmse": sqrt(mse),
+        }
+        squared = totals["target_squared"]
+        deviation = squared - totals["target"].square() / count
+        # the difference of two large sums, which is a rounding error for a constant target
+        varies = deviation > 1e-12 * squared
+        if bool(varies.any()):
+            values["r2"] = (1 - squared_error / deviation)[varies].mean().item()
+        return values
+
+    def _match_shape(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """Return the target in the output's shape: [n] and [n, 1] would broadcast to [n, n]."""
+        if target.shape != predicted.shape:
+            if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
+                raise _mismatch_error(predicted.shape, target)
+            target = target.reshape(predicted.shape)
+        return target if target.dtype == torch.float64 else target.to(predicted.dtype)
+
+
+def _mismatch_error(shape: torch.Size, target: Tensor) -> UsageError:
+    problem = f"returns {list(shape)} for targets of {list(target.shape)}"
+    fix = "return as many numbers a sample as the data has targets (`classes`)"
+    one_row_per_target = len(shape) == 2 and shape[0] == target.numel()
+    if not (one_row_per_target and target.is_floating_point()):
+        return ConfigError("model", problem, fix)
+    return DataError(
+        f"data: the targets are floats, so regression, but the model {problem}; "
+        f"if they are classes, {CLASS_TARGET_FIX}; if not, {fix}"
+    )

@@ -1,0 +1,218 @@
+"""Construction of optimizers, without weight decay of norms and biases."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.core.errors import ConfigError
+from runner.core.format import nearest
+from runner.core.optim.origin import is_torch_class, skip_compiler_import
+from runner.core.schemas.optim import OptimizerConfig
+
+Optimizer = torch.optim.Optimizer
+IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "differentiable"})
+"""Options that choose how an update is computed; at most one of them may be on."""
+OPTIONS_WITH_OWN_KEY = ("lr", "weight_decay")
+TAKE_SPARSE = (torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad)
+log = logging.getLogger("runner")
+
+
+def resolve_optimizer_class(
+    config: OptimizerConfig, model: nn.Module, resolve: Callable[[str, str], Any]
+) -> type[Optimizer]:
+    """Return the class that `config` names, torch's or the user's. Raises ConfigError."""
+    cls: type[Optimizer]
+    if config._target_ is None:
+        key, cls = "optimizer.name", find_optimizer(config.name)
+    else:
+        key = "optimizer._target_"
+        cls = resolve(config._target_, key)
+        if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+            raise ConfigError(
+                key,
+                f"{config._target_} is not an optimizer",
+                "name a subclass of torch.optim.Optimizer",
+            )
+    if conflict := incompatibility(cls, model, config.weight_decay):
+        raise ConfigError(key, *conflict)
+    return cls
+
+
+def incompatibility(
+    cls: type[Optimizer], model: nn.Module, weight_decay: float = 0.0
+) -> tuple[str, str] | None:
+    """Return why a training step cannot use this class, and what can be used; None if it can."""
+    name = cls.__name__
+    if _needs_closure(cls):
+        return f"{name} runs the model several times a step", "use AdamW"
+    weights = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    sparse_ids = {id(module.weight) for module in sparse_embeddings(model)}
+    sparse = [n for n, p in weights if id(p) in sparse_ids]
+    dense = [n for n, p in weights if id(p) not in sparse_ids]
+    both = "use SGD or Adagrad with weight_decay=0, which take dense and sparse gradients; or AdamW"
+    both += " with sparse=False in the embedding"
+    if dense and issubclass(cls, torch.optim.SparseAdam):
+        problem = f"SparseAdam needs sparse gradients, but those of {dense[0]} are dense"
+        return problem, both if sparse else "use AdamW"
+    if sparse and cls is getattr(torch.optim, name, None):
+        if not issubclass(cls, TAKE_SPARSE):
+            fix = both if dense else "use SparseAdam, or sparse=False in the embedding"
+            return f"{name} does not take sparse gradients, as those of {sparse[0]}", fix
+        if weight_decay and cls is not torch.optim.SparseAdam:
+            problem = f"{name} has no weight decay for sparse gradients, as those of {sparse[0]}"
+            return problem, "set weight_decay=0"
+    return None
+
+
+def _needs_closure(cls: type[Optimizer]) -> bool:
+    """Whether step() needs a closure that evaluates the model: LBFGS, and SAM in all its forms."""
+    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
+    is_required = any(
+        p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters
+    )
+    two_steps = all(callable(getattr(cls, name, None)) for name in ("first_step", "second_step"))
+    return issubclass(cls, torch.optim.LBFGS) or is_required or two_steps
+
+
+def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """Return the embeddings with sparse gradients."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [module for module in model.modules() if isinstance(module, kinds) and module.sparse]
+
+
+def find_optimizer(name: str) -> type[Optimizer]:
+    """Return the class of torch.optim with that name. Raises ConfigError."""
+    classes = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    if name not in classes:
+        near = nearest(name, classes, 0.5)
+        fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(classes))}"
+        if "." in name:
+            fix = f"for your own class use optimizer._target_={name}"
+        raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
+    return classes[name]
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    cls: type[Optimizer],
+    model: nn.Module,
+    options: dict[str, Any],
+    names: Mapping[str, Tensor] | None = None,
+) -> Optimizer:
+    """Construct the optimizer of the model's trainable parameters, or of those in `names`.
+
+    Tensors of two or more dimensions decay; norms' scales and biases do not (as in GPT-2, and
+    He et al. 2019, arXiv:1812.01187, section 3.1).
+    """
+    accepted = _accepted_options(cls)
+    _check_config_options(config, cls.__name__, accepted)
+    if config.options.keys() & IMPLEMENTATION_OPTIONS:
+        options = {}  # the config has precedence
+    arguments = {"lr": config.lr, **config.options, **options}
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("model", "has no parameter that requires a gradient", "nothing to train")
+    decays = "weight_decay" in accepted
+    if decays:
+        arguments["weight_decay"] = config.weight_decay
+    elif config.weight_decay:
+        log.info("optimizer.weight_decay is not used: %s has no weight decay", cls.__name__)
+    groups = _parameter_groups(config, names or dict(model.named_parameters()), decays)
+    stand_ins = [{**g, "params": [_stand_in(p) for p in g["params"][:4]]} for g in groups]
+    try:
+        with skip_compiler_import():
+            optimizer = cls(groups, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = f"{cls.__name__}: {error}"
+        raise ConfigError("optimizer", problem, "check its options") from error
+    if not is_torch_class(cls):
+        _refuse_closure(partial(cls, stand_ins, **arguments), cls.__name__)
+    if any("lr_share" in group for group in groups) and not any(
+        "lr_share" in group for group in optimizer.param_groups
+    ):
+        problem = f"{cls.__name__} makes its own groups, so these rates are lost"
+        raise ConfigError("optimizer.groups", problem, "set the rates in its constructor")
+    if cls is torch.optim.SGD:
+        from runner.core.optim.optimizer_state import fill_momentum
+
+        fill_momentum(optimizer)
+    return optimizer
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    """Return a small weight with as many dimensions, and a gradient."""
+    weight = nn.Parameter(torch.ones([min(2, n) for n in parameter.shape], dtype=parameter.dtype))
+    weight.grad = torch.full_like(weight, 0.01)
+    return weight
+
+
+def _refuse_closure(make: Callable[[], Optimizer], name: str) -> None:
+    """Raise ConfigError if step() fails on stand-ins, and works with a closure."""
+    with torch.random.fork_rng([]):
+        try:
+            make().step()
+        except Exception as failure:
+            try:
+                closure: Callable[[], Any] = partial(torch.zeros, (), requires_grad=True)
+                make().step(closure)
+            except Exception:  # it fails for another reason, which the first step will show
+                return
+            problem = f"{name}.step() needs a closure, which runs the model several times"
+            raise ConfigError("optimizer._target_", problem, "use AdamW") from failure
+
+
+def _parameter_groups(
+    config: OptimizerConfig, names: Mapping[str, Tensor], decays: bool
+) -> list[dict[str, Any]]:
+    """Return the parameter groups: those of `optimizer.groups`, then the rest."""
+    rest = {name: p for name, p in names.items() if p.requires_grad}
+    exempt_vectors = decays and any(p.ndim >= 2 for p in rest.values())  # vectors alone do decay
+    groups: list[dict[str, Any]] = []
+    if config.groups:
+        from runner.core.optim.fine_tuning import pop_groups
+
+        for parameters, options in pop_groups(config, rest, decays):
+            decay = options.get("weight_decay", config.weight_decay)
+            groups += _split_decayed(parameters, options, exempt_vectors and decay > 0)
+    return groups + _split_decayed([*rest.values()], {}, exempt_vectors and config.weight_decay > 0)
+
+
+def _split_decayed(
+    parameters: list[Tensor], options: dict[str, Any], exempt_vectors: bool
+) -> list[dict[str, Any]]:
+    """Return one group, or with `exempt_vectors` a second one without decay for vectors."""
+    decayed = [p for p in parameters if p.ndim >= 2 or not exempt_vectors]
+    undecayed = [p for p in parameters if p.ndim < 2 and exempt_vectors]
+    groups = [{"params": decayed, **options}] if decayed else []
+    return groups + ([{"params": undecayed, **options, "weight_decay": 0.0}] if undecayed else [])
+
+
+def _check_config_options(config: OptimizerConfig, name: str, accepted: list[str]) -> None:
+    choices = [n for n in accepted if n not in ("params", *OPTIONS_WITH_OWN_KEY)]
+    for option in config.options:
+        key = f"optimizer.options.{option}"
+        if option in OPTIONS_WITH_OWN_KEY:
+            raise ConfigError(key, "has its own key", f"use optimizer.{option}")
+        if option not in accepted:
+            raise ConfigError(key, f"{name} has no such option", f"use {', '.join(choices)}")
+
+
+def _accepted_options(cls: type[Optimizer]) -> list[str]:
+    """Return the parameters of the constructor, and of its base classes if it takes **kwargs."""
+    names: dict[str, None] = {}
+    for base in cls.__mro__:
+        parameters = inspect.signature(base).parameters.values()
+        names |= dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return list(names)

@@ -1,0 +1,260 @@
+"""Optimizer state: checks before loading, and layout for fused kernels."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.core.errors import CheckpointError
+from runner.core.optim.origin import is_torch_class
+from runner.core.security.files.encode import encode
+
+MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
+"""State that fused kernels access at the weight's size without checking it."""
+OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
+"""State that exists only while an option is on; torch creates a missing momentum itself."""
+
+OPTIONS_OF_THIS_RUN = (
+    "fused", "foreach", "differentiable", "capturable", "lr_share", "param_names",
+)  # fmt: skip
+"""Options that techniques, the config and the model set, whatever a checkpoint has."""
+
+
+def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of each group's values of constructor arguments: those a config can change."""
+    signatures = [inspect.signature(base) for base in type(optimizer).__mro__[:-1]]
+    names = {name for signature in signatures for name in signature.parameters} - {"params"}
+    names |= set(OPTIONS_OF_THIS_RUN)
+    return [{k: deepcopy(v) for k, v in g.items() if k in names} for g in optimizer.param_groups]
+
+
+def parameter_names(named: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> list[list[str]]:
+    """Return the names of each parameter."""
+    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
+    for name, parameter in named.items():
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:
+    """Return each group's multiple of the scheduled rate `lr`; 1 if it is None.
+
+    Groups to which the optimizer's class gave rates of their own keep their ratio to the first.
+    """
+    groups = optimizer.param_groups
+    if lr is None:
+        return [1.0] * len(groups)
+    rates = [float(group.get("lr", lr)) for group in groups]  # host sync: when it is built
+    first = rates[0] or lr or 1.0
+    return [g.get("lr_share", 1.0) * (r / first) for g, r in zip(groups, rates, strict=True)]
+
+
+def restore_options(
+    groups: list[dict[str, Any]],
+    current_groups: list[dict[str, Any]],
+    constructed: list[dict[str, Any]],
+    saved: list[dict[str, Any]] | None,
+) -> None:
+    """Complete loaded `groups`: they keep what the optimizer counts in them (Prodigy's `d`).
+
+    The config has precedence where it changed: where the `constructed` option differs from the one
+    `saved` (None: not recorded by older checkpoints, so all options are taken from the config).
+    """
+    saved = saved or [{} for _ in groups]
+    for group, current, options, before in zip(
+        groups, current_groups, constructed, saved, strict=True
+    ):
+        for key, value in current.items():
+            if key not in group or has_config_precedence(key, options, before):
+                group[key] = value
+            elif isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                group[key] = group[key].to(value.device)  # torch moves only the state
+
+
+def has_config_precedence(
+    key: str, constructed: Mapping[str, Any], saved: Mapping[str, Any]
+) -> bool:
+    """Whether a group's value is this run's own, rather than the checkpoint's."""
+    if key in OPTIONS_OF_THIS_RUN:
+        return True
+    is_same = key in saved and key in constructed and is_equal(encode(constructed[key]), saved[key])
+    return key in constructed and not is_same
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two values of a group are equal, also as tensors."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())  # host sync: where a state is loaded
+    return bool(a == b)  # host sync: none, plain values
+
+
+def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a `state_dict` that the optimizer can continue from.
+
+    State of an option that is now off is left out. Of a user's class only the tensors of its torch
+    base class are checked, and a state in another form than torch's is returned as it is. Raises
+    ValueError.
+    """
+    if not is_torch_class(type(optimizer)) and not has_torch_form(saved):
+        return dict(saved)
+    saved_groups, groups = saved["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
+    if torch_base(optimizer) is None or sizes[0] != sizes[1]:  # torch itself refuses other sizes
+        return dict(saved)
+    numbers = [number for group in saved_groups for number in group["params"]]
+    if numbers != list(range(len(numbers))) or not saved["state"].keys() <= set(numbers):
+        raise ValueError("an optimizer's state must be keyed by parameter numbers")
+    if is_torch_class(type(optimizer)):
+        _check_saved_options(optimizer, saved_groups)
+    state: dict[int, Any] = {}
+    for number, (group, weight) in zip(numbers, _iterate_weights(optimizer), strict=True):
+        entries = saved["state"].get(number, {})
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"the state of a weight is a {type(entries).__name__}")
+        if is_torch_class(type(optimizer)):
+            entries = _select_entries(optimizer, group, weight, entries)
+        check_tensors(optimizer, weight, entries)
+        if entries:
+            state[number] = dict(entries)
+    return {**saved, "state": state}
+
+
+def has_torch_form(state: Mapping[str, Any], count: int | None = None) -> bool:
+    """Whether it is a `state_dict` as torch's Optimizer has it, of `count` parameters if given."""
+    groups, entries = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(entries, Mapping):
+        return False
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        return False
+    numbers = [number for group in groups for number in group["params"]]
+    return numbers == list(
+        range(len(numbers) if count is None else count)
+    ) and entries.keys() <= set(numbers)
+
+
+def check_saved_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, at a save, for a state that `compatible_state` would refuse."""
+    try:
+        compatible_state(optimizer, state)
+    except (KeyError, TypeError, ValueError) as error:
+        name = type(optimizer).__name__
+        problem = f"the state of {name} cannot be saved, as it could not be resumed: {error}"
+        raise CheckpointError(f"{problem}; use checkpoint=off to train without") from error
+
+
+def check_optimizer_state(optimizer: Optimizer) -> None:
+    """Raise ValueError if state does not have the shape of its weight."""
+    if torch_base(optimizer) is not None:
+        for _, weight in _iterate_weights(optimizer):
+            check_tensors(optimizer, weight, optimizer.state.get(weight, {}))
+
+
+def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, Any]) -> None:
+    """Raise ValueError for tensors of a shape or dtype that this weight's state cannot have."""
+    is_user_class = not is_torch_class(type(optimizer))
+    if torch_base(optimizer) is torch.optim.Adafactor:  # state by rows and columns; no fused kernel
+        return
+    for name, value in entries.items():
+        if value is None or (
+            is_user_class and (name not in MOMENTS or not isinstance(value, Tensor))
+        ):
+            continue
+        if name == "step" and type(value) is int and isinstance(optimizer, torch.optim.SparseAdam):
+            value = torch.tensor(value)  # host sync: none, on the host
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if not is_dense and not _is_sparse_momentum(optimizer, weight, value):
+            raise ValueError(f"{name} is not a dense tensor")
+        if value.shape != weight.shape and (value.ndim or name in MOMENTS):
+            raise ValueError(f"{name} must have its weight's shape, {list(weight.shape)}")
+        kinds = [(t.is_floating_point(), t.is_complex()) for t in (value, weight)]
+        if name in MOMENTS and (kinds[0] != kinds[1] or value.itemsize < 2):
+            raise ValueError(f"{name} is of {value.dtype}")
+        # host sync: the counters of a loaded state
+        if name == "step" and not (value.numel() == 1 and 0 <= float(value) < math.inf):
+            raise ValueError("an optimizer's step must be one number ≥ 0")
+
+
+def _is_sparse_momentum(optimizer: Optimizer, weight: Tensor, value: Any) -> bool:
+    """Whether it is SGD's momentum of sparse gradients, which no fused kernel accesses."""
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo
+    return is_sgd and not is_fused and is_sparse and value.shape == weight.shape
+
+
+def torch_base(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return the class of torch.optim that it is or derives from, or None."""
+    classes = (cls for cls in type(optimizer).__mro__ if cls is not Optimizer)
+    return next((c for c in classes if c is getattr(torch.optim, c.__name__, None)), None)
+
+
+def _check_saved_options(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError for options of another class; torch versions only add options to a class."""
+    for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
+        saved_keys, keys = saved.keys() - {"initial_lr"}, group.keys() - {"initial_lr"}
+        if not (saved_keys <= keys or keys <= saved_keys):
+            missing, name = ", ".join(sorted(saved_keys - keys)), type(optimizer).__name__
+            raise ValueError(f"saved by another optimizer: {name} has no {missing}")
+
+
+def _select_entries(
+    optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, entries: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of options that are on; ValueError if a needed one is missing."""
+    entries = {
+        k: v for k, v in entries.items() if v is not None and group.get(OPTION_OF.get(k, ""), True)
+    }
+    needed = {name for name, option in OPTION_OF.items() if group.get(option)}
+    needed |= optimizer.state[weight].keys() if weight in optimizer.state else set()
+    missing = sorted(needed - {"momentum_buffer"} - entries.keys())
+    if entries and missing:
+        raise ValueError(f"{type(optimizer).__name__}: {', '.join(missing)} is missing")
+    return entries
+
+
+def _iterate_weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    return ((group, weight) for group in optimizer.param_groups for weight in group["params"])
+
+
+def fill_momentum(optimizer: Optimizer) -> None:
+    """Create zero momentum buffers of fused SGD before its first step.
+
+    Otherwise a first step skipped in the kernel leaves them uninitialised (torch 2.13). Zeros give
+    the same update, since a first buffer equals the gradient, except with dampening: then steps are
+    not skipped in the kernel.
+    """
+    if type(optimizer) is not torch.optim.SGD or not is_torch_class(torch.optim.SGD):
+        return
+    for group, weight in _iterate_weights(optimizer):
+        if group.get("fused") and group["momentum"] and not group["dampening"]:
+            state = optimizer.state[weight]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def align_state(optimizer: Optimizer) -> None:
+    """Convert loaded state to the layout that an update assumes.
+
+    Moments get their weight's strides (for fused kernels), counters move to the device for updates
+    without a host sync, and fused SGD gets missing momentum buffers.
+    """
+    for group, weight in _iterate_weights(optimizer):
+        on_device = group.get("fused") or group.get("capturable")
+        state = optimizer.state.get(weight, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            dense = value.layout is torch.strided and value.shape == weight.shape
+            if dense and value.stride() != weight.stride():
+                state[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+            elif on_device and value.device != weight.device:
+                state[key] = value.to(weight.device)
+    fill_momentum(optimizer)

@@ -1,0 +1,154 @@
+"""Digests of the user's modules that a run has loaded, to detect later changes of the code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from runner.core.record.storage import read_record
+
+log = logging.getLogger("runner")
+
+PROVENANCE = "provenance.json"
+MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+INSTALLED = {"site-packages", "dist-packages"}
+FOREIGN_PACKAGES = sys.stdlib_module_names | {"runner", "torch"}
+MAX_NAMES = 3  # in a message
+MAX_FILES, MAX_BYTES = 5_000, 2**26  # beyond these, sizes are recorded in place of digests
+
+
+def user_packages(settings: Mapping[str, Any]) -> set[str]:
+    """Return the packages that a config, by dotted keys, trusts or takes a class from."""
+    targets = (str(x) for key, x in settings.items() if x and key.endswith("._target_"))
+    names = {*(settings.get("security.trusted") or ()), *(t.partition(".")[0] for t in targets)}
+    return {str(name) for name in names if str(name).partition(".")[0] not in FOREIGN_PACKAGES}
+
+
+def digest_modules(
+    packages: Collection[str], known: Mapping[str, str | int] | None = None
+) -> dict[str, str | int]:
+    """Return name and sha256 of the loaded modules of `packages`.
+
+    Of a package that is not installed, of all modules in the folder that holds it or below. Those
+    in `known` are kept, since a file may be edited while the run uses the loaded module.
+    """
+    if not packages:
+        return {}
+    folders = list(filter(None, map(_source_folder, packages)))
+    digests, total = dict(known or {}), 0
+    for name, module in sorted(sys.modules.copy().items()):
+        file = str(getattr(module, "__file__", None) or "")
+        if name in digests or not file or not MODULE_NAME.fullmatch(name):
+            continue
+        is_beside = not _is_installed(file) and any(
+            os.path.abspath(file).startswith(folder) for folder in folders
+        )
+        is_foreign = name.partition(".")[0] in FOREIGN_PACKAGES
+        if any(f"{name}.".startswith(f"{p}.") for p in packages) or (is_beside and not is_foreign):
+            with suppress(OSError):
+                size = os.stat(file).st_size
+                total += size
+                within = len(digests) < MAX_FILES and total <= MAX_BYTES
+                digests[name] = file_digest(file) if within else size
+    return digests
+
+
+def changed_files(folder: Path, step: int | None = None) -> list[str]:
+    """Return the files of modules that differ from those that the run in `folder` has loaded.
+
+    Of the session that wrote the checkpoint of `step`, or of any. Names are looked up on today's
+    module path; one that is not found is left out, since the module that imported it has changed
+    as well. Without a record, none differs.
+    """
+    modules = _recorded_modules(folder, step)
+    files = {name: find_module_file(name) for name, _ in modules}
+    changed = {name for name, then in modules if (file := files[name]) and _differs(file, then)}
+    return [os.path.relpath(str(files[name])) for name in sorted(changed)]
+
+
+def warn_changed_code(source: Path, step: int | None) -> None:
+    """Log the files that differ from those of a run; `source` is its folder or a checkpoint.
+
+    `step` is that of the checkpoint, if it is known.
+    """
+    path = source.absolute()
+    folder = next((p for p in (path, *path.parents[:2]) if (p / PROVENANCE).is_file()), None)
+    if folder is not None and (files := changed_files(folder, step)):
+        names = ", ".join(files[:MAX_NAMES])
+        more = f" and {len(files) - MAX_NAMES} more" if files[MAX_NAMES:] else ""
+        log.warning("%s%s: the code differs from that of the run in %s", names, more, source)
+
+
+def _differs(file: str, then: str | int) -> bool:
+    try:
+        return then != (file_digest(file) if isinstance(then, str) else os.stat(file).st_size)
+    except OSError:
+        return False
+
+
+def _recorded_modules(folder: Path, step: int | None) -> list[tuple[str, str | int]]:
+    """Return the modules in a run's record: of all sessions, or of that which reached `step`."""
+    pairs: list[tuple[str, str | int]] = []
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        sessions = json.loads(read_record(folder / PROVENANCE))["sessions"]
+        sessions = [s for s in sessions if s.get("modules")]
+        if step is not None:
+            reached = [s for s in sessions if s["step"] < max(1, step)]
+            sessions = reached[-1:]
+        for session in sessions:
+            for name, then in session["modules"].items():
+                if MODULE_NAME.fullmatch(name) and isinstance(then, str | int):
+                    pairs.append((name, then))
+    return list(dict.fromkeys(pairs))
+
+
+def find_module_file(name: str) -> str | None:
+    """Return the file of a module on today's module path, without importing anything."""
+    if (module := sys.modules.get(name)) is not None:
+        return getattr(module, "__file__", None)
+    # the job has the current folder last on its module path; this process may not have it
+    path: Any = [*sys.path, os.getcwd()]
+    spec, parts = None, name.split(".")
+    for i, part in enumerate(parts):
+        # not by the whole name: folders without __init__.py then need their parent to be imported
+        spec = PathFinder.find_spec(part, path)
+        path = None if spec is None else spec.submodule_search_locations
+        path = getattr(path, "_path", path)
+        if spec is None or (path is None and i + 1 < len(parts)):
+            return None
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def file_digest(file: str) -> str:
+    """Return the sha256 of a file. Raises OSError."""
+    status = os.stat(file)
+    return _digest_version(file, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=MAX_FILES)
+def _digest_version(file: str, mtime_ns: int, size: int) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _source_folder(package: str) -> str:
+    """Return the folder that holds a loaded package that is not installed; else ""."""
+    module = sys.modules.get(package.partition(".")[0])
+    file = str(getattr(module, "__file__", None) or "")
+    roots = [*map(str, getattr(module, "__path__", ()))] or [file]
+    if module is None or not roots[0] or _is_installed(roots[0]):
+        return ""
+    return os.path.join(os.path.dirname(os.path.abspath(roots[0])), "")
+
+
+def _is_installed(file: str) -> bool:
+    return not INSTALLED.isdisjoint(Path(file).parts)

@@ -1,0 +1,56 @@
+"""The `device` config group, and environment variables to set before torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from runner.core.bounds import bounded, check_bounds
+from runner.core.errors import ConfigError
+
+# Spins of OpenMP's threads before they sleep. Beside one busy process, a step takes nine times as
+# long with the default of 300,000, three times with this (1.3 times with one thread fewer). It
+# costs nothing on an idle machine; fewer spins do. Measured by scripts/bench_neighbour.py.
+SPIN_COUNT = "10000"
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables for OpenMP's waiting; {} if the user has set one."""
+    is_set = any(key in environ for key in WAITING_VARIABLES)
+    return {} if is_set else {"GOMP_SPINCOUNT": SPIN_COUNT}
+
+
+class DeviceKind(Enum):
+    """Kind of device of the run; `auto` is the fastest available."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    mps = "mps"
+
+
+@dataclass
+class DeviceConfig:
+    """Device, process and determinism; null leaves a setting as the process has it."""
+
+    kind: DeviceKind = DeviceKind.auto  # auto: CUDA, else MPS, else CPU
+    index: int | None = None  # number of the CUDA device; null: the current one
+    # share of GPU memory that the process may use; null: all
+    memory_fraction: float | None = bounded(None, above=0, max=1)
+    # share of memory in use (of a GPU: by tensors) above which caches are freed; null: never
+    clean_above: float | None = bounded(0.9, above=0, max=1)
+    tf32: bool | None = None  # TF32 for fp32 operations; null: only by optimization.tf32
+    cudnn_benchmark: bool = False  # CUDA: cuDNN times its kernels and uses the fastest
+    deterministic: bool = False  # deterministic kernels only; an operator without one is an error
+    # intra-op CPU threads; null: chosen by optimization.system if enabled, else torch's default
+    threads: int | None = bounded(None, min=1)
+    affinity: list[int] | None = None  # CPU cores this process may use, Linux only; null: as is
+    priority: int | None = bounded(None, min=-20, max=19)  # niceness; null: unchanged
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "device")
+        if self.deterministic and self.cudnn_benchmark:
+            problem = "conflicts with device.deterministic: it picks kernels by timing"
+            raise ConfigError("device.cudnn_benchmark", problem, "turn one of the two off")

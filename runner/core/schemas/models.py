@@ -1,0 +1,104 @@
+"""The `model` config group: one dataclass per option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from runner.core.bounds import bounded, check_bounds
+from runner.core.errors import ConfigError
+
+
+@dataclass
+class ModelConfig:
+    """Keys of every model; the sizes of inputs and outputs come from the data."""
+
+    kind: str = MISSING  # set by `model=NAME`: the built-in model
+    _target_: str | None = None  # your model class; null: a built-in model
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments for `_target_`
+    weights: str | None = None  # initial weights: a file or a run's folder; null: the model's own
+    weights_except: list[str] = field(default_factory=list)  # names not to load, such as head.*
+
+    def __post_init__(self) -> None:
+        if self.weights == "":
+            raise ConfigError("model.weights", "is empty", "name a file or a run's folder, or null")
+        if self.weights_except and self.weights is None:
+            problem = "needs model.weights"
+            raise ConfigError("model.weights_except", problem, "add model.weights=PATH")
+        if not all(self.weights_except):
+            raise ConfigError("model.weights_except", "has an empty name", "e.g. [head]")
+        if self._target_ is None:  # a class of the user gets none of these
+            check_bounds(self, "model")
+            self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError if the option's keys contradict each other."""
+
+
+@dataclass
+class MlpConfig(ModelConfig):
+    """A multi-layer perceptron over flattened inputs."""
+
+    kind: str = "mlp"
+    width: int = bounded(256, min=1)  # units per hidden layer
+    depth: int = bounded(2, min=0)  # hidden layers; 0: a linear model
+    dropout: float = bounded(0.0, min=0, below=1)  # probability, after each hidden layer
+
+
+@dataclass
+class CnnConfig(ModelConfig):
+    """A small ResNet."""
+
+    kind: str = "cnn"
+    width: int = bounded(32, min=1)  # channels of the first stage; doubled by each later one
+    stages: int = bounded(3, min=1)  # stages of residual blocks
+    blocks: int = bounded(2, min=1)  # residual blocks per stage
+
+
+@dataclass
+class TransformerConfig(ModelConfig):
+    """Keys of both transformers."""
+
+    width: int = bounded(128, min=1)  # size of the embeddings
+    depth: int = bounded(4, min=1)  # transformer blocks
+    heads: int = bounded(4, min=1)  # attention heads; must divide `width`
+    dropout: float = bounded(0.0, min=0, below=1)  # probability, on embeddings and residuals
+
+    def check(self) -> None:
+        """Raise ConfigError unless `heads` divides `width`."""
+        if self.width % self.heads:
+            divisors = [n for n in range(1, min(self.width, 16) + 1) if self.width % n == 0]
+            problem = f"must divide model.width={self.width}, got {self.heads}"
+            fix = f"use one of {', '.join(map(str, divisors))}, or another width"
+            raise ConfigError("model.heads", problem, fix)
+
+
+@dataclass
+class GptConfig(TransformerConfig):
+    """A decoder-only transformer with tied embeddings."""
+
+    kind: str = "gpt"
+
+
+@dataclass
+class TextClassifierConfig(TransformerConfig):
+    """A bidirectional transformer encoder that labels text."""
+
+    kind: str = "classifier"
+    depth: int = bounded(2, min=1)  # transformer blocks
+    dropout: float = bounded(0.1, min=0, below=1)  # probability, on embeddings and residuals
+
+
+@dataclass
+class HuggingFaceConfig(ModelConfig):
+    """A Hugging Face transformers model in a local folder, with its tokenizer."""
+
+    kind: str = "hf"
+    path: str = MISSING  # folder with config.json, tokenizer and weights; nothing is downloaded
+    pretrained: bool = True  # false: random weights; config.json and tokenizer are enough
+
+
+_ALL = (MlpConfig, CnnConfig, GptConfig, TextClassifierConfig, HuggingFaceConfig)
+OPTIONS: dict[str, type[ModelConfig]] = {cls.kind: cls for cls in _ALL}

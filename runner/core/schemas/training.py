@@ -1,0 +1,45 @@
+"""The `training` config group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from runner.core.bounds import bounded, check_bounds
+from runner.core.errors import ConfigError
+
+
+class MonitorMode(Enum):
+    """Which values of the monitored metric are better."""
+
+    min = "min"  # lower ones
+    max = "max"  # higher ones
+
+
+@dataclass
+class TrainingConfig:
+    """Length of the training, batch size, validation and early stopping."""
+
+    steps: int | None = bounded(None, min=1)  # training steps, skipped ones included; null: epochs
+    # instead of steps; both null: data.default_steps or data.default_epochs
+    epochs: float | None = bounded(None, above=0)
+    batch_size: int = bounded(32, min=1)  # samples per update, over all processes
+    # samples per backward pass of a process; null: the whole batch, or chosen by accumulation
+    micro_batch: int | None = bounded(None, min=1)
+    validate_every: int | None = bounded(None, min=1)  # steps; null: each epoch, at least 5 times
+    # stop after this many validations without improvement of `monitor`; null: never
+    patience: int | None = bounded(None, min=1)
+    monitor: str | None = None  # metric of the best checkpoint, e.g. val/loss; null: objective's
+    # whether lower or higher values of `monitor` are better; null: as the metric declares
+    monitor_mode: MonitorMode | None = None
+    sanity: bool = True  # validate one batch before step 1, without a trace; not when resuming
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "training")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                "training.steps", "is given together with training.epochs", "name one"
+            )
+        if self.micro_batch is not None and self.micro_batch > self.batch_size:
+            problem = f"must be ≤ training.batch_size={self.batch_size}, got {self.micro_batch}"
+            raise ConfigError("training.micro_batch", problem)

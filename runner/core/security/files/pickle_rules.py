@@ -1,0 +1,250 @@
+"""Rules for the pickles of a foreign torch file, checked before it is loaded.
+
+torch's `weights_only` loader calls functions that can make more than the file holds. The check
+follows its opcodes with placeholders, so that nothing is allocated or called. It ends at the first
+opcode that the loader does not know, where the loader refuses the file too.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickletools
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import IO, Any
+
+from runner.core.security.files.formats import SAVE_AGAIN, Data, FileRefusal, open_zip
+
+LEGACY_PICKLES = 5  # at the start of a file of torch before 1.6
+EXPANSION = 4  # elements of all views per byte of the file, above VIEW_ELEMENTS
+VIEW_ELEMENTS = 1 << 20
+TUPLE_NODES = 10_000  # nodes of a nested tuple, plus TUPLE_RATIO per byte of the pickle so far
+TUPLE_RATIO = 8
+MIN_COPIES = 10_000  # values that all calls may copy, plus COPY_RATIO per byte of the file
+COPY_RATIO = 2
+MAX_LARGE_INTEGERS = 10_000  # as keys they could all have one hash, which takes quadratic time
+COPY_FUNCTIONS = ("encode", "bytearray", "bytes")
+LATIN1 = ("latin1", "latin-1")  # pickle writes bytes as text in this encoding
+LITERALS = frozenset(
+    "NONE NEWFALSE NEWTRUE BININT BININT1 BININT2 BINFLOAT BINUNICODE SHORT_BINSTRING LONG1".split()
+)
+TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+POPS = {"APPEND": 1, "SETITEM": 2, "APPENDS": -1, "SETITEMS": -1}  # -1: back to the mark
+PACKED_STORAGES = ("QUInt4x2Storage", "QUInt2x4Storage")
+TENSOR = object()
+
+
+@dataclass(frozen=True)
+class _Name:
+    path: str
+
+
+@dataclass(eq=False)
+class _Container:
+    length: int = 0  # bytes, or values with those of nested tuples
+
+
+class _Bytes(_Container):
+    pass
+
+
+@dataclass(frozen=True)
+class _Storage:
+    elements: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Tuple:
+    items: tuple[Any, ...]
+    nodes: int  # of the nested tuple, shared ones counted each time, as in its hash
+
+
+def check_pickles(data: Data, kind: str) -> None:
+    """Check the pickles of a torch zip or legacy file. Raises FileRefusal."""
+    if kind == "torch_zip":
+        with open_zip(data) as archive:
+            members = archive.infolist()
+            rules = PickleRules(sum(member.file_size for member in members))
+            pickled = next(m for m in members if m.filename.lower().endswith("data.pkl"))
+            with archive.open(pickled) as member:
+                rules.check(member)
+        return
+    file: Any = data if isinstance(data, mmap.mmap) else io.BytesIO(data)
+    file.seek(0)
+    rules = PickleRules(len(data))
+    all(rules.check(file) for _ in range(LEGACY_PICKLES))
+
+
+class PickleRules:
+    """Follow pickles of a file whose members have `size` bytes together."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.copied, self.viewed, self.large_integers = size, 0, 0, 0  # so far
+        self.claims: dict[Any, int] = {}  # elements by storage
+
+    def check(self, file: IO[bytes]) -> bool:
+        """Check one pickle; return whether the loader gets to its end. Raises FileRefusal."""
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        opcodes = pickletools.genops(file)
+        while True:
+            try:
+                opcode, argument, position = next(opcodes)
+            except (StopIteration, ValueError):  # the loader fails there too
+                return False
+            if opcode.name == "STOP":
+                return True
+            try:
+                if not self._follow(opcode.name, argument, position or 0):
+                    return False
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise _refusal("malformed", f"{opcode.name}: {error!r}") from None
+
+    def _follow(self, opcode: str, argument: Any, position: int) -> bool:
+        """Follow one opcode; False if the loader does not know it."""
+        stack = self.stack
+        if opcode in LITERALS:
+            self.large_integers += opcode == "LONG1" and abs(argument) >= sys.hash_info.modulus
+            if self.large_integers > MAX_LARGE_INTEGERS:
+                raise _refusal("keys", "has many integers that may share one hash")
+            stack.append(argument)
+        elif opcode == "GLOBAL":
+            stack.append(_Name(argument))
+        elif opcode == "MARK":
+            self.marks.append(stack)
+            self.stack = []
+        elif opcode in ("BINPUT", "LONG_BINPUT"):
+            self.memo[argument] = stack[-1]
+        elif opcode in ("BINGET", "LONG_BINGET"):
+            stack.append(self.memo[argument])
+        elif opcode in ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"):
+            stack.append(_Container())
+        elif opcode == "TUPLE" or opcode in TUPLES:
+            count = TUPLES.get(opcode)
+            items = self._pop_mark() if count is None else self._pop(count)
+            nodes = 1 + _nodes(items)
+            if nodes > TUPLE_NODES + TUPLE_RATIO * position:
+                raise _refusal("nested", f"a tuple repeats its parts to {nodes:,} values")
+            self.stack.append(_Tuple(tuple(items), nodes))
+        elif opcode in POPS:
+            items = self._pop_mark() if POPS[opcode] < 0 else self._pop(POPS[opcode])
+            if type(self.stack[-1]) is _Container:
+                self.stack[-1].length += _nodes(items)
+            if opcode.startswith("SET"):
+                self._count_copies("a dict", _nodes(items[::2]) - len(items[::2]))
+        elif opcode == "BINPERSID":
+            stack.append(self._storage(stack.pop()))
+        elif opcode in ("REDUCE", "NEWOBJ"):
+            function, arguments = self._pop(2)
+            self.stack.append(self._call(function, arguments))
+        elif opcode == "BUILD":
+            instance, state = stack[-2], stack.pop()
+            self._count_copies("an object", _length(state))
+            if instance is TENSOR:
+                self._check_view("set_", state)
+        else:
+            return opcode == "PROTO"
+        return True
+
+    def _pop(self, count: int) -> list[Any]:
+        if count > len(self.stack):
+            raise IndexError("the stack is too short")
+        items = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return items
+
+    def _pop_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def _storage(self, identifier: Any) -> Any:
+        """Return the storage of a persistent id, which must fit in the file."""
+        if type(identifier) is int:  # of a tar of old torch, which is not loaded
+            return _Container()
+        items = identifier.items if type(identifier) is _Tuple else ()
+        if len(items) < 5 or type(items[4]) is not int or type(items[2]) not in (str, bytes, int):
+            raise _refusal("storage", "a persistent id is not a storage of torch")
+        self.claims[items[2]] = max(items[4], self.claims.get(items[2], 0))
+        if items[4] < 0 or sum(self.claims.values()) > self.size:
+            evidence = f"claims storages of {sum(self.claims.values()):,} elements"
+            raise _refusal("storage", f"{evidence}, and the file holds {self.size:,} bytes")
+        packed = (
+            type(items[1]) is _Name and "x" in items[1].path.rpartition(" ")[2]
+        )  # several numbers per byte
+        return _Storage(items[4] * (4 if packed else 1))
+
+    def _call(self, function: Any, arguments: Any) -> Any:
+        """Return a placeholder of the result. Raises FileRefusal if it could be large."""
+        if type(function) is not _Name:
+            return _Container()  # the loader does not call it
+        name = function.path.rpartition(" ")[2]
+        if name.startswith(("_rebuild_tensor", "_rebuild_qtensor")):
+            self._check_view(name, arguments)
+        elif type(arguments) is not _Tuple:
+            raise _refusal("call", f"calls {name} with arguments that are no tuple")
+        elif name == "_rebuild_from_type_v2":
+            self._call(arguments.items[0], arguments.items[2])
+        elif name in COPY_FUNCTIONS and not _is_copy(name, arguments.items):
+            problem = "which can make more than it is given"
+            raise _refusal("call", f"calls {name} with unusual arguments, {problem}")
+        elif name.endswith(("Tensor", "edStorage")) and function.path.startswith("torch"):
+            if arguments.items:
+                raise _refusal("call", f"constructs a {name} by its size or from a list")
+        elif not name.startswith(("_rebuild", "Parameter")):
+            length = sum(map(_length, arguments.items))
+            self._count_copies(name, length)
+            return _Bytes(length) if name in COPY_FUNCTIONS else _Container(length)
+        return TENSOR
+
+    def _count_copies(self, name: str, length: int) -> None:
+        """Bound what all calls copy together, since a value can be copied many times."""
+        self.copied += length
+        if self.copied > MIN_COPIES + COPY_RATIO * self.size:
+            evidence = f"it copies {self.copied:,} values, and the file holds {self.size:,} bytes"
+            raise _refusal("call", f"{evidence}; the last into {name}")
+
+    def _check_view(self, name: str, arguments: Any) -> None:
+        """Check a tensor's storage, offset, size and stride, before torch resizes the storage."""
+        items = arguments.items if type(arguments) is _Tuple else ()
+        if len(items) < 4 or type(items[0]) is not _Storage:
+            raise _refusal("tensor", f"{name} is not given a storage, offset, size and stride")
+        storage, offset, sizes, strides = *items[:2], items[2].items, items[3].items
+        elements, last = 1, offset
+        for size, stride in zip(sizes, strides, strict=True):
+            if min(size, stride) < 0:
+                raise _refusal("tensor", f"{name} is given a negative size or stride")
+            elements, last = elements * size, last + (size - 1) * stride
+        self.viewed += elements
+        if elements and not 0 <= offset <= last < storage.elements:
+            evidence = f"reaches element {last:,} of a storage of {storage.elements:,}"
+            raise _refusal("tensor", f"a tensor {evidence}")
+        if self.viewed > VIEW_ELEMENTS + EXPANSION * self.size:
+            evidence = (
+                f"its tensors have {self.viewed:,} elements, and it holds {self.size:,} bytes"
+            )
+            raise _refusal("tensor", evidence)
+
+
+def _nodes(items: Iterable[Any]) -> int:
+    """Count values; those of nested tuples are hashed with them."""
+    return sum(item.nodes if type(item) is _Tuple else 1 for item in items)
+
+
+def _length(value: Any) -> int:
+    if type(value) in (str, bytes):
+        return len(value)
+    return value.length if isinstance(value, _Container) else _nodes([value])
+
+
+def _is_copy(name: str, items: tuple[Any, ...]) -> bool:
+    """Whether it is what pickle writes for bytes: text in latin-1, nothing, or other bytes."""
+    if len(items) == 2:
+        return type(items[0]) is str and items[1] in LATIN1
+    return name != "encode" and (not items or type(items[0]) in (bytes, _Bytes))
+
+
+def _refusal(rule: str, evidence: str) -> FileRefusal:
+    return FileRefusal(f"pickle.{rule}", "", evidence, SAVE_AGAIN)

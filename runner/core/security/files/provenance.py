@@ -1,0 +1,251 @@
+"""The verdict on a file: reasons, and trust by origin.
+
+The origin is a manifest of this run tree, a digest pinned by the user, or unknown. A manifest's
+own digest detects damage but not forgery, so it counts only in folders of this run tree
+(`FilePolicy.run_tree`), where an attacker with write access would not need to forge one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.core.errors import CheckpointError, SecurityError
+from runner.core.findings import Reason, Severity, Trust
+from runner.core.record.text import escape_control_chars
+from runner.core.schemas.security import SecurityLevel
+from runner.core.security.checksummed_json import read_checksummed_json
+from runner.core.security.files.file_bytes import FileBytes
+from runner.core.security.files.formats import FileRefusal, is_model_name, leads_outside
+from runner.core.security.files.policy import FilePolicy
+
+log = logging.getLogger("runner")
+
+SCHEMA = 1
+OTHER = "other"  # format of files that are never loaded
+SHOWN_DIGESTS = 4  # in one message
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1  # of checkpoints and captures
+MAX_MANIFEST_BYTES = 1 << 24  # maximum size of a manifest or digest list
+SUMS_FILE = "SHA256SUMS"
+COPY_FILE = "copy the file itself"
+INTACT = "use an intact copy or an earlier checkpoint"
+SUM_LINE = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")
+
+
+@dataclass
+class FileFacts:
+    """A file's digest, size and format when it was read."""
+
+    sha256: str
+    size: int
+    format: str  # by magic and name: safetensors | torch_zip | pickle | npy | npz | …
+
+
+@dataclass
+class Assessment:
+    """The verdict on a file or folder: trust, reasons, and files."""
+
+    path: str
+    trust: Trust = Trust.UNTRUSTED
+    reasons: list[Reason] = field(default_factory=list)
+    files: dict[str, FileFacts] = field(default_factory=dict)  # by relative path
+    seconds: float = 0.0
+    schema: int = SCHEMA
+
+    @property
+    def refused(self) -> bool:
+        """Whether nothing of it may be loaded."""
+        return self.trust is Trust.REFUSED
+
+    @property
+    def refusals(self) -> list[Reason]:
+        """The reasons that are refusals."""
+        return [reason for reason in self.reasons if reason.severity is Severity.REFUSAL]
+
+    def refuse(self, reasons: Sequence[Reason]) -> None:
+        """Add reasons; any refusal sets the trust to REFUSED."""
+        self.reasons += reasons
+        if self.refusals:
+            self.trust = Trust.REFUSED
+
+    @property
+    def digests(self) -> list[str]:
+        """sha256 of each loadable file, as for security.pinned."""
+        return [f.sha256 for f in self.files.values() if f.format != OTHER and f.sha256]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-compatible dict; enums become their names."""
+        values = asdict(self)
+        values["trust"] = self.trust.name
+        for row, reason in zip(values["reasons"], self.reasons, strict=True):
+            row["severity"] = reason.severity.name
+        return values
+
+
+def may_load(assessment: Assessment, level: SecurityLevel) -> bool:
+    """Whether it may be loaded at that level; strict requires CHECKED or PINNED."""
+    if level is SecurityLevel.off:
+        return True
+    required = Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED
+    return assessment.trust >= required
+
+
+def check_allowed(assessment: Assessment, policy: FilePolicy) -> None:
+    """Raise SecurityError if the policy does not allow it; warn once about an unknown file."""
+    path, hint = escape_control_chars(assessment.path), pin_hint(assessment)
+    if not may_load(assessment, policy.level):
+        why = "security=strict loads only files of this run tree and pinned ones; " + hint
+        if assessment.refused:
+            first = next(iter(assessment.refusals), "no file of it may be loaded")
+            why = escape_control_chars(str(first))
+        raise SecurityError(f"{path}: refused: {why}")
+    if assessment.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
+        text = "not below outputs/ here, so checked in a sandboxed process and loaded as plain data"
+        log.warning("%s: %s; %s", path, text, hint)
+
+
+def pin_hint(assessment: Assessment) -> str:
+    """Return the hint how to allow the file."""
+    digests = assessment.digests
+    if len(digests) > SHOWN_DIGESTS:
+        return "if you know where it comes from, pin the sha256 of each file that job=scan lists"
+    return f"if you know where it comes from, add security.pinned=[{','.join(digests)}]"
+
+
+# -- the origin of a file ----------------------------------------------------------------------
+
+
+def is_in_run_tree(path: Path, policy: FilePolicy) -> bool:
+    """Whether its resolved path lies in a folder of this run tree."""
+    try:
+        resolved = path.resolve()
+        return any(resolved.is_relative_to(folder.resolve()) for folder in policy.run_tree)
+    except (OSError, RuntimeError):  # a symlink loop
+        return False
+
+
+def link_roots(folder: Path) -> list[Path]:
+    """Return the folders to which links in `folder` may lead."""
+    resolved = folder.resolve()
+    snapshots = (path.parent for path in (resolved, *resolved.parents))
+    cached = next((path for path in snapshots if path.name == "snapshots"), None)
+    return [resolved] if cached is None else [resolved, cached.parent / "blobs"]
+
+
+def check_link(path: Path, roots: Sequence[Path]) -> None:
+    """Raise FileRefusal if the path is a link out of `roots`, or cannot be resolved."""
+    if not path.is_symlink():
+        return
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop
+        raise FileRefusal("link.broken", path.name, str(error), COPY_FILE) from None
+    if not target.exists() or not any(map(target.is_relative_to, roots)):
+        evidence = f"a link that leads to {target}; it was not opened"
+        raise FileRefusal("link.outside", path.name, evidence, COPY_FILE)
+
+
+def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
+    """Return CHECKED or PINNED if the digest is known; hashes only if it could be."""
+    if is_in_run_tree(path.parent, policy):
+        try:
+            if _listed_digests(path.parent, MANIFEST).get(path.name) == data.sha256:
+                return Trust.CHECKED
+        except (CheckpointError, FileRefusal):
+            pass  # `set_trust` reports it
+    pinned = policy.pinned and data.sha256 in policy.pinned
+    return Trust.PINNED if pinned else Trust.UNTRUSTED
+
+
+def _listed_digests(folder: Path, source: str) -> dict[str, str]:
+    """Return sha256 by file name from the folder's manifest or SHA256SUMS; {} if missing.
+
+    Raises CheckpointError if it is malformed, FileRefusal if it leads out of the folder.
+    """
+    path = folder / source
+    check_link(path, link_roots(folder))
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES >> 20} MiB")
+    listed = _read_sums(path) if source == SUMS_FILE else _read_manifest(path)
+    for name in filter(leads_outside, listed):
+        raise FileRefusal("digests.path", source, f"lists {name!r}, outside its folder", INTACT)
+    return listed
+
+
+def _read_manifest(path: Path) -> dict[str, str]:
+    try:
+        files = read_checksummed_json(path, MANIFEST_FORMAT)["files"]
+        return {name: str(entry["sha256"]) for name, entry in files.items()}
+    except (LookupError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: not a manifest of the runner") from None
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    sums: dict[str, str] = {}
+    for line in filter(str.strip, lines):
+        match = SUM_LINE.fullmatch(line)
+        if match is None:
+            raise CheckpointError(f"{path}: not a list of sha256 and file names: {line[:100]!r}")
+        name, digest = match[2].removeprefix("./"), match[1].lower()
+        if sums.setdefault(name, digest) != digest:
+            raise FileRefusal("digests.conflict", path.name, f"has two digests of {name!r}", INTACT)
+    return sums
+
+
+def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
+    """Set the trust of a file or folder from its digests and reasons.
+
+    `assessment.files` must be complete, keyed by path in the folder or by the single file's name. A
+    folder has the trust of its least trusted loadable file; a file that differs from the manifest
+    or SHA256SUMS beside it is refused.
+    """
+    folder = path if path.is_dir() else path.parent
+    checked = is_in_run_tree(folder, policy)
+    for parent in sorted({(folder / name).parent for name in assessment.files}):
+        names = [name for name in assessment.files if (folder / name).parent == parent]
+        _check_digests(assessment, parent, names, SUMS_FILE)
+        recorded = _check_digests(assessment, parent, names, MANIFEST)
+        loadable = {
+            Path(n).name for n in names if assessment.files[n].format != OTHER or is_model_name(n)
+        }
+        checked = checked and loadable <= set(recorded)
+    if assessment.refusals:
+        assessment.trust = Trust.REFUSED
+    elif assessment.digests and set(assessment.digests) <= set(policy.pinned):
+        assessment.trust = Trust.PINNED
+    else:
+        assessment.trust = Trust.CHECKED if checked else Trust.UNTRUSTED
+
+
+def _check_digests(
+    assessment: Assessment, folder: Path, names: list[str], source: str
+) -> dict[str, str]:
+    """Refuse files that differ from the folder's digest list; return the list."""
+    try:
+        listed = _listed_digests(folder, source)
+    except FileRefusal as refusal:
+        assessment.refuse([refusal.reason])
+        return {}
+    except CheckpointError as error:
+        text = f"{escape_control_chars(str(error))}, so its digests are ignored"
+        assessment.reasons.append(Reason("digests.damaged", Severity.WARNING, source, text))
+        return {}
+    for name in names:
+        digest, expected = assessment.files[name].sha256, listed.get(Path(name).name)
+        if expected is not None and digest and digest != expected:
+            expected = escape_control_chars(expected)
+            text = f"its sha256 is {digest[:16]}…, but {source} lists {expected[:16]}…"
+            reason = Reason("digests.differ", Severity.REFUSAL, name, text, INTACT)
+            assessment.refuse([reason])
+    return listed

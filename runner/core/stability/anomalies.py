@@ -1,0 +1,87 @@
+"""Records of bad steps, written to `debug/anomalies.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.core.record.storage import write_or_log
+
+ANOMALIES_FILE = "debug/anomalies.json"
+MAX_FIRST, MAX_LATEST = 500, 500  # most rows kept, of the earliest and of the latest
+
+
+@dataclass
+class Anomaly:
+    """A bad step."""
+
+    step: int
+    kind: str
+    loss: float
+    grad_norm: float
+    loss_limit: float  # spike threshold of the loss
+    grad_norm_limit: float
+    skipped: bool
+    action: str = ""
+    capture: str = ""  # folder for job=replay, relative to the run's
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a row for JSON: NaN and Inf are null; `nonfinite` names them, except in limits."""
+        row = asdict(self)
+        numbers = ("loss", "grad_norm", "loss_limit", "grad_norm_limit")
+        nonfinite = {name: str(row[name]) for name in numbers if not math.isfinite(row[name])}
+        row |= dict.fromkeys(nonfinite)
+        values = {k: v for k, v in nonfinite.items() if not k.endswith("_limit")}
+        return row | {"nonfinite": values} if values else row
+
+
+class Anomalies:
+    """The bad steps of a run; beyond MAX_FIRST + MAX_LATEST rows, the earliest and the latest."""
+
+    def __init__(self) -> None:
+        self.rows: list[Anomaly] = []
+        self.count = 0
+        self.unwritten = False
+
+    def __iter__(self) -> Iterator[Anomaly]:
+        return iter(self.rows)
+
+    def add(self, row: Anomaly) -> None:
+        """Add a row, to be written by `write`."""
+        self.count += 1
+        self.rows.append(row)
+        if len(self.rows) > MAX_FIRST + MAX_LATEST:
+            del self.rows[MAX_FIRST]
+        self.unwritten = True
+
+    def count_before(self, step: int, kind: str) -> int:
+        """Return how many bad steps of that kind directly precede `step`."""
+        count = 0
+        for row in reversed(self.rows):
+            if row.kind != kind or row.step != step - 1 - count:
+                break
+            count += 1
+        return count
+
+    def write(self, folder: Path | None) -> None:
+        """Replace the file in a run's folder if rows were added since the last write."""
+        if not self.unwritten or folder is None:
+            return
+        path = folder / ANOMALIES_FILE
+        text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
+        write_or_log(path, text + "\n", logging.DEBUG)
+        self.unwritten = False
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"count": self.count, "rows": [asdict(row) for row in self.rows]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.count, self.rows = state["count"], [Anomaly(**row) for row in state["rows"]]
+        self.unwritten = len(self.rows) > 0

@@ -1,0 +1,227 @@
+"""Cost estimates: FLOP of a forward, seconds of a step, break-even steps of compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from runner.core.execution.recovery import is_out_of_memory, release_references
+from runner.core.interfaces.batch import batch_size_of, call_model
+from runner.core.interfaces.technique import ForwardCost, RunBuilder
+from runner.core.models import modes
+from runner.core.models.modes import enter_training
+from runner.core.preserved_state import NotRestorable
+from runner.core.techniques import probe
+
+COLD_COMPILE_S = 30.0  # cold compile time of a small transformer
+AUTOTUNE_S = 300.0  # assumed: cold max-autotune of a small transformer takes minutes
+MAX_COMPILE_SHARE = 0.1  # share of a run that futile compiling may cost
+TIMED_FORWARDS = 6  # the same on each machine; the first ones are never the fastest
+ASSUMED_STEP_S = 0.01  # per step, of a model that cannot be timed
+SAMPLES = 8  # counted, and scaled up to a micro-batch
+MIN_RUN_FLOP = {"cpu": 4e12}  # of a run in which compiling pays: minutes on a CPU with few cores
+MIN_RUN_FLOP_ACCELERATOR = 4e15  # and on an accelerator
+
+
+def forward_cost(builder: RunBuilder) -> ForwardCost:
+    """Return the FLOP of a forward over a micro-batch, counted once per run.
+
+    Rules use counts because they are reproducible, which timings are not. A model that must not be
+    called before training counts as infinitely large.
+    """
+    if builder.forward_cost is None:
+        try:
+            builder.forward_cost = _count_flop(builder, SAMPLES)
+        except NotRestorable as error:
+            builder.forward_cost = ForwardCost(inf, 1, str(error))
+        except Exception:  # such as a model with a fixed batch size
+            builder.forward_cost = _count_flop(builder, builder.micro_batch)
+    return builder.forward_cost
+
+
+def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
+    inputs, target = probe.sample_batch(builder, samples)
+    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in builder.model.modules())
+    with ExitStack() as stack:
+        stack.enter_context(probe.preserve_builder_state(builder))
+        stack.enter_context(modes.evaluation_mode(builder.model))
+        stack.enter_context(torch.no_grad())
+        if builder.compilation is not None:  # else the counting would be compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        with (counter := ProductCounter()):
+            call_model(builder.model, inputs)
+        flop, products = counter.flop, counter.products
+        if counter.uncounted or scripted:
+            flop, products = _count_dispatched(builder, inputs)
+    return ForwardCost(flop / 1e6 * builder.micro_batch / batch_size_of(target), products)
+
+
+def _count_dispatched(builder: RunBuilder, inputs: Any) -> tuple[int, int]:
+    """Return FLOP and number of products by torch's FlopCounterMode, which sees each operator."""
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    products: list[object] = []
+    with (
+        probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
+        FlopCounterMode(display=False) as counter,
+    ):
+        call_model(builder.model, inputs)
+    return counter.get_total_flops(), sum(operator in flop_registry for operator in products)
+
+
+def compile_break_even(builder: RunBuilder, cold: bool = False) -> tuple[int, str]:
+    """Return the least number of steps for which compiling is tried, and the reason.
+
+    If gains are measured, those of an earlier run decide, or a timed step: a run that is compiled
+    without gain takes at most MAX_COMPILE_SHARE longer. Compiling takes COLD_COMPILE_S, or as long
+    as the last time if its code is cached (unless `cold`). Without measuring the FLOP count
+    decides, so that the same run is always compiled or never.
+    """
+    if not builder.measure_gains:
+        return _compile_rule(builder)
+    known = None if builder.gains is None or cold else builder.gains.compile_seconds()
+    compile_s = COLD_COMPILE_S if known is None else known
+    compiling = f"{compile_s:.3g} s of compiling{'' if known is None else ', as the last time,'}"
+    if builder.gains is not None and not cold:
+        gains = [builder.gains.gain(name) for name in ("compile", "whole_step")]
+        saved_ms = max([g.without_ms - g.with_ms for g in gains if g and g.faster], default=0.0)
+        if saved_ms > 0:
+            reason = f"an earlier run saved {saved_ms:.3g} ms a step; {compiling} must pay back"
+            return _two_digits(1e3 * compile_s / saved_ms), reason
+    try:
+        seconds = step_seconds(builder)
+        measured = f"forward and backward take about {1e3 * seconds:.3g} ms"
+    except NotRestorable as error:
+        seconds = ASSUMED_STEP_S
+        measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
+    if seconds <= 0:
+        seconds, measured = (
+            ASSUMED_STEP_S,
+            f"the clock does not advance; assuming {ASSUMED_STEP_S} s",
+        )
+    share = f"{compiling} may take {MAX_COMPILE_SHARE:.0%} of the run"
+    return _two_digits(compile_s / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
+
+
+def autotuning_mode(builder: RunBuilder) -> tuple[str, str]:
+    """Return the compiler's mode on a GPU and the reason: it autotunes only in a long run.
+
+    AUTOTUNE_S may take at most MAX_COMPILE_SHARE of the run, as COLD_COMPILE_S of default mode.
+    """
+    steps, reason = compile_break_even(builder, cold=True)
+    required = _two_digits(steps * AUTOTUNE_S / COLD_COMPILE_S)
+    pays = builder.total_steps >= required
+    mode = "max-autotune-no-cudagraphs" if pays else "default"
+    return mode, f"{builder.total_steps:,} steps; autotuning from {required:,} on ({reason})"
+
+
+def _compile_rule(builder: RunBuilder) -> tuple[int, str]:
+    cost = forward_cost(builder)
+    if cost.unknown:
+        steps = COLD_COMPILE_S / MAX_COMPILE_SHARE / ASSUMED_STEP_S
+    else:
+        flop = 3e6 * cost.mflop * builder.batch_size / builder.micro_batch
+        steps = MIN_RUN_FLOP.get(builder.device.kind, MIN_RUN_FLOP_ACCELERATOR) / max(flop, 1.0)
+    return _two_digits(steps), f"by rule: {cost}"
+
+
+def _two_digits(steps: float) -> int:
+    return int(float(f"{steps:.1e}"))  # the inputs are no more precise
+
+
+def step_seconds(builder: RunBuilder) -> float:
+    """Estimate the seconds of forward and backward over a micro-batch: three times a forward.
+
+    Takes the fastest of TIMED_FORWARDS: disturbances (cold caches, other processes) only add time.
+    Raises NotRestorable.
+    """
+    inputs, _ = probe.sample_batch(builder, builder.micro_batch)
+    seconds: list[float] = []
+    with probe.preserve_builder_state(builder), torch.no_grad():
+        enter_training(builder.model)
+        for _ in range(TIMED_FORWARDS):
+            start = perf_counter()
+            try:
+                probe.forward(builder, inputs)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    release_references(error)
+                    raise NotRestorable("a forward does not fit in memory") from None
+                if not seconds:
+                    raise
+                break  # training will raise it, with its context
+            builder.device.synchronize()
+            seconds.append(perf_counter() - start)
+    return 3 * min(seconds)
+
+
+# -- FLOP of matrix products, convolutions and attention, from shapes ------------------------------
+
+UNCOUNTED_FUNCTIONS = {
+    "bilinear", "cdist", "chain_matmul", "einsum", "gru", "gru_cell", "inner", "kron", "lstm",
+    "lstm_cell", "multi_dot", "multi_head_attention_forward", "outer", "rnn_relu", "rnn_relu_cell",
+    "rnn_tanh", "rnn_tanh_cell", "tensordot",
+}  # fmt: skip
+"""Functions with products inside that ProductCounter does not see."""
+
+
+def _matmul_flop(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
+    """Return the FLOP formula of `[…, n, k] @ […, k, m]`; args[operand] has k as last dimension."""
+    return lambda args, out: 2 * out.numel() * int(args[operand].shape[-1])
+
+
+def _convolution_flop(args: Sequence[Any], out: Tensor) -> int:
+    return 2 * out.numel() * int(args[1][0].numel())
+
+
+def _transposed_convolution_flop(args: Sequence[Any], out: Tensor) -> int:
+    return 2 * int(args[0].numel()) * int(args[1][0].numel())
+
+
+def _attention_flop(args: Sequence[Any], out: Tensor) -> int:
+    query, key, value = args[:3]  # […, length, width]
+    width = query.shape[-1] + value.shape[-1]
+    return 2 * int(query.numel() // query.shape[-1] * key.shape[-2] * width)
+
+
+FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
+    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _matmul_flop(0)),
+    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _matmul_flop(1)),
+    **{f"conv{n}d": _convolution_flop for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _transposed_convolution_flop for n in (1, 2, 3)},
+    "scaled_dot_product_attention": _attention_flop,
+}
+
+
+class ProductCounter(TorchFunctionMode):
+    """Context that counts FLOP (a multiply-add is two) and products.
+
+    torch's FlopCounterMode needs a dispatch mode, which imports 800 modules (2 s, once). This one
+    sees functions called from Python, and lists those that it cannot count in `uncounted`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flop = self.products = 0
+        self.uncounted: set[str] = set()  # functions whose products were not seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        if name in UNCOUNTED_FUNCTIONS:
+            self.uncounted.add(name)
+        elif name in FLOP_FORMULAS:
+            try:
+                self.flop += FLOP_FORMULAS[name](args, result)
+                self.products += 1
+            except (AttributeError, IndexError, TypeError):  # keyword arguments
+                self.uncounted.add(name)
+        return result

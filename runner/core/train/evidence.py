@@ -1,0 +1,150 @@
+"""The summary of a run, built from its parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from contextlib import suppress
+
+from runner.core.device import memory
+from runner.core.errors import StorageError
+from runner.core.interfaces.run import Run
+from runner.core.interfaces.technique import Evidence, TechniqueStatus
+from runner.core.masking import mask_secrets
+from runner.core.record import provenance
+from runner.core.record.summary import ENDS, CheckpointPaths, MemoryPeaks, Summary
+
+log = logging.getLogger("runner")
+
+
+def build_summary(
+    run: Run,
+    status: str,
+    reason: str = "",
+    required: bool = False,
+    job: str = "train",
+    ended_by: str = "",
+) -> Summary:
+    """Build the summary and write it to the run's folder as `summary.json`.
+
+    `ended_by` is what ended the run; "" takes it from the status. If the summary cannot be written,
+    raise StorageError with `required`, else log and keep the earlier file.
+    """
+    progress = run.progress
+    summary = Summary(
+        status=status,
+        reason=mask_secrets(reason),
+        ended_by=None if status == "running" else ended_by or ENDS.get(status, "error"),
+        steps=progress.step,
+        resumed_step=run.resumed_step,
+        epochs=run.epoch,
+        metrics={**progress.metrics, **run.test_metrics},
+        tested=dict(run.tested),
+        baseline=dict(run.baseline),
+        job=job,
+        monitor=run.monitor,
+        best=progress.best,
+        best_step=progress.best_step,
+        throughput=run.stopwatch.throughput(
+            run.sizes.sequence if run.objective.unit == "tokens" else None
+        ),
+        memory=MemoryPeaks(memory.peak_process_bytes(), memory.peak_device_bytes(run.device)),
+        techniques=technique_statuses(run),
+        tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
+        skipped_steps=progress.skipped,
+        faults=_count_faults(run),
+        checkpoint=CheckpointPaths(run.checkpointer.last, run.checkpointer.best),
+        device=run.device.describe(),
+        versions=provenance.versions(),
+        config_hash=run.config_hash,
+        command=provenance.command(),
+        name=run.name,
+        wall_seconds=time.monotonic() - run.started,
+        choices=[*run.choices, *([] if run.bad_samples is None else run.bad_samples.choices())],
+        git=provenance.git_state() or {},
+        model_check=run.model_check,
+        columns=run.columns,
+        distributed=run.distributed,
+    )
+    if run.world is not None:  # the other processes of the run are not told apart
+        summary.throughput.other_cpu_share = None
+    run.history.write()
+    if run.folder is not None and run.writes:
+        try:
+            summary.write(run.folder)
+        except StorageError as error:
+            if required:
+                raise
+            log.warning("%s; the previous one is kept", error)
+            if status != "running":
+                summary.write_status(run.folder)
+    return summary
+
+
+def record_failure(run: Run, reason: str) -> None:
+    """Write `failed` and the reason into the last summary, and the history, from host memory alone.
+
+    `build_summary` asks the device too, and any call to a lost one may raise.
+    """
+    run.history.write()
+    if run.folder is not None and run.writes:
+        with suppress(StorageError):
+            summary = Summary.read(run.folder)
+            summary.set_end("failed", mask_secrets(reason))
+            summary.steps, summary.faults = run.progress.step, _count_faults(run)
+            summary.write(run.folder)
+
+
+def _count_faults(run: Run) -> dict[str, int]:
+    faults = Counter(run.history.counts)
+    faults.update(run.recorder.faults)
+    faults.update(run.checkpointer.faults)
+    if run.world is not None:
+        faults.update(run.world.faults)
+    return dict(faults)
+
+
+def collect_evidence(run: Run) -> None:
+    """Collect the evidence of every technique; some call the model a few times.
+
+    Restores the model afterwards, its Python attributes included.
+    """
+    from runner.core.preserved_state import large_parameters, preserve_state
+
+    if not run.techniques:
+        return
+    with preserve_state(
+        run.model, run.forward, run.objective, device=run.device.torch,
+        safe=large_parameters(run.model),
+    ):  # fmt: skip
+        for name, technique in run.techniques:
+            if run.trials is not None and run.trials.is_rejected(name):
+                continue
+            try:
+                run.evidence[name] = technique.engaged(run)
+            except Exception as error:  # must not end the run
+                run.evidence[name] = Evidence(False, f"evidence could not be collected: {error}")
+
+
+def technique_statuses(run: Run) -> list[TechniqueStatus]:
+    """A row per technique: requested, engaged, and the evidence collected so far."""
+    rows = {row.name: row for row in run.unapplied_techniques}
+    for name, _ in run.techniques:
+        evidence, fallback_reason = run.evidence.get(name), run.fallback_reasons.get(name, "")
+        if run.trials is not None:
+            evidence = run.trials.evidence(name, evidence)
+        if evidence is None:
+            reason = fallback_reason or "the run ended before evidence was collected"
+            status = "fell back" if fallback_reason else ""
+            rows[name] = TechniqueStatus(
+                name, True, False, reason, known=bool(fallback_reason), status=status
+            )
+            continue
+        status = "fell back" if fallback_reason else evidence.status or "failed"
+        status = "engaged" if evidence.engaged else status
+        status = "skipped" if run.trials and run.trials.is_rejected(name) else status
+        rows[name] = TechniqueStatus(
+            name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
+        )
+    return list(rows.values())

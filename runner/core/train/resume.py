@@ -1,0 +1,503 @@
+"""Saving and restoring of a run's state."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.core.checkpoint import folder as folders
+from runner.core.checkpoint.finite_checks import find_non_finite
+from runner.core.checkpoint.folder import RestoredCheckpoint
+from runner.core.data.order import Segment
+from runner.core.errors import CheckpointError, ConfigError, SecurityError
+from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.run import Progress, Run
+from runner.core.interfaces.technique import TRIALS, Choice
+from runner.core.record.text import shorten
+from runner.core.schemas.data import LIMIT_KEYS, LOADING_KEYS
+from runner.core.train.best import (
+    BestCriterion,
+    describe_difference,
+    restart_best,
+    warn_trained_samples,
+)
+
+log = logging.getLogger("runner")
+
+
+UNCOMPARED_KEYS = (
+    "name",
+    *(f"data.{key}" for key in ("changed", *LIMIT_KEYS)),
+    "checkpoint.resume",
+    "job.kind",
+    "evaluate.export",
+    "predict.format",
+)
+# how the columns of a table were fitted, with the defaults
+FITTED_KEYS = {
+    "data.ignore": "[]",
+    "data.types": "{}",
+    "data.date_formats": "{}",
+    "data.categories": "256",
+    "data.task": "auto",
+}
+LENGTH_KEYS = ("training.epochs", "training.steps")
+RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
+MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
+"""Raised by loading a state that does not fit."""
+
+
+def save(run: Run, best: bool = False, final: bool = False, failed: bool = False) -> None:
+    """Write a checkpoint of the run between two steps, unless its weights are not finite.
+
+    `final` writes it in any case, waits until it is on disk, and raises StorageError on failure.
+    After `failed`, an exception, it is no scheduled one, which rollbacks prefer. Host sync while
+    weights are copied; files are written in the background.
+    """
+    if run.saved_step < run.progress.step or best:
+        if run.world is not None and run.world.lost and run.shards is not None:
+            log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
+            return
+        if not final and not run.stability.has_finite_weights():
+            log.warning("step %d: not saved: the weights are not finite", run.progress.step)
+            return
+        bad = first_bad_step(run)
+        if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
+            return  # it would replace the one to roll back to
+        run.checkpointer.suspect_steps = _steps_to_replay(run, bad, run.captures is not None)
+        if run.trials is not None:
+            # a new dict: a checkpoint of the old one may be in the making
+            run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
+        planned = not failed and (best or run.progress.step % run.checkpoint_every == 0)
+        _note_unplanned(run, planned)
+        sharded = () if run.shards is None else run.shards.names
+        with run.update.evaluation_mode():
+            state = {**_run_state(run), "planned": planned, "clean": not bad}
+            run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
+        run.saved_step = run.progress.step
+    if final:
+        run.checkpointer.close()
+
+
+def _named_hooks(run: Run) -> Iterator[tuple[str, Hook]]:
+    """Yield each hook with its name in a state: its class, numbered if several have the same."""
+    counts = Counter[str]()
+    for hook in run.hooks:
+        counts[name := type(hook).__qualname__] += 1
+        yield f"{name} {counts[name]}" if counts[name] > 1 else name, hook
+
+
+def _note_unplanned(run: Run, planned: bool) -> None:
+    """Have the next checkpoint replace one of an early end, as if the run had not ended there."""
+    step, unplanned = run.progress.step, run.checkpointer.unplanned
+    (unplanned.discard if planned or step >= run.total_steps else unplanned.add)(step)
+
+
+def weights(run: Run) -> dict[str, Any]:
+    """Return the model's state dict, or this process's shard of it."""
+    return run.model.state_dict() if run.shards is None else run.shards.state_dict()
+
+
+def _steps_to_replay(run: Run, bad: int, captures: bool) -> set[int]:
+    first_unread = run.reader.first_unread if captures else None
+    return {step for step in (first_unread, bad) if step}
+
+
+def first_bad_step(run: Run) -> int:
+    """Return the first of the current consecutive bad steps, unreported ones included; 0 if none.
+
+    Host sync.
+    """
+    controller, open_window = run.stability, run.reader.state()
+    if controller.bad_since:
+        return controller.bad_since
+    for step, row in enumerate(open_window["rows"], open_window["first"]):
+        bad = row[2] > 0 or not all(map(math.isfinite, row))
+        if bad and step > controller.reset_step and step not in controller.vetoed:
+            return step
+    return 0
+
+
+def _run_state(run: Run) -> dict[str, Any]:
+    inputs = None
+    if run.batch_validator is not None:  # first, as it adds to the history and the controller
+        inputs = run.batch_validator.state()
+        run.stability.vetoed += run.batch_validator.take_vetoed()
+    return {
+        "progress": asdict(run.progress),
+        "criterion": asdict(run.criterion),
+        "update": run.update.state(),
+        "reader": run.reader.state(),
+        "history": run.history.state(),
+        "stability": run.stability.state(),
+        "inputs": inputs,
+        "bad_samples": {} if run.bad_samples is None else run.bad_samples.state(),
+        "random": {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+        },
+        "record": run.recorder.position(),
+        "events": run.recorder.event_position(),
+        "hooks": {n: text for n, hook in _named_hooks(run) if (text := hook.resume_state())},
+        "choices": [[c.key, c.value, c.reason] for c in run.choices],
+        "next_lr": run.update.lr_at(int(run.update.updates)),
+        "config_hash": run.config_hash,
+        "settings": _comparable_settings(run.settings),
+        "seed": run.seed,
+        "threads": run.device.threads,
+        "steps_per_epoch": run.train.steps_per_epoch,
+        "seeds_own_generators": True,  # those of a user's data set; older runs did not
+    }
+
+
+def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
+    """Restore the newest usable checkpoint; return False if there is none.
+
+    `where` is a run's folder or one of its step folders; None is the run's own folder. With
+    `trains`, differences from that run's config and data are logged. Raises CheckpointError, before
+    the run's folder is changed, if the state was not written by `save` or does not fit.
+    """
+    from runner.core.checkpoint.state_schema import check_state
+
+    restored = run.checkpointer.restore(where, check_state)
+    if restored is None:
+        return False
+    state = restored.state
+    if run.columns:
+        _check_fitted_keys(state["settings"], run.settings)
+    load_weights(run, restored.path, restored.model, state["update"])
+    with _translate_mismatch(restored.path):
+        load_progress(run, state["progress"])
+        run.resumed_step = run.progress.step
+        if trains:
+            _continue_epochs(run, state)
+            _reset_patience(run, state["settings"])
+        run.reader.load(state["reader"])
+        run.history.load(state["history"])
+        run.stability.load(state["stability"], run.progress.step)
+        if run.batch_validator is not None and state.get("inputs") is not None:
+            run.batch_validator.load(state["inputs"])
+        if run.bad_samples is not None:
+            run.bad_samples.load(state.get("bad_samples", {}))
+    run.same_config = state["config_hash"] == run.config_hash
+    if trains and not run.same_config:
+        before, after = state["settings"], _comparable_settings(run.settings)
+        changed_keys = [k for k in after if before.get(k, "None") != after[k]]
+        log.warning(
+            "the config differs from %s: %s", restored.path,
+            ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
+        )  # fmt: skip
+    if trains:
+        _compare_criterion(run, restored.path, state)
+        _find_best(run, restored.path)
+        _warn_raised_lr(run, state)
+    older = "seeds_own_generators" not in state
+    if trains and older and run.train.fetch.source.draws_itself():
+        log.warning(
+            "data: the random generators that the data set keeps are now seeded for each sample, "
+            "by seed, epoch and index: they draw other numbers than before step %d", restored.step,
+        )  # fmt: skip
+    if (then := state["threads"]) != (now := run.device.threads):
+        log.warning(
+            "threads: %d before, %d now: last bits may differ; see device.threads", then, now
+        )
+    reason = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
+    run.choices.append(Choice("checkpoint.resume", str(restored.path), reason))
+    if run.checkpointer.owns(restored.path):
+        run.record_offset, run.event_position = state["record"], state.get("events")
+        with _translate_mismatch(restored.path):
+            for name, hook in _named_hooks(run):
+                if text := state.get("hooks", {}).get(name):
+                    hook.load_resume_state(text)
+        due = run.progress.step > 0 and run.progress.step % run.checkpoint_every == 0
+        # one saved after an exception is saved again when due, as a scheduled one
+        run.saved_step = run.progress.step - (due and not state["planned"])
+        # as if it captures bad steps, which is not known yet: the next save deletes the others
+        run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run), True)
+        _note_unplanned(run, state["planned"])
+        run.checkpointer.prune(restored.step)
+    with _translate_mismatch(restored.path):
+        # last, since restoring the rest may draw random numbers
+        restore_random_state(state["random"])
+    return True
+
+
+def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
+    """Start the best over if it is of another metric, direction or validation set."""
+    now, before_settings = run.criterion, state["settings"]
+    with _translate_mismatch(path):
+        before = BestCriterion.of_state(state, now, run.objective.monitor)
+    settings = _comparable_settings(run.settings)
+    if difference := describe_difference(before, now, before_settings, settings):
+        restart_best(run.progress, f"is {difference}")
+    if before.validation != now.validation:
+        indices = run.validation.fetch.order.indices
+        warn_trained_samples(indices, run.trained_indices(before_settings))
+
+
+def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a key of how a table was fitted is set to another value than then."""
+    defaults = {
+        key: FITTED_KEYS[kind] for key in after for kind in FITTED_KEYS if key.startswith(kind)
+    }
+    if after.get("job.kind") == "predict":
+        defaults["data.target"] = ""
+    for key, default in defaults.items():
+        old, new = before.get(key, default), str(after.get(key))
+        if new not in (old, default):
+            problem = f"the table was fitted with {old}, got {new}"
+            fix = "leave it out" if key.count(".") > 1 else f"use {key}={old}"
+            raise ConfigError(key, problem, f"{fix}, or train a new run")
+
+
+def _find_best(run: Run, path: Path) -> None:
+    """Find the best checkpoint of the resumed run, which a fork inherits; without it start over."""
+    from runner.core.checkpoint.state_schema import check_state
+
+    progress, checkpointer = run.progress, run.checkpointer
+    if checkpointer.in_memory or progress.best is None or progress.best_step == progress.step:
+        return
+    best, problem = folders.find_step(folders.holder_of(path), progress.best_step), ""
+    if best is None:
+        problem = f"has no checkpoint in {folders.holder_of(path)}"
+    elif not checkpointer.owns(path):
+        try:
+            checkpointer.restore(best, check_state)  # verifies it
+            run.parent_best = best
+        except (CheckpointError, SecurityError) as error:
+            problem = f"cannot be copied ({error})"
+    if problem:
+        restart_best(progress, problem)
+
+
+def inherit_best(run: Run) -> None:
+    """Copy the best checkpoint of a fork's parent, once the fork has one of its own."""
+    source, run.parent_best = run.parent_best, None
+    if source is not None:
+        copy = partial(run.checkpointer.inherit, source)
+        problem = copy() if run.world is None else run.world.broadcast_choice(copy)
+        if problem:
+            restart_best(run.progress, f"cannot be copied ({problem})")
+
+
+def load_progress(run: Run, progress: Mapping[str, Any]) -> None:
+    """Set the progress and the place in the data; ValueError or TypeError if it is malformed."""
+    run.progress = Progress(**progress)
+    if run.progress.segments:
+        segments = [Segment.from_list(values) for values in run.progress.segments]
+        run.train.continue_segments(segments, run.progress.step)
+
+
+def _continue_epochs(run: Run, state: Mapping[str, Any]) -> None:
+    """Continue at the same sample of the same epoch if the batch size or the data changed.
+
+    The steps that are left follow from `run.epochs`, and the schedule is over all steps.
+    """
+    progress, train, before = run.progress, run.train, state["steps_per_epoch"]
+    size = int(state["settings"].get("training.batch_size", train.batch_size))
+    recorded = progress.segments or [[0, 0, 0, size, before, before, 0.0]]
+    segments = [Segment.from_list(values) for values in recorded]
+    is_new = train.continue_segments(segments, progress.step)
+    if not is_new and len(segments) == 1:
+        return
+    progress.segments = [list(segment) for segment in train.segments]
+    segment, order = train.segments[-1], train.fetch.order
+    if run.world is not None:
+        left = len(order.indices) - segment.sample
+        run.world.check_batches(left, train.batch_size, order.drop_last)
+    if run.epochs is not None:
+        run.total_steps = max(1, segment.steps_until(run.epochs))
+        run.update.set_factors(run.make_lr_factors(run.total_steps))
+        run.choices[:] = [
+            replace(choice, value=run.total_steps) if choice.key == "training.steps" else choice
+            for choice in run.choices
+        ]
+    if is_new:
+        epoch, first = segment.position(progress.step)
+        log.warning(
+            "the data or the batch size changed: an epoch used to have %d steps, and has %d now; "
+            "training continues at sample %d of epoch %d, and %d of %d steps are left",
+            before, train.steps_per_epoch, first + 1, epoch + 1,
+            max(0, run.total_steps - progress.step), run.total_steps,
+        )  # fmt: skip
+
+
+def _reset_patience(run: Run, before: Mapping[str, str]) -> None:
+    """Count validations from 0 if patience had ended the run, and its length is another now."""
+    progress, now = run.progress, _comparable_settings(run.settings)
+    limits = {before.get("training.patience", "None"), str(run.patience)} - {"None"}
+    has_ended = any(progress.stale_validations >= int(limit) for limit in limits)
+    new_length = any(before.get(key) != now.get(key) for key in LENGTH_KEYS)
+    if run.patience and has_ended and new_length and progress.step < run.total_steps:
+        log.info(
+            "training.patience had ended this run at step %d; it is longer now and trains on: the "
+            "%d validations without an improvement no longer count",
+            progress.step, progress.stale_validations,
+        )  # fmt: skip
+        progress.stale_validations = 0
+
+
+def _warn_raised_lr(run: Run, state: Mapping[str, Any]) -> None:
+    """Log that a schedule over more steps raises the learning rate at which the run had ended."""
+    if run.progress.step >= run.total_steps:
+        return
+    before, after = state.get("next_lr"), run.update.lr_at(int(run.update.updates))
+    settings = _comparable_settings(run.settings)
+    same_peak = state["settings"].get("optimizer.lr") == settings["optimizer.lr"]
+    if type(before) is not float or not same_peak or after <= RAISED_LR * before:
+        return
+    lr = before / run.update.backoff
+    log.warning(
+        "the learning rate goes from %.3g back to %.3g: schedule=%s is now over %d steps; "
+        "to keep it low: schedule=constant optimizer.lr=%.3g",
+        before, after, settings["schedule.kind"], len(run.update.factors), lr,
+    )  # fmt: skip
+
+
+@contextmanager
+def _translate_mismatch(path: Path) -> Iterator[None]:
+    """Turn errors of loading a state into a one-line CheckpointError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except MISMATCH_ERRORS as error:
+        from runner.core.checkpoint.state_schema import state_error
+
+        raise state_error(str(path), _short_error(error)) from error
+
+
+def _short_error(error: Exception) -> str:
+    """Return one short line: torch's message lists every tensor."""
+    return f"{type(error).__name__}: {shorten(str(error), 300)}"
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Restore the states of the global random generators."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+
+
+def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
+    """Restore weights, buffers and optimizer of the last good checkpoint; False if there is none.
+
+    Data and schedule continue from the current step, so the bad batches are not repeated. The
+    caller multiplies the learning rate by `factor`.
+    """
+    progress, update = run.progress, run.update
+    run.checkpointer.wait()
+    if run.world is not None:
+        run.world.barrier()  # until rank 0 has written the last one
+    restored = _find_good_checkpoint(run)
+    if restored is None:
+        return False
+    backoff, updates = update.backoff, update.updates.clone()
+    rates = [group["lr"] for group in update.optimizer.param_groups]
+    load_weights(run, restored.path, restored.model, restored.state["update"])
+    if update.lr is None:  # set by their owner, whose schedule continues
+        for group, rate in zip(update.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    update.updates.copy_(updates)
+    update.backoff = backoff
+    progress.rollbacks += 1
+    if progress.best_step != progress.step:  # the best checkpoint is of this step, and stays
+        run.saved_step = min(run.saved_step, progress.step - 1)  # its weights were replaced
+    message = f"rolled back to step {restored.step}, learning rate times {backoff * factor:g}"
+    run.history.add("rollback", message, step=progress.step, category="numerics")
+    return True
+
+
+def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
+    """Return the newest finite checkpoint from before the bad steps; log non-finite ones.
+
+    Scheduled checkpoints are preferred to one written at an interruption, so that an interrupted
+    run rolls back to the same step as any other. One from among the bad steps comes last.
+    """
+    decision = run.stability.decision
+    bad = (decision.since if decision is not None else 0) or first_bad_step(run)
+    folder: Path | None = None  # the newest
+    fallback: tuple[tuple[bool, bool], RestoredCheckpoint] | None = None
+    from runner.core.checkpoint.state_schema import check_state
+
+    while True:
+        try:
+            restored = run.checkpointer.restore(folder, check_state)
+            step = None if restored is None else restored.step
+        except CheckpointError as error:
+            log.warning("%s", error)
+            restored, step = None, None if folder is None else int(folder.name.rpartition("_")[2])
+        if restored is not None:
+            by_design = run.stability.nonfinite_by_design
+            nonfinite = find_non_finite(restored.model, restored.state["update"], by_design)
+            if nonfinite is not None:
+                log.warning(
+                    "the checkpoint of step %d is not usable: %s is not finite", step, nonfinite
+                )
+            else:
+                clean = restored.state.get("clean", True) and (not bad or restored.step < bad)
+                rank = clean, restored.state["planned"]
+                if all(rank):
+                    return restored
+                if fallback is None or rank > fallback[0]:
+                    fallback = rank, restored
+        folder = None if step is None else run.checkpointer.newest_before(step)
+        if folder is None:
+            return None if fallback is None else fallback[1]
+
+
+def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint without preprocessing is used with other data.
+
+    On its own data the split is the same, so fitting gives the same preprocessing.
+    """
+    if restored is None:
+        return
+    before, now = restored.state["settings"], _comparable_settings(settings)
+    loading_keys = {f"data.{key}" for key in (*LOADING_KEYS, "drop_last", "shuffle")}
+    keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading_keys
+    differing_keys = [key for key in keys if before[key] != now[key]]
+    if differing_keys or settings["job.kind"] == "predict":
+        difference = f", and {min(differing_keys)} differs" if differing_keys else ""
+        problem = f"{restored.path}: does not contain preprocessing{difference}"
+        raise CheckpointError(f"{problem}; train again or evaluate on its own data")
+
+
+def _comparable_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {k: str(v) for k, v in settings.items() if k not in UNCOMPARED_KEYS}
+
+
+def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
+    """Load model and optimizer states; CheckpointError naming `path` if they do not fit."""
+    try:
+        run.update.buffers.load(update.get("buffers", {}), model)
+        if run.shards is None:
+            run.model.load_state_dict(model)
+        else:
+            run.shards.load(model)
+        run.update.load(update)
+        if "names" not in update and (update["average"] or update["optimizer"].get("state")):
+            text = (
+                "optimizer state and averages are assigned by position, as it has no names for them"
+            )
+            log.info("%s: %s", path, text)
+    except torch.OutOfMemoryError:
+        raise
+    except MISMATCH_ERRORS as error:
+        raise CheckpointError(
+            f"{path}: does not fit this run's model or optimizer ({_short_error(error)}); "
+            "resume with the config of its run"
+        ) from error

@@ -1,0 +1,265 @@
+"""Export a trained model, read the file back, and compare its outputs with the model's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
+from torch.utils._pytree import tree_leaves, tree_map
+
+from runner.core.checkpoint.snapshot import Copier, write_tensors
+from runner.core.data.preprocessing import NAME as PREPROCESSING
+from runner.core.data.preprocessing import parse_preprocessing
+from runner.core.errors import ConfigError, RunnerError, StorageError, install_command
+from runner.core.execution.evaluation import copy_standalone_model
+from runner.core.interfaces.batch import Inputs, batch_size_of, call_model, slice_rows
+from runner.core.interfaces.run import Run
+from runner.core.record.library_files import private_folder
+from runner.core.record.storage import HashedFile, replace_text, write_file
+from runner.core.record.text import shorten
+from runner.core.schemas.jobs import ExportKind
+from runner.datasets.pipeline import RawInputModel, has_pipeline, raw_inputs
+
+log = logging.getLogger("runner")
+
+EXPORT_KEY = "evaluate.export"
+EXPORT_FILES = {
+    ExportKind.torchscript: "model.ts",
+    ExportKind.export: "model.pt2",
+    ExportKind.onnx: "model.onnx",
+    ExportKind.weights: "model.safetensors",
+    ExportKind.quantized: "model.safetensors",
+}
+PIPELINE_KINDS = (ExportKind.export, ExportKind.onnx)
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+TOLERANCE = 1e-3  # relative to the largest output
+INT8_TOLERANCE = 5e-2  # rounding may move a value to the next quantization level
+
+ReloadedModel = Callable[[Inputs], Any]  # the exported model, loaded again
+
+
+def check_export_packages(kind: ExportKind) -> None:
+    """Raise ConfigError if a required package is missing."""
+    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    if kind is ExportKind.onnx and missing:
+        problem = f"onnx needs {', '.join(missing)}, not installed"
+        raise ConfigError(EXPORT_KEY, problem, install_command("onnx"))
+
+
+def export(
+    run: Run, kind: ExportKind, folder: Path, tokenizer: str | None = None
+) -> dict[str, Any]:
+    """Export the evaluated model to `folder`; returns file names, bytes and largest difference.
+
+    Traced on the CPU in the weights' precision, with a dynamic batch size. With a `tokenizer`
+    folder, weights are exported as a folder for transformers' `from_pretrained`. Raises ConfigError
+    if the format does not support the model, and StorageError.
+    """
+    entry: dict[str, Any] = {"file": f"{folder.name}/{EXPORT_FILES[kind]}"}
+    entry["model"] = "float" if run.quantized is None else "int8"
+    try:
+        with private_folder(folder) as private:  # moved from there if the export succeeds
+            _write_export(run, kind, private / EXPORT_FILES[kind], tokenizer, entry)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(f"{folder / EXPORT_FILES[kind]}: not written: {reason}") from error
+    entry["files"] = sorted(file.name for file in folder.iterdir() if file.is_file())
+    log.info("%s: %s bytes", entry["file"], f"{entry['bytes']:,}")
+    return entry
+
+
+def _write_export(
+    run: Run, kind: ExportKind, path: Path, tokenizer: str | None, entry: dict[str, Any]
+) -> None:
+    preprocessing_json = run.checkpointer.preprocessing
+    preprocessing = parse_preprocessing(preprocessing_json, path) if preprocessing_json else None
+    if kind is ExportKind.quantized:
+        _write_quantized(run, path)
+    elif kind is ExportKind.weights:
+        entry["model"] = "float"
+        _write_tensors(path, copy_standalone_model(run).state_dict())
+        if tokenizer is not None:
+            from runner.datasets.hugging_face_model import save_pretrained_files
+
+            save_pretrained_files(run.model, Path(tokenizer), path.parent)
+    else:
+        model = (copy_standalone_model(run) if run.quantized is None else run.quantized.model).cpu()
+        inputs, samples = _example_batch(run)
+        entry["largest_difference"] = _write_traced(run, model, inputs, samples, kind, path)
+        if kind in PIPELINE_KINDS and preprocessing is not None and has_pipeline(preprocessing):
+            program = RawInputModel(model, preprocessing).eval()
+            raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
+            _write_traced(run, program, raw, samples, kind, pipeline)
+            entry["pipeline"] = f"{Path(entry['file']).parent}/{pipeline.name}"
+            _write_example_script(path.parent)
+    if preprocessing_json:  # unchanged, since it is read back
+        write_file(path.with_name(PREPROCESSING), partial(_write_bytes, preprocessing_json))
+    entry["bytes"] = os.path.getsize(path)
+
+
+def _write_bytes(data: bytes, file: HashedFile) -> None:
+    file.write(data)
+
+
+def _write_quantized(run: Run, path: Path) -> None:
+    """Write the int8 model's state_dict."""
+    if run.quantized is None:
+        evidence = run.evidence.get("quantization")
+        reason = (evidence.reason if evidence else "") or "see techniques in summary.json"
+        problem = f"there is no quantised model: {reason}"
+        raise ConfigError(EXPORT_KEY, problem, "change optimization.quantization")
+    state = run.quantized.model.state_dict()
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and type(tensor) is not Tensor:
+            problem = f"{name} is a {type(tensor).__name__}, not a plain tensor"
+            raise ConfigError(EXPORT_KEY, problem, "use optimization.quantization.mode=dynamic")
+    _write_tensors(path, state)
+
+
+def _write_tensors(path: Path, state: dict[str, Any]) -> None:
+    snapshot = Copier(reuse=False).take(state, {})
+    if missing := [f"{n} ({x.dtype})" for n, x in snapshot.extra.items() if isinstance(x, Tensor)]:
+        problem = f"safetensors does not hold {', '.join(missing)}"
+        raise ConfigError(EXPORT_KEY, problem, "use evaluate.export=export")
+    write_file(path, partial(write_tensors, snapshot))
+
+
+def _write_example_script(folder: Path) -> None:
+    from runner.datasets import pipeline_example
+
+    text = Path(pipeline_example.__file__).read_text(encoding="utf-8")
+    replace_text(folder / "pipeline_example.py", text)
+
+
+def _example_batch(run: Run) -> tuple[Inputs, int]:
+    """Return the inputs of a validation batch, and its number of samples."""
+    try:
+        batch, target = next(run.validation.batches(0))
+    finally:
+        run.validation.close()
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch), batch_size_of(target)
+
+
+def _write_traced(
+    run: Run, model: nn.Module, inputs: Inputs, samples: int, kind: ExportKind, path: Path
+) -> float:
+    """Export and reload; return the largest difference from the model's outputs."""
+    half = slice_rows(inputs, slice(max(1, samples // 2)))  # checks that the batch size is dynamic
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            reloaded = WRITERS[kind](model, inputs, path)
+            differences = [
+                _largest_difference(call_model(model, x), reloaded(x)) for x in (inputs, half)
+            ]
+    except (OSError, RunnerError):
+        raise
+    except Exception as error:  # tracers raise any type
+        weight_only = "optimization.quantization.mode=weight_only, or " if run.quantized else ""
+        problem = f"{kind.name} does not take this model: {_root_cause(error)}"
+        fix = f"try {weight_only}another format; the metrics are in summary.json"
+        raise ConfigError(EXPORT_KEY, problem, fix) from error
+    largest = max(difference for difference, _ in differences)
+    tolerance = TOLERANCE if run.quantized is None else INT8_TOLERANCE
+    if any(not difference <= tolerance * scale for difference, scale in differences):
+        problem = f"the outputs of the {kind.name} file differ from the model's by {largest:.2g}"
+        fix = "its forward depends on the data or is random; try another format"
+        raise ConfigError(EXPORT_KEY, problem, fix)
+    return largest
+
+
+def _export_torchscript(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
+    example: Any = {"example_kwarg_inputs": inputs}
+    if not isinstance(inputs, dict):
+        is_sequence = isinstance(inputs, tuple | list)
+        example = {"example_inputs": tuple(inputs) if is_sequence else (inputs,)}
+    with warnings.catch_warnings():
+        # torch 2.13's own deprecations, and tracer warnings, which the comparison covers
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", category=TracerWarning)
+        traced = torch.jit.trace(model, **example, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
+        traced.save(str(path))
+        loaded = torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # our own file
+    return partial(call_model, loaded)
+
+
+def _export_program(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
+    torch.export.save(_trace_program(model, inputs), path)
+    return partial(call_model, torch.export.load(path).module())  # our own file
+
+
+def _trace_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
+    kwargs = dict(inputs) if isinstance(inputs, dict) else {}
+    is_sequence = isinstance(inputs, tuple | list)
+    args = () if kwargs else tuple(inputs) if is_sequence else (inputs,)
+    batch_size = {0: torch.export.Dim.DYNAMIC}
+    shapes: Any = tree_map(lambda x: batch_size if isinstance(x, Tensor) else None, kwargs or args)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+
+
+def _export_onnx(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
+    import onnxruntime
+
+    onnx_logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = onnx_logger.level
+    try:
+        onnx_logger.setLevel(logging.ERROR)  # about missing torchvision, which is not needed
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            program = torch.onnx.export(_trace_program(model, inputs), dynamo=True, verbose=False)
+    finally:
+        onnx_logger.setLevel(level)
+    if program is None:
+        raise RuntimeError("torch.onnx.export made no program")
+    program.save(path, external_data=False)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [node.name for node in session.get_inputs()]
+
+    def run(inputs: Inputs) -> list[Tensor]:
+        arrays = (tensor.numpy() for tensor in _tensor_leaves(inputs))
+        return [
+            torch.from_numpy(x) for x in session.run(None, dict(zip(names, arrays, strict=True)))
+        ]
+
+    return run
+
+
+WRITERS = {
+    ExportKind.torchscript: _export_torchscript,
+    ExportKind.export: _export_program,
+    ExportKind.onnx: _export_onnx,
+}
+
+
+def _tensor_leaves(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _largest_difference(expected: Any, actual: Any) -> tuple[float, float]:
+    """Return the largest difference between two outputs, and the largest value of the first."""
+    expected_tensors, actual_tensors = _tensor_leaves(expected), _tensor_leaves(actual)
+    expected_shapes = [tuple(x.shape) for x in expected_tensors]
+    shapes = [tuple(x.shape) for x in actual_tensors]
+    if expected_shapes != shapes or not expected_tensors:
+        raise ValueError(f"outputs of shape {shapes}, where the model's are {expected_shapes}")
+    pairs = zip(expected_tensors, actual_tensors, strict=True)
+    largest = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    return largest, max(1e-6, *(float(x.double().abs().max()) for x in expected_tensors))
+
+
+def _root_cause(error: BaseException) -> str:
+    """Return the first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {shorten(lines[0], 200) if lines else ''}"

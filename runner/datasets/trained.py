@@ -1,0 +1,193 @@
+"""Load a trained run for predictions, equal to those of job=predict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.core.build.arguments import Closeable, count_samples, translate_model_errors
+from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.config.composing import compose
+from runner.core.config.recorded import merge_recorded_overrides
+from runner.core.config.run_config import RunConfig
+from runner.core.data.dataset import Dataset, TensorsDataset
+from runner.core.data.loader import make_loader
+from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
+from runner.core.errors import CheckpointError, DataError, UsageError
+from runner.core.interfaces.run import Run
+from runner.core.jobs.evaluate import build_trained
+from runner.core.record.text import quote_for_hydra
+from runner.core.security.files.policy import FilePolicy
+from runner.core.security.paths import run_tree_folders
+from runner.core.security.registry import resolve
+from runner.datasets.predict import PredictionColumns, predict_batches
+from runner.datasets.tabular import UNKNOWN_CATEGORIES_KEY
+
+log = logging.getLogger(__name__)
+
+TABLES = ("tabular", "text")
+
+
+def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[str] = ()) -> Trained:
+    """Load the trained model of a run's folder (best checkpoint), or of one checkpoint.
+
+    The recorded overrides apply, then `overrides`; a run started from Python recorded none. The
+    folder is untrusted: it is checked as for checkpoint.resume, and a user's classes need their
+    packages in `trusted`. Raises CheckpointError, ConfigError, SecurityError.
+    """
+    load_overrides = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
+    load_overrides += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
+    merged = merge_recorded_overrides([*overrides, *load_overrides], sweeps=False)
+    config = compose(merged.overrides)
+    policy = FilePolicy.of(config.security, run_tree_folders(None))
+    stored = Checkpointer(None, 1, policy=policy, best_first=True).read_preprocessing(Path(run))
+    if stored is None:
+        problem = "was written before preprocessing was kept"
+        raise CheckpointError(f"{run}: {problem}; train again or evaluate on its own data")
+    preprocessing = parse_preprocessing(stored[1], stored[0])
+    preprocessing.check_kind(config.data)
+    check_predicts(preprocessing)
+    return Trained(config, preprocessing, policy)
+
+
+class Trained(Closeable):
+    """A model with its preprocessing, ready to predict.
+
+    Use as a context manager: `predict` builds the model, `close` undoes global switches.
+    """
+
+    def __init__(self, config: RunConfig, preprocessing: Preprocessing, policy: FilePolicy) -> None:
+        self.config, self.preprocessing = config, preprocessing
+        self._policy, self._scope = policy, ExitStack()
+        self._run: Run | None = None
+
+    def __repr__(self) -> str:
+        fitted = self.preprocessing
+        source = f", {fitted.source}" if fitted.source else ""
+        return f"<Trained {fitted.sizes.task} model of data={fitted.kind}{source}>"
+
+    def close(self) -> None:
+        """Release the run; a later `predict` builds it again."""
+        self._run = None
+        self._scope.close()
+
+    def predict(self, data: Any) -> PredictionColumns:
+        """Return predictions for each sample, as the columns of job=predict's file.
+
+        `data` is a path as in `data.path`, a table (dict of columns, list of row dicts, or
+        pyarrow.Table) or a tensor: a table's columns as numbers, or model inputs. Unknown
+        categories are logged.
+        """
+        with self._open_data(data) as source:
+            if self._run is None:  # techniques inspect samples of the first data
+                run = build_trained(self.config, None, source)
+                self._run = self._scope.enter_context(run)
+            parts = list(predict_batches(self._run, self._loader(self._run, source)))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _loader(self, run: Run, source: Dataset) -> Any:
+        loader = make_loader(
+            source,
+            source.validation,
+            batch_size=run.validation.fetch.order.batch_size,
+            seed=run.seed,
+            device=run.device.torch,
+            config=replace(self.config.data, workers=0),
+            shuffle=False,
+            repeat=False,
+            augment=False,
+        )
+        loader.placements = run.validation.placements
+        return loader
+
+    @contextmanager
+    def _open_data(self, data: Any) -> Iterator[Dataset]:
+        """Yield the data set, preprocessed as in training."""
+        kind = self.preprocessing.kind
+        if isinstance(data, Tensor) and kind not in TABLES:
+            sizes = self.preprocessing.sizes
+            image = [sizes.in_channels, sizes.image_size, sizes.image_size]
+            shape = image if all(image) else [sizes.in_features]
+            fix = f"; a training sample had the shape {shape}" if all(shape) else ""
+            with translate_model_errors("load", data, fix):
+                yield self._tensor_dataset(data)
+            return
+        in_memory = not isinstance(data, str | Path)
+        if in_memory and kind not in TABLES:
+            problem = f"{type(data).__name__} for a model of data={kind}"
+            raise UsageError(f"load: {problem}; give a path or a tensor")
+        with ExitStack() as stack:
+            if in_memory:
+                columns = self._columns(data) if isinstance(data, Tensor) else data
+                data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
+            resolve_class = partial(resolve, trusted=self.config.security.trusted_packages)
+            config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
+            opening = OpenOptions(self._policy, self.preprocessing, evaluates=True, labelled=False)
+            try:
+                source = open_data(config, resolve_class, opening)
+            except DataError as error:
+                if not in_memory:
+                    raise
+                text = str(error).removeprefix("data.path: ")
+                raise DataError(f"load: {text.replace(str(data), 'the table')}") from None
+            for choice in source.choices:
+                if choice.key == UNKNOWN_CATEGORIES_KEY:
+                    log.warning("%s: %s: %s", choice.key, choice.value, choice.reason)
+            yield source
+
+    def _columns(self, data: Tensor) -> dict[str, np.ndarray]:
+        names = list(dict.fromkeys(column.name for column in self.preprocessing.columns))
+        if data.ndim != 2 or data.shape[1] != len(names):
+            problem = f"a tensor of shape {list(data.shape)}, but the model was trained on"
+            raise UsageError(f"load: {problem} the columns {', '.join(names)}")
+        return dict(zip(names, data.double().cpu().numpy().T, strict=True))
+
+    def _tensor_dataset(self, inputs: Tensor) -> Dataset:
+        sizes = self.preprocessing.sizes
+        if inputs.shape[:1] == (0,):
+            raise DataError("load: the data has no rows")
+        count_samples(inputs, "load: data")
+        inputs = inputs.cpu()
+        if inputs.dtype == torch.uint8:
+            inputs = inputs.float() / 255
+        elif inputs.is_floating_point() and self.config.model._target_ is None:
+            inputs = inputs.float()  # as its weights
+        indices = np.arange(len(inputs))
+        labels = torch.zeros(len(inputs), dtype=torch.int64)
+        return TensorsDataset(inputs, labels, sizes, (indices, indices))
+
+
+def _write_table(table: Any, folder: Path) -> Path:
+    """Write a table in memory to a Parquet file, to use the file pipeline."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if isinstance(table, list) and table and all(isinstance(row, Mapping) for row in table):
+        names = dict.fromkeys(name for row in table for name in row)
+        table = {name: [row.get(name) for row in table] for name in names}
+    if isinstance(table, Mapping):
+        for name, cells in table.items():
+            if cells is None or isinstance(cells, str | bytes | float | int):
+                problem = f"the column {name!r} is {cells!r}, not a list of cells"
+                raise UsageError(f"load: {problem}; for one row give a list with its dict")
+        try:
+            table = pyarrow.table(dict(table))
+        except (pyarrow.ArrowException, ValueError, TypeError) as error:
+            raise UsageError(f"load: the columns do not form a table: {error}") from None
+    if not isinstance(table, pyarrow.Table):
+        what = type(table).__name__
+        fix = "give a path, a dict of columns, a list of dicts, a pyarrow.Table or a tensor"
+        raise UsageError(f"load: {what} is not a table; {fix}")
+    parquet.write_table(table, folder / "table.parquet")
+    return folder / "table.parquet"

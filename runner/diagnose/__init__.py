@@ -1,0 +1,1 @@
+"""What went wrong: debug tools, replay of captured steps, doctor, profiles."""

@@ -1,0 +1,274 @@
+"""The memory of a run by module, and the objects that grow in a leak."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+
+from runner.core.device import memory
+from runner.core.device.leaks import describe_leaks
+from runner.core.errors import OutOfMemory
+from runner.core.interfaces.hook import Report
+from runner.core.interfaces.run import Run
+from runner.core.record.history import Fault
+from runner.core.record.library_files import private_folder
+from runner.core.schemas.debug import DebugConfig
+from runner.diagnose.debug.memory_breakdown import (
+    MIB,
+    PARTS,
+    MemoryBreakdown,
+    ModuleMemory,
+    SavedTensors,
+    measure_breakdown,
+    write_oom_report,
+)
+from runner.diagnose.debug.tool import DebugTool
+
+log = logging.getLogger("runner")
+
+FILE = "debug/memory.json"
+SNAPSHOT = "debug/memory_snapshot.pickle"
+LEAKS_NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
+MAX_EVENTS = 100_000  # allocator events to keep
+MAX_REPORTED = 8  # growing kinds that are reported
+MIN_GROWTH = 16  # minimum increase that counts as growth
+
+
+class MemoryTool(DebugTool):
+    """Breaks down a step's memory by module, and names growing objects after a leak.
+
+    It inspects a step of a full batch, which runs uncompiled, and counts the tensors saved for
+    backward by module. The next inspection follows at twice the step, or when the micro-batch
+    changes. Numbers change only in the last bits, where the run's own steps are compiled.
+    """
+
+    name = "memory"
+    eager = True
+
+    def __init__(self, config: DebugConfig) -> None:
+        super().__init__(config, config.memory.every)
+        self.breakdown: MemoryBreakdown | None = None
+        self.micro_batch = 0  # of the breakdown
+        self.run: Run | None = None
+        self.next_inspection = 0  # the first full batch from this step on is inspected
+        self.object_counts: ObjectCounts | None = None  # at the first inspection
+        self.leak = ""  # verdict at the end of the run
+        self.growth: list[Growth] = []
+        self.fault_counts: dict[str, int] = {}  # counts at the last check
+        self.step_seconds = 0.0  # mean of the last report
+
+    def state(self) -> dict[str, Any]:
+        """Return the last inspection, and the step of the next one."""
+        breakdown = None if self.breakdown is None else asdict(self.breakdown)
+        grown = [asdict(growth) for growth in self.growth]
+        sizes = {"next": self.next_inspection, "micro_batch": self.micro_batch}
+        return {"account": breakdown, "grown": grown, **sizes}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Inspect at the same steps."""
+        if (account := state["account"]) is not None:
+            rows = [ModuleMemory(**row) for row in account["rows"]]
+            self.breakdown = MemoryBreakdown(**{**account, "rows": rows})
+        self.growth = [Growth(**growth) for growth in state["grown"]]
+        self.next_inspection, self.micro_batch = state["next"], state["micro_batch"]
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Record the allocator's history; write the findings at the end."""
+        self.run, self.fault_counts = run, dict(run.history.counts)
+        if self.breakdown is None:  # a resumed run knows when the next one is
+            following = (run.progress.step // self.every + 1) * self.every
+            self.next_inspection = min(following, run.total_steps)
+        snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
+        if snapshots:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
+        try:
+            yield
+        except OutOfMemory as error:
+            self._dump_snapshot(run)
+            write_oom_report(run, str(error), self.breakdown)
+            raise
+        finally:
+            self._write_verdict(run)
+            if snapshots:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def due(self, step: int) -> bool:
+        """Whether to inspect the step: a full batch from `next_inspection` on, or a run's last."""
+        if self.run is None or step < self.next_inspection or self.is_resting(step):
+            return False
+        train = self.run.train
+        last = step == self.run.total_steps and self.breakdown is None
+        return last or train.samples(step - 1) >= train.batch_size
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Count the tensors that forward and backward hold."""
+        weights = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
+        saved = SavedTensors(run.model, weights)
+        start, micro_batch = time.perf_counter(), run.micro_batch
+        with memory.peak_memory(run.device) as peak, saved.count_saved():
+            yield
+        self.seconds += max(0.0, time.perf_counter() - start - self.step_seconds)
+        if run.micro_batch != micro_batch:  # out of memory and retried: two steps in one
+            return
+        with self.count_inspection():
+            breakdown = measure_breakdown(run, saved)
+            breakdown.peak = peak.on_device - peak.on_device_before
+            self._record_breakdown(run, breakdown)
+
+    def _record_breakdown(self, run: Run, breakdown: MemoryBreakdown) -> None:
+        self.object_counts = self.object_counts or count_objects()
+        self.breakdown, self.micro_batch = breakdown, run.micro_batch
+        self.next_inspection = max(2 * breakdown.step // self.every, 1) * self.every
+        self.finding = _describe_breakdown(run, breakdown)
+        run.recorder.text("memory/account", breakdown.table(), breakdown.step)
+        totals = {part: breakdown.total(part) / MIB for part in PARTS}
+        run.recorder.show(breakdown.step, "memory/account", totals)
+        self._dump_snapshot(run)
+        self._write(run)
+
+    def on_report(self, run: Run, report: Report) -> None:
+        """Name growing objects if a leak was found since the last report."""
+        self.step_seconds = report.seconds / len(report.loss)
+        if self.breakdown is not None:  # also of a process before this one
+            self.object_counts = self.object_counts or count_objects()
+        if self.breakdown is not None and run.micro_batch != self.micro_batch:
+            self.next_inspection = 0  # the breakdown is outdated
+        if self._has_new_fault(run, "leak"):
+            with self.count_inspection():
+                self._report_growth(run, report.last)
+        if self._has_new_fault(run, "out_of_memory"):
+            reason = "A step ran out of memory; its micro-batch was reduced and the run continues."
+            with self.count_inspection():
+                write_oom_report(run, reason, self.breakdown)
+
+    def _has_new_fault(self, run: Run, kind: str) -> bool:
+        """Whether the history counts more faults of that kind than at the last call."""
+        before, now = self.fault_counts.get(kind, 0), run.history.counts.get(kind, 0)
+        self.fault_counts[kind] = now
+        return now > before
+
+    # -- findings ------------------------------------------------------------------------------
+
+    def _report_growth(self, run: Run, step: int) -> None:
+        if self.object_counts is None:
+            return
+        gc.collect()
+        self.growth = find_growth(self.object_counts, count_objects())
+        text = "no Python object count grew: a library leaks, or the heap is fragmented"
+        if all(kind == "workers" for kind, detector in run.leaks.items() if detector.leaking):
+            self.growth = []
+            text = "objects of data workers are not counted; with data.workers=0 they are"
+        if self.growth:
+            text = "growing objects: " + "; ".join(map(str, self.growth[:2]))
+        fault = _last_leak(run)
+        if fault is not None:
+            fault.action = text
+        log.warning("step %d: leak: %s", step, text)
+        run.history.unwritten = True
+        run.recorder.text("memory/grown", "\n".join(f"- {g}" for g in self.growth) or text, step)
+        self._dump_snapshot(run)
+        self._write(run)
+
+    def _write_verdict(self, run: Run) -> None:
+        self.leak = describe_leaks(run.leaks) if run.leaks else LEAKS_NOT_WATCHED
+        fault = _last_leak(run)
+        if fault is not None:
+            rate = fault.message.partition(" (")[0]
+            self.finding = self.leak = "; ".join([rate, *map(str, self.growth[:1])])
+        else:
+            self.finding = "; ".join(filter(None, [self.finding, self.leak]))
+        self._write(run)
+
+    def _dump_snapshot(self, run: Run) -> None:
+        """Write the CUDA allocator's history, for pytorch.org/memory_viz."""
+        if run.device.kind != "cuda" or not self.config.memory.snapshot or run.folder is None:
+            return
+        try:
+            with private_folder((run.folder / SNAPSHOT).parent) as folder:
+                path = str(folder / Path(SNAPSHOT).name)
+                torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+        except (OSError, RuntimeError) as error:
+            log.warning("no snapshot of the allocator: %s", error)
+
+    def _write(self, run: Run) -> None:
+        record = {
+            "account": None if self.breakdown is None else asdict(self.breakdown),
+            "leak": self.leak,
+            "grown": [asdict(growth) for growth in self.growth],
+        }
+        self.write_json(run.folder, FILE, record)
+
+
+def _describe_breakdown(run: Run, breakdown: MemoryBreakdown) -> str:
+    totals = {part: breakdown.total(part) / MIB for part in PARTS}
+    text = "MiB: " + ", ".join(f"{part} {size:.3g}" for part, size in totals.items() if size)
+    largest = max(breakdown.rows, key=lambda row: row.activations)
+    if largest.activations:
+        part = largest.name.strip("()")  # of what is not a module, such as (batch)
+        text += f" (most in {part if part == largest.name else f'the {part}'})"
+    samples, full = run.train.samples(breakdown.step - 1), run.train.batch_size
+    if samples < full:
+        text += f" of a partial batch, {samples} of {full} samples: no full one was measured"
+    return text
+
+
+def _last_leak(run: Run) -> Fault | None:
+    return next((f for f in reversed(run.history.faults.values()) if f.kind == "leak"), None)
+
+
+# -- growth -----------------------------------------------------------------------------------
+
+
+ObjectCounts = tuple[Counter[str], Counter[str]]
+"""Number of live objects by kind, as tracked by the garbage collector; bytes of tensors."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A kind of objects whose number has grown."""
+
+    kind: str
+    more: int
+    bytes: int = 0  # of tensors
+
+    def __str__(self) -> str:
+        size = f", {self.bytes / MIB:,.1f} MiB" if self.bytes else ""
+        return f"{self.more:,} more {self.kind}{size}"
+
+
+def count_objects() -> ObjectCounts:
+    """Count tensors by shape and dtype, other objects by class; 50 ms for 200,000."""
+    number, size = Counter[str](), Counter[str]()
+    for item in gc.get_objects():
+        # a lazy parameter has no shape yet; the compiler's fake tensors hold no memory, and their
+        # sizes may be symbols
+        if not issubclass(type(item), Tensor):
+            number[f"objects of type {type(item).__qualname__}"] += 1
+        elif type(item) is not FakeTensor and not is_lazy(item):
+            with suppress(RuntimeError):  # one that is not defined has no dtype
+                dtype = str(item.dtype).removeprefix("torch.")
+                kind = f"tensors {list(item.shape)} {dtype} on {item.device}"
+                number[kind] += 1
+                size[kind] += item.numel() * item.element_size()
+    return number, size
+
+
+def find_growth(before: ObjectCounts, now: ObjectCounts) -> list[Growth]:
+    """Return the kinds that grew most: tensors by bytes, then others by number."""
+    more, size = (new - old for new, old in zip(now, before, strict=True))
+    grown = [Growth(kind, count, size[kind]) for kind, count in more.items() if count >= MIN_GROWTH]
+    return sorted(grown, key=lambda growth: (-growth.bytes, -growth.more))[:MAX_REPORTED]

@@ -1,0 +1,519 @@
+"""Profile a few steps with torch.profiler; explain where step time goes in the whole run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any, ClassVar
+
+import torch
+from torch._C._autograd import DeviceType
+
+from runner.core.interfaces.hook import Report, Step
+from runner.core.interfaces.run import Run
+from runner.core.record import markdown
+from runner.core.record.library_files import private_folder
+from runner.core.record.storage import write_or_log
+from runner.core.schemas.debug import DebugConfig, ProfileConfig
+from runner.core.train.step import overrides_event
+from runner.core.train.timing import PHASES
+from runner.diagnose.debug.sections import SectionTotals, collect
+from runner.diagnose.debug.tool import DebugTool
+
+log = logging.getLogger("runner")
+
+PHASE_NAMES = {"whole_step": "the step as one graph", "other": "between steps"}
+REPORT_FILE, RESULT_FILE, TRACE_FOLDER = "debug/profile.md", "debug/profile.json", "debug/traces"
+LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
+MAX_OPERATORS = 15  # operators in a table
+SEARCH_STEPS = 1000  # steps to search for a place for the window
+COMPILED_GRAPH = "compiled graph"
+# rows of a trace that are calls of the GPU's runtime or driver, or the profiler's own work
+RUNTIME_ROW = re.compile(
+    r"(cuda|cu|hip|hsa)[A-Z_]\w*$|ProfilerStep|Activity Buffer Request$|Buffer Flush$"
+    r"|Command Buffer Full$|Lazy Function Loading$|Runtime Triggered Module Loading$"
+    r"|Instrumentation$|Resource$"
+)
+# rows of `debug.profile.stacks`: Python functions, and calls of modules
+PYTHON_ROW = re.compile(r".*\.py\(\d+\): |<.*>|nn\.Module: |\w[\w.]*\(\d+\): ")
+WAIT_ROW = re.compile(r"c10d::|gloo:|nccl:|ncclDevKernel|mpi:|ucc:|record_param_comms")
+"""Rows that wait for the other processes of a run."""
+
+DATA_WAIT_SHARE = 0.2  # share of a step
+LONG_PHASE_SHARE = 0.25  # share of a step, of the optimizer or of what is between steps
+BUSY_SHARE = 0.7  # above this share of busy time the accelerator is the limit
+MANY_OPERATORS = 100  # operators per step
+SMALL_OPERATOR_US = 20.0  # step time per operator; a call takes 5 to 15
+LARGE_OPERATOR_SHARE = 0.3  # share of operator time above which one operator is reported
+
+
+@dataclass
+class StepMeasurements:
+    """A mean step, outside the profiler's window if possible; shares are of its time."""
+
+    split: dict[str, float] = field(default_factory=dict)  # by phase, as in the summary
+    step_ms: float = 0.0
+    operators: float = 0.0  # called per step
+    operator: str = ""  # with the most time
+    operator_share: float = 0.0
+    operator_ms: float = 0.0  # of that operator, per step
+    operators_ms: float = 0.0  # of all operators, per step
+    busy: float | None = None  # share of time in which the accelerator computed
+    workers: int = 0  # data workers
+    in_memory: bool = False
+    cores: int = 1
+    techniques: list[str] = field(default_factory=list)  # applied ones
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host limits the speed of a step."""
+        return self.busy is None or self.busy < BUSY_SHARE
+
+    @property
+    def python_share(self) -> float:
+        """The share of a step outside of operators, waits for data and what is between steps.
+
+        0 if calling the operators, which takes SMALL_OPERATOR_US each, may explain it.
+        """
+        inside = 1 - self.split.get("data", 0.0) - self.split.get("other", 0.0)
+        outside_ms = self.step_ms * inside - self.operators_ms
+        explained = outside_ms * 1e3 < SMALL_OPERATOR_US * self.operators
+        if not self.operators_ms or not self.step_ms or explained:
+            return 0.0
+        return outside_ms / self.step_ms
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether waiting for data dominates; never for data in memory."""
+        return (
+            self.host_bound and not self.in_memory and self.split.get("data", 0.0) > DATA_WAIT_SHARE
+        )
+
+
+def find_bottlenecks(measured: StepMeasurements) -> list[str]:
+    """Return the conclusions, most important first; never empty."""
+    split = measured.split if measured.host_bound else {}
+    texts = [*_operator_verdicts(measured), *_phase_verdicts(measured, split)]
+    if texts:
+        return texts
+    parts = sorted(measured.split.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
+    operators = f"{measured.operators:,.0f} operators a step, " if measured.operators else ""
+    return [f"no bottleneck: {operators}{shares}" if shares else "too few steps for a result"]
+
+
+def _operator_verdicts(measured: StepMeasurements) -> Iterator[str]:
+    many_small = (
+        measured.operators >= MANY_OPERATORS
+        and measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
+    )
+    if many_small and measured.host_bound and not measured.waits_for_data:
+        compiled = "whole_step" in measured.techniques
+        fix = "a larger training.batch_size" if compiled else "optimization.whole_step.enabled=true"
+        busy = "" if measured.busy is None else f", the device busy {measured.busy:.0%} of the time"
+        yield f"host-bound: {measured.operators:,.0f} small operators a step{busy}: {fix}"
+    elif (share := measured.python_share) > LARGE_OPERATOR_SHARE:
+        phases = {k: v for k, v in measured.split.items() if k not in ("data", "other")}
+        phase = max(phases, key=lambda name: phases[name], default="step")
+        yield (
+            f"{share:.0%} of step time is spent in Python outside of torch's operators, most in "
+            f"{PHASE_NAMES.get(phase, phase)}: debug.profile.stacks=true shows where in the trace"
+        )
+    elif WAIT_ROW.match(measured.operator) and measured.operator_share > LARGE_OPERATOR_SHARE:
+        yield (
+            f"waiting for the other processes takes {measured.operator_ms:.3g} ms a step "
+            f"({measured.operator}): the slowest one, or the network, is the limit"
+        )
+    elif not measured.waits_for_data and measured.operator_share > LARGE_OPERATOR_SHARE:
+        text = f"{measured.operator} takes {measured.operator_share:.0%} of the operators' time, "
+        text += f"{measured.operator_ms:.3g} ms a step"
+        if "amp" not in measured.techniques and not measured.operator.startswith(COMPILED_GRAPH):
+            text += "; 16 bits may help: optimization.amp.enabled=true"
+        yield text
+
+
+def _phase_verdicts(measured: StepMeasurements, split: dict[str, float]) -> Iterator[str]:
+    if (share := split.get("data", 0.0)) > DATA_WAIT_SHARE:
+        fix = f"raise data.workers (now {measured.workers})"
+        if measured.workers >= measured.cores:
+            fix = f"all {measured.cores} cores fetch already; make samples cheaper to read"
+        if measured.in_memory:
+            fix = "the data is in memory; use a larger training.batch_size"
+        yield f"{share:.0%} of step time waits for data: {fix}"
+    if (share := split.get("other", 0.0)) > LONG_PHASE_SHARE:
+        fix = "raise monitoring.every and debug.every"
+        yield f"{share:.0%} of step time is spent between steps, in hooks and the record: {fix}"
+    if (share := split.get("optimizer", 0.0)) > LONG_PHASE_SHARE:
+        fused = "fused_optimizer" in measured.techniques
+        fix = "optimization.fused_optimizer.enabled=true"
+        fix = "a larger training.batch_size needs fewer updates" if fused else fix
+        yield f"the optimizer takes {share:.0%} of a step: {fix}"
+
+
+class ProfileTool(DebugTool):
+    """Profiles a window of steps and the user's sections; reports what limits the speed.
+
+    Steps outside the window are not slowed down. Its cost is starting the profiler and reading its
+    events.
+    """
+
+    name: ClassVar[str] = "profile"
+
+    def __init__(self, config: DebugConfig) -> None:
+        super().__init__(config)
+        self.settings = config.profile
+        self.next_step = math.inf  # step after which it has to act
+        self.window: ProfilerWindow | None = None
+        self.operators: list[dict[str, Any]] = []
+        self.busy: float | None = None
+        self.trace_file, self.named_step = "", 0  # first step of the first window
+        self.resumed = False  # next_step is that of the run that is continued
+        self.trace_start, self.trace_steps = 0, 0  # of the trace
+        self.totals = SectionTotals()
+        self.seconds_before: dict[str, float] = {}  # stopwatch at the start of the window
+        self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds by phase within the window
+        self.verdicts: list[str] = []
+        self.measurements = StepMeasurements()
+        self.other_tools_seconds = 0.0  # seconds of the other debug tools so far
+
+    def due(self, step: int) -> bool:
+        """Whether the window starts, runs or ends at this step."""
+        return step >= self.next_step
+
+    def state(self) -> dict[str, Any]:
+        """Return the trace, and the step after which a window opens, also for one that is open."""
+        next_step = self.window.first if self.window is not None else self.next_step
+        names = ("named_step", "trace_file", "trace_start", "trace_steps", "operators", "busy")
+        return {"next_step": next_step, **{name: getattr(self, name) for name in names}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Profile the same steps, or none again."""
+        self.resumed, self.next_step = True, state["next_step"]
+        self.trace_file, self.named_step = state["trace_file"], state["named_step"]
+        self.trace_start, self.trace_steps = state["trace_start"], state["trace_steps"]
+        self.operators, self.busy = state["operators"], state["busy"]
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Collect sections during the session; write the results at the end."""
+        if not self.resumed:
+            step, window = run.progress.step, self.settings.warmup + self.settings.steps
+            latest = run.total_steps - step - window
+            self.next_step = step + min(self.settings.start, max(1, latest))
+        start_time, was_unset = perf_counter(), LOG_LEVEL_VARIABLE not in os.environ
+        os.environ.setdefault(LOG_LEVEL_VARIABLE, "6")  # else Kineto logs start and stop to stderr
+        try:
+            with collect() as self.totals:
+                yield
+        finally:
+            collected = perf_counter() - start_time
+            if self.window is not None:
+                self._close_window(run, self.window)
+            if was_unset:
+                os.environ.pop(LOG_LEVEL_VARIABLE, None)
+            start = perf_counter()
+            self._write_results(run, collected)
+            self.seconds += perf_counter() - start
+
+    def on_step(self, run: Run, step: Step) -> None:
+        """Start the window, count its steps, end it; without synchronisation."""
+        if self.window is None:
+            self._start_window(run, step.number)
+        elif self.window.step() or step.number >= run.total_steps:
+            self._close_window(run, self.window)
+
+    def on_report(self, run: Run, report: Report) -> None:
+        """Record the time of the other tools so far."""
+        tools = (hook for hook in run.hooks if isinstance(hook, DebugTool) and hook is not self)
+        self.other_tools_seconds = sum(tool.seconds for tool in tools)
+
+    def _start_window(self, run: Run, step: int) -> None:
+        if self.is_resting(step):
+            self.next_step = math.inf
+            return
+        if run.strict:  # the techniques' proof uses its own profiler
+            self.next_step = step + 1
+            return
+        steps, start_step = place_window(run, step, self.settings.warmup, self.settings.steps)
+        self.next_step = max(start_step, step + 1)
+        if start_step > step:
+            return
+        start = perf_counter()
+        self.seconds_before = dict(run.stopwatch.phase_seconds)
+        try:
+            self.window = ProfilerWindow(run, self.settings, self.totals, steps)
+            self.named_step = self.named_step or self.window.first
+            run.stopwatch.inspects_next = True
+        except RuntimeError as error:  # another profiler is active
+            self._record_failure(run, error)
+        self.seconds += perf_counter() - start
+
+    def _close_window(self, run: Run, window: ProfilerWindow) -> None:
+        self.window, self.next_step = None, math.inf
+        run.stopwatch.inspects_next = False
+        start = perf_counter()
+        try:
+            window.stop()
+            if window.recorded:
+                self.trace_start, self.trace_steps = window.first, window.recorded
+                self.operators, self.busy = window.read_operators()
+                self._export_trace(run, window)
+        except (ValueError, RuntimeError) as error:
+            self._record_failure(run, error)
+        for phase, seconds in run.stopwatch.phase_seconds.items():
+            # the stopwatch may have been reset since
+            self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
+        self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
+        self._update_verdicts(run)
+        self.inspections += 1
+        self.seconds += perf_counter() - start
+
+    def _export_trace(self, run: Run, window: ProfilerWindow) -> None:
+        if run.folder is None:
+            return
+        name = f"step_{self.named_step:08d}.json.gz"
+        try:
+            with private_folder(run.folder / TRACE_FOLDER) as folder:
+                window.profiler.export_chrome_trace(str(folder / name))
+            self.trace_file = f"{TRACE_FOLDER}/{name}"
+        except OSError as error:
+            log.warning("profile: no trace: %s", error)
+
+    def _record_failure(self, run: Run, error: Exception) -> None:
+        self.next_step = math.inf
+        message, step = f"torch.profiler: {error}", run.progress.step
+        run.history.add(
+            "no_profile", message, step=step, category="performance", action="no trace", error=error
+        )
+
+    # -- findings ------------------------------------------------------------------------------
+
+    def _update_verdicts(self, run: Run) -> None:
+        self.measurements = self._measure_step(run)
+        self.verdicts = find_bottlenecks(self.measurements)
+        self.finding = "; ".join(self.verdicts[:2])
+
+    def _measure_step(self, run: Run) -> StepMeasurements:
+        """Measure the steps outside the window.
+
+        Other debug tools mostly run between steps; all their time is subtracted there, which may be
+        too much.
+        """
+        seconds_by_phase = {
+            p: max(0.0, run.stopwatch.phase_seconds[p] - self.excluded[p]) for p in PHASES
+        }
+        seconds_by_phase["other"] = max(0.0, seconds_by_phase["other"] - self.other_tools_seconds)
+        if not any(seconds_by_phase.values()):
+            seconds_by_phase = dict(run.stopwatch.phase_seconds)
+        speed = run.stopwatch.throughput(None)
+        if run.stopwatch.on_accelerator and any(speed.split.values()):
+            seconds_by_phase = speed.split  # by the device, without profiled steps
+        total = sum(seconds_by_phase.values())
+        workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
+        measured = StepMeasurements(
+            split={phase: seconds / total for phase, seconds in seconds_by_phase.items()}
+            if total
+            else {},
+            step_ms=speed.step_ms.p50,
+            busy=self.busy,
+            workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
+            in_memory=bool(workers and "in memory" in workers.reason),
+            cores=run.device.cores,
+            techniques=sorted(
+                name for name, _ in run.techniques if name not in run.fallback_reasons
+            ),
+        )
+        if self.operators:
+            largest = self.operators[0]
+            measured.operators = sum(row["calls"] for row in self.operators) / self.trace_steps
+            measured.operator = largest["name"]
+            measured.operator_ms = largest["seconds"] / self.trace_steps * 1e3
+            measured.operator_share = largest["seconds"] / (self._operator_seconds() or 1.0)
+            measured.operators_ms = self._operator_seconds() / self.trace_steps * 1e3
+        return measured
+
+    def _operator_seconds(self) -> float:
+        return float(sum(row["seconds"] for row in self.operators))
+
+    def _write_results(self, run: Run, collected: float) -> None:
+        """Write the final verdict to TensorBoard and two files."""
+        self._update_verdicts(run)
+        text = "\n".join(f"- {markdown.escape(verdict)}" for verdict in self.verdicts)
+        run.recorder.text("profile/verdict", text, run.progress.step)
+        if self.operators:
+            run.recorder.text("profile/trace", self._operator_table(), run.progress.step)
+        record = {
+            "verdicts": self.verdicts,
+            "facts": asdict(self.measurements),
+            "first": self.trace_start,
+            "trace_file": self.trace_file,
+            "trace": {"steps": self.trace_steps, "operators": self.operators},
+            "seconds": collected,
+            "sections": [vars(total) | {"mean": total.mean} for total in self.totals.by_time()],
+        }
+        self.write_json(run.folder, RESULT_FILE, record)
+        if run.folder is not None:
+            write_or_log(run.folder / REPORT_FILE, self.markdown(collected))
+
+    def markdown(self, collected: float) -> str:
+        """Return the report as Markdown; sections were collected for `collected` seconds."""
+        lines = ["# Profile", "", *(f"- {markdown.escape(text)}" for text in self.verdicts), ""]
+        split = [("a step", f"{self.measurements.step_ms:.3g} ms")]
+        split += [
+            (PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.measurements.split.items() if v
+        ]
+        lines += ["## Time of a step", "", markdown.table(("", ""), split), ""]
+        lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
+        if self.operators:
+            last = self.trace_start + self.trace_steps - 1
+            lines += [
+                f"## Steps {self.trace_start} to {last}, profiled",
+                "",
+                self._operator_table(),
+            ]
+        if self.trace_file:
+            lines += ["", f"To be opened in ui.perfetto.dev: `{self.trace_file}`"]
+        if self.totals.rows:
+            rows = [
+                (f"{t.name} {t.category}".strip(), float(t.calls), t.seconds)
+                for t in self.totals.by_time()
+            ]
+            lines += ["", "## Sections", "", _time_table("section", rows, collected or 1.0), ""]
+            lines += ["Of this process; sections in data workers are not seen."]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def _operator_table(self) -> str:
+        """Return a table of the slowest operators by self time."""
+        steps = max(1, self.trace_steps)
+        rows = [
+            (row["name"], row["calls"] / steps, row["seconds"] / steps)
+            for row in self.operators[:MAX_OPERATORS]
+        ]
+        return _time_table("operator", rows, self._operator_seconds() / steps or 1.0)
+
+
+def _time_table(heading: str, rows: Iterable[tuple[str, float, float]], total_s: float) -> str:
+    """Format names, calls and seconds with their share of `total_s` as a Markdown table."""
+    cells = [
+        (name, f"{calls:,.4g}" if calls else "", f"{s * 1e3:,.3g}", f"{s / total_s:.1%}")
+        for name, calls, s in rows
+    ]
+    return markdown.table((heading, "calls", "ms", "share"), cells)
+
+
+# -- the profiler's window -----------------------------------------------------------------------
+
+
+class ProfilerWindow:
+    """A window of steps under torch.profiler, created between steps and advanced by `step`."""
+
+    def __init__(self, run: Run, config: ProfileConfig, totals: SectionTotals, steps: int) -> None:
+        """Start a window of `steps` steps; RuntimeError if another profiler is active."""
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError("another profiler is already active")
+        self.run, self.totals, self.steps = run, totals, steps
+        self.first = run.progress.step + config.warmup + 1  # first step in the trace
+        self.remaining = config.warmup + steps
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if run.device.kind == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(
+            activities=kinds,
+            schedule=torch.profiler.schedule(wait=0, warmup=config.warmup, active=steps, repeat=1),
+            record_shapes=config.shapes,
+            profile_memory=config.memory,
+            with_stack=config.stacks,
+        )
+        run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
+        self.profiler.start()
+        self.start_time = perf_counter()
+        self.seconds = 0.0  # wall time of the steps in the trace
+        totals.tracing = True
+
+    @property
+    def recorded(self) -> int:
+        """Number of steps in the trace so far."""
+        return max(0, self.steps - self.remaining)
+
+    def step(self) -> bool:
+        """Count a finished step; returns whether it was the last."""
+        self.remaining -= 1
+        if self.remaining == 0:
+            self.run.device.synchronize()  # waits: kernels still under way belong to the window
+        self.seconds = perf_counter() - self.start_time if self.recorded else 0.0
+        if self.remaining == 0:
+            return True
+        self.profiler.step()
+        if not self.recorded:
+            self.start_time = perf_counter()
+        return False
+
+    def stop(self) -> None:
+        """Stop the profiler, possibly early."""
+        self.totals.tracing = False
+        self.profiler.stop()
+
+    def read_operators(self) -> tuple[list[dict[str, Any]], float | None]:
+        """Return operators by self time, and the share of time in which a GPU computed."""
+        on_gpu = self.run.device.kind == "cuda"
+        self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
+        events = list(self.profiler.key_averages())
+        kernels = [
+            e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation
+        ]
+        operators = [
+            {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
+            for e in events
+            if is_operator(e)
+        ]
+        operators.sort(key=lambda row: -row["seconds"])
+        busy_seconds = sum(e.self_device_time_total for e in kernels) / 1e6
+        known = kernels and self.seconds
+        return operators, min(1.0, busy_seconds / self.seconds) if known else None
+
+
+def is_operator(event: Any) -> bool:
+    """Whether a profiler's row is an operator: no kernel, and no call that launches one or waits.
+
+    The time of a kernel is that of the operator that launched it.
+    """
+    is_on_host = event.device_type == DeviceType.CPU and not event.is_user_annotation
+    is_python = PYTHON_ROW.match(event.key) is not None
+    return is_on_host and not is_python and RUNTIME_ROW.match(event.key) is None
+
+
+def operator_name(key: str) -> str:
+    """Return an operator's name; that of a compiled graph is shortened."""
+    call = re.match(r"^## Call CompiledFxGraph (\S+) ##$", key)
+    return f"{COMPILED_GRAPH} {call[1][:8]}" if call else key
+
+
+def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
+    """Return how many steps to profile, and the step after which to start.
+
+    The window is moved or shortened to avoid validations, checkpoints and other tools' steps. If
+    there is no such place, it contains them.
+    """
+    tool_intervals = [
+        hook.every
+        for hook in run.hooks
+        if isinstance(hook, DebugTool) and overrides_event(hook, "around") and hook.every > 2
+    ]
+    # after every n-th step there is a pause
+    pause_intervals = [run.validate_every, run.checkpoint_every]
+    available = [interval - 1 - warmup for interval in (*pause_intervals, *tool_intervals)]
+    steps = min([steps, *(count for count in available if count > 0)])
+    for first in range(step, min(step + SEARCH_STEPS, run.total_steps - warmup - steps) + 1):
+        window = range(first, first + warmup + steps)
+        pauses = any(number % interval == 0 for number in window for interval in pause_intervals)
+        if not pauses and not any(
+            (n + 1) % interval == 0 for n in window for interval in tool_intervals
+        ):
+            return steps, first
+    return steps, step

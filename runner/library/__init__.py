@@ -1,1 +1,0 @@
-"""The Python API: parts of a run for models and data created by a program."""

@@ -1,0 +1,188 @@
+"""Run inference with checks and repairs of the output; check a model's weights."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.core.build.arguments import (
+    check_model_arguments,
+    count_samples,
+    device_of,
+    move_to_device,
+    take_rows,
+)
+from runner.core.checks import outputs
+from runner.core.checks.model import ModelReport
+from runner.core.checks.model import check_model as check_weights
+from runner.core.device import allocator
+from runner.core.errors import OutOfMemory, UsageError
+from runner.core.execution.recovery import is_out_of_memory, release_references
+from runner.core.findings import Reason, Severity
+from runner.core.format import count_noun
+from runner.core.interfaces.batch import Inputs, call_model
+from runner.core.interfaces.nested import named_leaves, tensors, tree_map
+from runner.core.models import modes
+from runner.core.preserved_state import preserve_random_state
+from runner.core.random_state import exclusive_random_state
+from runner.loops.optimize import Optimized
+
+CALLER = "safe_inference"
+
+
+@dataclass
+class InferenceResult:
+    """A model's output, and whether it can be trusted."""
+
+    output: Any = None  # as returned by the model, rows in order
+    ok: bool = False  # output complete, all values finite and unchanged
+    problems: list[str] = field(default_factory=list)  # in order of appearance
+    pieces: int = 0  # number of forward passes
+    non_finite: int = 0  # NaN or Inf values in the output, before repair
+    device: str = ""  # on which it was computed
+    seconds: float = 0.0  # wall time
+    changed: dict[str, int] = field(default_factory=dict)  # replaced values: nan, inf, limited
+
+
+def safe_inference(
+    model: nn.Module | Optimized, batch: Inputs, *, sanitise: bool = True, **options: Any
+) -> InferenceResult:
+    """Return the model's output for `batch`: a tensor, a tuple by position or a dict by name.
+
+    Runs in eval mode without gradients; modes and random states are restored. A batch that does not
+    fit into memory is halved as often as needed, and the outputs are concatenated. With `sanitise`
+    the output passes through `runner.sanitise` with the `options` (`nan`, `inf`, `low`, `high`).
+    Changed values are counted, and the result is then not `ok`.
+
+    Raises UsageError, OutOfMemory, and exceptions of the model. The host waits for the device.
+    """
+
+    def sanitise_output(output: Any) -> tuple[Any, outputs.Changes]:
+        return outputs.sanitise(output, **options)
+
+    sanitise_output(torch.zeros(1, 1, dtype=torch.float32))  # raises for invalid options
+    module = model.model if isinstance(model, Optimized) else model
+    check_model_arguments(CALLER, module)
+    rows = count_samples(batch, f"{CALLER}: batch")
+    result = InferenceResult(device=str(device_of(module)))
+    result.problems += count_non_finite(batch, "inputs")[1]
+    start = time.perf_counter()
+    with (
+        exclusive_random_state(CALLER),
+        preserve_random_state(),
+        torch.random.fork_rng({t.device.index for t in module.parameters() if t.is_cuda}),
+        modes.evaluation_mode(module),
+        torch.no_grad(),
+    ):
+        parts = list(_run_slices(model, batch, rows, device_of(module), result))
+        result.pieces = len(parts)
+        output = _join_outputs([part for part, _ in parts], [n for _, n in parts])
+        result.non_finite, lines = count_non_finite(output, "output")
+        result.problems += lines
+        if sanitise:
+            output, changes = sanitise_output(output)
+            result.changed = changes.read()
+    result.output = output
+    if limited := result.changed.get("limited", 0):  # NaN and Inf are listed already
+        result.problems.append(f"output: {outputs.describe_changes({'limited': limited})}")
+    result.ok = not result.non_finite and not any(result.changed.values())
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _run_slices(
+    model: Any, batch: Inputs, total: int, device: torch.device, result: InferenceResult
+) -> Iterator[tuple[Any, int]]:
+    """Yield (output, number of rows) of consecutive slices that fit into memory."""
+    start, size = 0, total
+    with ExitStack() as scope:
+        while start < total:
+            rows = slice(start, min(start + size, total))
+            try:
+                output = call_model(model, move_to_device(take_rows(batch, rows, total), device))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = _halve_size(error, rows.stop - start, scope, result)
+            else:
+                yield output, rows.stop - start
+                start = rows.stop
+            # retried outside the handler, so that no traceback keeps the activations alive
+
+
+def _halve_size(error: Exception, count: int, scope: ExitStack, result: InferenceResult) -> int:
+    """Return the size of the next attempt; OutOfMemory if it was one sample."""
+    release_references(error)
+    gc.collect()
+    torch.cuda.empty_cache()
+    if result.device == "cpu":
+        allocator.return_freed_memory(scope)
+    if count == 1:
+        raise OutOfMemory(f"{CALLER}: out of memory with one sample on {result.device}")
+    size = (count + 1) // 2
+    result.problems.append(f"out of memory with {count} samples; {size} at a time")
+    return size
+
+
+def _join_outputs(parts: list[Any], sizes: list[int]) -> Any:
+    """Concatenate the nests of all pieces along the sample dimension."""
+    joined = (_concatenate(column, sizes) for column in zip(*map(tensors, parts), strict=True))
+    return tree_map(parts[0], lambda tensor: next(joined)) if len(parts) > 1 else parts[0]
+
+
+def _concatenate(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
+    first = parts[0]
+    if all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
+        return torch.cat(parts)
+    if all(torch.equal(part, first) for part in parts[1:]):
+        return first
+    raise UsageError(
+        f"{CALLER}: the batch was split, but an output of shape {list(first.shape)} does not have "
+        "one row per sample; pass smaller batches"
+    )
+
+
+def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
+    """Count non-finite values, with one line per tensor; the host waits for the device."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return 1, [f"{name}: {value}"]
+    total, lines = 0, []
+    for path, leaf in named_leaves(value, name):
+        tensor = leaf.detach().coalesce().values() if leaf.is_sparse else leaf
+        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.isfinite().all():
+            continue
+        counts = (int(tensor.isnan().sum()), "NaN"), (int(tensor.isinf().sum()), "Inf")
+        text = " and ".join(f"{n:,} {kind}" for n, kind in counts if n)
+        lines.append(f"{path}: {text} of {count_noun(tensor.numel(), 'value')}")
+        total += sum(n for n, _ in counts)
+    return total, lines
+
+
+def check_model(model: nn.Module | Optimized, probes: Inputs | None = None) -> ModelReport:
+    """Check a model's weights and buffers; `print` shows the report, `.ok` is False on faults.
+
+    NaN and Inf are faults, empty parameters are warnings, mixed float types are a note. With
+    `probes` (model inputs), NaN and Inf in the outputs are faults too.
+
+    The model is not changed. Raises UsageError. The host waits for the device.
+    """
+    module = model.model if isinstance(model, Optimized) else model
+    check_model_arguments("check_model", module)
+    report = check_weights(module)
+    if probes is not None:
+        problems = safe_inference(model, probes, sanitise=False).problems
+        reasons = [
+            Reason("outputs.not_finite", Severity.REFUSAL, "", text)
+            for text in problems
+            if text.startswith("output")
+        ]
+        report = ModelReport([*report.reasons, *reasons], report.facts)
+    return report

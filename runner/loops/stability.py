@@ -1,0 +1,371 @@
+"""Guard, clipping, records and captures of a run, for a hand-written loop."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runner.core.build.arguments import (
+    Closeable,
+    Loss,
+    as_batch,
+    check_loss,
+    check_model_arguments,
+    check_overrides,
+    check_whole_number,
+    move_to_device,
+)
+from runner.core.captures.manifest import CapturedWeights, CaptureManifest, list_captures
+from runner.core.captures.run_captures import random_state
+from runner.core.captures.writer import write_capture
+from runner.core.config.composing import compose
+from runner.core.errors import CheckpointError, GaveUp, UsageError
+from runner.core.format import count_noun
+from runner.core.interfaces.batch import batch_size_of
+from runner.core.interfaces.hook import Step
+from runner.core.interfaces.run import Progress, Run
+from runner.core.optim.optimizer import Optimizer
+from runner.core.optim.user_optimizer import preserve_lrs, scale_lrs
+from runner.core.preserved_state import preserve_random_state
+from runner.core.record.history import History
+from runner.core.record.provenance import versions
+from runner.core.record.storage import guard_folder, make_folder
+from runner.core.record.text import shorten
+from runner.core.schemas.stability import StabilityConfig
+from runner.core.stability.anomalies import Anomaly
+from runner.core.stability.controller import StabilityController
+from runner.core.train.metrics import StepMetricsReader
+from runner.diagnose.replay.capture_reader import open_capture
+from runner.diagnose.replay.results import Cause
+from runner.diagnose.replay.trace import trace_step
+from runner.loops.guarded_optimizer import GuardedOptimizer
+from runner.loops.optimize import LazyRun
+
+log = logging.getLogger("runner")
+
+CALLER = "Stability"
+REPORT_EVERY = 10  # steps between reports to the host, on an accelerator
+MAX_SHOWN = 20  # bad steps in a summary's text
+
+
+@dataclass(slots=True)
+class StepReport(Step):
+    """One step; its tensors are on the device, and reading them synchronises."""
+
+    faults: list[Anomaly]  # newly reported bad steps, with their actions
+
+
+@dataclass(frozen=True)
+class StabilitySummary:
+    """Steps and faults of a loop."""
+
+    steps: int
+    skipped: int
+    faults: dict[str, int]  # by kind
+    anomalies: list[Anomaly]  # bad steps; of very many, the first and the latest
+    update: str = ""  # why it is not computed by torch's fastest implementation
+
+    def __str__(self) -> str:
+        lines = [f"{count_noun(self.steps, 'step')}, {self.skipped:,} skipped"]
+        lines += [f"update not by {self.update}"] if self.update else []
+        for a in self.anomalies[:MAX_SHOWN]:
+            numbers = f"loss {a.loss:.4g}, grad_norm {a.grad_norm:.4g}"
+            lines.append(f"step {a.step}: {a.kind}, {numbers}: {a.action} {a.capture}".rstrip())
+        if (more := len(self.anomalies) - MAX_SHOWN) > 0:
+            lines.append(f"and {more} more")
+        return "\n".join(lines)
+
+
+@final
+class Stability(Closeable):
+    """Guards the steps of one model and one optimizer.
+
+    `config` is an option of the `stability` group (`default`, `strict`, `off`), a list of overrides
+    (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder`, faults are written to
+    `debug/history.json` and bad steps to `debug/captures` (up to `captures`, if `step` gets their
+    `batch`); `replay_step` replays one. Rows of the recovery table that roll back are skipped,
+    since the loop manages its own checkpoints.
+
+    `every` is the number of steps between reports to the host: by default 1 on a CPU, where they
+    are free, else 10. A bad step is always skipped immediately, on the device.
+    """
+
+    def __init__(
+        self,
+        config: StabilityConfig | str | Sequence[str] | None = None,
+        folder: str | Path | None = None,
+        *,
+        every: int | None = None,
+        captures: int = 3,
+    ) -> None:
+        if every is not None:
+            check_whole_number(CALLER, "every", every, 1)
+        if config is None or (isinstance(config, str) and "=" not in config):
+            config = [f"stability={config or 'default'}"]
+        if not isinstance(config, StabilityConfig):
+            keys = check_overrides(CALLER, config)
+            config = compose(config).stability
+            for text, key in keys:
+                if key.partition(".")[0] != "stability" or key.startswith("stability.watch"):
+                    fix = "give keys of stability, without stability.watch"
+                    raise UsageError(f"{CALLER}: {text} has no effect here; {fix}")
+        self.config = config
+        self.every, self.max_captures = every, captures
+        self.guarded: GuardedOptimizer | None = None
+        self.closed, self.start_time = False, perf_counter()
+        # the attributes of a Run that StabilityController reads
+        self.history = History(None if folder is None else Path(folder))
+        self.folder = None  # job=replay does not apply to these captures
+        self.progress, self.report_every = Progress(), 1
+        self.captures: StepCaptures | None = None
+        if self.history.folder is not None:
+            make_folder(self.history.folder)
+            guard_folder(self.history.folder)
+
+    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Save the current buffers, which a bad step restores.
+
+        Call it before the first forward, so that a bad first step does not affect BatchNorm
+        statistics, and after changing buffers (`load_state_dict`). Otherwise the buffers are first
+        saved in `step`, after the first forward.
+        """
+        self._guarded_optimizer(model, optimizer).update.begin()
+
+    def step(
+        self, model: nn.Module, loss: Tensor, optimizer: Optimizer, batch: Any = None
+    ) -> StepReport:
+        """Run backward, guard, clip and update, replacing those of the loop.
+
+        Gradients already in `.grad` (from `loss.backward()` on other parts of the batch) are added;
+        afterwards all are None, also if it gives up. The learning rate, its scheduler and the
+        optimizer's state_dict stay the caller's. `batch` is (inputs, target), for captures; on an
+        accelerator the last 20 are kept. Raises GaveUp when the recovery table is exhausted, and
+        UsageError.
+        """
+        guarded = self._guarded_optimizer(model, optimizer)
+        check_loss(CALLER, loss)
+        number = self.progress.step + 1
+        if self.captures is not None and batch is not None:
+            self.captures.remember(number, batch, 2 * self.report_every)
+        try:
+            try:
+                with scale_lrs(optimizer, guarded.update.backoff):
+                    step = guarded.apply(loss)
+            except BaseException:
+                guarded.update.abandon()
+                raise
+            self.progress.step = number
+            self.reader.add(step, 1)
+            faults = self._read_reports() if number % self.report_every == 0 else []
+            guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
+            self._execute(optimizer)
+            if self.captures is not None:
+                self.captures.record_random_state()
+        finally:
+            self._write()
+        return StepReport(number, step.loss, step.grad_norm, step.skipped, faults)
+
+    def summary(self) -> StabilitySummary:
+        """Return counts and bad steps so far. The host waits for the device."""
+        if self.guarded is None:
+            return StabilitySummary(0, 0, {}, [])
+        self._read_reports(wait=True)
+        self._write()
+        progress, counts = self.progress, dict(self.history.counts)
+        anomalies = list(self.controller.anomalies)
+        reason = self.guarded.reason
+        return StabilitySummary(progress.step, progress.skipped, counts, anomalies, reason)
+
+    def close(self) -> None:
+        """Write the records, and restore the optimizer as it was."""
+        if self.guarded is not None and not self.closed:
+            self._read_reports(wait=True)
+            self._write()
+            self.guarded.close()
+        self.closed = True
+
+    def _guarded_optimizer(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
+        """Return the guarded optimizer for this pair, created at the first call."""
+        if self.closed:
+            raise UsageError(f"{CALLER}: it is closed; create another one")
+        if self.guarded is None:
+            self.guarded = self._create_guarded(model, optimizer)
+        if not self.guarded.matches(model, optimizer):
+            raise UsageError(
+                f"{CALLER}: it guards another model or optimizer, or other parameters; "
+                "close it and create one per model and optimizer"
+            )
+        return self.guarded
+
+    def _create_guarded(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
+        guarded = GuardedOptimizer(CALLER, model, optimizer, self.config)
+        device = guarded.update.device
+        self.report_every = self.every or (1 if device.type == "cpu" else REPORT_EVERY)
+        self.reader = StepMetricsReader(device)
+        self.controller = StabilityController(self.config, guarded.update, model)
+        self.controller.table.rolls_back = False
+        if self.history.folder is not None:
+            self.captures = StepCaptures(self.history.folder, self.max_captures, guarded)
+        return guarded
+
+    def _read_reports(self, wait: bool = False) -> list[Anomaly]:
+        """Pass arrived reports to the controller; with `wait`, all. Returns new anomalies."""
+        self.reader.close(perf_counter() - self.start_time)
+        before = self.controller.anomalies.count
+        for report in self.reader.reports(wait):
+            if report.loss:
+                self.controller.inspect(cast(Run, self), report)
+        new = self.controller.anomalies.count - before
+        return self.controller.anomalies.rows[-new:] if new else []
+
+    def _execute(self, optimizer: Optimizer) -> None:
+        """Execute the controller's decisions."""
+        with preserve_lrs(optimizer):  # lowered rates apply only within `scale_lrs`
+            try:
+                self.controller.execute(cast(Run, self))  # it has the attributes that are read
+            except GaveUp as error:
+                raise GaveUp(f"{error}{self._replay_hint()}") from None
+            if self.progress.step >= self.controller.due:
+                self.controller.apply_limits(self.progress.step)
+
+    def _write(self) -> None:
+        if self.guarded is not None:
+            self.history.write()
+            self.controller.anomalies.write(self.history.folder)
+
+    def _replay_hint(self) -> str:
+        captured = [row.capture for row in self.controller.anomalies if row.capture]
+        if not captured or self.history.folder is None:
+            return ""
+        path = str(self.history.folder / captured[-1])
+        call = f"runner.loops.stability.replay_step({path!r}, model, loss_fn)"
+        return f"; to find the cause: {call}"
+
+
+class StepCaptures:
+    """Captures the first bad steps, each in its own folder below debug/captures."""
+
+    def __init__(self, folder: Path, at_most: int, guarded: GuardedOptimizer) -> None:
+        self.folder, self.at_most, self.guarded = folder, at_most, guarded
+        self.recent: dict[int, tuple[Any, dict[str, Any]]] = {}  # batch and random state by step
+        self.record_random_state()
+
+    def record_random_state(self) -> None:
+        """Record the generators of host and device, from which the next step starts."""
+        self.random_state = random_state()
+        if (state := device_random_state(self.guarded.update.device)) is not None:
+            self.random_state["device"] = state
+
+    def remember(self, step: int, batch: Any, delay: int) -> None:
+        """Keep a batch for `delay` steps, until the host knows how its step went."""
+        self.recent[step] = as_batch(batch, CALLER), self.random_state
+        self.recent.pop(step - delay, None)
+
+    def take(self, run: Any, step: int, kind: str, message: str) -> str | None:
+        """Write the step's capture; None without its batch, beyond the limit, or on an error."""
+        if step not in self.recent or len(list_captures(self.folder)) >= self.at_most:
+            return None
+        batch, random_states = self.recent[step]
+        module, update, rows = self.guarded.model, self.guarded.update, run.reader.since(step)
+        loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
+        model = module.state_dict()
+        manifest = CaptureManifest(
+            step=step,
+            kind=kind,
+            message=message,
+            weights=CapturedWeights.then if run.progress.step == step else CapturedWeights.later,
+            name="a hand-written loop",
+            given=["model", "data", "objective", "optimizer"],
+            micro_batch=batch_size_of(batch[1]),
+            threads=torch.get_num_threads(),
+            device={"kind": update.device.type},
+            versions=versions(),
+            loss=str(loss),
+            grad_norm=str(norm),
+        )
+        state = {
+            "batch": batch,
+            "samples": [],
+            "loss": loss,
+            "grad_norm": norm,
+            "buffers": {n: b for n, b in module.named_buffers() if n not in model},
+            "update": update.state(),
+            "random": random_states,
+            "random_then": False,
+            "progress": {"step": step},
+            "remedy": 0,
+            "skipped": [],
+        }
+        try:
+            return write_capture(self.folder, manifest, model, state)
+        except Exception as error:  # disk errors, or a batch that is not plain data
+            log.warning("step %d was not captured: %s: %s", step, type(error).__name__, error)
+            return None
+
+    def log_capture(self) -> None:
+        """No-op: captures of a loop are named in its summary and by GaveUp."""
+
+
+def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
+    """Repeat a captured step with every operation traced, to find where it went bad.
+
+    `path` is the capture's folder, `model` has the same architecture (a copy gets the step's
+    weights), `loss_fn(output, target)` is the loop's loss. Random generators start from their state
+    at the end of the previous step, the device's too if the model is on the same kind of device.
+    Raises CheckpointError, SecurityError or UsageError.
+    """
+    check_model_arguments("replay_step", model, loss_fn=loss_fn)
+    capture = open_capture(Path(path))
+    model_copy, (inputs, target) = deepcopy(model), capture.batch
+    try:
+        model_copy.load_state_dict(dict(capture.model or {}))
+        for name, buffer in capture.buffers.items():
+            model_copy.get_buffer(name).copy_(buffer)
+    except (RuntimeError, AttributeError) as error:
+        reason = shorten(str(error), 300)
+        raise CheckpointError(f"{path}: does not fit this model: {reason}") from error
+    inputs = tuple(inputs) if isinstance(inputs, list) else inputs
+    threads = [f"device.threads={capture.manifest.threads}"]
+    trainable = [p for p in model_copy.parameters() if p.requires_grad]
+    dummy = torch.optim.SGD(trainable, lr=0.0)
+    lazy = LazyRun("replay_step", model_copy, "none", threads, None, {}, dummy, loss_fn)
+    with preserve_random_state(), ExitStack() as scope:
+        try:
+            run = lazy.build_run(inputs, target)
+            device, device_state = run.device.torch, capture.random.get("device")
+            if device_state is not None and capture.manifest.device.get("kind") == device.type:
+                if (before := device_random_state(device)) is not None:
+                    scope.callback(set_device_random_state, device, before)
+                set_device_random_state(device, device_state)
+            torch.set_rng_state(capture.random["torch"])
+            random.setstate(capture.random["python"])
+            np.random.set_state(capture.random["numpy"])
+            return trace_step(run, move_to_device((inputs, target), run.device.torch))
+        finally:
+            lazy.close()
+
+
+def device_random_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's generator, which the host keeps; None of a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.mps.get_rng_state() if device.type == "mps" else None
+
+
+def set_device_random_state(device: torch.device, state: Tensor) -> None:
+    """Restore the state of an accelerator's generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)

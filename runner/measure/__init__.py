@@ -1,0 +1,1 @@
+"""Is it faster, and are the numbers right: benchmarks, parity, verification, comparisons."""

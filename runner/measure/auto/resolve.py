@@ -1,0 +1,326 @@
+"""Resolve `optimization=auto` to a concrete set of techniques: cache, rule, or search."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from runner.core.build.build import Components
+from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.config.run_config import RunConfig, config_hash
+from runner.core.data.loader import BatchLoader
+from runner.core.device.signals import InterruptHandler
+from runner.core.errors import RunnerError
+from runner.core.interfaces.batch import call_model
+from runner.core.interfaces.run import Run
+from runner.core.interfaces.technique import Choice
+from runner.core.models.modes import enter_training
+from runner.core.record import provenance
+from runner.core.record.storage import make_folder, replace_text, user_cache
+from runner.core.record.text import dataclass_from_json, escape_control_chars, json_safe
+from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.optimization import Optimization
+from runner.core.techniques.attention import record_calls
+from runner.measure.auto.search import (
+    CONTROL_ARM,
+    FREE_TECHNIQUES,
+    NONE,
+    Candidate,
+    Search,
+    SearchResult,
+    enable_techniques,
+    make_candidates,
+    pinned_techniques,
+    sort_techniques,
+)
+from runner.measure.benchmark.arms import Arm
+from runner.measure.benchmark.blocks import WorkerFailure
+from runner.measure.benchmark.machine import machine_facts
+from runner.measure.benchmark.parity_checker import ParityChecker
+from runner.measure.benchmark.rounds import MeasureOptions
+from runner.measure.parity.candidates import copy_components, open_run, without_side_effects
+from runner.measure.parity.trajectory import make_finite_step
+
+log = logging.getLogger("runner")
+
+KEY = "optimization"
+YAML_FILE = "optimization.yaml"
+EVIDENCE_FILE = "optimization_evidence.json"
+BLOCK_S = 0.2
+WARMUP_STEPS = 5
+TIMED_STEPS, TIMED_S = 30, 0.5  # caps on the timing of a step at `none`
+MIN_TIMEOUT_S = 120.0  # for a candidate to build and compile, however small the budget
+MIN_RUN_BUDGETS = 2  # the run must take this many times `budget_s` for a search to be worth it
+
+
+def resolve_auto(
+    config: RunConfig,
+    folder: Path | None = None,
+    given: Components | None = None,
+    search: bool = True,
+) -> Components:
+    """Return `given` with the techniques that `optimization=auto` selected.
+
+    Other levels are returned unchanged. A resumed run keeps its recorded selection. Without
+    `search` nothing is measured. With a `folder` the selection and its evidence are written there.
+    Raises Interrupted and RunnerError; any other failure leaves the selection empty.
+    """
+    given = given or Components()
+    if config.optimization.level != "auto":
+        return given
+    selection = _read_checkpoint(config, folder)
+    if selection is not None:
+        return _apply_selection(given, config, selection.split(), "as before the run was resumed")
+    if not search:
+        return _apply_selection(given, config, [], "this job measures no techniques")
+    result = _select_or_none(config, given)
+    if folder is not None:
+        optimization = enable_techniques(config.optimization, result.techniques)
+        _write_text(folder / YAML_FILE, to_yaml(optimization, result.reason))
+        _write_text(folder / EVIDENCE_FILE, _to_json(result))
+    _announce(f"{result.chosen}: {result.reason}")
+    return _apply_selection(given, config, result.techniques, result.reason)
+
+
+def resolve_config(
+    config: RunConfig, folder: Path | None = None, given: Components | None = None
+) -> RunConfig:
+    """Return the config with `optimization=auto` replaced by its selection."""
+    optimization = resolve_auto(config, folder, given).optimization
+    return config if optimization is None else replace(config, optimization=optimization)
+
+
+def resolve_arms(
+    arms: Sequence[Arm], folder: Path | None = None, given: Components | None = None
+) -> list[Arm]:
+    """Resolve `optimization=auto` in each arm of a benchmark that is recorded in `folder`."""
+    return [
+        replace(arm, config=resolve_config(arm.config, arm_folder, given))
+        for arm in arms
+        for arm_folder in [folder / arm.folder if folder and arm.folder else None]
+    ]
+
+
+def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
+    """Return arms for `none`, its control, and every candidate."""
+    techniques: dict[str, list[str]] = {NONE: [], CONTROL_ARM: []}
+    techniques |= {one.name: one.techniques for one in candidates}
+    return [Arm(name, _arm_config(config, names)) for name, names in techniques.items()]
+
+
+def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
+    """Return the run's config with these techniques, starting at step 0 and writing nothing."""
+    arm = without_side_effects(config)
+    arm.optimization = enable_techniques(config.optimization, names)
+    arm.checkpoint.resume = "none"
+    return arm
+
+
+def _apply_selection(
+    given: Components, config: RunConfig, names: Sequence[str], reason: str
+) -> Components:
+    value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
+    choice = Choice(KEY, value, escape_control_chars(reason))
+    enabled = enable_techniques(config.optimization, names)
+    return replace(given, optimization=enabled, chosen=[choice])
+
+
+def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
+    """Return the recorded selection of the run being resumed; None if there is none."""
+    resume = config.checkpoint.resume
+    resumed = folder if resume == "auto" else None if resume == "none" else Path(resume)
+    value = None if resumed is None else Checkpointer(None, 1).recorded_choices(resumed).get(KEY)
+    return None if value is None else str(value)
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
+    """Select from the cache, by rule or by a search; most failures become an empty selection."""
+    with InterruptHandler() as interrupts:
+        try:
+            interrupts.begin_wait()  # the processes are ended by the `with` that started them
+            return _select(config, given)
+        except KeyboardInterrupt:
+            raise interrupts.error(" while optimization=auto was measuring") from None
+        except WorkerFailure as error:
+            return SearchResult(reason=f"nothing could be measured: none {error.status}: {error}")
+        except RunnerError:
+            raise  # it would end the run as well
+        except Exception as error:  # the run will hit the same error, if it is not auto's own
+            log.error("optimization=auto failed", exc_info=error, extra={"live": True})
+            reason = f"nothing could be measured: {type(error).__name__}: {error}"
+            return SearchResult(reason=reason)
+
+
+def _select(config: RunConfig, given: Components) -> SearchResult:
+    auto, estimate = config.optimization.auto, estimate_run(config, given)
+    path = cache_file(estimate.key) if auto.cache and given == Components() else None
+    if path is not None and (cached := read_cache(path)) is not None:
+        cached.reason += "; measured before, for an earlier run"
+        return cached
+    seconds = estimate.steps * estimate.step_seconds
+    if seconds < MIN_RUN_BUDGETS * auto.budget_s:
+        free = [name for name in FREE_TECHNIQUES if name not in estimate.exclusions]
+        return SearchResult(
+            " ".join(free) or NONE,
+            free,
+            f"the run takes about {seconds:.2g} s at none, too short for a search of "
+            f"optimization.auto.budget_s={auto.budget_s:g} (from "
+            f"{MIN_RUN_BUDGETS * auto.budget_s:g} s): only free techniques are enabled, by rule",
+            steps=estimate.steps,
+            none_ms=1e3 * estimate.step_seconds,
+            left_out=estimate.exclusions,
+        )
+    result = _run_search(config, given, estimate)
+    parity_known = all(row.parity is not None or not row.parity_reason for row in result.tried)
+    if path is not None and parity_known:
+        _write_text(path, _to_json(result))
+    return result
+
+
+def _run_search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
+    auto = config.optimization.auto
+    excluded = {*estimate.exclusions, *pinned_techniques(config.optimization)}
+    candidates = make_candidates(excluded)
+    arms = {arm.name: arm for arm in make_arms(config, candidates)}
+    timeout_s = max(MIN_TIMEOUT_S, auto.budget_s)
+    settings = BenchmarkConfig(warmup_steps=WARMUP_STEPS, block_s=BLOCK_S, timeout_s=timeout_s)
+    _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
+    options = MeasureOptions(settings, given=given, announce=_announce)
+    steps, step_s = estimate.steps, estimate.step_seconds
+    with ParityChecker(settings.timeout_s, given) as checker:
+        check, budget_s = checker.check, auto.budget_s
+        search = Search(candidates, arms, options, check, steps, step_s, budget_s, config.seed)
+        result = search.run()
+    result.left_out = estimate.exclusions
+    return result
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """What is known about a run before the search: its length, step time and cache key."""
+
+    steps: int  # that the run makes
+    step_seconds: float  # median step at `none`, device synchronised
+    exclusions: dict[str, str]  # excluded techniques, with the reason
+    key: str  # of the cache file
+
+
+def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
+    """Build the run at `none`, time a few steps of a copy, and discard it."""
+    with open_run(_arm_config(config, ()), given=copy_components(given)) as run:
+        shapes = [f"{name} {tuple(p.shape)}" for name, p in run.model.named_parameters()]
+        versions = provenance.versions()
+        facts = [config_hash(config), shapes, machine_facts(), run.device.name, versions]
+        key = sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+        return RunEstimate(run.total_steps, _time_steps(run), _find_exclusions(run, config), key)
+
+
+def _time_steps(run: Run) -> float:
+    """Return the median seconds of up to `TIMED_STEPS` steps on training batches."""
+    durations: list[float] = []
+    enter_training(run.model)
+    batches = run.train.batches(0)
+    start_time = perf_counter()
+    while len(durations) < TIMED_STEPS:
+        if len(durations) >= 2 and perf_counter() - start_time >= TIMED_S:
+            break
+        step_start = perf_counter()
+        make_finite_step(run, next(batches))
+        run.progress.step += 1
+        run.device.synchronize()  # waits for the device: that is what is timed
+        durations.append(perf_counter() - step_start)
+    return median(durations[WARMUP_STEPS:] or durations[-1:])
+
+
+def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
+    """Return the techniques that cannot have an effect or are excluded, each with the reason."""
+    with torch.no_grad():
+        calls = record_calls(partial(call_model, run.forward, run.train.at(0)[0]), run.model)
+    has_convolution = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
+    in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
+    no_attention = "the model does not call scaled_dot_product_attention"
+    no_effect = {
+        "channels_last": "" if has_convolution else "no 2-d convolution",
+        "attention": "" if calls else no_attention,
+        "pipeline": "the data is in memory" if in_memory else "",
+        "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
+    }
+    exclusions = {}
+    for name, technique in Optimization().techniques():
+        by_config = "optimization.auto.without names it"
+        reason = by_config if name in config.optimization.auto.without else ""
+        if reason := reason or technique.unavailable(run.device) or no_effect.get(name, ""):
+            exclusions[name] = reason
+    if "compile" in exclusions:
+        exclusions.setdefault("whole_step", exclusions["compile"])
+    return exclusions
+
+
+def _announce(line: str) -> None:
+    log.info("optimization=auto: %s", escape_control_chars(line))
+
+
+# -- cache and files -------------------------------------------------------------------------------
+
+
+def cache_file(key: str) -> Path | None:
+    """Return the cache path of a search result; None without a home folder."""
+    cache = user_cache(os.environ)
+    return None if cache is None else cache / "auto" / f"{key}.json"
+
+
+def read_cache(path: Path) -> SearchResult | None:
+    """Read a cached search result; None if missing. A damaged file is logged and left in place."""
+    try:
+        return dataclass_from_json(SearchResult, json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = escape_control_chars(f"{type(error).__name__}: {error}")
+        log.warning("%s is damaged and not used (%s); measuring again", path, reason)
+        return None
+
+
+def _to_json(result: SearchResult) -> str:
+    """Return the result as JSON, with secrets redacted and infinite interval ends as null."""
+    return json.dumps(json_safe(asdict(result)), indent=1, default=str) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace the file's text; an OSError is logged, not raised."""
+    try:
+        make_folder(path.parent)
+        replace_text(path, text)
+    except OSError as error:
+        log.warning("%s: not written: %s", path, error.strerror)
+
+
+def to_yaml(optimization: Optimization, reason: str) -> str:
+    """Return a config file for the group `optimization`: the enabled techniques, over `none`."""
+    body: dict[str, Any] = {"defaults": ["none", "_self_"], "level": "custom"}
+    enabled = {name: t for name, t in optimization.techniques() if t.enabled}
+    body |= {name: asdict(technique) for name, technique in enabled.items()}
+    body |= {"extra": optimization.extra} if optimization.extra else {}
+    lines = [
+        "# chosen by optimization=auto",
+        "#",
+        f"# {escape_control_chars(reason)}",
+        "# Under conf/optimization/<name>.yaml it is optimization=<name>.",
+    ]
+    return "\n".join(lines) + "\n" + OmegaConf.to_yaml(OmegaConf.create(body))

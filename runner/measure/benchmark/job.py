@@ -1,0 +1,144 @@
+"""job=benchmark: compare the speed of ways to train; print the table and write files."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+
+from runner.core.config.run_config import RunConfig
+from runner.core.device.signals import raise_on_signals
+from runner.core.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
+from runner.core.record import provenance
+from runner.core.record.console import print_stdout
+from runner.measure import comparison
+from runner.measure.benchmark import regression
+from runner.measure.benchmark.arms import Arm, compose_arms, reference_arm, requests_techniques
+from runner.measure.benchmark.attribution import attribute
+from runner.measure.benchmark.blocks import INTERRUPTED
+from runner.measure.benchmark.engine import BenchmarkInterrupted, list_failed_arms, measure
+from runner.measure.benchmark.result import DONE, BenchmarkResult
+from runner.measure.benchmark.rounds import MeasureOptions, ending_signal
+from runner.measure.parity.candidates import without_techniques
+from runner.measure.table import ComparisonScreen
+
+log = logging.getLogger("runner")
+
+ERROR_PRIORITY = (Interrupted, StorageError, SweepFailed, RunnerError)
+"""Priority of errors: the first of these kinds is raised."""
+
+
+def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
+    """Measure, print the table, write the files; then raise any error.
+
+    Interrupted, StorageError, SweepFailed (an arm failed) and Regression are raised only after
+    everything is written and printed.
+    """
+    settings = config.benchmark
+    if settings.claims:
+        from runner.measure.benchmark.claims import run_claims  # imported only for claims
+
+        run_claims(config, folder)
+        return None
+    arms = compose_arms(settings, *_hydra_arguments())
+    if any(arm.config.optimization.level == "auto" for arm in arms):
+        from runner.measure.auto.resolve import resolve_arms
+
+        arms = resolve_arms(arms, folder)
+    baseline = regression.load_baseline(settings, [arm.name for arm in arms])
+    errors: list[RunnerError] = []
+    try:
+        result = measure(arms, settings, folder, seed=config.seed)
+    except BenchmarkInterrupted as cut:
+        result = cut.result
+        errors.append(cut)
+    if settings.attribute and not errors:
+        errors += _measure_attribution(result, arms, config)
+    try:
+        if baseline is not None and not errors:
+            errors += _compare_with_baseline(result, baseline, config)
+    finally:  # an error in the comparison must not lose the measurements
+        errors += _write_and_print(result, folder)
+    if failed := list_failed_arms(result):
+        errors.append(SweepFailed(f"{len(failed)} of {len(arms)} arms failed: {'; '.join(failed)}"))
+    for kind in ERROR_PRIORITY:
+        for error in errors:
+            if isinstance(error, kind):
+                raise error
+    return result
+
+
+def _hydra_arguments() -> tuple[Sequence[str], Sequence[Path], str]:
+    """Return Hydra's task overrides, additional config folders, and config name."""
+    if not HydraConfig.initialized():
+        return [], [], "config"
+    hydra_config = HydraConfig.get()
+    folders = [s.path for s in hydra_config.runtime.config_sources if s.provider == "command-line"]
+    name = hydra_config.job.config_name or "config"
+    overrides = provenance.literal_overrides(hydra_config.overrides.task)
+    return overrides, [Path(folder) for folder in folders], name
+
+
+def _measure_attribution(
+    result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
+) -> list[RunnerError]:
+    """Measure the techniques of the last arm's level one by one."""
+    level, reference = arms[-1], reference_arm(arms, config.benchmark)
+    level_result = result.arm(level.name)
+    if level_result.status != DONE:
+        result.notes.append(
+            f"no attribution: {level.name} {level_result.status}: {level_result.reason}"
+        )
+        return []
+    plain_config = without_techniques(level.config)
+    if (
+        requests_techniques(reference.config)
+        or without_techniques(reference.config) != plain_config
+    ):
+        reference = Arm("plain", plain_config)
+    try:
+        with raise_on_signals():
+            result.attribution = attribute(
+                replace(level, folder=""),
+                replace(reference, folder=""),
+                MeasureOptions(config.benchmark),
+                level_result.summary,
+                config.seed,
+                math.inf if result.noise_floor is None else result.noise_floor,
+            )
+            if result.attribution.stopped == INTERRUPTED:
+                return [Interrupted(ending_signal(), " during the attribution")]
+    except RunnerError as error:  # the arms are still shown
+        return [error]
+    return []
+
+
+def _compare_with_baseline(
+    result: BenchmarkResult, stored: BenchmarkResult, config: RunConfig
+) -> list[RunnerError]:
+    """Compare with the baseline; returns regressions as an error."""
+    try:
+        baseline = regression.compare_with_baseline(result, stored, config.benchmark)
+    except RunnerError as error:  # e.g. another device, known only after a run was built
+        return [error]
+    result.baseline = baseline.to_dict()
+    count, lines = len(baseline.regressions), "; ".join(baseline.regressions)
+    message = f"{count} regression{'s' * (count > 1)} against {baseline.path}: {lines}"
+    return [Regression(message)] if count else []
+
+
+def _write_and_print(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
+    """Write the files and print the table, even if the disk is full."""
+    errors: list[RunnerError] = []
+    try:
+        result.write(folder)
+    except StorageError as error:
+        errors.append(error)
+    rows = comparison.compare_arms(result, folder)
+    comparison.write_comparison(rows, folder)
+    print_stdout(ComparisonScreen(rows), crop=False)  # commands stay on one line
+    return errors

@@ -1,0 +1,124 @@
+"""Check in a separate process that an arm's numbers match those of its plain run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from runner.core.config.run_config import RunConfig
+from runner.core.errors import UsageError
+from runner.core.schemas.distributed import DistributedConfig
+from runner.core.security.pickle_transfer import pickle_parts, unpickle_parts
+from runner.measure.benchmark.arms import Arm, requests_techniques
+from runner.measure.benchmark.blocks import WorkerFailure
+from runner.measure.benchmark.workers.process import EXIT_TIMEOUT_S, ChildContext, ChildProcess
+
+if TYPE_CHECKING:
+    from runner.measure.parity.reference import ParityReference
+
+NO_TECHNIQUE = "is the plain run: no technique is enabled"
+
+
+@dataclass(frozen=True)
+class ParityVerdict:
+    """`parity` as in ArmResult; None if unknown, with the `reason`."""
+
+    parity: str | None
+    reason: str = ""
+
+
+class ParityChecker:
+    """One process that judges several arms and computes each plain run only once.
+
+    The context manager ends the process and its children; a process that died or timed out is
+    replaced at the next arm. `given` (`build.Components`) is pickled; `timeout_s` applies to one
+    verdict.
+    """
+
+    def __init__(self, timeout_s: float, given: Any = None) -> None:
+        self.timeout_s, self.given = timeout_s, given
+        self.process: ChildProcess | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process is not None and error[0] is None:
+            self.process.request_exit()
+            self.process.wait(EXIT_TIMEOUT_S)  # so that it releases its semaphores
+        self._end()
+
+    def check(
+        self, arm: Arm, choices: Mapping[str, Any] | None = None, within_s: float | None = None
+    ) -> ParityVerdict:
+        """Return the verdict on one arm, trained by a single process, within `within_s`.
+
+        The limit defaults to `timeout_s`; `choices` are the arm's automatic choices, to repeat.
+        """
+        if not requests_techniques(arm.config):
+            return ParityVerdict("exact", NO_TECHNIQUE)
+        limit_s = self.timeout_s if within_s is None else within_s
+        try:
+            if self.process is None:
+                arguments = (pickle_parts({"given": self.given}),)
+                self.process = ChildProcess(_judge_requests, arguments, None)
+                self.process.start()
+            single_process = replace(arm.config, distributed=DistributedConfig())
+            self.process.ask({"config": single_process, "choices": choices or {}})
+            return ParityVerdict(*self.process.answer(limit_s))
+        except WorkerFailure as failure:
+            self._end()
+            if failure.status == "timeout":
+                return ParityVerdict(None, f"not judged within {limit_s:.4g} s")
+            return ParityVerdict(None, f"the parity process: {failure.reason}")
+        except UsageError as error:
+            return ParityVerdict(None, str(error))
+
+    def _end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+            self.process = None
+
+
+# -- in the process --------------------------------------------------------------------------------
+
+
+def _judge_requests(child: ChildContext, payload: bytes) -> None:
+    """Answer each request with a verdict, until None arrives."""
+    sys.argv[:] = ["runner-parity"]
+
+    from runner.measure.parity.candidates import (
+        without_techniques,  # imports after output is redirected
+    )
+    from runner.measure.parity.reference import ParityReference
+
+    references: list[ParityReference] = []
+    while (request := child.pipe.recv()) is not None:
+        try:
+            config = request["config"]
+            reference = ParityReference(
+                without_techniques(config), given=unpickle_parts(payload)["given"]
+            )
+            cached = next((r for r in references if r.baseline == reference.baseline), None)
+            if cached is None:
+                references.append(reference)
+            choices = request["choices"]
+            answer: tuple[str | None, str] = _judge_arm(cached or reference, config, choices)
+        except Exception as error:
+            answer = None, f"could not be judged: {type(error).__name__}: {error}"
+        child.pipe.send(answer)
+
+
+def _judge_arm(
+    reference: ParityReference, config: RunConfig, choices: Mapping[str, Any]
+) -> tuple[str, str]:
+    started = time.monotonic()
+    result = reference.judge(config, choices)
+    reason = f"in {result.precision}, compared with {result.reference} over {result.steps} steps"
+    reason += f"; {result.first}" if result.first is not None else ""
+    reason += "".join(f"; {note}" for note in result.notes)
+    reason += "".join(f"; not judged: {omission}" for omission in result.not_judged)
+    return result.verdict.value, f"{reason}; judged in {time.monotonic() - started:.0f} s"

@@ -1,0 +1,268 @@
+"""Compare a benchmark with a stored one: slower arms, more memory, worse parity.
+
+Arms are compared by their speedup over the reference of their own session, so that effects common
+to all arms cancel. The reference's own time is judged only if the machine was quiet both times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.core.errors import ConfigError, StorageError
+from runner.core.record.text import escape_control_chars as escape
+from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.measure.benchmark.machine import machine_differences, machine_facts
+from runner.measure.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
+from runner.measure.benchmark.statistics import (
+    ONE_PROCESS_NOISE,
+    Estimate,
+    bonferroni_alpha,
+    unpaired_ratio,
+)
+
+KEY = "benchmark.baseline"
+PARITY_ORDER = ("exact", "explained by precision", "FAIL")  # best to worst
+MEMORY_NOISE_BYTES = 16 << 20  # more than the memory of two equal runs differs by
+QUIET_LOAD = 0.05  # share of CPUs used by others, up to which absolute times are judged
+
+ArmPair = tuple[ArmResult, ArmResult]  # (current, baseline)
+
+
+@dataclass
+class BaselineComparison:
+    """One benchmark compared with another."""
+
+    path: str
+    started: str  # when the stored one was measured
+    regressions: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    compared: list[dict[str, Any]] = field(default_factory=list)  # ratios with intervals
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the dict that is stored as `BenchmarkResult.baseline`."""
+        return {
+            "path": self.path,
+            "started": escape(self.started),
+            "regressed": bool(self.regressions),
+            "sentences": [*(self.regressions or ["no regressions"]), *self.notes],
+            "regressions": self.regressions,
+            "compared": self.compared,
+        }
+
+
+def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:
+    """Load the result that `benchmark.baseline` names; None if it is not set.
+
+    Raises ConfigError before anything is measured: no such file, damaged, from another machine (its
+    device is compared only later, by `compare_with_baseline`), or none of the arms `names`.
+    """
+    if settings.baseline is None:
+        return None
+    try:
+        baseline = BenchmarkResult.read(Path(settings.baseline))
+    except StorageError as error:
+        raise ConfigError(KEY, escape(str(error)), "name a benchmark.json or its folder") from error
+    for number, arm in enumerate(baseline.arms):
+        if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
+            damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
+            raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
+    _check_machine(baseline, machine_facts())
+    stored_names = [arm.name for arm in baseline.arms]
+    if not set(stored_names) & set(names):
+        text = f"has none of the measured arms, only {escape(', '.join(stored_names))}"
+        raise ConfigError(KEY, text)
+    return baseline
+
+
+def _check_machine(baseline: BenchmarkResult, current: dict[str, Any]) -> None:
+    differences = machine_differences(current, baseline.machine)
+    if differences:
+        problem = f"was measured on another machine: {escape('; '.join(differences))}"
+        raise ConfigError(KEY, problem, "measure a new baseline on this machine")
+
+
+def compare_with_baseline(
+    current: BenchmarkResult, baseline: BenchmarkResult, settings: BenchmarkConfig
+) -> BaselineComparison:
+    """Compare every arm that both results have. Raises ConfigError for another machine."""
+    _check_machine(baseline, current.machine)
+    result = BaselineComparison(str(settings.baseline), baseline.started)
+    pairs = _pair_arms(current, baseline, result)
+    torch, baseline_torch = current.machine.get("torch"), baseline.machine.get("torch")
+    if torch != baseline_torch:
+        result.notes.append(escape(f"torch is {torch}, was {baseline_torch}"))
+    for arm, baseline_arm in pairs:
+        if arm.status != DONE and baseline_arm.status == DONE:
+            failure = escape(f"{arm.name} ended: {arm.status}: {arm.reason}")
+            result.regressions.append(failure)
+    _compare_times(current, baseline, pairs, settings.tolerance, result)
+    for arm, baseline_arm in pairs:
+        result.regressions += _compare_memory(arm, baseline_arm, settings.tolerance)
+        parity, was = arm.parity, baseline_arm.parity
+        if parity not in PARITY_ORDER or was not in PARITY_ORDER:
+            continue
+        if PARITY_ORDER.index(parity) > PARITY_ORDER.index(was):
+            text = f"{arm.name}: parity is {parity}, was {was} ({arm.parity_reason})"
+            result.regressions.append(escape(text))
+    return result
+
+
+def _pair_arms(
+    current: BenchmarkResult, baseline: BenchmarkResult, result: BaselineComparison
+) -> list[ArmPair]:
+    """Pair arms of the same name and work; the others become notes."""
+    unpaired = {arm.name: arm for arm in baseline.arms}
+    pairs: list[ArmPair] = []
+    for arm in current.arms:
+        baseline_arm = unpaired.pop(arm.name, None)
+        if baseline_arm is None:
+            result.notes.append(escape(f"{arm.name} is not in the baseline"))
+        elif difference := _describe_work_difference(arm, baseline_arm):
+            result.notes.append(escape(f"{arm.name} is not compared: {difference}"))
+        else:
+            pairs.append((arm, baseline_arm))
+    result.notes += [escape(f"{name} is only in the baseline") for name in unpaired]
+    return pairs
+
+
+def _describe_work_difference(current: ArmResult, baseline: ArmResult) -> str:
+    """Return how overrides or config differ; "" if not. Keys that only one has are ignored."""
+    if current.overrides != baseline.overrides:
+        overrides = f"its overrides are {' '.join(current.overrides)}"
+        return f"{overrides}, were {' '.join(baseline.overrides)}"
+    for key in current.config.keys() & baseline.config.keys():
+        if current.config[key] != baseline.config[key]:
+            return f"{key} is {current.config[key]}, was {baseline.config[key]}"
+    return ""
+
+
+# -- times and memory ------------------------------------------------------------------------------
+
+
+def _compare_times(
+    current: BenchmarkResult,
+    baseline: BenchmarkResult,
+    pairs: Sequence[ArmPair],
+    tolerance: float,
+    result: BaselineComparison,
+) -> None:
+    """Compare the reference by its own time, the other arms by their speedup over it.
+
+    A speedup has the noise floor of its session, so a ratio of two has both. If an arm's own time
+    is not longer, a lower speedup means that the reference got faster, which is no regression. That
+    rule needs a quiet machine.
+    """
+    timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
+    if current.compared != baseline.compared:  # an arm with data workers came or went
+        text = f"times are not compared: this result has the {current.compared}"
+        result.notes.append(escape(f"{text}, the baseline the {baseline.compared}"))
+        return
+    if current.noise_floor is None or baseline.noise_floor is None:
+        result.notes.append("times are not compared: one of the two noise floors is unknown")
+        return
+    if not timed:
+        return
+    noise = math.hypot(_noise_floor(current), _noise_floor(baseline))
+    changes, alpha = _TimeChanges(max(noise, tolerance), result), bonferroni_alpha(len(timed))
+    reference_pair = next((pair for pair in timed if pair[0].name == current.reference), timed[0])
+    reference = reference_pair[0].name
+    disturbance = _describe_disturbance(current.load, baseline.load)
+    own = {a.name: unpaired_ratio(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
+    changes.add(reference, own[reference], disturbance, all_changes=list(own.values()))
+    for arm, baseline_arm in timed:
+        if arm is reference_pair[0]:
+            continue
+        baseline_speedups, speedups = (
+            [a / b for a, b in zip(one.per_sample_ms, base.per_sample_ms, strict=False)]
+            for one, base in zip((baseline_arm, arm), reversed(reference_pair), strict=True)
+        )
+        exemption = ""
+        if not disturbance and own[arm.name].ratio >= 1 / (1 + changes.limit):
+            exemption = "its own time is within the limit"
+        change = unpaired_ratio(baseline_speedups, speedups, alpha)
+        changes.add(arm.name, change, exemption, relative_to=reference)
+
+
+def _noise_floor(result: BenchmarkResult) -> float:
+    """Return the noise floor; at least `ONE_PROCESS_NOISE` if each arm had one process."""
+    floor = result.noise_floor or 0.0
+    return floor if result.processes > 1 else max(floor, ONE_PROCESS_NOISE)
+
+
+def _describe_disturbance(current: Load, baseline: Load) -> str:
+    """Return why times of the two sessions cannot be compared directly; "" if they can."""
+    if current.others is None or baseline.others is None:
+        return "the machine's load is unknown"
+    if max(current.others, baseline.others) > QUIET_LOAD:
+        text = f"other processes used {current.others:.0%} of the CPUs"
+        return f"{text} (baseline: {baseline.others:.0%})"
+    return ""
+
+
+@dataclass
+class _TimeChanges:
+    """Collects changes of times as regressions or notes of `result`."""
+
+    limit: float  # changes up to this are ignored
+    result: BaselineComparison
+
+    def add(
+        self,
+        name: str,
+        change: Estimate,
+        exemption: str,
+        relative_to: str = "",
+        all_changes: Sequence[Estimate] = (),
+    ) -> None:
+        """Add a regression if the time grew by more than the limit; a note if it has an exemption.
+
+        `relative_to` is the arm it is a ratio to. `all_changes` holds the changes of all arms, for
+        one sentence if all got slower or all faster.
+        """
+        has_interval = math.isfinite(change.half_width)
+        interval = [change.low, change.high] if has_interval else None
+        row = {"name": name, "beside": relative_to, "ratio": change.ratio, "interval": interval}
+        self.result.compared.append({**row, "limit": self.limit})
+        name, suffix = escape(name), escape(f" next to {relative_to}") if relative_to else ""
+        if not has_interval:
+            self.result.notes.append(f"{name}: too few blocks to compare its times")
+            return
+        direction = self.direction(change)
+        factor, low, high = (1 / ratio for ratio in (change.ratio, change.high, change.low))
+        slower = (
+            f"{name} takes {factor - 1:.1%} more time per sample{suffix} ({low - 1:.1%} to "
+            f"{high - 1:.1%}; up to {self.limit:.1%} is no regression)"
+        )
+        text = slower if direction > 0 else f"{name} takes {1 - factor:.1%} less time{suffix}"
+        if len(all_changes) > 1 and all(self.direction(one) == direction for one in all_changes):
+            text = (
+                f"all arms took {factor:.2f} times as long per sample ({low:.2f} to {high:.2f}, "
+                "by the reference); the machine or shared code changed"
+            )
+        if direction > 0 and not exemption:
+            self.result.regressions.append(text)
+        elif direction:
+            self.result.notes.append(f"{text}; not judged: {exemption}" if direction > 0 else text)
+
+    def direction(self, change: Estimate) -> int:
+        """Return 1 if slower by more than the limit, -1 if faster, else 0."""
+        if change.high < 1 and change.ratio < 1 / (1 + self.limit):
+            return 1
+        return -int(change.low > 1 and change.ratio > 1 + self.limit)
+
+
+def _compare_memory(current: ArmResult, baseline: ArmResult, tolerance: float) -> Iterator[str]:
+    for key, owner in (("peak_process_bytes", "process"), ("peak_device_bytes", "device")):
+        peak, baseline_peak = getattr(current, key), getattr(baseline, key)
+        if not peak or not baseline_peak:
+            continue
+        growth = peak - baseline_peak
+        if growth > max(MEMORY_NOISE_BYTES, baseline_peak * tolerance):
+            yield (
+                f"{escape(current.name)} uses {growth / 2**20:,.0f} MiB more "
+                f"peak {owner} memory ({peak / baseline_peak - 1:.0%})"
+            )

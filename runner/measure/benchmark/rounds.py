@@ -1,0 +1,196 @@
+"""A round: start a few arms, measure them in shared blocks, and finish them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.core.device.signals import raised_signals
+from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.measure.benchmark.arms import Arm
+from runner.measure.benchmark.blocks import (
+    INTERRUPTED,
+    Measurements,
+    StoppingRule,
+    WorkerFailure,
+    WorkerResults,
+    WorkerSetup,
+    run_blocks,
+)
+from runner.measure.benchmark.statistics import CONFIDENCE, Estimate, paired_ratio
+from runner.measure.benchmark.workers.pool import WorkerPool
+
+log = logging.getLogger("runner")
+MAX_LOGGED_WIDTH = 9.0  # half-width above which an interval is not logged
+CACHED_COMPILE_SHARE = 0.5  # of the compile time, assumed to be saved at a relaunch (disk cache)
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """Options shared by all rounds of a measurement."""
+
+    settings: BenchmarkConfig
+    folder: Path | None = None
+    given: Any = None
+    metrics: Mapping[str, Any] | None = None
+    pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool  # or a simulation
+    clock: Callable[[], float] = time.monotonic
+    alpha: float = 1 - CONFIDENCE  # of each interval; less where several have to hold jointly
+    announce: Callable[[str], None] = log.info  # receives progress lines
+    start_limit_s: Callable[[], float] | None = None  # seconds for an arm to start
+    """None, and for the reference: benchmark.timeout_s."""
+    start_limits: Mapping[str, float] = field(default_factory=dict)  # the same, of single arms
+    overdraws: bool = True  # whether the budget may be exceeded for the blocks of an interval
+
+
+@dataclass
+class Round:
+    """The measurements of several arms in the same blocks."""
+
+    measurements: Measurements = field(default_factory=lambda: Measurements({}, {}))
+    setups: dict[str, WorkerSetup] = field(default_factory=dict)
+    results: dict[str, WorkerResults] = field(default_factory=dict)
+    failures: dict[str, WorkerFailure] = field(default_factory=dict)  # arms that ended early
+
+    def ratio(self, over: Sequence[str], under: Sequence[str]) -> Estimate | None:
+        """Return the product of times per sample of `over` divided by that of `under`, by block.
+
+        None if an arm has no blocks, or there are too few for an interval.
+        """
+        measurements, names = self.measurements, [*over, *under]
+        series = [[t.per_sample_ms for t in measurements.turns.get(name, [])] for name in names]
+        if not all(series):
+            return None
+        shortest = min(names, key=lambda name: len(measurements.turns[name]))
+        alpha = measurements.alphas[shortest]  # all arms share the analyses
+        launch_alpha, starts = measurements.launch_alphas[shortest], measurements.launch_starts
+        above, below = series[: len(over)], series[len(over) :]
+        estimate = paired_ratio(above, below, alpha, starts, launch_alpha)
+        return None if math.isinf(estimate.half_width) else estimate
+
+    def describe_failure(self, *names: str) -> str:
+        """Return how the first of these arms that ended early did so; "" if none has."""
+        for name in names:
+            if name in self.failures:
+                return f"{name}: {self.failures[name].status}: {self.failures[name].reason}"
+        return ""
+
+    def record_failure(self, name: str, failure: WorkerFailure) -> None:
+        """Record how the arm ended, and log it."""
+        self.failures[name] = failure
+        log.warning("%s: %s: %s", name, failure.status, failure)
+
+
+def run_round(
+    arms: Sequence[Arm],
+    reference: str,
+    budget_s: float,
+    seed: int,
+    options: MeasureOptions,
+    result: Round | None = None,
+    needs_reference: bool = True,
+) -> Round:
+    """Measure these arms in the same blocks; one that ends early is recorded, the others continue.
+
+    Each arm has several successive processes (`StoppingRule`); `results` and the record are those
+    of the first. The budget covers measuring and later starts. `result` is filled in as it goes,
+    for callers that are interrupted. Without the reference nothing is measured, or with
+    `needs_reference=False` only times. On Ctrl-C while measuring, `measurements.stop_reason` is
+    `interrupted` and no arm has results.
+    """
+    result, settings, clock = result or Round(), options.settings, options.clock
+    with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
+        start_time = clock()
+        for number, arm in enumerate(arms, 1):
+            options.announce(f"starting {arm.name} ({number} of {len(arms)})")
+            limit = None if arm.name == reference else options.start_limit_s
+            limit_s = options.start_limits.get(arm.name, limit() if limit else None)
+            try:
+                setup = pool.start(arm.name, limit_s)
+            except WorkerFailure as error:
+                result.record_failure(arm.name, error)
+                continue
+            result.setups[arm.name] = setup
+            options.announce(f"{arm.name}: first step after {setup.setup_seconds:.1f} s")
+        active = list(result.setups)
+        if (reference in active and len(active) > 1) or (active and not needs_reference):
+            base_arm = reference if reference in active else active[0]
+            compiling_s = sum(setup.compile_seconds for setup in result.setups.values())
+            restart_s = clock() - start_time - CACHED_COMPILE_SHARE * compiling_s
+            rule = StoppingRule(
+                settings.narrow, budget_s, settings.processes, restart_s, alpha=options.alpha,
+                overdraws=options.overdraws,
+            )  # fmt: skip
+
+            def on_analysis(measurements: Measurements) -> None:
+                options.announce(_describe_progress(measurements, budget_s))
+
+            def relaunch(names: Sequence[str], within_s: float) -> dict[str, WorkerFailure]:
+                return _relaunch_arms(pool, names, within_s, options, result)
+
+            block_s = settings.block_s
+            result.measurements = run_blocks(
+                pool.turn, active, base_arm, rule, block_s, seed, clock, on_analysis, relaunch
+            )
+            for name, failure in result.measurements.failures.items():
+                result.record_failure(name, failure)
+        if result.measurements.stop_reason != INTERRUPTED:
+            ended = {*result.failures, *result.results}
+            unfinished = [name for name in active if name not in ended]
+            for name, failure in _finish_arms(pool, unfinished, result).items():
+                result.record_failure(name, failure)
+    return result
+
+
+def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, WorkerFailure]:
+    """Finish these arms and store their results; return those that ended early instead."""
+    failures = {}
+    for name in names:
+        try:
+            result.results[name] = pool.finish(name)
+        except WorkerFailure as error:
+            failures[name] = error
+    return failures
+
+
+def _relaunch_arms(
+    pool: WorkerPool, names: Sequence[str], within_s: float, options: MeasureOptions, result: Round
+) -> dict[str, WorkerFailure]:
+    """Restart these arms in new processes; keep the first results. See `run_blocks`."""
+    deadline = options.clock() + within_s
+    failures = _finish_arms(pool, [name for name in names if name not in result.results], result)
+    pool.renew()
+    for name in [name for name in names if name not in failures]:
+        left_s = max(0.0, deadline - options.clock())
+        try:
+            pool.start(name, min(options.settings.timeout_s, left_s))
+        except WorkerFailure as error:
+            if error.status == "timeout" and options.clock() >= deadline:
+                raise TimeoutError from None
+            failures[name] = error
+    return failures
+
+
+def _describe_progress(measurements: Measurements, budget_s: float) -> str:
+    ratios = [f"{name} {_format_estimate(ratio)}" for name, ratio in measurements.estimates.items()]
+    elapsed = f"{measurements.seconds:.0f} of {budget_s:g} s"
+    launch = f"process {len(measurements.launch_starts)} of each arm"
+    return " · ".join([f"block {measurements.blocks}", launch, elapsed, *ratios])
+
+
+def ending_signal() -> int:
+    """Return the signal that ended a measurement; for use within `raise_on_signals`."""
+    return raised_signals[0] if raised_signals else signal.SIGINT
+
+
+def _format_estimate(estimate: Estimate) -> str:
+    if estimate.half_width < MAX_LOGGED_WIDTH:
+        return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
+    return f"{estimate.ratio:.2f}×"

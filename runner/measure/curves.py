@@ -1,0 +1,103 @@
+"""Read a run's curves from its metrics file and draw them as an SVG file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from runner.core.format import finite
+from runner.core.masking import mask_secrets
+from runner.core.record.recorder import LONGEST_ROW, METRICS
+from runner.core.record.storage import open_regular
+from runner.measure.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw_plot, join, tag
+
+Curve = list[tuple[float, float]]
+
+MAX_POINTS = 240  # per curve; a phone is 360 px wide
+MAX_BYTES = 256 << 20  # of a metrics file; the rest is not read
+GREY = "#6b7280"
+LOSSES = ("train/loss", "val/loss")
+
+
+def read_curves(folder: Path, names: Sequence[str] = LOSSES[:1]) -> dict[str, Curve]:
+    """Read the finite values of those metrics (e.g. `train/loss`) by step; skip damaged lines.
+
+    If a step occurs twice, after a rollback or resume, the last value counts.
+    """
+    curves: dict[str, dict[float, float]] = {name: {} for name in names}
+    splits = [(f'"{split}"'.encode(), split) for split in {x.partition("/")[0] for x in names}]
+    try:
+        with open_regular(folder / METRICS) as lines:
+            while (line := lines.readline(LONGEST_ROW)) and lines.tell() <= MAX_BYTES:
+                for mark, split in splits:
+                    if mark in line:
+                        _read_row(line, split, curves)
+    except OSError:
+        return {}
+    return {name: sorted(points.items()) for name, points in curves.items() if points}
+
+
+def _read_row(line: bytes, split: str, curves: dict[str, dict[float, float]]) -> None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(row, dict) or row.get("split") != split:
+        return
+    step = finite(row.get("step"))
+    for name, points in curves.items():
+        group, _, key = name.partition("/")
+        value = finite(row.get(key)) if group == split else None
+        if step is not None and value is not None:
+            points[step] = value
+
+
+def downsample_curve(curve: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> Curve:
+    """Return at most `max_points`: the lowest and highest of each segment, to keep spikes."""
+    if len(curve) <= max_points:
+        return list(curve)
+    bounds = [i * len(curve) // (max_points // 2) for i in range(max_points // 2 + 1)]
+    parts = [curve[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    by_loss = [sorted(part, key=lambda point: point[1]) for part in parts]
+    return sorted({point for part in by_loss for point in (part[0], part[-1])})
+
+
+def draw_run_curves(folder: Path, monitor: str) -> str:
+    """Return an SVG of training and validation loss, with the monitored metric beside it.
+
+    "" if no curve has two points.
+    """
+    names = list(dict.fromkeys([*LOSSES, monitor or LOSSES[1]]))
+    curves = {name: x for name, x in read_curves(folder, names).items() if len(x) > 1}
+    groups = [[name for name in curves if name in LOSSES], [x for x in curves if x not in LOSSES]]
+    plots = [
+        [Series(mask_secrets(x), downsample_curve(curves[x]), int(x != LOSSES[0])) for x in group]
+        for group in groups
+        if group
+    ]
+    if not plots:
+        return ""
+    drawings = [
+        draw_plot(plot, curve_scales(plot), (_plot_title(plot), "step"), WIDTH * i)
+        for i, plot in enumerate(plots)
+    ]
+    width = WIDTH * len(plots)
+    size = {"width": width, "height": HEIGHT, "viewBox": f"0 0 {width} {HEIGHT}"}
+    background = tag("rect", width=width, height=HEIGHT, fill="white")
+    font = {"font_family": "system-ui, sans-serif", "font_size": 12, "fill": GREY}
+    namespace = "http://www.w3.org/2000/svg"
+    return str(tag("svg", background, *drawings, xmlns=namespace, **size, **font)) + "\n"
+
+
+def _plot_title(plot: Sequence[Series]) -> Markup:
+    """Return the names of the curves, in their colours."""
+    font = {"font_size": 14, "font_weight": 600}
+    return join(
+        *(
+            tag("tspan", series.label, dx=14 * (i > 0), fill=COLOURS[series.style], **font)
+            for i, series in enumerate(plot)
+        )
+    )

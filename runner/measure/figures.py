@@ -1,0 +1,330 @@
+"""The figures of a comparison: bars with intervals, points and curves, with descriptions.
+
+All numbers are given as text too, so nothing depends on colour or length alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from runner.core import format
+from runner.measure import verdicts
+from runner.measure.benchmark.result import Effect
+from runner.measure.comparison import Comparison, ComparisonRow
+from runner.measure.curves import MAX_POINTS, Curve, downsample_curve, read_curves
+from runner.measure.svg import (
+    HEIGHT,
+    WIDTH,
+    Scale,
+    Series,
+    curve_scales,
+    draw_legend_sample,
+    draw_plot,
+    join,
+    tag,
+    tick_label,
+)
+
+DIVERGENCE_FACTOR = 100  # times the usual initial loss, above which a curve diverged
+MAX_CURVES = 12  # per plot: more cannot be distinguished
+MIN_MEMORY_RATIO = 1.05  # smaller ratios of peak memory are not plotted
+MAX_BARS = 40  # of a chart; the fastest and the slowest are kept
+BAR_HEIGHT = 34  # pixels, including margins
+HIDDEN_ATTRIBUTES = {"aria_hidden": "true", "focusable": "false"}
+BAR_KINDS = {
+    "reference": "reference",
+    "faster": "faster",
+    "slower": "slower",
+    "": "hint",
+    "PARITY FAIL": "fail",
+    "does not train": "fail",
+}
+"""A bar's fill, by verdict."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A section of the page: a heading, a description, and charts with their own headings."""
+
+    heading: str
+    about: str
+    charts: list[tuple[str, str, Markup]]  # heading, note, drawing
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar: its end, the interval around it, and the text beside it."""
+
+    label: str
+    value: float | None
+    interval: tuple[float, float] | None
+    text: str
+    kind: str = "plain"  # fill: reference | faster | slower | plain | hint | unclear | fail
+
+
+def build_figures(comparison: Comparison) -> dict[str, list[Figure]]:
+    """Return the figures that there are data for, by section name."""
+    floor = (comparison.benchmark.claim_threshold or 0.0) if comparison.benchmark else 0.0
+    search = comparison.search  # whose trials differ in what they train
+    return {
+        "speed": [] if search else list(_speed_figure(comparison.by_configuration, floor)),
+        "attribution": list(_attribution_figure(comparison, floor)),
+        "memory": [] if search else list(_memory_figure(comparison.by_configuration)),
+        "validation": list(_validation_figure(comparison)),
+        "losses": list(_loss_figure(comparison)),
+    }
+
+
+def draw_bars(bars: Sequence[Bar], start: float, description: str, floor: float = 0.0) -> Markup:
+    """Draw ratios as bars from `start` with intervals, a line at 1, and 1 ± `floor` shaded.
+
+    Positions are percentages, so that charts stretch with the page.
+    """
+    values = [x for bar in bars for x in (*(bar.interval or ()), bar.value) if x is not None]
+    values = [x for x in values if x < 1e6]
+    low, high = min([start, max(1 - floor, 0.0), *values]), max([1 + floor, 1.0, *values])
+    margin = 0.04 * (high - low)
+    scale = Scale(low if low == start == 0 else low - margin, high + margin)
+    items = [
+        tag(
+            "li",
+            tag("span", bar.label, class_="label"),
+            tag("span", bar.text, class_="value"),
+            _draw_bar(bar, start, floor, scale),
+            class_=f"bar {bar.kind}",
+        )
+        for bar in bars
+    ]
+    tick_labels = []
+    for tick in scale.ticks():
+        position = scale(tick)
+        anchor = "start" if position < 0.06 else "end" if position > 0.94 else "middle"
+        tick_labels.append(
+            tag("text", f"{tick_label(tick)}×", x=f"{position:.3%}", y=15, text_anchor=anchor)
+        )
+    axis = tag("svg", *tick_labels, class_="axis", height=22, **HIDDEN_ATTRIBUTES)
+    bar_list = tag("ul", *items, class_="bars", aria_label=description)
+    return join(bar_list, tag("div", axis, class_="bar-axis"))
+
+
+def _draw_bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
+    center, value = BAR_HEIGHT / 2, bar.value or 0.0
+
+    def line(kind: str, x1: float, x2: float, y1: float = 0, y2: float = BAR_HEIGHT) -> Markup:
+        return tag("line", x1=f"{scale(x1):.3%}", x2=f"{scale(x2):.3%}", y1=y1, y2=y2, class_=kind)
+
+    def box(kind: str, x1: float, x2: float, margin: float) -> Markup:
+        left, right = sorted((scale(x1), scale(x2)))
+        size = {"x": f"{left:.3%}", "width": f"{right - left:.3%}", "y": margin}
+        return tag("rect", **size, height=BAR_HEIGHT - 2 * margin, class_=kind)
+
+    parts = [line("grid", tick, tick) for tick in scale.ticks()]
+    parts += [box("floor", max(1 - floor, 0.0), 1 + floor, 0)] if floor else []
+    parts += [box("fill", start, value, 9), line("one", 1.0, 1.0)]
+    if bar.interval is not None:
+        parts.append(line("whisker", *bar.interval, center, center))
+        parts += [line("whisker", end, end, center - 6, center + 6) for end in bar.interval]
+    return tag("svg", *parts, height=BAR_HEIGHT, **HIDDEN_ATTRIBUTES)
+
+
+def draw_series(
+    series: Sequence[Series], x_title: str, y_title: str, scales: tuple[Scale, Scale]
+) -> Markup:
+    """Draw curves and points, distinguished by colour, dashes and shape, with a legend."""
+    description = "; ".join(f"{item.label}: {item.text}" for item in series)
+    attributes = {"role": "img", "aria_label": description, "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
+    plot = tag("svg", draw_plot(series, scales, (y_title, x_title)), class_="plot", **attributes)
+    legend = [
+        tag("li", draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
+        for x in series
+    ]
+    return join(plot, tag("ul", *legend, class_="legend"))
+
+
+def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
+    rows = [row for row in comparison.rows if row.finished and row.speedup is not None]
+    if len(rows) < 2:
+        return
+    reference = comparison.reference or "its reference"
+    about = f"Speed-up over {reference}; the vertical line is equal speed."
+    if any(row.speedup_interval for row in rows):
+        about += " Whiskers are 95 % intervals."
+    if floor:
+        about += f" No difference in the hatched strip, ± {format.share(floor)}, is claimed."
+    if comparison.kind == "sweep":
+        about += " Measured in turns, after the sweep."
+    if len(rows) > MAX_BARS:
+        about += f" The {MAX_BARS // 2} fastest and as many of the slowest of {len(rows)}."
+        rows.sort(key=lambda row: row.speedup or 0.0, reverse=True)
+        rows = rows[: MAX_BARS // 2] + rows[-MAX_BARS // 2 :]
+    verdicts_by_name = {row.name: verdicts.verdict(row, comparison) for row in rows}
+    if comparison.reference in verdicts_by_name:
+        verdicts_by_name[comparison.reference] = "reference"
+    bars = [_speed_bar(row, verdicts_by_name[row.name]) for row in rows]
+    yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
+
+
+def _speed_bar(row: ComparisonRow, verdict: str) -> Bar:
+    ratio = format.times_interval(row.speedup, row.speedup_interval)
+    text = ", ".join(filter(None, (ratio, verdict)))
+    kind = BAR_KINDS.get(verdict or ("unclear" if row.speedup_interval else ""), "unclear")
+    return Bar(row.name, row.speedup, row.speedup_interval, text, kind)
+
+
+def _memory_figure(comparison: Comparison) -> Iterator[Figure]:
+    points = []
+    for style, row in enumerate(comparison.rows):
+        rate, device_peak = row.number("samples_per_second"), row.number("peak_device_bytes")
+        peak = device_peak or row.number("peak_process_bytes")
+        if row.finished and rate is not None and peak is not None:
+            values = f"{format.rate(rate)} samples/s, {format.size(peak)}"
+            points.append(Series(row.name, [(rate, peak / 2**20)], style, values, scattered=True))
+    peaks = [series.points[0][1] for series in points]
+    if len(points) < 2 or max(peaks) < MIN_MEMORY_RATIO * min(peaks):
+        return
+    on_device = any(row.number("peak_device_bytes") for row in comparison.rows)
+    about = (
+        f"Peak of the {'device' if on_device else 'process'}'s memory against samples per second: "
+        "lower right is better. Both axes begin at 0."
+    )
+    if len(points) > MAX_BARS:
+        about += f" The {MAX_BARS} fastest of {len(points)}."
+        points = sorted(points, key=lambda series: series.points[0][0], reverse=True)[:MAX_BARS]
+    xs, ys = zip(*(series.points[0] for series in points), strict=True)
+    scales = Scale(0.0, 1.08 * max(xs)), Scale(0.0, 1.15 * max(ys))
+    drawing = draw_series(points, "samples per second", "MiB at the peak", scales)
+    yield Figure("Memory against speed", about, [("", "", drawing)])
+
+
+def _validation_figure(comparison: Comparison) -> Iterator[Figure]:
+    """Yield the monitored metric by step; of replicates the mean, with a band."""
+    monitor, root = comparison.monitor, comparison.root
+    if not monitor or root is None:
+        return
+    curves = {
+        row.name: read_curves(root / row.folder, [monitor]).get(monitor, [])
+        for row in comparison.rows
+        if row.finished and row.folder
+    }
+    series = _build_series(comparison, {key: x for key, x in curves.items() if len(x) > 1})
+    if series:
+        visible = series[:MAX_CURVES]
+        drawing = draw_series(visible, "step", monitor, curve_scales(visible))
+        about = f"{monitor} at each validation.{_describe_series(series)}"
+        yield Figure("Validation", about, [("", "", drawing)])
+
+
+def _describe_series(series: Sequence[Series]) -> str:
+    about = ""
+    if any(one.band for one in series):
+        about += " A line is the mean of a configuration's runs, its band their range."
+    if len(series) > MAX_CURVES:
+        about += f" The first {MAX_CURVES} of {len(series)} are shown."
+    return about
+
+
+def _build_series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[Series]:
+    """Return a curve per row, or per configuration if it ran with several seeds or folds."""
+    series = []
+    for style, row in enumerate(comparison.by_configuration.rows):
+        points, band = average_curves(
+            [curves[x] for x in row.run_names or [row.name] if x in curves]
+        )
+        if points:
+            text = f"to {format.metric(points[-1][1])}"
+            series.append(Series(row.name, points, style, text, band))
+    return series
+
+
+def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, float, float]]]:
+    """Return the mean of the curves at shared steps, and a band from lowest to highest.
+
+    A single curve is returned without a band. Both are empty if fewer than two steps are shared.
+    """
+    if len(curves) == 1:
+        return downsample_curve(curves[0]), []
+    values = [dict(curve) for curve in curves]
+    shared = sorted(set.intersection(*map(set, values))) if values else []
+    shared = shared[:: math.ceil(len(shared) / MAX_POINTS) or 1]
+    if len(shared) < 2:
+        return [], []
+    values_by_step = {step: [points_by_step[step] for points_by_step in values] for step in shared}
+    points = [(step, sum(values) / len(values)) for step, values in values_by_step.items()]
+    return points, [(step, min(values), max(values)) for step, values in values_by_step.items()]
+
+
+def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
+    series = _build_series(comparison, read_losses(comparison))
+    if not series:
+        return
+    visible = series[:MAX_CURVES]
+    curves = {one.label: list(one.points) for one in visible}
+    top = loss_axis_limit(comparison.by_configuration, curves)
+    about = "Training loss by step, to the last step of each run. "
+    about += f"Curves of arms with equal training overlap.{_describe_series(series)}"
+    off_axis = [name for name, curve in curves.items() if any(loss > top for _, loss in curve)]
+    if off_axis:
+        about += f" The axis fits the other curves; off the axis: {format.join_names(off_axis)}."
+    drawing = draw_series(visible, "step", "loss", curve_scales(visible, top))
+    yield Figure("Training loss", about, [("", "", drawing)])
+
+
+def read_losses(comparison: Comparison) -> dict[str, Curve]:
+    """Return the training loss by step of each row that has two points or more."""
+    curves = {row.name: _loss_curve(row, comparison.root) for row in comparison.rows}
+    return {name: curve for name, curve in curves.items() if len(curve) > 1}
+
+
+def _loss_curve(row: ComparisonRow, root: Path | None) -> Curve:
+    if root is not None and row.folder:
+        if curve := read_curves(root / row.folder).get("train/loss"):
+            return curve
+    first_losses = row.measured.losses if row.measured else []  # of the first steps
+    return [(i, loss) for i, loss in enumerate(first_losses, 1) if format.finite(loss) is not None]
+
+
+def loss_axis_limit(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
+    """Return the highest loss of curves that did not diverge; inf if none did."""
+    valid_rows = {row.name for row in comparison.rows if row.is_valid}
+    initial_losses = sorted(abs(c[0][1]) for name, c in curves.items() if name in valid_rows)
+    if not initial_losses:
+        return math.inf
+    limit = DIVERGENCE_FACTOR * initial_losses[(len(initial_losses) - 1) // 2]
+    maxima = [max(loss for _, loss in curve) for curve in curves.values()]
+    converged = [top for top in maxima if top <= limit]
+    return max(converged) if 0 < len(converged) < len(maxima) else math.inf
+
+
+def _attribution_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
+    attribution = comparison.benchmark.attribution if comparison.benchmark else None
+    if attribution is None or not attribution.effects:
+        return
+    level, charts = attribution.level, []
+    for side, heading, note in (
+        ("added", "Added alone", "speed-up of the plain run with it"),
+        ("removed", f"Within {level}", f"speed of {level} with it over {level} without it"),
+    ):
+        effects = [e for e in attribution.effects if getattr(e, side) is not None]
+        if bars := [_effect_bar(effect, side, floor) for effect in effects]:
+            drawing = draw_bars(bars, 1.0, f"{heading}, each technique", floor)
+            charts.append((heading, f": {note}", drawing))
+    about = "Bars right of the vertical line save time, bars left of it cost time."
+    if attribution.stopped:
+        about += f" Measured until: {attribution.stopped}."
+    yield Figure("Speed-up by technique", about, charts)
+
+
+def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
+    """Return the bar of a technique's speedup; `side` is `added` or `removed`."""
+    value, interval = getattr(effect, side), getattr(effect, f"{side}_interval")
+    is_significant = (
+        interval is not None and abs(value - 1) > floor and (interval[0] > 1 or interval[1] < 1)
+    )
+    kind = "unclear" if not is_significant else "faster" if value > 1 else "slower"
+    text = format.times_interval(value, interval)
+    return Bar(effect.name.replace("_", " "), value, interval, text, kind)

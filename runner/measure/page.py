@@ -1,0 +1,297 @@
+"""Render `comparison.html` and `comparison.md` from templates.
+
+The HTML page is a single file that works without network, scripts or colour.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from runner.core import format
+from runner.core.record import markdown
+from runner.core.record.text import LONGEST_TRACE, limit_length
+from runner.measure import verdicts
+from runner.measure.benchmark.result import Attribution
+from runner.measure.columns import select_columns
+from runner.measure.comparison import Comparison, ComparisonRow, text_at
+from runner.measure.figures import build_figures
+from runner.measure.svg import printable
+from runner.scale.sweep.search_record import SearchRecord, short_key
+
+TEMPLATES = Path(__file__).with_name("templates")
+KIND_TITLES = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
+STATUS_HEADERS = {"arm": "verdict", "configuration": "runs", "run": "status"}
+MAX_ARMS = 40  # columns of the table of techniques, at most
+BENCHMARK_METHOD = (
+    "Randomised blocks: each block runs every arm once, in random order. The time per sample of an "
+    "arm's median step (mean step with data workers) is divided by the reference's in the same "
+    "block, so that drift of the machine cancels. Intervals have 95 % coverage, corrected for "
+    "stopping early. The step is the median over all blocks, and samples/s counts all steps, slow "
+    "ones included, so dividing these columns does not give the speed-up. "
+    "No difference within 2 % or within the noise floor (the reference against a "
+    "second copy of itself) is claimed. Every arm was started several times, because the speed of "
+    "equal work varies between processes, and intervals are over the processes (t); with one "
+    "process each, no difference within 7 % is claimed. The intervals hold simultaneously, so the "
+    "fastest arm may be chosen by them."
+)
+SWEEP_METHOD = (
+    "Each row is one run; of a configuration that ran with several seeds or folds it has the mean "
+    "(of times and rates the geometric one) with a 95 % interval by Student's t. The runs were not "
+    "interleaved: their times include other load on the machine, and are shown as they are. "
+)
+MEASURED_METHOD = (
+    "Speed-ups are of the same configurations, measured after the sweep in randomised blocks: each "
+    "block runs every one once, in random order, in one process each. Intervals have 95 % coverage "
+    "and hold simultaneously; no difference within 7 % is claimed. Configurations of which the "
+    "same engaged were measured once, and a technique that did not engage in the sweep is off."
+)
+UNMEASURED_METHOD = "job=benchmark measures configurations in randomised blocks, with intervals."
+
+
+def render_html(comparison: Comparison) -> str:
+    """Return the text of `comparison.html`."""
+    style, script = (
+        (TEMPLATES / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+    )
+    return (
+        _jinja_environment()
+        .get_template("comparison.html")
+        .render(
+            **_template_context(comparison),
+            policy=_content_security_policy(style, script),
+            style=Markup(style),  # noqa: S704  # a file of ours
+            script=Markup(script),  # noqa: S704  # a file of ours
+            figures=build_figures(comparison),
+        )
+    )
+
+
+def render_markdown(comparison: Comparison) -> str:
+    """Return the text of `comparison.md`, with GitHub tables."""
+    return (
+        _jinja_environment().get_template("comparison.md").render(**_template_context(comparison))
+    )
+
+
+def _content_security_policy(style: str, script: str) -> str:
+    """Return a CSP that allows only this style and script, and no network access."""
+    digests = [hashlib.sha256(part.encode()).digest() for part in (style, script)]
+    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    return (
+        f"default-src 'none'; style-src {hashes[0]}; script-src {hashes[1]}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _finalize(value: object) -> str:
+    """Return printable text of limited length; the limit is that of commands."""
+    return (
+        value if isinstance(value, Markup) else printable(limit_length(str(value), LONGEST_TRACE))
+    )
+
+
+@cache
+def _jinja_environment() -> Environment:
+    """Return the Jinja environment; all text passes `_finalize`, and HTML is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=select_autoescape(["html"]),
+        finalize=_finalize,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        # a number and its unit stay on one line
+        "units": lambda x: re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", x),
+        "md": lambda value: Markup(markdown.escape(value)),  # noqa: S704  # for the document
+        "code": lambda text: Markup(markdown.code(text, "sh")),  # noqa: S704  # the same
+    }
+    environment.globals |= {
+        "table": lambda header, rows: Markup(  # noqa: S704  # the same
+            markdown.table([markdown.escape(cell) for cell in header], rows)
+        ),
+        "NONE": format.NONE,
+    }
+    return environment
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell: its text, sort key, and the number of a footnote."""
+
+    text: str
+    sort: float | str | None = None
+    failed: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        return self.text + self.note
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table with its heading; `kind` is its CSS class."""
+
+    heading: str
+    header: list[str]
+    lines: list[list[Cell]]
+    kind: str = "sortable numbers"
+
+
+def _template_context(comparison: Comparison) -> dict[str, Any]:
+    """Return the variables of both templates."""
+    grouped, search = comparison.by_configuration, comparison.search
+    attribution = comparison.benchmark.attribution if comparison.benchmark else None
+    commands = [(row.name, row.command) for row in comparison.rows if row.command]
+    if comparison.command:
+        commands.insert(0, ("all of it", comparison.command))
+    if comparison.speed_command:
+        commands.append(("to compare speeds", comparison.speed_command))
+    method = SWEEP_METHOD + (MEASURED_METHOD if comparison.benchmark else UNMEASURED_METHOD)
+    return {
+        "comparison": comparison,
+        "kind": KIND_TITLES[comparison.kind],
+        "sentences": verdicts.conclusion(comparison),
+        "about": _describe_scope(comparison),
+        "tables": [
+            _rows_table(x) for x in ([grouped] if comparison.has_replicates else []) + [comparison]
+        ],
+        "failed": [(row.name, row.status, row.reason) for row in comparison.failures],
+        "search": search,
+        "trials": search and _trials_table(search),
+        "attribution": attribution,
+        "effects": attribution and attribution.effects and _effects_table(attribution),
+        **_techniques_context(grouped.rows),
+        "commands": commands,
+        "method": BENCHMARK_METHOD if comparison.kind == "benchmark" else method,
+        "machine": _machine_facts(comparison),
+    }
+
+
+def _rows_table(comparison: Comparison) -> PageTable:
+    title, visible_columns, lines = comparison.row_title, select_columns(comparison), []
+    header = [title, STATUS_HEADERS[title], *(column.title for column in visible_columns)]
+    heading = "Configurations" if title == "configuration" else "All numbers"
+    for row in comparison.rows:
+        status = verdicts.status_or_verdict(row, comparison)
+        cells = [Cell(row.name, row.name), Cell(status, status, not row.is_valid)]
+        for column in visible_columns:
+            failed = column.key == "parity" and row.parity == "FAIL"
+            cells.append(Cell(column.text(row), column.number(row), failed))
+        lines.append(cells)
+    return PageTable(heading, header, lines)
+
+
+def _trials_table(search: SearchRecord) -> PageTable:
+    keys, lines = [p.key for p in search.parameters], []
+    for trial in search.trials:
+        values = [str(trial.values.get(key, format.NONE)) for key in keys]
+        seconds = format.NONE if trial.seconds is None else f"{trial.seconds:.1f}"
+        texts = [str(trial.number), trial.status, format.metric(trial.value), *values, seconds]
+        lines.append([Cell(text, None if text == format.NONE else text) for text in texts])
+    header = ["trial", "status", search.metric, *map(short_key, keys), "time, s"]
+    return PageTable("Trials", header, lines)
+
+
+def _effects_table(attribution: Attribution) -> PageTable:
+    """Return the table of the techniques' speedups and memory."""
+    header = ["technique", "added alone", "within the level", "interaction"]
+    lines = []
+    for effect in attribution.effects:
+        ratios = [
+            format.times_interval(getattr(effect, key), getattr(effect, f"{key}_interval"))
+            for key in ("added", "removed", "interaction")
+        ]
+        sizes = map(format.size, (effect.added_memory_bytes, effect.removed_memory_bytes))
+        texts = [effect.name.replace("_", " "), *ratios, *sizes, effect.note or format.NONE]
+        lines.append([Cell(text) for text in texts])
+    return PageTable("techniques", [*header, "memory, added", "memory, within", "note"], lines, "")
+
+
+def _describe_scope(comparison: Comparison) -> list[str]:
+    """Return how much was compared, on which devices, when and for how long."""
+    benchmark = comparison.benchmark
+    if benchmark is None or comparison.kind != "benchmark":
+        noun = "trials of this process" if comparison.search else "runs"
+        return [f"{len(comparison.rows)} {noun}", *comparison.devices]
+    started = [_format_minute(benchmark.started)] if benchmark.started else []
+    duration = verdicts.describe_measurement(benchmark)
+    return [f"{len(comparison.rows)} arms", *comparison.devices, *started, duration]
+
+
+def _format_minute(moment: str) -> str:
+    """Format an ISO 8601 time to the minute."""
+    try:
+        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
+    except ValueError:
+        return moment
+
+
+def _techniques_context(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
+    """Return the table of techniques by arm; reasons are numbered and listed once below."""
+    arms = [(row.name, row.techniques) for row in rows if row.techniques][:MAX_ARMS]
+    names = dict.fromkeys(name for _, states in arms for name in states)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    lines, not_requested = [], []
+    for name in names:
+        title, cells = name.replace("_", " "), []
+        for arm, states in arms:
+            entry = states.get(name, {})
+            status, reason = format.technique_status(entry), text_at(entry, "reason")
+            if status in ("engaged", "not requested"):
+                cells.append(Cell("● engaged" if status == "engaged" else format.NONE))
+                continue
+            reasons.setdefault((title, reason), []).append(arm)
+            note = f" {list(reasons).index((title, reason)) + 1}"
+            cells.append(Cell(f"○ {status}", note=note))
+        if any(cell.text != format.NONE for cell in cells):
+            lines.append([Cell(title), *cells])
+        else:
+            not_requested.append(title)
+    header = ["technique", *(name for name, _ in arms)]
+    return {
+        "engagement": PageTable("Techniques", header, lines, "matrix") if lines else None,
+        "reasons": [(*key, ", ".join(users)) for key, users in reasons.items()],
+        "not_requested": ", ".join(not_requested),
+    }
+
+
+def _machine_facts(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return facts about the machine, its load, and the measurement."""
+    result = comparison.benchmark
+    if result is None:
+        return [("device", ", ".join(comparison.devices))] if comparison.devices else []
+    control, commit = result.control, result.git.get("commit")
+    stopped = f"; {result.stopped}" if result.stopped else ""
+    control_ratio = (control.ratio, control.interval) if control else (None, None)
+    rows = {name: str(version) for name, version in result.versions.items()}
+    rows |= {str(key).replace("_", " "): _format_value(v) for key, v in result.machine.items()}
+    rows |= {
+        "CPUs taken by others": format.share(result.load.others),
+        "reference against itself": format.times_interval(*control_ratio),
+        "noise floor": f"± {format.share(result.noise_floor)}",
+        "measured": f"{verdicts.describe_measurement(result)}{stopped}",
+        "started": _format_minute(result.started) or format.NONE,
+        "code": str(commit)[:12] if commit else format.NONE,
+    }
+    return [(name, value) for name, value in rows.items() if value != format.NONE]
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_format_value, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_format_value(item)}" for key, item in value.items())
+    return str(value)

@@ -1,0 +1,225 @@
+"""The plain runs of a parity check: the correct numbers, and how much rounding changes them.
+
+The effect of rounding is measured on the model itself: the distance from fp64 of the plain run at
+the same precision and steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import torch
+
+from runner.core.build.build import Components
+from runner.core.config.run_config import RunConfig
+from runner.core.errors import RunnerError
+from runner.core.interfaces.run import Run
+from runner.measure.parity.candidates import (
+    copy_components,
+    open_run,
+    with_micro_batch,
+    without_side_effects,
+    without_techniques,
+)
+from runner.measure.parity.distance import (
+    KINK_ERROR,
+    Distances,
+    ErrorKind,
+    TensorKey,
+    Tolerance,
+    compare_outputs,
+    compare_steps,
+)
+from runner.measure.parity.dropout import is_random
+from runner.measure.parity.numerics import (
+    ROUNDOFF,
+    Numerics,
+    apply_numerics,
+    convert_run_to_fp64,
+    read_numerics,
+)
+from runner.measure.parity.trajectory import (
+    StepWindow,
+    Trajectory,
+    choose_window,
+    record_trajectory,
+)
+
+SAME_ROUNDING_FACTOR = 8.0
+"""Factor on the plain run's error at the same reduced precision: equal roundings, differently
+correlated."""
+SUMMATION_ORDER_FACTOR = 64.0
+"""Factor on the error in fp32, where only the order of summation differs: adding n terms in
+sequence has sqrt(n / log2 n) times the error of a tree (Higham 1993), 64 for n = 65,536."""
+INFERRED_GRADIENT_ERROR = 32 * ROUNDOFF[torch.float32]
+"""Relative to the largest gradient: error of one inferred from a moment, at beta1=0.9."""
+
+
+@dataclass
+class PlainRecord:
+    """Plain runs over the trajectory, in one configuration."""
+
+    truth: Trajectory
+    is_fp64: bool  # computed in fp64
+    baseline: Trajectory  # at the baseline's precision
+    tolerances: dict[Numerics, Tolerance]
+
+
+class PlainRuns:
+    """The baseline's steps and their errors by precision; measured once for many candidates."""
+
+    def __init__(self, baseline: RunConfig, steps: int | None, given: Components | None) -> None:
+        self.baseline = without_side_effects(baseline)
+        self.requested_steps, self.given = steps, given
+        self.clip_norm: float | None = None  # replaces a limit that no gradient reaches
+        self._records: dict[tuple[bool, int | None], PlainRecord] = {}
+        self._randomness: dict[bool, bool] = {}
+
+    @contextmanager
+    def open_run(
+        self, config: RunConfig, dropout_off: bool = False, choices: Mapping[str, Any] | None = None
+    ) -> Iterator[Run]:
+        """Build a run with the baseline's clipping; `dropout_off` disables dropout."""
+        if self.clip_norm is not None:
+            config = copy(config)  # not validated again, as a plain run needs no technique
+            config.stability = replace(config.stability, clip_norm=self.clip_norm)
+        with open_run(config, dropout_off, copy_components(self.given, choices)) as run:
+            yield run
+
+    def is_random(self, dropout_off: bool) -> bool:
+        """Whether the baseline's loss depends on random numbers; cached."""
+        if dropout_off not in self._randomness:
+            with self.open_run(self.baseline, dropout_off) as run:
+                self._randomness[dropout_off] = is_random(run)
+        return self._randomness[dropout_off]
+
+    @cached_property
+    def window_and_omissions(self) -> tuple[StepWindow, list[str]]:
+        """The steps to compare, and what they omit."""
+        with self.open_run(self.baseline) as run:
+            return choose_window(run, self.requested_steps)
+
+    @property
+    def window(self) -> StepWindow:
+        """The steps to compare."""
+        return self.window_and_omissions[0]
+
+    @cached_property
+    def trajectory(self) -> Trajectory:
+        """The baseline's trajectory; if it has a clip norm, some of its steps are clipped."""
+        record = self._record_baseline()
+        norms, limit = [float(s.grad_norm) for s in record.steps], self.baseline.stability.clip_norm
+        if limit is not None and 0 < max(norms) <= limit:
+            self.clip_norm = median(norms)
+            record = self._record_baseline()
+        return record
+
+    def _record_baseline(self) -> Trajectory:
+        with self.open_run(self.baseline) as run:
+            self.numerics = read_numerics(run)
+            record = record_trajectory(run, self.window)
+            self.validation_batches = len(record.outputs)
+            total_batches = run.validation.steps_per_epoch
+        self.omissions = list(self.window_and_omissions[1])
+        if self.validation_batches != total_batches:
+            text = f"validation batches after the first {self.validation_batches}"
+            self.omissions.append(text)
+        return record
+
+    def record_run(self, run: Run, **options: Any) -> Trajectory:
+        """Make the baseline's steps with another run, each from the baseline's weights."""
+        return record_trajectory(
+            run, self.window, self.trajectory, validation_batches=self.validation_batches, **options
+        )
+
+    def _record_plain(
+        self,
+        config: RunConfig,
+        dropout_off: bool,
+        numerics: Numerics | None = None,
+        perturbed: bool = False,
+    ) -> Trajectory:
+        with ExitStack() as stack:
+            run = stack.enter_context(self.open_run(config, dropout_off))
+            if numerics is not None:
+                stack.enter_context(apply_numerics(numerics, run))
+            return self.record_run(run, update=False, perturbed=perturbed)
+
+    def distances(self, record: Trajectory, truth: Trajectory) -> Distances:
+        """Compare losses, norms, gradients, buffers and outputs of two records."""
+        starts = [self.trajectory.state_before(step) for step in range(self.window.steps)]
+        distances = compare_steps(record.steps, truth.steps, starts)
+        compare_outputs(distances, record.outputs, truth.outputs)
+        if record.gradients_hidden:
+            self._raise_floors(distances)
+        return distances
+
+    def _raise_floors(self, distances: Distances) -> None:
+        for key, steps in distances.steps.items():
+            if key.kind is ErrorKind.gradient:
+                floor = INFERRED_GRADIENT_ERROR * max(step.size for step in steps)
+                steps[:] = [step._replace(floor=max(floor, step.floor)) for step in steps]
+
+    def record(self, dropout_off: bool, micro_batch: int | None) -> PlainRecord:
+        """Return the plain runs for a micro-batch size, with or without dropout; cached."""
+        key = dropout_off, micro_batch
+        if key not in self._records:
+            self._records[key] = self._make_record(dropout_off, micro_batch)
+        return self._records[key]
+
+    def _make_record(self, dropout_off: bool, micro_batch: int | None) -> PlainRecord:
+        config = with_micro_batch(self.baseline, micro_batch)
+        plain_config, baseline = without_techniques(config), self.trajectory
+        if dropout_off or micro_batch is not None:
+            baseline = self._record_plain(config, dropout_off)
+        truth = self._record_fp64(plain_config, dropout_off)
+        if truth is not None:
+            errors = self.distances(baseline, truth)
+            losses = errors.steps[TensorKey(ErrorKind.loss, "loss")]
+            relative_errors = [step.error / step.size for step in losses if step.size]
+            if relative_errors and median(relative_errors) > KINK_ERROR:
+                truth = None  # in fp64 dropout draws different numbers
+        if truth is None:
+            perturbed = self._record_plain(plain_config, dropout_off, self.numerics, perturbed=True)
+            errors = self.distances(perturbed, baseline)
+        else:
+            for own_step, true_step in zip(baseline.steps, truth.steps, strict=True):
+                own_step.gradients = {}  # large, and no longer needed
+                true_step.gradients = {
+                    n: g.to(torch.complex64 if g.is_complex() else torch.float32)
+                    for n, g in true_step.gradients.items()
+                }
+        tolerances = {self.numerics: Tolerance(errors, SUMMATION_ORDER_FACTOR)}
+        return PlainRecord(truth or baseline, truth is not None, baseline, tolerances)
+
+    def _record_fp64(self, config: RunConfig, dropout_off: bool) -> Trajectory | None:
+        """Return the plain run in fp64; None if device or model do not support it."""
+        with self.open_run(config, dropout_off) as run:
+            if run.device.kind == "mps":
+                return None
+            convert_run_to_fp64(run)
+            try:
+                return self.record_run(run, update=False, fp64=True)
+            except (RunnerError, RuntimeError, TypeError, ValueError):  # the model fixes a dtype
+                return None
+
+    def tolerance(
+        self, dropout_off: bool, micro_batch: int | None, numerics: Numerics
+    ) -> Tolerance:
+        """Return how far rounding may move a run that computes in `numerics`."""
+        plain = self.record(dropout_off, micro_batch)
+        for measured, tolerance in plain.tolerances.items():
+            if measured.rounds_like(numerics):
+                return tolerance
+        config = without_techniques(with_micro_batch(self.baseline, micro_batch))
+        record = self._record_plain(config, dropout_off, numerics)
+        tolerance = Tolerance(self.distances(record, plain.truth), SAME_ROUNDING_FACTOR)
+        tolerance.widen(next(iter(plain.tolerances.values())))
+        plain.tolerances[numerics] = tolerance
+        return tolerance

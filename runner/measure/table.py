@@ -1,0 +1,136 @@
+"""A comparison in the terminal: designed for 80 columns, with more columns if it is wider."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from runner.core import format
+from runner.core.module_path import python_command
+from runner.core.record.console import plain_text
+from runner.core.record.text import escape_control_chars, shorten
+from runner.measure import verdicts
+from runner.measure.columns import ReportColumn, select_columns
+from runner.measure.comparison import (
+    HTML_FILE,
+    JSON_FILE,
+    TENSORBOARD_RUN,
+    Comparison,
+    ComparisonRow,
+)
+
+TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
+STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
+MAX_ROWS = 60  # in the terminal; the page has all
+NAME_WIDTH = 24  # minimum width of the name column; longer names are folded
+MAX_REASON_LENGTH = 300  # maximum characters of a failure's reason
+
+
+@dataclass
+class ComparisonScreen:
+    """Return a comparison as a Rich renderable, conclusion first."""
+
+    comparison: Comparison
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        comparison = self.comparison
+        kind = "comparison" if comparison.kind == "runs" else comparison.kind
+        yield Text()
+        yield Text.assemble((f"{kind} ", "dim"), (escape_control_chars(comparison.title), "bold"))
+        for sentence in verdicts.conclusion(comparison):
+            yield plain_text(sentence.text, TONES[sentence.tone])
+        yield Text()
+        yield _fit_table(comparison.by_configuration, console, options)
+        if (hidden_rows := len(comparison.rows) - MAX_ROWS) > 0:
+            yield plain_text(f"and {hidden_rows} more, in {HTML_FILE} and {JSON_FILE}", "dim")
+        for part in (_failure_lines(comparison), _note_lines(comparison), _file_lines(comparison)):
+            if lines := list(part):
+                yield from (Text(), *lines)
+        if command := comparison.speed_command:
+            printable = escape_control_chars(command)
+            label = ("to compare speeds: ", "dim")
+            yield Text.assemble(label, printable, no_wrap=True, overflow="ignore")
+
+
+def _fit_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
+    """Return a table of as many columns as fit; long names are folded, never cut."""
+    chosen = select_columns(comparison)
+    while True:
+        table = _build_table(comparison, chosen, NAME_WIDTH)
+        width = Measurement.get(console, options.update(width=999), table).maximum
+        free_width = options.max_width - width
+        if free_width >= 0 or len(chosen) <= 2:
+            return _build_table(comparison, chosen, NAME_WIDTH + max(0, free_width))
+        chosen.pop()
+
+
+def _build_table(comparison: Comparison, chosen: Sequence[ReportColumn], name_width: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column(
+        comparison.row_title, header_style="dim", max_width=name_width, overflow="fold"
+    )
+    for column in chosen:
+        table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
+    table.add_column("", header_style="dim", overflow="fold")
+    for row in comparison.rows[:MAX_ROWS]:
+        verdict = verdicts.verdict(row, comparison)
+        style = STYLES.get(verdict, "yellow" if row.finished else "red")
+        cells = [_format_cell(column, row) for column in chosen]
+        parts = (row.averaged_over, verdict, row.skipped_steps)
+        verdict_text = ", ".join(filter(None, parts))
+        table.add_row(plain_text(row.name), *cells, plain_text(verdict_text, style))
+    return table
+
+
+def _format_cell(column: ReportColumn, row: ComparisonRow) -> Text:
+    text = column.text(row)
+    if text == format.NONE:
+        return Text(text if row.finished else "", style="dim")
+    failed = column.key == "parity" and row.parity == "FAIL"
+    return plain_text(text.replace(" to ", "–"), "bold red" if failed else "")
+
+
+def _failure_lines(comparison: Comparison) -> Iterator[Text]:
+    """Yield the failed rows with their reasons; equal reasons are shown once."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for row in comparison.failures:
+        shared.setdefault((row.status, row.reason), []).append(row.name)
+    for (status, reason), names in shared.items():
+        reason = shorten(escape_control_chars(reason), MAX_REASON_LENGTH) or "no reason given"
+        subject, how = escape_control_chars(format.join_names(names)), escape_control_chars(status)
+        yield Text.assemble((f"{subject} ", "bold"), (how, "red"), f": {reason}")
+
+
+def _note_lines(comparison: Comparison) -> list[Text]:
+    notes, benchmark = list(comparison.notes), comparison.benchmark
+    if benchmark is not None:
+        stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
+        how = f"{verdicts.describe_measurement(benchmark)}{stopped}"
+        how = f"in turns: {how}" if comparison.kind == "sweep" else how
+        notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
+    return [plain_text(f"· {note}", "dim") for note in notes]
+
+
+def _file_lines(comparison: Comparison) -> Iterator[Text]:
+    """Yield file paths and commands; commands are not wrapped, so that they can be copied."""
+    root = comparison.root
+    if root is None or not (root / JSON_FILE).exists():
+        return
+    folder = format.short_path(root)
+    lines = {"files:       ": folder}
+    if comparison.search is not None and (best := comparison.search.best) is not None:
+        lines = {"the best:    ": best.command, **lines}
+    if (root / HTML_FILE).exists():
+        lines["the page:    "] = f"{folder}/{HTML_FILE}"
+    if (root / TENSORBOARD_RUN).exists():
+        words = [*python_command("runner.report"), "--tensorboard", folder]
+        lines["TensorBoard: "] = shlex.join(words)
+    for name, text in lines.items():
+        printable = escape_control_chars(text)
+        yield Text.assemble((name, "dim"), printable, no_wrap=True, overflow="ignore")

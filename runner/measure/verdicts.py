@@ -1,0 +1,369 @@
+"""State a comparison's conclusions in sentences, based only on its claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from runner.core.format import MAX_NAMES, interval, join_names, metric, rate, seconds, share, times
+from runner.measure.benchmark.result import ENGAGED, TRIED, BenchmarkResult
+from runner.measure.comparison import (
+    BEST_KEY,
+    Comparison,
+    ComparisonRow,
+    compare_arms,
+    number_at,
+    text_at,
+)
+from runner.measure.speed import differ_in_speed, engagement
+from runner.scale.sweep.search_record import SearchRecord, short_key
+
+HIGH_NOISE_FLOOR = 0.05  # a noise floor above this is mentioned in the headline
+HIGH_LOAD = 0.1  # so is a larger share of the CPUs used by other processes
+MIN_COMPILE_S = 0.1  # less is no compiling
+PLANS = {ENGAGED: "engages", TRIED: "measures, and keeps if faster,"}
+"""What a run of the typed length does with a technique: the verb of a sentence."""
+NOT_COMPARED = "the runs' metrics are not compared."
+CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence and its tone: `plain`, `warning` or `shout`."""
+
+    text: str
+    tone: str = "plain"
+
+
+def verdict(row: ComparisonRow, comparison: Comparison) -> str:
+    """Return the row's verdict: a claim, the reference, or its status if it did not finish."""
+    if not row.finished:
+        return row.status
+    if row.parity == "FAIL":
+        return "PARITY FAIL"
+    if row.name == comparison.reference:
+        return "" if comparison.compares_learning else "reference"
+    if row.measured is None:
+        return CLAIMS.get(row.claim, "not known" if row.speedup is not None else "")
+    if row.problems:
+        return "does not train"
+    claim = CLAIMS.get(row.measured.claim, "not known")
+    return f"{claim}, other work" if row.other_work else claim
+
+
+def status_or_verdict(row: ComparisonRow, comparison: Comparison) -> str:
+    """Return the verdict, preceded by the status for runs of a sweep."""
+    parts = [verdict(row, comparison), row.skipped_steps]
+    if row.measured is None and row.finished:
+        parts.insert(0, row.averaged_over or row.status)
+    return ", ".join(filter(None, parts))
+
+
+def conclusion(comparison: Comparison) -> list[Sentence]:
+    """Return the conclusions, most important first, then warnings."""
+    planned = list(_describe_planned_runs(comparison))
+    others = _other_measurements(comparison)
+    return [*_headline(comparison), *planned, *_warnings(comparison), *others]
+
+
+def _headline(comparison: Comparison) -> Iterator[Sentence]:
+    rows, benchmark = comparison.rows, comparison.benchmark
+    if not any(row.finished for row in rows):
+        subject = "arms could be measured: none" if comparison.kind == "benchmark" else "jobs"
+        yield Sentence(f"None of the {len(rows)} {subject} finished.", "shout")
+    elif benchmark is None or comparison.kind != "benchmark":
+        yield from map(Sentence, _conclude_runs(comparison))
+    else:
+        yield from map(Sentence, _conclude_benchmark(comparison, benchmark))
+
+
+def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
+    """Yield what a run of the typed length engages of each arm, and when compiling is paid back."""
+    for row in comparison.rows:
+        arm = row.measured
+        if arm is None or not row.finished:
+            continue
+        by_plan = {word: [k for k, x in arm.planned.items() if x == word] for word in PLANS}
+        parts = [
+            f"{verb} {_technique_names(by_plan[word])}"
+            for word, verb in PLANS.items()
+            if by_plan[word]
+        ]
+        skipped: dict[str, list[str]] = {}  # techniques that were measured, by the reason
+        for name, plan in arm.planned.items():
+            if plan not in PLANS and row.techniques.get(name, {}).get("engaged"):
+                skipped.setdefault(plan, []).append(name)
+        parts += [f"skips {_technique_names(names)}: {why}" for why, names in skipped.items()]
+        if parts:
+            parts[0] = f"a run of this length {parts[0]}"
+        if (arm.compile_seconds or 0.0) >= MIN_COMPILE_S and row.name != comparison.reference:
+            after = arm.break_even_steps
+            when = "not paid back" if after is None else f"paid back after {after:,} steps"
+            parts.append(f"{seconds(arm.compile_seconds)} of compiling are {when}")
+        if parts:
+            yield Sentence(f"{row.name}: {'; '.join(parts)}.")
+
+
+def _technique_names(names: Sequence[str]) -> str:
+    return join_names([name.replace("_", " ") for name in names])
+
+
+def _warnings(comparison: Comparison) -> Iterator[Sentence]:
+    benchmark, failed = comparison.benchmark, comparison.failures
+    if benchmark is not None and benchmark.stopped == "interrupted" and benchmark.blocks:
+        text = "Interrupted: the results rest on the blocks measured so far."
+        yield Sentence(text, "warning")
+    for row in comparison.rows:
+        if row.parity == "FAIL":
+            reason = row.measured.parity_reason if row.measured else ""
+            problem = f"{row.name} does not compute the same numbers{': ' * bool(reason)}{reason}"
+            yield Sentence(f"PARITY FAIL: {problem}. Its speed-up is not valid.", "shout")
+        elif row.problems:
+            yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
+    if failed:
+        names = join_names([f"{row.name} ({row.status})" for row in failed])
+        kind = "arms" if comparison.kind == "benchmark" else "jobs"
+        count = f"{len(failed)} of {len(comparison.rows)}"
+        yield Sentence(f"{count} {kind} did not finish: {names}.", "warning")
+    early = {
+        row.name: text_at(row.summary, "ended_by") for row in comparison.rows if row.ended_early
+    }
+    if early:
+        names = join_names([f"{name} ({ended_by})" for name, ended_by in early.items()])
+        text = f"Ended early, so that the numbers are not of a whole run: {names}"
+        again = "; the sweep's command again continues them" * (comparison.kind == "sweep")
+        yield Sentence(f"{text}{again}.", "warning")
+
+
+def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
+    """Yield the results of the comparison with a baseline, and of the attribution."""
+    if comparison.benchmark is None:
+        return
+    baseline, attribution = comparison.benchmark.baseline or {}, comparison.benchmark.attribution
+    texts = baseline.get("sentences")
+    tone = "warning" if baseline.get("regressed") else "plain"
+    for text in texts if isinstance(texts, list) else []:
+        yield Sentence(f"{str(text).rstrip('.')}.", tone)
+    for text in attribution.sentences if attribution else []:
+        yield Sentence(f"{text.rstrip('.')}.")
+
+
+def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[str]:
+    rows, reference = comparison.rows, comparison.reference
+    if not any(row.finished for row in rows if row.name == reference):
+        text = "the reference, did not finish"
+        return [f"{reference}, {text}, so there are no speed-ups."]
+    measured = [x for x in rows if x.name != reference and x.is_valid and x.speedup is not None]
+    if not measured:
+        return [f"Nothing could be compared with {reference}."]
+    same_work = [row for row in measured if not row.other_work]
+    others = [_describe_other_work(r, reference) for r in measured if r.other_work][:MAX_NAMES]
+    faster = [row for row in same_work if _claim(row) == "faster"]
+    other_sentences = [*_describe_slower_arms(benchmark, same_work, reference), *others]
+    if not same_work:
+        return other_sentences
+    caveat = _describe_noise(benchmark)
+    if not faster:
+        restriction = " that trains the same" if others else ""
+        return [
+            f"No arm{restriction} is measurably faster than {reference}{caveat}.",
+            *other_sentences,
+        ]
+    # the first of those that no other is measurably faster than: levels are in increasing order
+    chosen = next(row for row in faster if not any(_is_faster(other, row) for other in faster))
+    ties = [row.name for row in faster if row is not chosen and not _is_faster(chosen, row)]
+    numbers = "its numbers not compared"
+    if chosen.parity is not None:
+        numbers = f"with the same numbers {_exactness(chosen)}"
+    text = f"{chosen.name} is {_speed_phrase(chosen, reference)}, {numbers}{caveat}"
+    if ties:
+        text += f"; {join_names(ties)} {_is_or_are(ties)} not measurably faster than {chosen.name}"
+    return [f"{text}.", *other_sentences]
+
+
+def _claim(row: ComparisonRow) -> str:
+    return row.measured.claim if row.measured else ""
+
+
+def _is_or_are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _speed_phrase(row: ComparisonRow, reference: str) -> str:
+    bounds = f" (95 %: {interval(row.speedup_interval)})" if row.speedup_interval else ""
+    return f"{times(row.speedup)} as fast as {reference}{bounds}"
+
+
+def _exactness(row: ComparisonRow) -> str:
+    if row.parity == "exact":
+        return "bit for bit"
+    return " ".join(filter(None, ("up to", row.low_precision, "rounding")))
+
+
+def _describe_other_work(row: ComparisonRow, reference: str) -> str:
+    """Describe an arm that trains something else: its parity is against its own plain run."""
+    speed = f"it is {_speed_phrase(row, reference)} per sample"
+    if _claim(row) not in ("faster", "slower"):
+        speed = "no measurable difference in time per sample"
+    numbers = "its numbers not compared"
+    if row.parity:
+        numbers = f"its numbers match its own plain run {_exactness(row)}"
+    other = f"another {join_names(row.other_work)}"
+    return f"{row.name} does different work from {reference} ({other}): {speed}, {numbers}."
+
+
+def _is_faster(row: ComparisonRow, other: ComparisonRow) -> bool:
+    """Whether `row` is measurably faster than `other`: the intervals do not overlap."""
+    if row.speedup_interval is None or other.speedup_interval is None:
+        return False
+    return row.speedup_interval[0] > other.speedup_interval[1]
+
+
+def _describe_slower_arms(
+    benchmark: BenchmarkResult, rows: list[ComparisonRow], reference: str
+) -> Iterator[str]:
+    for row in [row for row in rows if _claim(row) == "slower"][:MAX_NAMES]:
+        yield f"{row.name} is slower, {_speed_phrase(row, reference)}."
+    if same := [row.name for row in rows if _claim(row) == "same"]:
+        yield f"{join_names(same)} {'makes' if len(same) == 1 else 'make'} no difference."
+    if unknown := [row.name for row in rows if not _claim(row)]:
+        subject = f"Whether {join_names(unknown)} {_is_or_are(unknown)} faster or slower"
+        yield f"{subject} is not known ({describe_unclaimed(benchmark)})."
+
+
+def _conclude_runs(comparison: Comparison) -> list[str]:
+    """Return sentences on the best monitored metric and on speed."""
+    if comparison.search is not None:
+        return _conclude_search(comparison.search, comparison.rows)
+    texts = [*_describe_speed(comparison), *_describe_best(comparison)]
+    if texts or comparison.failures:
+        return texts
+    return [f"{len(comparison.rows)} of {len(comparison.rows)} finished."]
+
+
+def _conclude_search(search: SearchRecord, rows: Sequence[ComparisonRow]) -> list[str]:
+    best, count = search.best, len(search.trials)
+    scope = f"{count} of {search.wanted} trials: {search.status_counts}; {search.sampler}"
+    scope += f", pruned by {search.pruner}." if search.pruner != "none" else "."
+    if best is None:
+        return [f"No trial has a value of {search.metric} yet.", scope]
+    text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
+    skipped = [row.skipped_steps for row in rows if row.folder == best.folder != ""]
+    text = ", ".join(filter(None, (text, *skipped)))
+    shares = {short_key(p.key): p.importance for p in search.parameters if p.importance is not None}
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    importance_text = ", ".join(f"{name} {share(part)}" for name, part in ordered)
+    importance_note = [f"Importance by PED-ANOVA: {importance_text}."] if len(shares) > 1 else []
+    return [f"{text}: {best.title}.", *importance_note, scope]
+
+
+def _describe_speed(comparison: Comparison) -> list[str]:
+    """Return the headline of configurations measured in turns; without it, the plain step times.
+
+    Nothing is said of runs that differ neither in how they compute nor in what engaged.
+    """
+    benchmark = comparison.benchmark
+    if benchmark is not None:
+        arms = compare_arms(benchmark, None)
+        if not any(row.speedup_interval for row in arms.rows):
+            return []
+        texts = _conclude_benchmark(arms, benchmark)
+        if "of the CPUs" not in texts[0] and (others := benchmark.load.others) is not None:
+            texts.append(f"In these turns other processes used {share(others)} of the CPUs.")
+        return texts
+    if not differ_in_speed(comparison.rows):
+        return []
+    groups: dict[str, list[ComparisonRow]] = {}
+    for row in comparison.rows:
+        if row.finished and row.number("step_ms"):
+            groups.setdefault(engagement(row), []).append(row)
+    texts = []
+    for rows in groups.values():
+        steps = sorted(row.number("step_ms") or 0.0 for row in rows)
+        span = " to ".join(dict.fromkeys((rate(steps[0]), rate(steps[-1]))))
+        texts.append(f"{join_names([row.name for row in rows])} {span} ms")
+    shares = [number_at(r.summary, "throughput", "other_cpu_share") for r in comparison.rows]
+    known_shares = [x for x in shares if x is not None]
+    load = f"up to {share(max(known_shares))}" if known_shares else "an unknown share"
+    how = f"not interleaved, while other processes used {load} of the CPUs"
+    return [f"Median step: {', '.join(texts)}; {how}: no speed-up is claimed."]
+
+
+def _describe_best(comparison: Comparison) -> list[str]:
+    """Name the runs with the lowest and highest best value of the monitored metric.
+
+    The summary does not say which is better. Runs on other data or metrics are not compared.
+    """
+    rows = [row for row in comparison.rows if row.finished and row.monitor and row.best is not None]
+    data = list(dict.fromkeys(row.judged_on for row in rows if row.judged_on))
+    metrics = list(dict.fromkeys(row.monitor for row in rows))
+    if len(data) > 1:
+        return [f"Judged on different data ({join_names(data)}), so {NOT_COMPARED}"]
+    if len(metrics) > 1:
+        return [f"Judged by different metrics ({join_names(metrics)}), so {NOT_COMPARED}"]
+    if len(rows) < 2:
+        return []
+    if comparison.has_replicates:
+        return _describe_best_replicates(metrics[0], comparison.by_configuration)
+    values = sorted({row.best or 0.0 for row in rows})
+    ends = [
+        f"{metric(extreme)} ({join_names([row.title for row in rows if row.best == extreme])})"
+        for extreme in (values[0], values[-1])
+    ]
+    text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in each"
+    return [f"Best {metrics[0]}: {text}."]
+
+
+def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
+    """Describe the lowest and highest configuration by mean, spread and interval.
+
+    A configuration that ran once is not compared, since its seed may explain its value.
+    """
+    estimates = {x.title: x.estimates[BEST_KEY] for x in grouped.rows if BEST_KEY in x.estimates}
+    if not estimates:
+        return []
+    ordered = sorted(estimates.items(), key=lambda item: item[1].mean)
+    texts = []
+    for name, best in ordered[:1] + ordered[1:][-1:]:
+        bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
+        label = f", {name}" if len(grouped.rows) > 1 else ""
+        texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
+    over = " and ".join(
+        dict.fromkeys(x.averaged_over for x in grouped.rows if x.title in estimates)
+    )
+    single = [row.title for row in grouped.rows if row.finished and row.title not in estimates]
+    single_note = [f"With one run, and so not compared: {join_names(single)}."] if single else []
+    if len(texts) == 1:
+        return [f"Best {monitor} over {over}: {texts[0]}.", *single_note]
+    low, high = ordered[0][1], ordered[-1][1]
+    if low == high:
+        value = f"{metric(low.mean)} ± {metric(low.spread)}"
+        return [f"Best {monitor} over {over} each: {value} in every configuration.", *single_note]
+    overlap = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
+    return [
+        f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{overlap}.",
+        *single_note,
+    ]
+
+
+def describe_measurement(benchmark: BenchmarkResult) -> str:
+    """Format how many blocks were measured, and how long it took."""
+    count = f", {benchmark.processes} processes of each arm," if benchmark.processes > 1 else ""
+    return f"{benchmark.blocks} blocks{count} in {seconds(benchmark.seconds)}"
+
+
+def describe_unclaimed(benchmark: BenchmarkResult) -> str:
+    """Format the range of ratios within which nothing is claimed."""
+    if benchmark.noise_floor is None:
+        return "no difference is claimed: the noise floor is unknown"
+    return f"no difference within ± {share(benchmark.claim_threshold)} is claimed"
+
+
+def _describe_noise(benchmark: BenchmarkResult) -> str:
+    """Format how noisy the machine was, for a headline; "" if it was quiet."""
+    parts = []
+    if (benchmark.load.others or 0.0) > HIGH_LOAD:
+        parts.append(f"other processes used {share(benchmark.load.others)} of the CPUs")
+    if (benchmark.noise_floor or 0.0) > HIGH_NOISE_FLOOR:
+        parts.append(f"noise floor ± {share(benchmark.noise_floor)}")
+    return f", on an unsteady machine ({', '.join(parts)})" if parts else ""

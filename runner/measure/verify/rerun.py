@@ -1,0 +1,176 @@
+"""Verify that a recorded run is reproducible: train its config again and compare."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from runner.core.checkpoint.manifest import MODEL, PREPROCESSING, read_manifest, shard_names
+from runner.core.config.run_config import RunConfig
+from runner.core.errors import CheckpointError, ConfigError, StorageError
+from runner.core.record.data_digest import CHANGED_FIX, DataFiles, change_problem
+from runner.core.record.storage import read_record
+from runner.core.record.summary import Summary
+from runner.core.record.text import shorten
+from runner.core.schemas.data import DataChanged
+from runner.measure.verify.end_state import differing_keys, read_metrics, saved_steps
+from runner.measure.verify.processes import RunProbe, train_in_processes, without_monitoring
+
+log = logging.getLogger("runner")
+
+CHANGE_KINDS = "config data technique choice threads cpu device version code".split()
+"""Kinds of changes, most likely cause first."""
+UNEXPLAINED = (
+    "no recorded fact differs: nondeterministic steps "
+    "(try device.deterministic=true), or changed user code"
+)
+
+
+@dataclass(frozen=True)
+class RerunEquality:
+    """The comparison of a recorded run with a repetition."""
+
+    run: str
+    steps: int
+    compared: dict[str, int]
+    differing: list[str]  # in order of steps
+    was: str = ""  # first differing value, as recorded
+    now: str = ""
+    changes: list[str] = field(default_factory=list)  # since then, in data, versions, …
+    cause: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number is equal."""
+        return not self.differing
+
+
+def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEquality:
+    """Repeat the run that `checkpoint.resume` names, in new processes.
+
+    A run that ended early is repeated up to its last step. Raises CheckpointError if it has no
+    record or no steps.
+    """
+    recorded = find_run(Path(config.checkpoint.resume))
+    summary = Summary.read(recorded)
+    if not summary.steps:
+        raise CheckpointError(f"{recorded}: the run has no steps to compare")
+    _check_data(recorded, config)
+    repeat_config = deepcopy(without_monitoring(config))
+    repeat_config.checkpoint.resume, repeat_config.checkpoint.enabled = "none", True
+    with TemporaryDirectory(dir=folder, prefix="verify-") as temporary:
+        probe = RunProbe(stop_at=0 if summary.status == "done" else summary.steps)
+        train_in_processes(repeat_config, Path(temporary), probe)
+        return compare_runs(recorded, Path(temporary), summary, config_hash)
+
+
+def _check_data(run: Path, config: RunConfig) -> None:
+    """Raise ConfigError if the run's data have changed, unless `data.changed` is accept.
+
+    Other paths than those of the run are taken as meant.
+    """
+    facts, files = dict(_read_facts(run)), DataFiles(config.data)
+    then = facts.get("data sha256")
+    accepts = getattr(config.data, "changed", None) is DataChanged.accept
+    if then is None or accepts or not files.paths or then == files.digest["sha256"]:
+        return
+    if (earlier := _trained_paths(run)) and earlier != files.paths:
+        log.warning("the run was trained on %s, and is repeated on %s", earlier, files.paths)
+        return
+    problem = change_problem(files, "the run was trained on it", then)
+    raise ConfigError("data.path", problem, CHANGED_FIX)
+
+
+def _trained_paths(run: Path) -> dict[str, str]:
+    """Return the files that a run was trained on, by config key; {} if its record lacks them."""
+    with suppress(OSError, StorageError, ValueError, LookupError, TypeError):
+        checkpoint = [*saved_steps(run).values()][-1]
+        return dict(json.loads(read_record(checkpoint / PREPROCESSING))["files"]["paths"])
+    return {}
+
+
+def compare_runs(
+    recorded: Path, repeated: Path, summary: Summary, config_hash: str
+) -> RerunEquality:
+    """Compare the metrics of both, and the weights of their last common checkpoint."""
+    metrics, new_metrics = read_metrics(recorded), read_metrics(repeated)
+    if summary.status != "done":  # it may have ended before a validation
+        new_metrics = {key: value for key, value in new_metrics.items() if key in metrics}
+    keys, notes = differing_keys(metrics, new_metrics), list[str]()
+    names, was, now = [str(key) for key in keys], "", ""
+    if keys:
+        first = [repr(v[keys[0]]) if keys[0] in v else "missing" for v in (metrics, new_metrics)]
+        was, now = first
+    digests, new_digests = _digests(recorded), _digests(repeated)
+    step = max(digests.keys() & new_digests.keys(), default=None)
+    if step is None:
+        notes.append("weights are not compared: no checkpoints of the same step")
+    elif digests[step] != new_digests[step]:
+        names.append(f"weights at step {step}")
+        was, now = was or digests[step], now or new_digests[step]
+    changes = _find_changes(recorded, repeated)
+    if config_hash != summary.config_hash:
+        changes.insert(0, "config: changed by typed overrides or by this version's defaults")
+    if not any(key.startswith("data") for key, _ in _read_facts(recorded)):
+        notes.append("the run has no digest of its data: changed data would not be detected")
+    counts = {"metric": len(metrics), "weights": int(step is not None)}
+    cause = (changes or [UNEXPLAINED])[0] if names else ""
+    return RerunEquality(
+        str(recorded), summary.steps, counts, names, was, now, changes, cause, notes
+    )
+
+
+def find_run(path: Path) -> Path:
+    """Return the folder of the named run, or of the run with the named checkpoint."""
+    candidates = [path, *path.resolve().parents[:2]]
+    for folder in candidates:
+        if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
+            return folder
+    raise CheckpointError(f"checkpoint.resume: {path} has no summary.json and metrics.jsonl")
+
+
+def _digests(run: Path) -> dict[int, str]:
+    """Return the digests of the weight files by checkpoint step."""
+    digests = {}
+    for step, path in saved_steps(run).items():
+        with suppress(CheckpointError):
+            files = read_manifest(path).files
+            names = shard_names(files) or [MODEL]
+            digests[step] = " ".join(files[name].sha256 for name in names)
+    return digests
+
+
+def _find_changes(recorded: Path, repeated: Path) -> list[str]:
+    """Return the recorded facts that differ between the runs."""
+    then, now = dict(_read_facts(recorded)), dict(_read_facts(repeated))
+    keys = [key for key in then if key in now and then[key] != now[key]]
+    keys.sort(key=lambda key: CHANGE_KINDS.index(key.partition(" ")[0]))
+    rows = ((key, shorten(str(then[key]), 80), shorten(str(now[key]), 80)) for key in keys)
+    return [f"{key}: was {was}, now {new}" for key, was, new in rows]
+
+
+def _read_facts(run: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the recorded facts on which results may depend."""
+    with suppress(StorageError):
+        summary = Summary.read(run)
+        yield "device", summary.device.get("name")
+        yield from ((f"version {name}", v) for name, v in summary.versions.items())
+        for row in summary.techniques:
+            yield f"technique {row.name}", "engaged" if row.engaged else "not engaged"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        session = json.loads(read_record(run / "provenance.json"))["sessions"][0]
+        yield "code", (session["git"] or {}).get("commit")
+        for part in ("sha256", "files", "bytes"):
+            yield f"data {part}", session["data"][part]
+    with suppress(CheckpointError, IndexError):
+        manifest = read_manifest([*saved_steps(run).values()][-1])
+        yield from (("threads", manifest.threads), ("cpu", manifest.cpu))
+        yield from ((f"choice {key}", value) for key, value in manifest.choices.items())

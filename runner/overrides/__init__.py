@@ -1,1 +1,0 @@
-"""Overrides: config groups, accepted spellings, and suggestions for mistakes."""

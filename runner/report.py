@@ -1,0 +1,99 @@
+"""`python -m runner.report DIR…`: compare finished runs, or start TensorBoard on them."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from runner.core.errors import RunnerError, UsageError
+from runner.core.module_path import current_folder_last
+from runner.core.standard_streams import prepare_streams, write_stream
+
+EXAMPLES = """
+examples:
+  python -m runner.report outputs/sweeps/digits-mlp/2026-01-31_12-00-00-1a2b3c
+  python -m runner.report outputs/runs/digits-mlp outputs/runs/digits-cnn --out outputs/mine
+  python -m runner.report --tensorboard outputs --port=6007
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(f"{message}; --help shows how")
+
+
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m runner.report",
+        description="Compare finished runs, sweeps or a benchmark: a table here, and "
+        "comparison.md, comparison.json, comparison.html and a TensorBoard run.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    folders_help = "folder of a run, of a sweep or of several runs; or a single benchmark's folder"
+    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help=folders_help)
+    out_help = "output folder (default: DIR if only one is given, else outputs/comparisons/<time>)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
+    tensorboard_help = (
+        "only start TensorBoard, with runs named by their differences (default: outputs)"
+    )
+    parser.add_argument("--tensorboard", action="store_true", help=tensorboard_help)
+    arguments, tensorboard_options = parser.parse_known_args(argv)
+    if tensorboard_options and not arguments.tensorboard:
+        parser.error(f"unrecognized arguments: {' '.join(tensorboard_options)}")
+    if not (arguments.folders or arguments.tensorboard):
+        parser.error("the following arguments are required: DIR")
+    arguments.options = tensorboard_options  # passed to TensorBoard, e.g. --port=6007
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns an exit code as in `runner.core.errors`."""
+    prepare_streams()
+    with current_folder_last():  # the current folder must not shadow an installed package
+        from runner.core.record.console import close_logging
+        from runner.core.record.text import escape_control_chars
+
+        try:
+            arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
+            if arguments.tensorboard:
+                from runner.measure.tensorboard_server import serve
+
+                return serve(arguments.folders or [Path("outputs")], arguments.options)
+            return _compare(arguments)
+        except RunnerError as error:
+            write_stream(sys.stderr, f"error: {escape_control_chars(str(error))}\n")
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            close_logging()
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from runner.core.record.console import print_stdout, set_up_logging
+    from runner.measure.comparison import relocate_folders, write_comparison
+    from runner.measure.discover import compare_folders
+    from runner.measure.table import ComparisonScreen
+
+    set_up_logging("info", None)
+    folders = list(dict.fromkeys(arguments.folders))
+    out: Path = arguments.out or (folders[0] if len(folders) == 1 else _default_output_folder())
+    comparison = relocate_folders(compare_folders(folders), out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: not a folder")
+    written = write_comparison(comparison, out)
+    print_stdout(ComparisonScreen(comparison), crop=False)
+    return 0 if written else 5
+
+
+def _default_output_folder() -> Path:
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path("outputs", "comparisons", f"{now}-{secrets.token_hex(3)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

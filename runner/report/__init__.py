@@ -1,1 +1,0 @@
-"""Reports on one run, and comparisons of several runs, sweeps or a benchmark."""

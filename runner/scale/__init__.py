@@ -1,0 +1,1 @@
+"""More than one process: distributed training, sweeps and searches."""

@@ -1,0 +1,195 @@
+"""One process of a distributed run, from start to outcome."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from traceback import format_exception
+
+import torch
+
+from runner.core import fork_server
+from runner.core.build.build import Components
+from runner.core.checkpoint.ownership import folder_is_checked
+from runner.core.config.run_config import RunConfig
+from runner.core.device.device import select
+from runner.core.device.remaining import report_remaining
+from runner.core.device.signals import interruption_before_run, raise_on_signals
+from runner.core.errors import Interrupted, ProcessLost, UsageError
+from runner.core.jobs import train
+from runner.core.masking import mask_secrets
+from runner.core.parent_death import die_with_parent, watch_parent
+from runner.core.record.console import close_logging, restore_logging, set_up_logging
+from runner.core.record.storage import guard_folder, make_folder
+from runner.core.record.summary import Summary
+from runner.core.record.text import escape_control_chars
+from runner.core.schemas.distributed import DistributedConfig
+from runner.core.schemas.jobs import JobKind
+from runner.core.security.secrets import redact_errors
+from runner.core.standard_streams import write_stream
+from runner.diagnose.doctor import job as doctor
+from runner.scale.distributed.agent import block_signals, unblock_signals
+from runner.scale.distributed.join import config_for_rank, join_world
+from runner.scale.distributed.links import measure_links
+from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome
+from runner.scale.distributed.rank_info import RankInfo
+from runner.scale.distributed.world import World, as_lost, is_lost
+
+log = logging.getLogger("runner")
+STACKS_FOLDER = "debug/ranks"  # stacks of all threads of processes that waited too long
+
+
+def run_rank_process(
+    config: RunConfig, folder: Path, components: Components, place: RankInfo
+) -> None:
+    """Entry point of a new process: run its part and write the outcome for the agent."""
+    os.setpgid(0, 0)  # Ctrl-C of the terminal is forwarded by the agent, once
+    os.environ.pop("PYTHONSAFEPATH", None)  # set for the fork server only
+    if not _is_only_process(place):
+        os.environ.update(place.environ())
+    multiprocessing.set_start_method(None, force=True)  # the default: a fork inherits another
+    fork_server.leave()
+    _end_with_parent()
+    outcome = _run_to_outcome(config, folder, components, place)
+    if place.outcome_folder is not None:
+        outcome.write(place.outcome_folder)
+    exit_process(outcome.exit_code)
+
+
+def run_follower(config: RunConfig, place: RankInfo) -> int:
+    """Train as a rank other than 0 under torchrun or SLURM; returns the exit code.
+
+    Rank 0 names the folder and has record and display; this process prints at most one line.
+    """
+    outcome = _run_to_outcome(config, None, None, place)
+    if outcome.kind not in ("done", "interrupted"):
+        sys.stderr.write(f"error: process {place.rank}: {escape_control_chars(outcome.message)}\n")
+    return outcome.exit_code
+
+
+def exit_process(code: int) -> None:
+    """Exit at once if `code` is not 0, since the process group's threads would raise SIGABRT.
+
+    Other processes may still be waiting in a collective. With code 0 it returns.
+    """
+    close_logging()
+    for stream in (sys.stdout, sys.stderr):
+        write_stream(stream)
+    if code:
+        os._exit(code)
+    report_remaining(code)
+
+
+def _run_to_outcome(
+    config: RunConfig, folder: Path | None, components: Components | None, place: RankInfo
+) -> RankOutcome:
+    """Run this process's part, and return its outcome, however it ends."""
+    outcome = RankOutcome(place.rank)
+    try:
+        with raise_on_signals(), redact_errors():
+            try:
+                unblock_signals()
+                with folder_is_checked():
+                    run_rank(config, folder, components, place)
+            finally:
+                block_signals()  # until the outcome is written
+    except KeyboardInterrupt as error:
+        cause = interruption_before_run(error, " before the first step")
+        outcome = RankOutcome.from_error(place.rank, cause)
+    except BaseException as error:
+        outcome = RankOutcome.from_error(place.rank, as_lost(error) if is_lost(error) else error)
+        restore_logging()
+        if outcome.kind == "error" and outcome.exit_code == 1:
+            for line in mask_secrets("".join(format_exception(error))).splitlines():
+                log.error("  %s", line, extra={"live": True})  # not shown on the console
+    outcome.message = mask_secrets(outcome.message)
+    if place.rank:
+        log.info("ended: %s", outcome.message or outcome.kind)
+    return outcome
+
+
+def run_rank(
+    config: RunConfig, folder: Path | None, components: Components | None, place: RankInfo
+) -> Summary | None:
+    """Train as one of several processes; `folder` is the run's, as named by rank 0.
+
+    Without `components`, rank 0 resolves `optimization=auto` here.
+    """
+    if folder is None:  # until rank 0 names it
+        set_up_logging(config.monitoring.log_level, None, screen=False)
+    else:
+        _set_up_rank_logging(config, folder, place)
+    if folder is not None and _is_only_process(place):
+        config = replace(config, distributed=DistributedConfig())
+        return train.main(config, folder, components)
+    with ExitStack() as stack:
+        world = join_world(config, place, stack)
+        run_folder, resume = world.broadcast_choice(lambda: (folder, config.checkpoint.resume))
+        if run_folder is None:
+            raise UsageError("distributed: rank 0 sent no run folder")
+        if folder != run_folder:
+            _set_up_rank_logging(config, run_folder, place)
+        config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
+        if place.rank:  # rank 0 records for all
+            log.info("process %d of %d on %s: pid %d, local rank %d, device %s, torch %s",
+                     place.rank, place.size, world.host, os.getpid(), place.local_rank,
+                     world.device, torch.__version__)  # fmt: skip
+        world.write_stacks(run_folder / STACKS_FOLDER / f"{place.rank}.txt")
+        if config.job.kind is JobKind.doctor:
+            _run_doctor(config, run_folder, world)
+            return None
+        try:
+            if components is None:
+                components = (
+                    world.broadcast_choice(lambda: train.resolve_components(config, run_folder))
+                    or Components()
+                )
+            return train.main(config, run_folder, replace(components, world=world))
+        except ProcessLost as lost:
+            if world.has_stalled_device:  # the interpreter's own exit could wait for the device
+                atexit.register(exit_process, lost.exit_code)
+            raise
+        except (KeyboardInterrupt, Interrupted):
+            if error := world.find_error():  # because of it torchrun signals this process
+                raise error from None
+            raise
+
+
+def _is_only_process(place: RankInfo) -> bool:
+    """Whether it is the only process, started by our agent."""
+    return place.by == "runner" and place.size == 1
+
+
+def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
+    """Run job=doctor, with a measurement of the links between processes."""
+    with ExitStack() as scope:
+        device = select(config_for_rank(config, world.place).device, scope)
+        links = measure_links(world, device.torch)
+        if world.is_rank_zero:
+            doctor.main(config, folder, links)
+        world.barrier()
+
+
+def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> None:
+    log_folder = folder if place.rank == 0 else folder / RANKS_FOLDER / str(place.rank)
+    guard_folder(folder)
+    make_folder(log_folder)
+    set_up_logging(config.monitoring.log_level, log_folder, screen=place.rank == 0)
+
+
+def _end_with_parent() -> None:
+    """Kill this process when its parent ends, so that a resumed run is not disturbed.
+
+    On Linux the kernel also kills stopped processes, through the fork server: see `preload.py`.
+    """
+    die_with_parent()
+    if (parent := multiprocessing.parent_process()) is not None:
+        watch_parent(parent.sentinel, partial(os.kill, os.getpid(), signal.SIGKILL))

@@ -1,0 +1,231 @@
+"""hydra/launcher=submitit_slurm and =ray: handle jobs that end without a result or restart.
+
+submitit asks `sacct` whether a job has ended, which needs an accounting database; without one the
+launcher waits forever for a killed job. `squeue` works on every cluster. The Ray plugin raises at
+the first lost worker, and Ray would rerun its job in the same folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from runner.core.checkpoint.ownership import archive_record, has_checkpoints
+from runner.core.device.signals import InterruptHandler, raise_on_signals
+from runner.core.errors import Interrupted, StorageError, SweepFailed
+from runner.core.record.console import close_logging, set_up_logging
+from runner.core.record.summary import Summary
+from runner.scale.sweep.job_process import GRACE_S
+from runner.scale.sweep.schedule import write_failed_summary
+
+log = logging.getLogger("runner")
+
+PLUGIN_FOLDER = Path(__file__).resolve().parents[1] / "plugins"
+SUBMITIT_VARIABLE = "SUBMITIT_EXECUTOR"  # set within a job
+SLURM_POLL_S = 30  # maximum interval between queries of the scheduler
+ENDED_STATE = "ENDED"
+SLURM_ERROR = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
+
+RAY_INIT = {"include_dashboard": False, "log_to_driver": False}  # each job has its own log
+RAY_REMOTE = {"max_retries": 0, "max_calls": 1}  # a new process for each job
+RAY_STATUS = {"OutOfMemoryError": "oom", "TaskCancelledError": "interrupted"}
+RAY_POLL_S = 0.5
+
+
+def adapt_launcher(target: str) -> None:
+    """Make the launcher of that class report failed jobs after all have ended.
+
+    Also lets its processes import Hydra's plugins, which unpickling needs: their module path lacks
+    the current folder, which `python -m` would put first.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = PLUGIN_FOLDER.parents[1]
+    plugin_paths = [PLUGIN_FOLDER, *([root] if root == Path.cwd().resolve() else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *map(str, plugin_paths)]))
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if "hydra_submitit_launcher" in target:
+        _use_squeue()
+    elif target.endswith("ray_launcher.RayLauncher"):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        from hydra_plugins.hydra_ray_launcher import _core
+
+        _core.launch = launch_on_ray
+
+
+def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reason: str) -> None:
+    """Record how a job without a result ended, unless its summary states an end."""
+    with open_dict(config):
+        config.hydra.job.num, config.hydra.job.id = number, id
+    folder = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
+    try:
+        if Summary.read(folder).status != "running":
+            return
+    except StorageError:
+        log.debug("%s has no summary", folder)
+    write_failed_summary(folder, status, reason, "")
+
+
+def _mark_failed(result: JobReturn, reason: str) -> JobReturn:
+    """Mark the result as failed; the sweeper raises it after all jobs have ended."""
+    result.status, result.return_value = JobStatus.FAILED, SweepFailed(reason)
+    return result
+
+
+# -- SLURM -----------------------------------------------------------------------------------------
+
+
+def _use_squeue() -> None:
+    """Make submitit query jobs by squeue."""
+    from submitit.core.core import Job
+    from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
+
+    watcher: Any = SlurmInfoWatcher
+    watcher._make_command, watcher.read_info = _squeue_command, _parse_squeue
+    SlurmJob.watcher = watcher(delay_s=SLURM_POLL_S)
+    job: Any = Job
+    read_results = job.results
+    job.results = lambda job: _read_slurm_results(job, read_results)
+    logging.getLogger("submitit").setLevel(logging.ERROR)
+
+
+def _squeue_command(watcher: Any) -> list[str] | None:
+    if not watcher._registered - watcher._finished:
+        return None
+    return ["squeue", "--noheader", "--array", "--me", "--format=%i|%T"]
+
+
+def _parse_squeue(watcher: Any, output: bytes | str) -> dict[str, dict[str, str]]:
+    """Return the state of each job; a job that is not in the queue has ended."""
+    text = output.decode() if isinstance(output, bytes) else output
+    states = dict(line.strip().split("|") for line in text.splitlines() if "|" in line)
+    return {job: {"State": states.get(job, ENDED_STATE)} for job in watcher._registered}
+
+
+def _read_slurm_results(job: Any, read_results: Any) -> list[Any]:
+    """Return a job's results, or a failure, recorded in its folder."""
+    try:
+        results: list[Any] = read_results(job)
+        return results
+    except Exception as error:
+        causes = SLURM_ERROR.findall(job.stderr() or "")
+        reason = f"the scheduler: {causes[-1]}" if causes else "it ended without a result"
+        try:
+            task = job.submission()
+            overrides, _, number, *_ = task.args
+            loader, config = task.function.hydra_context.config_loader, task.function.config
+            config = loader.load_sweep_config(config, overrides)
+            _record_lost_job(config, number, job.job_id, "killed", reason)
+        except Exception:  # the sweep's folder may no longer exist
+            log.debug("no record of %s", job.job_id, exc_info=True)
+        log.debug("%s", error)
+        return [_mark_failed(JobReturn(), reason)]
+
+
+@contextmanager
+def in_slurm_job(config: DictConfig) -> Iterator[None]:
+    """While entered, a requeued job first saves a checkpoint.
+
+    After the requeue it resumes in the same folder.
+    """
+    from submitit import JobEnvironment
+
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and config.checkpoint.resume == "none":
+        config.checkpoint.resume = "auto" if config.checkpoint.enabled else "none"
+        archive_record(Path(HydraConfig.get().runtime.output_dir))
+    number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
+    previous_handler = signal.signal(number, signal.SIG_DFL)
+    try:
+        with raise_on_signals():
+            yield
+    except SystemExit as end:
+        if end.code == 128 + number and callable(previous_handler):
+            previous_handler(number, None)  # requeues the job and ends this process
+        raise
+
+
+# -- Ray -------------------------------------------------------------------------------------------
+
+
+def launch_on_ray(
+    launcher: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+) -> list[JobReturn]:
+    """Run the jobs, each in a Ray worker. Raises Interrupted."""
+    import ray
+    from hydra_plugins.hydra_ray_launcher._launcher_util import launch_job_on_ray
+
+    setup_globals()
+    set_up_logging("info", None)
+    try:
+        ray.init(**{**RAY_INIT, **_to_dict(launcher.ray_cfg.init)})
+        remote = OmegaConf.create({**RAY_REMOTE, **_to_dict(launcher.ray_cfg.remote)})
+        task, state = partial(_run_on_ray, launcher.task_function), Singleton.get_state()
+        context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
+        # after init: Ray has its own handlers
+        with InterruptHandler("ending the jobs") as interrupts:
+            for number, overrides in enumerate(job_overrides, initial_job_idx):
+                config = context.config_loader.load_sweep_config(launcher.config, list(overrides))
+                with open_dict(config):
+                    config.hydra.job.num = config.hydra.job.id = number
+                jobs[launch_job_on_ray(context, remote, config, task, state)] = config
+            _wait_for_jobs(ray, list(jobs), interrupts)
+            results = [_ray_result(ray, job, config) for job, config in jobs.items()]
+        if interrupts.received is not None:
+            raise Interrupted(interrupts.received)
+        return results
+    finally:
+        close_logging()
+        ray.shutdown()
+
+
+def _to_dict(config: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    return values or {}
+
+
+def _run_on_ray(task: Any, config: DictConfig) -> Any:
+    """Run one job in its worker; a job that Ray restarts resumes from its last checkpoint."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if has_checkpoints(folder) and config.checkpoint.resume == "none":
+        config.checkpoint.resume = "auto"
+    archive_record(folder)  # of a job that was lost before its first checkpoint
+    return task(config)
+
+
+def _wait_for_jobs(ray: Any, jobs: list[Any], interrupts: InterruptHandler) -> None:
+    """Wait for all jobs; after a signal they get `GRACE_S` to write a checkpoint."""
+    deadline = float("inf")
+    while jobs and time.monotonic() < deadline:
+        _, jobs = ray.wait(jobs, num_returns=len(jobs), timeout=RAY_POLL_S, fetch_local=False)
+        if interrupts.received is not None and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_S
+            for job in jobs:
+                ray.cancel(job)  # acts like Ctrl-C in the job
+    for job in jobs:
+        ray.cancel(job, force=True)
+
+
+def _ray_result(ray: Any, job: Any, config: DictConfig) -> JobReturn:
+    """Return a job's result; the loss of its worker is recorded in its folder."""
+    try:
+        result: JobReturn = ray.get(job)
+        return result
+    except ray.exceptions.RayError as error:
+        kind = type(error).__name__
+        reason = f"its Ray worker was lost: {kind}: {str(error).partition(chr(10))[0]}"
+        number = config.hydra.job.num
+        _record_lost_job(config, number, number, RAY_STATUS.get(kind, "killed"), reason)
+        log.error("#%d: %s", number, reason)
+        return _mark_failed(JobReturn(config.hydra.overrides.task, config), reason)

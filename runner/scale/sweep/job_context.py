@@ -1,0 +1,83 @@
+"""Pass a context to a job's process beside its command line; end it with its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import stat
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from runner.core.masking import add_secret, known_secrets
+from runner.core.parent_death import watch_parent
+
+JOB_VARIABLE = "RUNNER_JOB"
+ORPHAN_GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """What the launcher adds to the command line.
+
+    `folder_trusted`: the user named the sweep's folder; a resumed one is untrusted. `secrets`:
+    variables of the job's environment whose values this process masks.
+    """
+
+    overrides: list[str] = field(default_factory=list)
+    folder_trusted: bool = True
+    secrets: list[str] = field(default_factory=list)
+
+
+def parent_death_pipe(
+    overrides: Sequence[str], folder_trusted: bool = True
+) -> tuple[dict[str, str], int, int]:
+    """Return an environment variable, a stdin and a write end, to start a job with.
+
+    The context is in the pipe, so that a stale variable has no effect. Keep the write end open for
+    as long as the job should live.
+    """
+    read_end, write_end = os.pipe()
+    names = sorted(set(known_secrets().values()))
+    context = JobContext(list(overrides), folder_trusted, names)
+    os.write(write_end, json.dumps(asdict(context)).encode())
+    return {JOB_VARIABLE: "1"}, read_end, write_end
+
+
+def take_job_context() -> JobContext:
+    """Return the launcher's context; an empty one if this process is not a job.
+
+    It is not on the command line, so that the recorded command can be repeated; the variable is
+    deleted so that runners started by user code are not jobs. From now on the process and its
+    descendants end when the parent ends.
+    """
+    if os.environ.pop(JOB_VARIABLE, None) is None:
+        return JobContext()
+    try:
+        message = json.loads(_read_stdin())
+        overrides = [str(o) for o in message["overrides"]]
+        secrets = [str(name) for name in message["secrets"]]
+        context = JobContext(overrides, message["folder_trusted"] is True, secrets)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return JobContext()
+    for name in context.secrets:
+        add_secret(name, os.environ.get(name, ""))
+    watch_parent(0, _end)
+    return context
+
+
+def _read_stdin() -> bytes:
+    """Read what a pipe on stdin already holds; b"" if it is not a pipe."""
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(0).st_mode) and select.select([0], [], [], 0)[0]:
+            return os.read(0, 1 << 16)
+    return b""
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # the job saves a checkpoint
+    threading.Event().wait(ORPHAN_GRACE_S)
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,263 @@
+"""The process of one job, from start to result."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.core.device import cgroup
+from runner.core.device.signals import END_SIGNALS
+from runner.core.errors import ProcessLost, StorageError
+from runner.core.process_wait import ENDED, STOPPED, PolledClock, process_state
+from runner.core.record.storage import make_folder, safe_opener
+from runner.core.record.summary import FINISHED_STATUSES, Summary
+from runner.core.record.summary import SUMMARY_FILE as SUMMARY_FILE
+from runner.core.record.text import limit_length
+from runner.scale.sweep.job_context import parent_death_pipe
+
+if TYPE_CHECKING:
+    from runner.scale.sweep.fork import ForkedProcess
+
+    ProcessHandle = subprocess.Popen[bytes] | ForkedProcess
+
+CONSOLE_LOG = "console.log"
+TAIL_BYTES = 1 << 16  # bytes read from the end of the log
+KEPT_BYTES = 1 << 20  # bytes of the log's beginning, and of its end, that are kept
+MAX_LOG_BYTES = 8 * KEPT_BYTES  # of the log of a running job
+STOPPED_S = 5.0  # after which a stopped job is reported
+GRACE_S = 20.0  # for a checkpoint, before a job is killed
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
+)
+# exit codes
+INTERRUPTED_CODES = {code for number in END_SIGNALS for code in (128 + number, -number)}
+TIME_PREFIX = re.compile(r"^\d\d:\d\d:\d\d ")
+
+
+StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "ProcessHandle"]
+"""(command, environment, stdin descriptor, output descriptor) → started process."""
+
+
+@dataclass
+class JobProcess:
+    """A job's process in its own session, so that its descendants end with it."""
+
+    handle: ProcessHandle
+    folder: Path
+    timeout_s: float | None
+    death_pipe: int  # closing it ends the process
+    earlier_summary: tuple[int, int] | None  # identity of the summary that an earlier try left
+    log_start: int = 0  # size of the log before this try
+    left_out: int = 0  # bytes of the log
+    writes_summary: bool = False
+    start_time: float = field(default_factory=time.monotonic)
+    oom_kills_before: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
+    requested_status: str = ""  # status after being asked to end: timeout or interrupted
+    requested_reason: str = ""
+    deadline: float = float("inf")  # of the polled clock, at which it is killed
+    _clock: PolledClock = field(default_factory=PolledClock)
+    _stopped_at: float | None = None  # of the polled clock
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        timeout_s: float | None,
+        overrides: Sequence[str] = (),
+        writes_summary: bool = False,
+        folder_trusted: bool = True,
+        start_process: StartProcess | None = None,  # None: it is spawned
+    ) -> JobProcess:
+        """Start a job with output to `console.log` in its folder. Raises OSError."""
+        make_folder(folder)
+        earlier_summary, log_start = _file_identity(folder / SUMMARY_FILE), 0
+        variables, read_end, write_end = parent_death_pipe(overrides, folder_trusted)
+        try:
+            with open(folder / CONSOLE_LOG, "ab", opener=safe_opener) as log_file:
+                log_start = log_file.tell()
+                start = start_process or _spawn
+                handle = start(command, {**environment, **variables}, read_end, log_file.fileno())
+        except (OSError, ProcessLost):
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        return cls(
+            handle, folder, timeout_s, write_end, earlier_summary, log_start,
+            writes_summary=writes_summary,
+        )  # fmt: skip
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; asks it to end after the timeout, and kills it at the deadline."""
+        self._trim_log(MAX_LOG_BYTES)
+        if self.handle.poll() is not None:
+            return True
+        now, stopped = self._clock.poll(), process_state(self.handle.pid) == STOPPED
+        if not stopped or self._stopped_at is None:
+            self._stopped_at = now if stopped else None
+        timed_out = self.timeout_s is not None and now > self.timeout_s
+        if timed_out and not self.requested_status:
+            reason = f"not done within {self.timeout_s:g} s"
+            reason += f"; {self.stop_notice()}" if stopped else ""
+            self.request_end(signal.SIGTERM, "timeout", reason, GRACE_S)
+        if now > self.deadline:
+            self.kill()
+        return False
+
+    def stop_notice(self) -> str:
+        """Describe a process that has been stopped for STOPPED_S; "" for one that runs."""
+        if self._stopped_at is None or (s := self._clock.seconds - self._stopped_at) < STOPPED_S:
+            return ""
+        return f"pid {self.handle.pid} is stopped (state T) for {s:.0f} s; SIGCONT continues it"
+
+    def request_end(
+        self, number: int, status: str, reason: str, grace_s: float = float("inf")
+    ) -> None:
+        """Send a signal, on which the job finishes its step and writes a checkpoint.
+
+        The first reason is reported; the earliest deadline applies.
+        """
+        if not self.requested_status:
+            self.requested_status, self.requested_reason = status, reason
+        self.deadline = min(self.deadline, self._clock.seconds + grace_s)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self.handle.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and its descendants."""
+        for kill in (os.killpg, os.kill):  # it may not have its own session yet
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.handle.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill what is left, and release its resources."""
+        self.kill()
+        self.handle.wait()
+        self._trim_log(2 * KEPT_BYTES)
+        if self.has_lost_server():  # the kernel reports its end to another process
+            clock = PolledClock()
+            while process_state(self.handle.pid) not in ("", ENDED) and clock.poll() < GRACE_S:
+                time.sleep(0.02)
+        with suppress(OSError):
+            os.close(self.death_pipe)
+
+    def has_lost_server(self) -> bool:
+        """Whether its exit code is unknown, because the fork server has ended."""
+        return not isinstance(self.handle, subprocess.Popen) and self.handle.has_lost_server()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.start_time
+
+    def last_line(self) -> str:
+        """Return the last log line of this try, without the time of day."""
+        try:
+            with (self.folder / CONSOLE_LOG).open("rb") as file:
+                file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        lines = [line for line in text.splitlines() if line.strip()]
+        return limit_length(TIME_PREFIX.sub("", lines[-1]).strip()) if lines else ""
+
+    def _trim_log(self, max_bytes: int) -> None:
+        """Leave out the middle of a log of more than `max_bytes`; the job goes on to append."""
+        path = self.folder / CONSOLE_LOG
+        with suppress(OSError):
+            if (size := path.stat().st_size) <= max_bytes:
+                return
+            with open(path, "a+b", opener=safe_opener) as file:
+                file.seek(size - KEPT_BYTES)
+                tail = file.read()
+                self.left_out += size - 2 * KEPT_BYTES
+                note = f"\n… {self.left_out:,} bytes of output left out …\n".encode()
+                file.truncate(KEPT_BYTES)
+                file.write(note + tail)
+            if self.log_start > KEPT_BYTES:
+                shift = size - 2 * KEPT_BYTES - len(note)
+                self.log_start = max(KEPT_BYTES + len(note), self.log_start - shift)
+
+    @property
+    def wrote_summary(self) -> bool:
+        """Whether this try has written a summary."""
+        return _file_identity(self.folder / SUMMARY_FILE) not in (None, self.earlier_summary)
+
+    def end_status(self) -> tuple[str, str]:
+        """Return status and reason, from exit code, summary and log."""
+        code, summary = self.handle.returncode, self._summary()
+        succeeded = summary is not None and summary.status in FINISHED_STATUSES
+        reason = "" if summary is None or summary.status == "running" else summary.reason
+        if self.has_lost_server() and not self.requested_status:
+            if summary is not None and succeeded:  # the exit code was all that it had to report
+                return summary.status, reason
+            return "killed", "the sweep's fork server was killed, or did not report the job's end"
+        # only what its code left behind has still been running
+        was_ended = code < 0 or bool(self.requested_status) or code in INTERRUPTED_CODES
+        if summary is not None and succeeded and was_ended:
+            return summary.status, reason
+        if self.requested_status and code != 0:
+            return self.requested_status, self.requested_reason + (f"; {reason}" if reason else "")
+        if code == 0 and summary is not None and succeeded:
+            return summary.status, reason
+        if code == 0:
+            with suppress(StorageError):  # it had ended earlier, before the sweep could record it
+                ended = Summary.read(self.folder)
+                if ended.status in FINISHED_STATUSES:
+                    return ended.status, ended.reason
+            problem = "exited with code 0, but left no record of its end"
+            return ("failed", problem) if self.writes_summary else ("done", "")
+        if code in INTERRUPTED_CODES:
+            return "interrupted", reason or "it was interrupted"
+        if code < 0:
+            return self._describe_signal(-code)
+        reason = "" if succeeded else reason  # the error came after the run itself
+        reason = reason or self._describe_error(code)
+        return ("oom" if OUT_OF_MEMORY.search(reason) else "failed"), reason
+
+    def _describe_error(self, code: int) -> str:
+        """Return the printed error; else describe the exit code and the last line."""
+        line = self.last_line()
+        if line.startswith("error"):
+            return line
+        storage_note = "; its files could not be written" if code == StorageError.exit_code else ""
+        output = f"printed last: {line}" if line else "printed nothing"
+        return f"it exited with code {code}{storage_note} and {output}"
+
+    def _describe_signal(self, number: int) -> tuple[str, str]:
+        if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills_before:
+            return "oom", "killed by the kernel: the container's memory was used up"
+        hint = "; by the kernel, if the memory was used up" if number == signal.SIGKILL else ""
+        return "killed", f"by signal {number} ({signal.Signals(number).name}){hint}"
+
+    def _summary(self) -> Summary | None:
+        with suppress(StorageError):
+            return Summary.read(self.folder) if self.wrote_summary else None
+        return None
+
+
+def _spawn(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
+        command, stdin=stdin, stdout=output, stderr=output, start_new_session=True, env=environment
+    )
+
+
+def _file_identity(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes when the file is replaced; None if missing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns

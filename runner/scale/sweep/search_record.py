@@ -1,0 +1,87 @@
+"""The record of a hyper-parameter search: `search.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.core.config.groups import without_arguments
+from runner.core.record.text import dataclass_from_json
+from runner.measure.comparison import read_json
+
+SEARCH_FILE = "search.json"
+RUNNING = "running"
+
+
+def short_key(key: str) -> str:
+    """Return a parameter's key without arguments and `+`, for display."""
+    return without_arguments(key).lstrip("+")
+
+
+@dataclass(frozen=True)
+class SearchTrial:
+    """One trial of the study, from any process."""
+
+    number: int
+    status: str  # done | pruned | failed | running
+    value: float | None = None  # of the metric; if pruned, the last one
+    values: dict[str, Any] = field(default_factory=dict)  # by parameter
+    reason: str = ""
+    command: str = ""
+    seconds: float | None = None
+    folder: str = ""  # of a trial of this sweep, within it
+
+    @property
+    def title(self) -> str:
+        """Its parameter values as overrides."""
+        return " ".join(f"{short_key(key)}={value}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class SearchParameter:
+    """A varied key, its range as text, and its importance (share of the metric's variance)."""
+
+    key: str
+    text: str
+    importance: float | None = None
+
+
+@dataclass(frozen=True)
+class SearchRecord:
+    """All trials of the study, including those of other processes."""
+
+    metric: str
+    direction: str  # maximize | minimize
+    sampler: str
+    pruner: str
+    wanted: int
+    storage: str
+    parameters: list[SearchParameter]
+    trials: list[SearchTrial]
+
+    @property
+    def best(self) -> SearchTrial | None:
+        """The trial with the best value; the first of equal ones."""
+        done = [t for t in self.trials if t.status == "done" and t.value is not None]
+        sign = 1 if self.direction == "maximize" else -1
+        return max(done, key=lambda t: sign * (t.value or 0.0), default=None)
+
+    def count(self, status: str) -> int:
+        """Return the number of trials with that status."""
+        return sum(trial.status == status for trial in self.trials)
+
+    @property
+    def status_counts(self) -> str:
+        """The number of trials by status, as text."""
+        states = {status: self.count(status) for status in ("done", "pruned", "failed", RUNNING)}
+        return ", ".join(f"{count} {status}" for status, count in states.items() if count)
+
+
+def read_search(folder: Path) -> SearchRecord | None:
+    """Read the search record of a sweep's folder; None if missing or damaged."""
+    path = folder / SEARCH_FILE
+    try:
+        return dataclass_from_json(SearchRecord, read_json(path)) if path.is_file() else None
+    except (TypeError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,1 @@
+"""job=scan: judge foreign files, in a sandbox."""

@@ -1,0 +1,89 @@
+"""One line for what would otherwise be a surprise: lengths, gradients, paths, interpolations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner import compose, train
+from runner.core.errors import ConfigError
+from tests.runs import OURS, TABLE, command, opened
+
+
+@pytest.mark.parametrize(("warmup", "is_named"), [(21, True), (20, False), (0.5, False)])
+def test_a_warm_up_longer_than_the_run_is_named(
+    warmup: float, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(*TABLE, "training.steps=20", f"schedule.warmup={warmup}") as run:
+        named = [choice for choice in run.choices if choice.key == "schedule.warmup"]
+    assert ("schedule.warmup: 21: longer than the run, 20 steps" in caplog.text) is is_named
+    assert len(named) == is_named
+
+
+@pytest.mark.parametrize(
+    ("ema", "warm_up", "notice"),
+    [
+        (0.999, "false", "the initial weights are 98% of it"),  # 0.999 ** 20
+        (0.5, "false", None),
+        (0.999, "null", "min(0.999, (1 + n) / (10 + n)); 0.7 after the last of this run"),
+        (0.5, "null", None),
+    ],
+)
+def test_an_average_that_is_long_for_the_run_is_named(
+    ema: float, warm_up: str, notice: str | None
+) -> None:
+    typed = (f"optimizer.ema={ema}", f"optimizer.ema_warmup={warm_up}", "training.steps=20")
+    with opened(*TABLE, *typed) as run:
+        notices = [choice.reason for choice in run.choices if choice.is_notice]
+        assert run.update.ema_warmup is (warm_up == "null")
+    assert len(notices) == (notice is not None)
+    assert notice is None or notice in notices[0]
+
+
+@pytest.mark.parametrize("place", ["constructor", "forward"])
+def test_gradients_that_user_code_leaves_off_are_named(
+    place: str, my_package: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    typed = (*OURS, "data=cancer", "model._target_=my_package.GradientsOff", "training.steps=3")
+    try:
+        with pytest.raises(RuntimeError, match="does not require grad"):  # noqa: SIM117
+            with opened(*typed, f"+model.place={place}", "optimization=none") as run:
+                train(run)
+    finally:
+        torch.set_grad_enabled(True)
+    assert f"{place} " in caplog.text and "leaves torch's gradients off" in caplog.text
+
+
+def test_a_relative_data_path_with_chdir_is_named(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("x,y\n" + "".join(f"{i},{i % 2}\n" for i in range(40)))
+    typed = ("data=tabular", "data.target=y", "hydra.job.chdir=true", "training.steps=1")
+    failed = command(tmp_path, *typed, "data.path=table.csv", "device=cpu")
+    assert failed.returncode == 2
+    assert "hydra.job.chdir=true: data.path=table.csv is relative" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["optimizer.lr=${schedule.warmup}", "schedule.warmup=${nope}"], "schedule.warmup"),
+        (["name=${nope}"], "name"),
+        (["model._target_=${nope}"], "model._target_"),
+        (["objective.metrics=[${nope}]"], "objective.metrics[0]"),
+        (["experiment=${nope}"], "experiment"),
+    ],
+)
+def test_an_interpolation_that_fails_names_the_key(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match="Interpolation key 'nope' not found") as refused:
+        compose(overrides)
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize("flags", [(), ("--cfg", "job", "--resolve")])
+def test_an_interpolation_that_fails_in_a_command_names_the_key(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    failed = command(tmp_path, *flags, "job.kind=${nope}")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: job.kind: Interpolation key 'nope' not found")

@@ -1,0 +1,336 @@
+"""What is done about a bad batch: its effect on weights, on the record and on how a run ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, compose, train
+from runner.core.build.build import Components
+from runner.core.data.dataset import TensorsDataset
+from runner.core.errors import DataError, Interrupted
+from runner.core.interfaces.hook import Hook, Step, Verdict
+from runner.core.interfaces.run import Run
+from tests.core.checks.spoiled import FEATURES, QUIET, Spoiled, faults, same, spoiled, weights
+
+
+class Past(Hook):
+    """Weights, buffers and optimizer after each step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, Any]] = {}
+        self.skipped: dict[int, float] = {}
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        optimizer = run.update.state()["optimizer"]["state"]
+        state = {f"{i}.{k}": v.clone() for i, s in optimizer.items() for k, v in s.items()}
+        updates = {"updates": run.update.updates.clone()}
+        self.after[step.number] = {**weights(run), **state, **updates}
+        self.skipped[step.number] = float(step.skipped)
+        return None
+
+
+def trained(data: Spoiled, folder: Path | None, *overrides: str) -> tuple[Run, Past]:
+    past = Past()
+    with spoiled(data, folder, *overrides) as run:
+        run.hooks.append(past)
+        train(run)
+    return run, past
+
+
+def poison(value: float, *samples: int) -> Spoiled:
+    data = Spoiled()
+    for sample in samples:
+        data.x[sample, 3] = value
+    return data
+
+
+def mislabelled(label: int, *samples: int) -> Spoiled:
+    data = Spoiled()
+    data.y[list(samples)] = label
+    return data
+
+
+def odd(batch: Tensor) -> Spoiled:
+    data = Spoiled()
+    data.odd = (16 * 12, batch)  # step 13
+    return data
+
+
+def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks() -> None:
+    extra = ["data.workers=2", "training.micro_batch=5"]
+    on, _ = trained(Spoiled(), None, *extra)
+    off, _ = trained(Spoiled(), None, "checks=off", *extra)
+    assert on.batch_validator is not None and off.batch_validator is None
+    assert same(weights(on), weights(off))
+    assert dict(on.history.counts) == {}
+
+
+HIGH = "checks.inputs.schema.high=100"
+SKIPS = {
+    "not_finite": (poison(math.nan, 193, 200), []),
+    "labels": (mislabelled(99, 195), ["checks.inputs.labels=skip"]),
+    "range": (poison(1e5, 199), ["checks.inputs.range=skip", HIGH]),
+    "form": (odd(torch.zeros(16, 5)), ["checks.inputs.form=skip"]),
+    "constant": (odd(torch.ones(16, FEATURES)), ["checks.inputs.constant=skip"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "guard"),
+    [(what, "default") for what in SKIPS] + [("not_finite", "off")],
+)
+def test_after_a_skipped_batch_all_is_bit_equal_to_before_it(what: str, guard: str) -> None:
+    data, overrides = SKIPS[what]
+    run, past = trained(data, None, *overrides, f"stability={guard}", "schedule=cosine")
+    bad = [step for step, flag in past.skipped.items() if flag]
+    assert bad == [13, 33]  # an epoch has 20 steps
+    for step in bad:
+        assert same(past.after[step], past.after[step - 1])
+    assert not same(past.after[14], past.after[13])
+    assert run.progress.skipped == 2
+    assert any(kind.startswith("input_") for kind in run.history.counts)
+    assert all(torch.isfinite(value).all() for value in weights(run).values())
+
+
+def test_the_finding_names_the_samples_and_is_counted(tmp_path: Path) -> None:
+    trained(poison(math.nan, 193, 200), tmp_path)
+    found = {fault["kind"]: fault for fault in faults(tmp_path)}
+    skipped = found["input_not_finite"]
+    assert (skipped["category"], skipped["steps"]) == ("data", [13, 33])
+    assert skipped["action"] == "skipped"
+    assert "in 2 of 16 samples (of the data set: 193,200)" in skipped["message"]
+    loss = found["non_finite"]["message"]
+    assert loss.startswith("the loss was nan; cause in the batch: inputs: ")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["faults"]["input_not_finite"] == 2
+    assert summary["skipped_steps"] == 2
+
+
+STOPS = {
+    "not_finite": (poison(math.nan, 193), "not_finite=stop", "193"),
+    "labels": (mislabelled(99, 195), "labels=stop", "195"),
+    "form": (odd(torch.zeros(16, 5)), "form=stop", r"\[5\]"),
+}
+
+
+@pytest.mark.parametrize("what", STOPS)
+def test_stop_ends_the_run_with_a_checkpoint_of_before_and_says_how_to_go_on(
+    what: str, tmp_path: Path
+) -> None:
+    data, policy, named = STOPS[what]
+    with (
+        spoiled(data, tmp_path, f"checks.inputs.{policy}") as run,
+        pytest.raises(DataError, match=named) as caught,
+    ):
+        train(run)
+    assert (DataError.exit_code, run.progress.step) == (2, 12)
+    message = str(caught.value)
+    assert message.startswith("step 13: ") and f"checks.inputs.{policy}" in message
+    assert "\n" not in message and "checkpoint.resume=" in message
+    assert (tmp_path / "checkpoints/last").resolve().name == "step_00000012"
+    assert json.loads((tmp_path / "summary.json").read_text())["faults"] == {f"input_{what}": 1}
+
+
+def test_a_stopped_run_goes_on_under_another_policy_as_if_it_had_had_it(tmp_path: Path) -> None:
+    data = poison(math.nan, 193)
+    with spoiled(data, tmp_path / "a", "checks.inputs.not_finite=stop") as run:
+        with pytest.raises(DataError):
+            train(run)
+    with spoiled(data, tmp_path / "a", "checkpoint.resume=auto") as run:
+        train(run)
+    whole, _ = trained(data, None)
+    assert same(weights(run), weights(whole))
+    assert run.history.counts["input_not_finite"] == 3  # the stop, and two steps
+
+
+class Leave(Hook):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        if step.number == self.step:
+            raise Interrupted(2)
+        return None
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path: Path) -> None:
+    data = poison(math.nan, 193)
+    data.x[100, 2] = math.nan
+    own = ["checkpoint.every=4", "training.steps=20", "training.micro_batch=4"]
+    own.append("optimizer.ema=0.9")
+    whole, past = trained(data, None, *own)
+    with spoiled(data, tmp_path / "cut", *own) as run:
+        run.hooks.append(Leave(14))
+        with pytest.raises(Interrupted):
+            train(run)
+    later = Past()
+    with spoiled(data, tmp_path / "cut", *own, "checkpoint.resume=auto") as run:
+        run.hooks.append(later)
+        train(run)
+    assert same(later.after[20], past.after[20]) and same(averaged(run), averaged(whole))
+    assert run.history.counts == whole.history.counts
+    assert run.history.counts["input_not_finite"] == 2
+
+
+def averaged(run: Run) -> dict[str, Any]:
+    with run.update.averaged():
+        return weights(run)
+
+
+def test_a_run_of_which_every_batch_is_skipped_comes_to_an_end() -> None:
+    own = ["checks.inputs.range=skip", "checks.inputs.schema.high=-50", "training.steps=300"]
+    with spoiled(Spoiled(), None, *own) as run:
+        with pytest.raises(DataError, match="100 batches in a row"):
+            train(run)
+
+
+def test_the_strictest_policy_of_several_findings_acts(caplog: pytest.LogCaptureFixture) -> None:
+    policies = ["checks.inputs.not_finite=warn", "checks.inputs.range=stop", HIGH]
+    with spoiled(poison(math.inf, 193), None, *policies) as run:
+        with pytest.raises(DataError, match=r"\(checks\.inputs\.range=stop\)"):
+            train(run)
+    assert run.history.counts["input_range"] == 1
+    assert "the run ends" not in caplog.text  # the error says it
+
+
+# -- data in memory, scanned once ------------------------------------------------------------------
+
+
+def held(data: Spoiled, *overrides: str) -> Run:
+    """A run on the same data as tensors in memory."""
+    whole = TensorsDataset(data.x, data.y, data.sizes, (data.train, data.validation))
+    own = [*QUIET, "checks.table.enabled=false", *overrides]
+    return build(compose(own), None, Components(data=whole))
+
+
+def test_what_is_wrong_with_data_in_memory_is_found_in_every_batch_that_has_it() -> None:
+    data = poison(math.nan, 193)
+    data.x[208:224] = 1.0
+    with held(data) as run:
+        train(run)
+        counts = run.history.counts  # steps 13 and 33, 14 and 34
+        assert (counts["input_not_finite"], counts["input_constant"]) == (2, 2)
+
+
+def test_a_value_written_into_scanned_data_is_found_at_once() -> None:
+    data, found = Spoiled(), []
+    with held(data) as run:
+        assert run.batch_validator is not None and run.batch_validator.prescan is not None
+        for step, batch in zip(range(15), run.train.batches(0), strict=False):
+            run.batch_validator.admit(step + 1, batch)
+            found.append(run.history.counts.get("input_not_finite", 0))
+            if step == 10:
+                assert run.batch_validator.prescan.clean
+                run.batch_validator.prescan.inputs[193, 0] = math.inf
+        assert found == [0] * 12 + [1, 1, 1]
+
+
+# -- where the batch lies on an accelerator: nothing is read before two steps later ----------------
+
+
+class Elsewhere:
+    """The same loader, whose batches come past no inspector."""
+
+    def __init__(self, run: Run) -> None:
+        self.own, self.steps_per_epoch = run.train, run.train.steps_per_epoch
+        self.choices, self.batch_size = run.train.choices, run.train.batch_size
+        self.epochs_before = run.train.epochs_before
+        run.train.inspector = None  # type: ignore[attr-defined]
+        self.at, self.peek = run.train.at, run.train.peek
+        self.batches, self.indices = run.train.batches, run.train.indices
+        self.samples, self.close = run.train.samples, run.train.close
+        self.fetch, self.pool = run.train.fetch, run.train.pool
+
+
+class Told(Hook):
+    """At which step a kind of fault was first in the history."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, int] = {}
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        for kind in run.history.counts:
+            self.first.setdefault(kind, step.number)
+        return None
+
+
+def far(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
+    """A run that treats the CPU's batches as it does those of an accelerator."""
+    run = spoiled(data, folder, *overrides)
+    run.train = Elsewhere(run)
+    assert run.batch_validator is not None
+    run.batch_validator.host_type = "none"
+    return run
+
+
+@pytest.mark.parametrize("what", ["labels", "constant"])
+def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_later(
+    what: str,
+) -> None:
+    data, overrides = SKIPS[what]
+    near, _ = trained(data, None, *overrides)
+    told, past = Told(), Past()
+    with far(data, None, *overrides) as run:
+        run.hooks += [told, past]
+        train(run)
+    assert same(past.after[13], past.after[12])
+    assert same(weights(run), weights(near))
+    kind = f"input_{what}"
+    assert run.history.counts[kind] == near.history.counts[kind] == 2
+    assert told.first[kind] == 15
+    assert run.progress.skipped == 2
+
+
+def test_on_an_accelerator_a_stop_comes_at_most_two_steps_late_and_without_the_update(
+    tmp_path: Path,
+) -> None:
+    past = Past()
+    with far(poison(math.nan, 193), tmp_path, "checks.inputs.not_finite=stop") as run:
+        run.hooks.append(past)
+        with pytest.raises(DataError, match="step 13: inputs: has values that are NaN"):
+            train(run)
+    assert max(past.after) == 14 and same(past.after[13], past.after[12])
+    assert (tmp_path / "checkpoints/last").resolve().name == "step_00000014"
+
+
+def test_a_stop_found_at_the_last_step_still_ends_the_run() -> None:
+    own = ["checks.inputs.not_finite=stop", "training.steps=13"]
+    with far(poison(math.nan, 193), None, *own) as run:
+        with pytest.raises(DataError, match="step 13"):
+            train(run)
+
+
+@pytest.mark.gpu
+def test_nothing_is_read_from_the_gpu_while_batches_there_are_looked_at() -> None:
+    own = ["device=cuda", "data=cancer", "model=mlp", "training.batch_size=16"]
+    with build(compose(own), None, Components(data=Spoiled())) as run:
+        assert run.batch_validator is not None
+        batches = [next(iter([run.train.at(i)])) for i in range(20)]
+        run.batch_validator.admit(1, batches[0])  # caches
+        run.device.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for number, batch in enumerate(batches[1:], 2):
+                run.batch_validator.admit(number, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+def test_a_skipped_batch_leaves_a_compiled_whole_step_as_it_was(tmp_path: Path) -> None:
+    data = poison(1e5, 199)
+    own = ["optimization=none", "optimization.whole_step.enabled=true", "checks.inputs.range=skip"]
+    own.append(HIGH)
+    run, past = trained(data, tmp_path, *own)
+    assert run.step_graph is not None, run.fallback_reasons
+    assert [step for step, flag in past.skipped.items() if flag] == [13, 33]
+    assert same(past.after[13], past.after[12])
+    assert np.isfinite(run.progress.skipped) and run.progress.skipped == 2

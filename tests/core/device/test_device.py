@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+
+from runner.core.device.device import Device, capabilities, seed_everything, select
+from runner.core.errors import ConfigError, DeviceError
+from runner.core.schemas.device import DeviceConfig, DeviceKind
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+def cpu(scope: ExitStack, **knobs: object) -> Device:
+    return select(DeviceConfig(kind=DeviceKind.cpu, **knobs), scope)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def scope():
+    with ExitStack() as stack:
+        yield stack
+
+
+# which device
+
+
+@pytest.mark.skipif(accelerated, reason="there is an accelerator")
+def test_auto_takes_the_cpu_where_there_is_nothing_else_and_says_why(scope):
+    device = select(DeviceConfig(), scope)
+    assert (device.kind, device.torch) == ("cpu", torch.device("cpu"))
+    assert "no accelerator" in device.reason
+    assert device.name == capabilities.cpu_name()
+
+
+@pytest.mark.parametrize("kind", [DeviceKind.cuda, DeviceKind.mps])
+def test_a_device_that_is_absent_is_an_error_that_says_what_is_there(kind, scope):
+    if getattr(torch, kind.value).is_available():
+        pytest.skip(f"there is {kind.value}")
+    with pytest.raises(DeviceError) as error:
+        select(DeviceConfig(kind=kind), scope)
+    text = str(error.value)
+    assert f"device.kind={kind.value}" in text and "built without" in text
+    assert "available: cpu (" in text and "device=auto" in text
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("index", [1, -1])
+def test_an_index_out_of_range_is_an_error_that_says_what_is_there(index, scope):
+    with pytest.raises(DeviceError, match=rf"device.index: .*cpu device {index}.*available: cpu"):
+        cpu(scope, index=index)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"), [("memory_fraction", 0.5), ("cudnn_benchmark", True), ("tf32", True)]
+)
+def test_a_knob_that_a_cpu_does_not_have_is_refused_with_the_fix(knob, value, scope):
+    with pytest.raises(ConfigError, match="leave it out") as error:
+        cpu(scope, **{knob: value})
+    assert error.value.key == f"device.{knob}"
+
+
+# what it can do
+
+
+def test_what_is_fast_follows_the_instructions_and_the_compute_capability():
+    without = capabilities.of_cpu(frozenset({"avx2", "avx512f"}))
+    assert without.bf16 and not without.bf16_fast and "no bf16" in without.notes[0]
+    for flag in ("avx512_bf16", "amx_bf16", "bf16"):
+        assert capabilities.of_cpu(frozenset({flag})).bf16_fast
+    for version, fp16, bf16 in (
+        ((6, 1), False, False),
+        ((7, 5), True, False),
+        ((9, 0), True, True),
+    ):
+        able = capabilities.of_gpu(*version)
+        assert (able.fp16_fast, able.bf16_fast, able.tf32) == (fp16, bf16, bf16)
+        assert not capabilities.of_gpu(*version, nvidia=False).tf32
+
+
+# how it is set
+
+
+def test_threads_are_set_and_put_back_and_more_than_cores_are_warned_of():
+    before, cores = torch.get_num_threads(), capabilities.usable_cores()
+    with ExitStack() as scope:
+        device = cpu(scope, threads=cores + 1)
+        assert torch.get_num_threads() == cores + 1 == device.threads == device.settings["threads"]
+        assert any(f"device.threads={cores}" in text for text in device.warnings)
+    assert torch.get_num_threads() == before
+
+
+def test_determinism_is_set_and_put_back():
+    assert not torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    with ExitStack() as scope:
+        device = cpu(scope, deterministic=True)
+        assert device.settings["deterministic"]
+        with pytest.raises(RuntimeError, match="does not have a deterministic"):
+            torch.ones(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert json.loads(json.dumps(device.describe()))["settings"]["deterministic"] is True
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory is fill
+
+
+@linux
+def test_affinity_holds_for_every_thread_and_is_put_back():
+    before = os.sched_getaffinity(0)
+    one = {min(before)}
+    done, seen = threading.Event(), []
+    other = threading.Thread(target=lambda: (done.wait(10), seen.append(os.sched_getaffinity(0))))
+    other.start()
+    threads = torch.get_num_threads()
+    try:
+        with ExitStack() as scope:
+            device = cpu(scope, affinity=sorted(one))
+            assert os.sched_getaffinity(0) == one
+            assert device.settings["affinity"] == sorted(one)
+            assert device.cores == 1 and device.threads == 1  # not more threads than cores
+            done.set()
+            other.join(10)
+        assert seen == [one]
+    finally:
+        done.set()
+    assert os.sched_getaffinity(0) == before
+    assert torch.get_num_threads() == threads
+
+
+@linux
+@pytest.mark.parametrize("cores", [[4095], [-1], [], "one that is there and one that is not"])
+def test_affinity_to_a_core_that_is_not_there_is_refused_and_changes_nothing(cores, scope):
+    before = os.sched_getaffinity(0)
+    cores = [min(before), 4095] if isinstance(cores, str) else cores
+    with pytest.raises(ConfigError, match="choose from") as error:
+        cpu(scope, affinity=cores)
+    assert error.value.key == "device.affinity"
+    assert os.sched_getaffinity(0) == before
+
+
+def test_priority_is_set_and_a_refusal_names_the_key():
+    code = """
+import os
+from contextlib import ExitStack
+from runner.core.device.device import select
+from runner.core.schemas.device import DeviceConfig, DeviceKind
+from runner.core.errors import ConfigError
+with ExitStack() as scope:
+    device = select(DeviceConfig(kind=DeviceKind.cpu, priority=7), scope)
+    print(device.settings["priority"])
+if os.getuid() == 0:
+    os.setuid(65534)  # nobody: who may not take niceness back
+try:
+    with ExitStack() as scope:
+        select(DeviceConfig(kind=DeviceKind.cpu, priority=-5), scope)
+except ConfigError as error:
+    print(error)
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    first, second = answer.stdout.splitlines()
+    assert first == "7"
+    assert second.startswith("device.priority: -5 ") and "CAP_SYS_NICE" in second
+
+
+# randomness
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_reseeding_repeats_dropout_masks_and_normals(scope, kind):
+    device = select(DeviceConfig(kind=DeviceKind(kind)), scope)
+    ones = torch.ones(4096, device=device.torch)
+
+    def draw(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device.reseed(seed)
+        torch.randn(3)  # an odd count: half a pair of normals is left over for the next draw
+        return torch.nn.functional.dropout(ones, 0.5), torch.randn(3)
+
+    first, again, other = draw(2**63 + 7), draw(2**63 + 7), draw(8)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_seeding_covers_python_numpy_and_torch():
+    def draw() -> tuple[int, float, float]:
+        return random.getrandbits(64), float(np.random.random()), float(torch.rand(()))
+
+    seed_everything(2**40 + 3)
+    first = draw()
+    seed_everything(2**40 + 3)
+    assert draw() == first
+    seed_everything(2**40 + 4)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+    for seed in (-1, 2**64):
+        with pytest.raises(ConfigError, match=r"seed: .*use 0 to"):
+            seed_everything(seed)
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+def test_auto_takes_cuda_and_puts_every_switch_back():
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+
+    def switches() -> list[object]:
+        flags = [cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32]
+        flags += [torch.get_float32_matmul_precision(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")]
+        return [*flags, torch.cuda.get_per_process_memory_fraction()]
+
+    before = switches()
+    with ExitStack() as scope:
+        device = select(DeviceConfig(memory_fraction=0.5, tf32=False, deterministic=True), scope)
+        assert device.kind == "cuda" and not device.reads_are_free
+        settings = device.settings
+        assert settings["cudnn_deterministic"] and not settings["cudnn_benchmark"]
+        assert not settings["tf32_matmul"] and not settings["tf32_cudnn"]
+        assert settings["memory_fraction"] == pytest.approx(0.5)
+        product = torch.ones(64, 64, device=device.torch) @ torch.ones(64, 64, device=device.torch)
+        assert float(product[0, 0]) == 64
+        json.dumps(device.describe())
+    assert switches() == before

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.core.device import cgroup, memory
+
+MIB = 2**20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="control groups and /proc are Linux's")
+marked = pytest.mark.skipif(not memory.reset_peak(), reason="the mark cannot be restarted here")
+
+
+def test_the_process_grows_by_what_it_holds() -> None:
+    before = memory.process_bytes()
+    block = bytearray(os.urandom(1)) * (64 * MIB)
+    grown = memory.process_bytes() - before
+    assert 60 * MIB < grown < 80 * MIB
+    assert memory.peak_process_bytes() >= before + 60 * MIB
+    del block
+
+
+@linux
+def test_the_peak_of_a_small_child_is_not_its_large_parents() -> None:
+    block = bytearray(b"x") * (256 * MIB)
+    code = "from runner.core.device import memory as m; print(m.peak_process_bytes(), m.process_bytes())"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    peak, now = map(int, answer.stdout.split())
+    assert now <= peak + MIB and peak < now + 128 * MIB
+    del block
+
+
+# peaks of stretches that nest and overlap
+
+
+def hold(mib: int) -> None:
+    """Hold so much and let go; mapped, since earlier tests may have malloc keep what is freed."""
+    with mmap.mmap(-1, mib * MIB) as block:
+        for _ in range(mib):
+            block.write(b"x" * MIB)
+
+
+def added(stretch: memory.MemoryPeak) -> float:
+    return (stretch.process - stretch.process_before) / MIB
+
+
+@marked
+def test_each_stretch_has_its_own_peak_and_the_outer_one_the_most() -> None:
+    with memory.peak_memory() as outer:
+        with memory.peak_memory() as first:
+            hold(120)
+        with memory.peak_memory() as second:
+            hold(60)
+    assert 115 < added(first) < 140 and 55 < added(second) < 80 and 115 < added(outer) < 140
+
+
+@marked
+def test_the_peak_of_the_process_survives_restarts_until_it_is_reset() -> None:
+    hold(120)
+    most = memory.peak_process_bytes()
+    with memory.peak_memory():
+        hold(10)
+    assert memory.process_mark() < most - 60 * MIB
+    assert memory.peak_process_bytes() >= most - MIB
+    memory.reset_peak()
+    assert memory.peak_process_bytes() < most - 60 * MIB
+
+
+@marked
+def test_a_stretch_in_another_thread_takes_nothing_from_ours() -> None:
+    began, over = threading.Event(), threading.Event()
+    theirs: list[memory.MemoryPeak] = []
+
+    def other() -> None:
+        with memory.peak_memory() as stretch:
+            theirs.append(stretch)
+            began.set()
+            over.wait(10)
+
+    with memory.peak_memory() as ours:
+        hold(70)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert began.wait(10)  # its beginning restarts the mark
+    over.set()
+    thread.join()
+    assert added(ours) > 65 and added(theirs[0]) < 60
+
+
+# control groups, on a tree laid out as the kernel lays it out
+
+
+def test_limits_are_the_tightest_of_the_groups_above(tmp_path: Path) -> None:
+    jobs = tmp_path / "sys/fs/cgroup/jobs"
+    files = {
+        tmp_path / "proc/self/cgroup": "4:memory:/of/version/1\n0::/jobs/one\n",
+        jobs / "one/memory.max": "max\n",
+        jobs / "one/memory.current": "5000\n",
+        jobs / "one/cpu.max": "max 100000\n",
+        jobs / "memory.max": "10000\n",
+        jobs / "memory.current": "6000\n",
+        jobs / "memory.stat": "anon 1000\ninactive_file 2500\n",
+        jobs / "cpu.max": "150000 100000\n",
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup.memory_limit(tmp_path) == 10000
+    assert cgroup.memory_left(tmp_path) == 6500  # the file cache can be dropped
+    assert cgroup.cpu_quota(tmp_path) == 1.5
+    assert cgroup.memory_limit(tmp_path / "elsewhere") is None

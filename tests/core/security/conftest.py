@@ -1,0 +1,26 @@
+"""What tests of secrets share."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.core import masking
+from runner.core.security import secrets
+from runner.scan.sandbox import Sandbox
+from tests import kept_sandbox
+
+
+@pytest.fixture(autouse=True)
+def _sandbox_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the process that examines files starts and ends as it does for users."""
+    for name, original in kept_sandbox.ORIGINAL.items():
+        monkeypatch.setattr(Sandbox, name, original)
+
+
+@pytest.fixture
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value that was read before is hidden now, nor one of now afterwards."""
+    monkeypatch.setattr(masking, "_variable_by_text", {})
+    monkeypatch.setattr(masking, "_pattern", None)
+    for name in ("_masked_by_key", "_values"):
+        monkeypatch.setattr(secrets, name, {})

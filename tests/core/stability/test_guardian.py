@@ -1,0 +1,417 @@
+"""What is done about a bad step, each in a real run that has one."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import evaluate, train
+from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.errors import GaveUp, Interrupted
+from runner.core.interfaces.hook import Hook, Step, Verdict
+from runner.core.interfaces.run import Run
+from runner.core.record.summary import Summary
+from runner.core.train.metrics import StepMetricsReader
+from tests.core.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder
+from tests.runs import rows
+
+pytestmark = pytest.mark.usefixtures("my_package")
+
+WARM = [*LINE, "training.steps=60"]
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+class Past(Hook):
+    """The weights after some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+        self.weights: dict[int, list[Tensor]] = {}
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number in self.steps:
+            self.weights[step.number] = [p.detach().clone() for p in run.model.parameters()]
+
+
+class Back(Hook):
+    """Asks for a roll-back after some steps; without any, after each."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        return None if self.steps and step.number not in self.steps else Verdict.ROLLBACK
+
+
+def times(factor: float):  # type: ignore[no-untyped-def]
+    return lambda output: output * factor
+
+
+def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
+    at = {11: times(math.nan), 22: times(1e30), 45: louder, 53: lambda x: x + 1e4}
+    with faulty([*WARM, *WATCHFUL], tmp_path, at) as run:
+        summary = train(run)
+        assert all(torch.isfinite(p).all() for p in run.model.parameters())
+    assert (summary.status, summary.skipped_steps) == ("done", 4)
+    assert summary.faults == {"non_finite": 2, "spike": 2}
+    first, second, third, fourth = (fault["message"] for fault in faults(tmp_path))
+    assert (first, second) == ("the loss was nan", "the loss was inf")
+    assert third.startswith("the gradient norm was")
+    assert fourth.startswith("the loss was 1")
+    assert "times the usual value" in fourth
+    found = anomalies(tmp_path)
+    kinds = {11: "non_finite", 22: "non_finite", 45: "spike", 53: "spike"}
+    assert {row["step"]: row["kind"] for row in found} == kinds
+    assert {row["action"] for row in found} == {"skipped"}
+    assert found[0]["nonfinite"] == {"loss": "nan", "grad_norm": "nan"}
+    assert found[2]["grad_norm"] > found[2]["grad_norm_limit"]
+
+
+def test_a_run_with_a_spike_is_that_without_the_batch(tmp_path: Path) -> None:
+    """The device skips it in the very step: nothing of it is left, bit for bit."""
+
+    class Veto(Hook):
+        def due(self, step: int) -> bool:
+            return step == 45
+
+        def on_gradients(self, run: Run, step: Step) -> Verdict:
+            return Verdict.SKIP
+
+    weights = []
+    for at, hooks in (({45: louder}, []), ({}, [Veto()])):
+        with faulty([*WARM, *WATCHFUL], None, at) as run:  # type: ignore[arg-type]
+            run.hooks += hooks
+            summary = train(run)
+            weights.append([p.detach().clone() for p in run.model.parameters()])
+            assert summary.skipped_steps == 1
+    assert summary.faults == {}
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_switched_off_nothing_is_skipped_but_it_is_written_down(tmp_path: Path) -> None:
+    off = [*WARM, *WATCHFUL, "stability=off"]
+    with faulty(off, tmp_path, {45: louder}) as run:
+        assert train(run).faults == {}
+    with faulty([*off, "debug.capture.enabled=false"], tmp_path / "b", {45: times(1e30)}) as run:
+        with pytest.raises(GaveUp, match="the weights are not finite after step 60"):
+            train(run)
+    summary = Summary.read(tmp_path / "b")
+    assert (summary.status, summary.skipped_steps) == ("failed", 0)
+    assert summary.faults["non_finite"] == 1
+    assert summary.faults["weights"] == 15
+
+
+class Ruin(Hook):
+    """Writes NaN into the weights, again and again."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def due(self, step: int) -> bool:
+        return step in self.steps
+
+    def on_step(self, run: Run, step: Step) -> None:
+        with torch.no_grad():
+            next(iter(run.model.parameters())).fill_(math.nan)
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path) -> None:
+    """The checkpoint of step 15 would have been one of NaN."""
+    folder = tmp_path if where == "disk" else None
+    with faulty([*WARM, "checkpoint.every=5", "monitoring.every=10"], folder) as run:
+        run.hooks.append(Ruin(12))
+        summary = train(run)
+        assert math.isfinite(summary.metrics["val/loss"])
+        every = run.history.faults.values()
+        steps = {k: sum((f.steps for f in every if f.kind == k), []) for k in run.history.counts}
+        messages = [f.message for f in run.history.faults.values()]
+        assert run.update.lr_at(0) == pytest.approx(0.5 * 0.01)
+    assert summary.faults == {"weights": 8, "rollback": 1}
+    assert steps == {"weights": list(range(13, 21)), "rollback": [20]}
+    assert messages[-1].startswith("rolled back to step 10")
+    assert summary.skipped_steps == 8
+
+
+def test_a_checkpoint_of_nan_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*WARM, "checkpoint.every=5"]
+    with faulty(overrides, tmp_path) as run:
+        run.hooks += [Ruin(12), CutOff(13)]
+        with pytest.raises(Interrupted):
+            train(run)  # its last state is saved in any case
+    assert (tmp_path / "checkpoints/step_00000013").is_dir()
+    with faulty([*overrides, "checkpoint.resume=auto"], tmp_path) as run:
+        summary = train(run)
+    assert summary.status == "done"
+    assert summary.faults["rollback"] == 1
+    assert "step 13 is not usable" in caplog.text
+    assert "rolled back to step 10" in caplog.text
+
+
+def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
+    tmp_path: Path,
+) -> None:
+    for _ in range(2):
+        with faulty([*LINE, "training.steps=30", "checkpoint.resume=auto"], tmp_path) as run:
+            run.hooks.append(Ruin(*range(2, 31)))
+            with pytest.raises(GaveUp, match="the weights are not finite"):
+                train(run)
+        assert Summary.read(tmp_path).status == "failed"
+        kept = Checkpointer(None, keep=1).restore(tmp_path)
+        assert kept is not None and kept.step < 30
+        assert all(weight.isfinite().all() for weight in kept.model.values())
+
+
+def test_with_nothing_good_to_go_back_to_the_next_row_is_read() -> None:
+    with faulty(WARM) as run:
+        with torch.no_grad():
+            next(iter(run.model.parameters())).fill_(math.nan)
+        with pytest.raises(GaveUp, match="no good checkpoint to roll back to"):
+            train(run)
+    assert run.progress.step == 10
+
+
+def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
+    tmp_path: Path,
+) -> None:
+    """Those of steps 45 to 55 hold the weights of step 44, from which there was no way on."""
+    at = dict.fromkeys(range(45, 61), louder)
+    often = ["checkpoint.every=5", "checkpoint.keep=1", "training.steps=65"]
+    often.append("debug.capture.enabled=false")
+    with faulty([*WARM, *WATCHFUL, *often], tmp_path, at) as run:
+        run.hooks.append(past := Past(40, 44, 60, 61))
+        train(run)
+        said = [f.message for f in run.history.faults.values() if f.kind == "rollback"]
+    assert said[0].startswith("rolled back to step 40")
+    assert same(past.weights[60], past.weights[44])  # on_step comes before the roll-back
+    assert not same(past.weights[60], past.weights[40])
+
+
+def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_path: Path) -> None:
+    """That of step 48 is the newest when a hook asks at step 70."""
+    at = dict.fromkeys(range(41, 60), louder)
+    every = ["checkpoint.every=24", "checkpoint.keep=9", "training.steps=70"]
+    table = "stability.recovery=[{in_a_row:4,action:rollback},{action:skip}]"
+    with faulty([*WARM, *WATCHFUL, *every, table], tmp_path, at) as run:
+        run.hooks += [past := Past(24, 48), Back(70)]
+        assert train(run).faults["rollback"] == 2
+        assert same(past.weights[24], list(run.model.parameters()))
+    assert not same(past.weights[24], past.weights[48])
+
+
+def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: Path) -> None:
+    """The last, partial stretch is judged before, and not after."""
+    back = "stability.recovery=[{kind:any,action:rollback,factor:0.5}]"
+    steps = ["training.steps=47", "checkpoint.every=10", back]
+    with faulty([*LINE, *steps], tmp_path, {45: times(math.nan)}) as run:
+        summary = train(run)
+        assert summary.faults["rollback"] == 1
+        assert evaluate(run).metrics == summary.metrics
+        saved = run.checkpointer.restore()
+        assert saved is not None
+        assert saved.step == 47
+        assert saved.state["update"]["backoff"] == run.update.backoff == 0.5
+        state = run.model.state_dict()
+        assert same([saved.model[name] for name in state], list(state.values()))
+
+
+FP16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30"]
+FP16.append("optimization.amp.initial_scale=1e8")
+
+
+def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_path: Path) -> None:
+    with faulty([*NOISY, *FP16], tmp_path, {25: times(math.nan)}) as run:
+        summary = train(run)
+        scale = float(run.update.scale.value)  # type: ignore[union-attr]
+    assert set(summary.faults) == {"overflow", "non_finite"}
+    assert 5 < summary.faults["overflow"] < 11
+    assert summary.faults["non_finite"] == 1
+    assert summary.skipped_steps == sum(summary.faults.values())
+    assert scale == 1e8 * 0.5**summary.skipped_steps
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_scale_that_only_overflows_is_halved_until_a_step_is_taken(
+    tmp_path: Path, every: int
+) -> None:
+    fp16 = [*FP16[:2], "optimization.amp.initial_scale=1e12", "training.steps=50"]
+    with faulty([*NOISY, *fp16, f"monitoring.every={every}"], tmp_path) as run:
+        summary = train(run)
+        scale = float(run.update.scale.value)  # type: ignore[union-attr]
+    assert summary.status == "done" and set(summary.faults) == {"overflow"}
+    assert 18 < summary.skipped_steps < 40  # of 10 in a row that bad steps may be
+    assert scale == pytest.approx(1e12 / 2**summary.skipped_steps)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_an_overflow_at_a_scale_below_1_is_a_gradient_that_is_not_finite_and_counts(
+    tmp_path: Path, every: int
+) -> None:
+    fp16 = [*FP16[:2], "optimization.amp.initial_scale=8", "training.steps=60"]
+    with faulty([*NOISY, *fp16, f"monitoring.every={every}"], tmp_path) as run:
+        next(run.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+        with pytest.raises(GaveUp):
+            train(run)
+        kinds = [row.kind for row in run.stability.anomalies]
+    # scales 8, 4, 2 and 1; then as many bad steps as may be skipped, and the roll-back
+    assert kinds[:15] == ["overflow"] * 4 + ["non_finite"] * 11
+    assert run.progress.rollbacks == 2
+
+
+def test_the_scale_is_lowered_where_the_table_says_so() -> None:
+    table = "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]"
+    with faulty([*NOISY, *FP16, "monitoring.every=1", table]) as run:
+        summary = train(run)
+        scale = float(run.update.scale.value)  # type: ignore[union-attr]
+    assert scale == 1e8 / 16**summary.skipped_steps
+    assert 0 < summary.skipped_steps < 4
+
+
+class CutOff(Hook):
+    """As if the machine were wanted for something else."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Rates(Hook):
+    """The learning rate of each update."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, float] = {}
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.seen[step.number] = run.update.lr_at(0)
+
+
+def test_a_lowered_rate_is_taken_back_after_its_steps() -> None:
+    table = "stability.recovery=[{action:lower_lr,factor:0.3,for_steps:7}]"
+    with faulty([*WARM, table], None, {11: times(math.nan), 13: times(math.nan)}) as run:
+        run.hooks.append(rates := Rates())
+        train(run)
+    low = [step for step, rate in rates.seen.items() if rate != 0.01]
+    assert low == list(range(21, 28))  # noticed at step 20, and once for both
+    assert rates.seen[21] == pytest.approx(0.003)
+
+
+def test_a_change_of_regime_is_accepted_after_one_roll_back(tmp_path: Path) -> None:
+    at = dict.fromkeys(range(61, 201), lambda x: x + 1e3)
+    steps = "training.steps=200"
+    with faulty([*LINE, *WATCHFUL, steps, "checkpoint.every=20"], tmp_path, at) as run:
+        summary = train(run)
+    assert summary.status == "done"
+    assert summary.faults["rollback"] == 1
+    found = anomalies(tmp_path)
+    assert {row["kind"] for row in found} == {"spike"}
+    assert (found[0]["step"], found[-1]["step"]) == (61, 80)
+
+
+def test_strict_stops_at_the_first_bad_step_with_a_checkpoint(tmp_path: Path) -> None:
+    with faulty([*WARM, "stability=strict"], tmp_path, {14: times(math.nan)}) as run:
+        with pytest.raises(GaveUp, match="step 14: the loss was nan; row 2 of stability.recovery"):
+            train(run)
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert (record["status"], record["steps"]) == ("failed", 20)
+    assert (tmp_path / "checkpoints/step_00000020").is_dir()
+
+
+def test_on_anomaly_raise_ends_the_run_at_the_first_that_is_not_finite(tmp_path: Path) -> None:
+    overrides = [*WARM, *WATCHFUL, "stability=off", "debug.on_anomaly=raise"]
+    with faulty(overrides, tmp_path, {35: louder, 44: times(math.nan)}) as run:
+        with pytest.raises(GaveUp, match=r"step 44: the loss was nan \(debug\.on_anomaly=raise\)"):
+            train(run)
+    assert (tmp_path / "checkpoints/step_00000050").is_dir()
+
+
+def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
+    tmp_path: Path,
+) -> None:
+    at = {step: times(math.nan) for step in range(11, 61)}
+    table = ["stability.recovery=[{kind:any,action:skip}]", "stability.max_consecutive_skips=3"]
+    with faulty([*WARM, *table, "debug.capture.at_most=2"], tmp_path, at) as run:
+        with pytest.raises(GaveUp) as caught:
+            train(run)
+    assert run.progress.consecutive_skips == 10  # the host learned late
+    said = str(caught.value)
+    assert "step 14: the loss was nan, 4 bad steps in a row" in said
+    assert "skipped a step 3 times (steps 11, 12, 13)" in said
+    assert "replay.path=" in said and "step_00000011" in said
+    assert "max_rollbacks" not in said and "a row for kind: non_finite" in said
+
+
+def test_a_hook_that_asks_too_often_is_refused() -> None:
+    with faulty(WARM) as run:
+        run.hooks.append(Back())
+        with pytest.raises(GaveUp, match="a hook requested a rollback.*rolled back 2 times"):
+            train(run)
+    assert run.progress.step == 3
+
+
+ROWS = "{kind:spike,action:lower_lr,for_steps:13,factor:0.3},{in_a_row:2,action:rollback}"
+ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5"]
+ROUGH.append(f"stability.recovery=[{ROWS},{{action:skip}}]")
+TROUBLE = dict.fromkeys((37, 38, 63, 77), louder) | dict.fromkeys((52, 61, 62), times(math.nan))
+
+
+class Late(StepMetricsReader):
+    """Stretches arrive when the next one is closed, as they do from an accelerator."""
+
+    class Arrived:
+        def synchronize(self) -> None:
+            pass
+
+    def close(self, seconds: float | Callable[[], float]) -> None:
+        super().close(seconds)
+        self.windows[-1].ready = self.Arrived()  # type: ignore[assignment]
+
+
+Outcome = tuple[Summary, str, dict[str, Tensor]]
+
+
+def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outcome | None:
+    with faulty([*ROUGH, *more], folder, TROUBLE) as run:
+        if late:
+            reader = Late(run.device.torch)
+            reader.load(run.reader.state())
+            run.reader = reader
+        if cut is not None:
+            run.hooks.append(CutOff(cut))
+            with pytest.raises(Interrupted):
+                train(run)
+            return None
+        summary = train(run)
+        return summary, repr(run.stability.state()), run.model.state_dict()  # NaN is itself
+
+
+@pytest.mark.parametrize(
+    ("late", "cuts"), [(False, (37, 62, 77)), pytest.param(True, (43, 66), marks=pytest.mark.slow)]
+)
+def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
+    late: bool, cuts: tuple[int, ...], tmp_path: Path
+) -> None:
+    summary, state, weights = rough(tmp_path / "whole", late)  # type: ignore[misc]
+    assert summary.faults["rollback"] == 1
+    assert summary.faults["spike"] > 2
+    for cut in cuts:
+        resumed = tmp_path / str(cut)
+        rough(resumed, late, cut)
+        _, after, again = rough(resumed, late, None, "checkpoint.resume=auto")  # type: ignore[misc]
+        assert after == state
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert rows(tmp_path / "whole") == rows(resumed)

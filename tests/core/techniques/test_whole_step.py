@@ -1,0 +1,243 @@
+"""The whole step as one graph: the same numbers as the ordinary one, and a way back to it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, compose, train
+from runner.core.errors import DataError
+from runner.core.interfaces.hook import Hook, Report, Step
+from runner.core.interfaces.run import Run
+from runner.core.record.summary import Summary
+from runner.core.techniques import compiler
+from runner.core.train.step import make_step
+from tests import runs
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+
+TABLE = [
+    *["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"],
+    *["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=390"],
+    "training.batch_size=32",
+]
+TINY = [*TABLE, "model.width=16", "model.depth=1"]
+WHOLE = [
+    *["optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true"],
+    "optimization.whole_step.cpp_wrapper=false",
+]
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_report(self, run: Run, report: Report) -> None:
+        self.seen += report.loss
+
+
+def trained(*overrides: str, folder: Path | None = None) -> tuple[Run, Summary, list[float]]:
+    losses = Losses()
+    with build(compose(list(overrides)), folder) as run:
+        run.hooks.append(losses)
+        summary = train(run)
+    return run, summary, losses.seen
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+
+
+def everything(run: Run) -> list[Tensor]:
+    states = run.update.optimizer.state.values()
+    return [*weights(run).values(), *(value.clone() for s in states for value in s.values())]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(
+            ["optimizer.name=AdamW", "optimizer.ema=0.9", "schedule=cosine"],
+            marks=pytest.mark.slow,
+            id="adamw",
+        ),
+        pytest.param(
+            [
+                *["optimizer.name=Adam", "optimizer.weight_decay=0.1", "objective.loss=focal"],
+                "objective.class_weights=balanced",
+            ],
+            marks=pytest.mark.slow,
+            id="adam and a focal loss",
+        ),
+    ],
+)
+def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: list[str]) -> None:
+    eager, _, expected = trained(*TINY, "training.steps=200", *optimizer)
+    whole, summary, losses = trained(*TINY, "training.steps=200", *WHOLE, *optimizer)
+    evidence = runs.status(summary, "whole_step").evidence
+    assert evidence["graphs"] == 1
+    assert evidence["graph_breaks"] == 0
+    assert evidence["steps_in_one_graph"] == 200 - 200 // eager.train.steps_per_epoch  # ragged last
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses[0] > 1.3 * losses[-1]
+    for mine, theirs in zip(whole.update.average, eager.update.average, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+@pytest.mark.usefixtures("my_package")
+def test_a_skipped_step_leaves_weights_state_and_buffers_bit_equal_and_compiles_nothing() -> None:
+    own = ["model._target_=my_package.Statistics", "security.trusted=[my_package]"]
+    with build(compose([*TABLE, *own, *WHOLE, "training.steps=9"])) as run:
+        run.model.train()
+        inputs, target = next(run.train.batches(0))
+        step, _ = make_step(run, (inputs, target))
+        graphs = compiler.compilation_facts()["graphs"]
+        assert run.step_graph is not None
+        run.step_graph.check()
+        before = everything(run)
+
+        def skipped(inputs: Tensor, target: Tensor) -> Step:
+            made, _ = make_step(run, (inputs, target))
+            assert made.skipped.item() == 1
+            assert all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
+            return made
+
+        spoiled = inputs.clone()
+        spoiled[3] = float("nan")
+        assert not torch.isfinite(skipped(spoiled, target).grad_norm)
+        for loss, norm in ((0.5, math.inf), (math.inf, 0.5), (0.25, 0.25)):
+            run.update.set_limits(loss * float(step.loss), norm * float(step.grad_norm))
+            made = skipped(inputs, target)
+            assert made.loss.isfinite() and made.grad_norm.isfinite()
+        run.update.set_limits(math.inf, math.inf)
+        wrong = target.clone()
+        wrong[7] = 1000
+        skipped(inputs, wrong)
+        with pytest.raises(DataError, match="target 1000 is out of range: classes are 0 to"):
+            run.step_graph.check()
+        wrong[7] = -100  # stands for no target
+        assert make_step(run, (inputs, wrong))[0].skipped.item() == 0
+        assert not all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
+        assert compiler.compilation_facts()["graphs"] == graphs
+        assert run.step_graph.steps == 7
+
+
+@pytest.mark.slow
+def test_every_kind_of_clipping_is_in_the_graph_as_it_is_outside() -> None:
+    kinds = [
+        "stability.clip_value=0.01",
+        "stability.clip_adaptive=0.05",
+        "stability.clip_norm=0.1",
+        "stability.clip_per_group=true",
+        "optimizer=sgd",
+        "optimizer.weight_decay=0.01",
+        "optimizer.lr=1.0",
+    ]
+    eager, _, expected = trained(*TINY, "training.steps=9", *kinds)
+    whole, summary, losses = trained(*TINY, "training.steps=9", *WHOLE, *kinds)
+    plain, _, _ = trained(*TINY, "training.steps=9", "optimizer=sgd", "optimizer.lr=1.0")
+    assert runs.status(summary, "whole_step").evidence["steps_in_one_graph"] == 9
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for name, value in weights(eager).items():
+        torch.testing.assert_close(weights(whole)[name], value, atol=1e-5, rtol=1e-4)
+    assert not all(
+        torch.allclose(weights(plain)[name], value, atol=1e-3)
+        for name, value in weights(eager).items()
+    )
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_never_stopped(tmp_path: Path) -> None:
+    never, _, _ = trained(*TINY, "training.steps=30", *WHOLE, folder=tmp_path / "a")
+    trained(*TINY, "training.steps=30", "training.validate_every=15", *WHOLE, folder=tmp_path / "b")
+    resume = f"checkpoint.resume={tmp_path / 'b' / 'checkpoints' / 'step_00000015'}"
+    resumed, _, _ = trained(*TINY, "training.steps=30", resume, *WHOLE, folder=tmp_path / "c")
+    assert resumed.progress.step == 30
+    mine = weights(resumed)
+    assert all(torch.equal(value, mine[name]) for name, value in weights(never).items())
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [("optimizer.name=RAdam", "RAdam"), ("training.micro_batch=8", "micro-batches of 8")],
+)
+def test_what_has_no_whole_step_is_told(override: str, reason: str) -> None:
+    _, summary, _ = trained(*TINY, "training.steps=2", *WHOLE, override)
+    assert reason in runs.status(summary, "whole_step").reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("my_package")
+def test_a_number_of_the_model_that_changes_each_step_is_not_frozen() -> None:
+    own = ["model._target_=my_package.Cooling", "security.trusted=[my_package]"]
+    _, _, expected = trained(*TABLE, "training.steps=14", *own)
+    _, summary, losses = trained(*TABLE, "training.steps=14", *WHOLE, *own)
+    assert losses == pytest.approx(expected, rel=1e-4)  # compiled again, in the end given up
+    assert summary.status == "done"
+
+
+def test_a_hook_gets_gradients_and_options_of_the_optimizer_that_change_are_seen() -> None:
+    class Changes(Hook):
+        every = 3
+
+        def __init__(self) -> None:
+            self.norms: list[float] = []
+
+        def on_gradients(self, run: Run, step: Step) -> None:
+            self.norms.append(float(run.update.parameters[0].grad.norm()))  # type: ignore[union-attr]
+
+        def on_step(self, run: Run, step: Step) -> None:
+            if step.number == 3:
+                run.update.optimizer.param_groups[0]["weight_decay"] = 5.0
+
+    results = []
+    for overrides in ([], WHOLE):
+        changes = Changes()
+        with build(compose([*TINY, "training.steps=9", *overrides])) as run:
+            run.hooks.append(changes)
+            train(run)
+            results.append(weights(run))
+            assert (run.step_graph.steps if run.step_graph else 0) == (6 if overrides else 0)
+        assert len(changes.norms) == 3 and all(norm > 0 for norm in changes.norms)
+    eager, whole = results
+    for name, value in eager.items():
+        torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_a_loss_of_ones_own_may_ignore_what_it_likes_and_is_told_what_is_no_class() -> None:
+    from torch.nn import functional as F
+
+    from runner import create_training_pipeline
+
+    inputs, target = torch.randn(96, 8), torch.randint(0, 3, (96,))
+    target[::7] = -1
+    model = torch.nn.Linear(8, 3)
+    quiet = ["training.epochs=2", "monitoring=quiet", "training.batch_size=16"]
+    with create_training_pipeline(
+        model,
+        (inputs, target),
+        loss_fn=lambda o, t: F.cross_entropy(o, t, ignore_index=-1),
+        level="ultra",
+        overrides=[*quiet, "data.shuffle=false"],
+        folder=None,
+    ) as pipeline:
+        assert pipeline.train().skipped_steps == 0
+
+
+def test_after_a_wrong_target_what_was_learned_is_saved(tmp_path: Path) -> None:
+    class Spoils(Hook):
+        def on_step(self, run: Run, step: Step) -> None:
+            if step.number == 4:
+                assert run.step_graph is not None
+                run.step_graph.targets.any_wrong.fill_(True)
+
+    with build(compose([*TINY, *WHOLE, "training.steps=40"]), tmp_path) as run:
+        run.hooks.append(Spoils())
+        with pytest.raises(DataError, match="is out of range"):
+            train(run)
+    steps = [int(p.name.removeprefix("step_")) for p in tmp_path.glob("checkpoints/step_*")]
+    assert max(steps) >= 4

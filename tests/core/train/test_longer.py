@@ -1,0 +1,167 @@
+"""A run that is made longer, or continued with another batch size, ends where its config says."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner import build, compose, train
+from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.run import Run
+from runner.core.jobs.run_report import render_report
+from runner.core.optim.schedule import lr_factors
+from runner.core.schemas.optim import ScheduleConfig, ScheduleKind
+from tests.runs import rows
+
+RUN = ["data=cancer", "model=mlp", "model.width=4", "optimization=none", "device.threads=1",
+       "monitoring.progress=false", "monitoring.tensorboard=false", "monitoring.every=1",
+       "checkpoint.keep=99", "schedule=constant"]  # fmt: skip
+SAMPLES = 455
+
+
+class Counting(Hook):
+    """Counts how often each training sample was in a step."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.counts.update(run.train.indices(step.number - 1))
+
+
+@contextmanager
+def opened(folder: Path, hook: Hook, *overrides: str, resume: str = "auto") -> Iterator[Run]:
+    config = compose([*RUN, *overrides, f"checkpoint.resume={resume}"])
+    with build(config, folder) as run:
+        run.hooks.append(hook)
+        yield run
+
+
+def keep_until(folder: Path, step: int) -> None:
+    """As if the run had been killed after that checkpoint."""
+    for path in (folder / "checkpoints").glob("step_*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("step", [10, 12])  # the end of an epoch, and amid the third
+def test_with_another_batch_size_every_sample_is_trained_on_as_often_as_epochs_were_typed(
+    step: int, tmp_path: Path
+) -> None:
+    seen = Counting()
+    with opened(tmp_path, seen, "training.batch_size=100", f"training.steps={step}") as run:
+        train(run)
+    smaller = ["training.batch_size=40", "training.steps=null", "training.epochs=4"]
+    with opened(tmp_path, seen, *smaller) as run:
+        left = 2 * 12 if step == 10 else 7 + 12  # 255 samples in batches of 40, and an epoch
+        assert run.total_steps == step + left
+        summary = train(run)
+    assert (summary.steps, summary.epochs) == (step + left, 4.0)
+    assert len(seen.counts) == SAMPLES and set(seen.counts.values()) == {4}
+    column = [row["epoch"] for row in rows(tmp_path, "train")]
+    assert column == sorted(column) and column[-1] == 4.0 and len(column) == step + left
+
+
+def test_the_schedule_is_over_the_steps_done_and_those_left(tmp_path: Path) -> None:
+    cosine = ["schedule=cosine", "schedule.warmup=0", "optimizer.lr=0.01"]
+    typed = ["training.batch_size=100", "training.epochs=3", *cosine]
+    with opened(tmp_path, Counting(), *typed, "training.validate_every=10") as run:
+        train(run)
+    keep_until(tmp_path, 10)
+    with opened(
+        tmp_path, Counting(), *cosine, "training.batch_size=50", "training.epochs=3"
+    ) as run:
+        assert run.progress.step == 10 and run.total_steps == 20
+        train(run)
+    factors = lr_factors(ScheduleConfig(ScheduleKind.cosine, warmup=0), 20)
+    rates = [row["lr"] for row in rows(tmp_path, "train")][10:]
+    assert rates == pytest.approx([0.01 * factor for factor in factors[10:]])
+
+
+def test_a_run_with_another_batch_size_that_is_killed_ends_in_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    first = ["training.batch_size=100", "training.epochs=2", "schedule=cosine"]
+    with opened(tmp_path / "whole", Counting(), *first, "checkpoint.every=7") as run:
+        train(run)
+    keep_until(tmp_path / "whole", 7)
+    then = ["training.batch_size=30", "training.epochs=3", "schedule=cosine", "checkpoint.every=9"]
+    with opened(tmp_path / "whole", Counting(), *then) as run:
+        train(run)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed", symlinks=True)
+    keep_until(tmp_path / "killed", 18)
+    with opened(tmp_path / "killed", Counting(), *then) as run:
+        assert run.progress.step == 18
+        train(run)
+    ends = [Checkpointer(tmp_path / name, keep=99).restore() for name in ("whole", "killed")]
+    one, other = (end for end in ends if end is not None)
+    assert one.step == other.step and all(
+        torch.equal(one.model[n], other.model[n]) for n in one.model
+    )
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+
+
+def test_a_number_of_steps_stays_one_with_another_batch_size(tmp_path: Path) -> None:
+    with opened(tmp_path, Counting(), "training.batch_size=100", "training.steps=5") as run:
+        train(run)
+    with opened(tmp_path, Counting(), "training.batch_size=50", "training.steps=9") as run:
+        assert run.total_steps == 9
+        summary = train(run)
+    assert summary.steps == 9 and summary.epochs == pytest.approx(1 + 4 / 10)
+
+
+class Stale(Hook):
+    """Keeps the weights as they are, so that no validation improves on the first."""
+
+    def on_gradients(self, run: Run, step: Step) -> None:
+        for parameter in run.update.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+PATIENT = ["training.batch_size=100", "training.patience=2", "training.validate_every=3",
+           "optimizer.weight_decay=0"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("longer", "end"),
+    [
+        (["training.epochs=30"], 15),
+        (["training.steps=40"], 15),
+        (["training.steps=40", "training.patience=3"], 18),
+    ],
+)
+def test_a_run_that_patience_ended_trains_on_if_it_is_made_longer_and_counts_from_0(
+    longer: list[str], end: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "runner")
+    with opened(tmp_path, Stale(), *PATIENT, "training.epochs=20") as run:
+        first = train(run)
+    assert (first.status, first.steps) == ("stopped", 9)
+    with opened(tmp_path, Stale(), *PATIENT, "training.epochs=20") as run:
+        assert train(run).steps == 9  # the same length: it stays ended
+    assert "trains on" not in caplog.text
+    with opened(tmp_path, Stale(), *PATIENT, *longer) as run:
+        then = train(run)
+    assert caplog.text.count("training.patience had ended this run at step 9") == 1
+    assert (then.status, then.steps, then.resumed_step) == ("stopped", end, 9)
+    assert f"{end - 9} of the steps now in" in render_report(then, tmp_path)
+
+
+def test_a_resume_of_a_run_that_has_more_steps_trains_none_and_warns_of_no_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "runner")
+    for steps in (10, 5):
+        typed = f"training.steps={steps}", "schedule=cosine"
+        with opened(tmp_path, Stale(), *typed) as run:
+            assert train(run).steps == 10
+    assert "continuing after step 10: no steps are left to train" in caplog.text
+    assert "learning rate" not in caplog.text

@@ -1,0 +1,381 @@
+"""The loop: exact accumulation, a guard that survives bad batches, early stopping, hooks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, evaluate, train
+from runner.core.build.build import Components
+from runner.core.errors import ConfigError, DataError, GaveUp, Interrupted, StorageError, UsageError
+from runner.core.interfaces.hook import Hook, Report, Step, Verdict
+from runner.core.interfaces.run import Run
+from runner.core.objectives.classification import ClassificationObjective
+from runner.core.record.summary import Summary
+from runner.core.train.step import forward_backward
+from tests.runs import NOISY, OURS, config, opened, rows, trained
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def gradients(overrides: list[str]) -> tuple[list[torch.Tensor], float]:
+    with opened(*overrides) as run:
+        step = forward_backward(run, next(run.train.batches(0)))
+        return [p.grad for p in run.model.parameters() if p.grad is not None], float(step.loss)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data=digits", "model=mlp", "training.batch_size=50"],
+        ["data=cancer", "model=mlp", "training.batch_size=50", "objective.label_smoothing=0.1"],
+        [*OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=16", "model.heads=2",
+         "training.batch_size=23"],
+    ],
+    ids=["classes", "smoothed", "masked tokens"],
+)  # fmt: skip
+def test_accumulated_gradients_are_the_large_batchs(overrides: list[str]) -> None:
+    large, loss = gradients(overrides)
+    small, same = gradients([*overrides, "training.micro_batch=7"])
+    assert same == pytest.approx(loss, rel=1e-5)
+    for a, b in zip(large, small, strict=True):
+        assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_data_that_is_never_finite_ends_in_giving_up_after_a_checkpoint(tmp_path: Path) -> None:
+    overrides = [*NOISY, f"+data.poison={list(range(120))}".replace(" ", ""), "training.steps=200",
+                 "training.validate_every=1000", "stability.max_consecutive_skips=5"]  # fmt: skip
+    with pytest.raises(GaveUp, match="rolled back 2 times"):
+        trained(*overrides, folder=tmp_path)
+    assert GaveUp.exit_code == 4
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert record["status"] == "failed"
+    assert record["faults"]["rollback"] == 2
+    assert record["skipped_steps"] == record["steps"] < 200
+    assert (tmp_path / "checkpoints" / "last").exists()
+
+
+def test_early_stopping_ends_the_run_and_says_why(tmp_path: Path) -> None:
+    overrides = ["data=cancer", "optimizer.lr=0", "training.epochs=50", "training.patience=2"]
+    with opened(*overrides, folder=tmp_path) as run:
+        summary = train(run)
+    assert summary.status == "stopped"
+    best = f"{summary.best:.4f}"
+    assert summary.reason == f"val/accuracy has not improved on {best} for 2 validations"
+    assert summary.steps == 3 * run.validate_every
+
+
+@pytest.mark.parametrize(("name", "best_of"), [("accuracy", max), ("loss", min)])
+def test_the_best_checkpoint_is_the_step_with_the_best_metric(
+    name: str, best_of: Callable[..., float], tmp_path: Path
+) -> None:
+    asked = ["data=digits", "training.epochs=3", f"training.monitor=val/{name}"]
+    summary = trained(*asked, folder=tmp_path)
+    values = {row["step"]: row[name] for row in rows(tmp_path, "val")}
+    assert values[summary.best_step] == summary.best == best_of(values.values())
+    best = (tmp_path / "checkpoints" / "best").resolve()
+    assert best.name == f"step_{summary.best_step:08d}"
+
+
+def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    with opened("data=digits", "training.epochs=2", "stability=off", folder=tmp_path) as run:
+        with torch.no_grad():
+            next(iter(run.model.parameters())).fill_(math.nan)
+        with pytest.raises(GaveUp, match="the weights are not finite"):
+            train(run)
+    summary = Summary.read(tmp_path)
+    assert summary.best is None and "val/accuracy" in summary.metrics
+    assert summary.faults["validation_not_finite"] == summary.steps // run.validate_every > 1
+    assert not (tmp_path / "checkpoints" / "best").exists()
+
+
+@pytest.mark.parametrize("asked", ["val/acuracy", "accuracy", "train/loss"])
+def test_a_metric_that_there_cannot_be_is_refused_before_the_first_step(asked: str) -> None:
+    near = "" if asked == "train/loss" else r"did you mean training.monitor=val/accuracy\? "
+    with pytest.raises(
+        ConfigError, match=f"{near}available: val/loss, val/accuracy, val/f1, val/auroc$"
+    ):
+        trained("data=cancer", "training.steps=2", f"training.monitor={asked}")
+
+
+class Own(ClassificationObjective):
+    """Somebody's own metrics, which nobody knows of beforehand."""
+
+    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        return {"loss": 0.5, "f1": 0.75}
+
+
+def test_a_metric_of_somebody_s_own_is_asked_for_when_there_are_some(tmp_path: Path) -> None:
+    overrides, given = ["data=cancer", "training.steps=2"], Components(objective=Own(2))
+    with opened(*overrides, "training.monitor=val/f1", given=given) as run:
+        assert train(run).best == 0.75
+    wrong = config(*overrides, "training.monitor=val/f2", "training.monitor_mode=max")
+    says = (
+        r"did you mean training.monitor=val/f1\? available: .*; stopped at step 1 of 2; a check.*"
+    )
+    with build(wrong, tmp_path, given) as run, pytest.raises(ConfigError, match=says):
+        train(run)
+    assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
+
+
+class Spy(Hook):
+    """Writes down what it is told."""
+
+    every = 3
+
+    def __init__(self, verdicts: dict[int, Verdict] | None = None) -> None:
+        self.seen: list[Any] = []
+        self.verdicts = verdicts or {}
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        self.seen.append("enter")
+        yield
+        self.seen.append("leave")
+
+    def on_gradients(self, run: Run, step: Step) -> Verdict | None:
+        return self.verdicts.get(step.number)
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.seen.append((step.number, bool(step.skipped)))
+
+    def on_report(self, run: Run, report: Report) -> None:
+        self.seen.append(("report", report.first, report.last))
+
+
+def test_hooks_are_asked_at_their_own_pace_and_a_skip_is_heeded() -> None:
+    spy = Spy({6: Verdict.SKIP})
+    with opened("data=cancer", "training.steps=12") as run:
+        run.hooks.append(spy)
+        summary = train(run)
+    steps = [(3, False), (6, True), (9, False), ("report", 1, 10), (12, False), ("report", 11, 12)]
+    assert spy.seen == ["enter", *steps, "leave"]
+    assert summary.skipped_steps == 1
+
+
+def test_a_misspelt_event_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(TypeError, match="on_gradient"):
+
+        class Wrong(Hook):
+            def on_gradient(self, run: Run, step: Step) -> None:
+                """Never called, if it were allowed."""
+
+
+def test_a_users_callable_is_an_objective() -> None:
+    overrides = [*OURS, "data._target_=my_package.Line", "training.epochs=30", "optimizer.lr=0.05"]
+    with opened(*overrides, "objective._target_=my_package.absolute_error") as run:
+        summary = train(run)
+    assert run.monitor == "val/loss"
+    assert summary.metrics["val/loss"] < 0.2
+
+
+class Spoil(Hook):
+    """Makes every weight NaN once."""
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        if step.number != 12:
+            return None
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.fill_(float("nan"))
+        return Verdict.ROLLBACK
+
+
+@pytest.mark.parametrize("every", [5, 1000])  # from a checkpoint, and from the very start
+def test_a_rollback_brings_the_weights_back_and_lowers_the_rate(every: int) -> None:
+    overrides = ["data=cancer", "training.steps=40", f"checkpoint.every={every}"]
+    with opened(*overrides, "training.validate_every=1000", "schedule=constant") as run:
+        run.hooks.append(Spoil())
+        summary = train(run)
+        assert run.update.lr_at(0) == pytest.approx(0.5 * run.update.lr)
+    assert summary.faults == {"rollback": 1}
+    assert summary.metrics["val/loss"] < 1.0
+
+
+def test_a_hook_can_stop_the_run() -> None:
+    with opened("data=cancer", "training.steps=100") as run:
+        run.hooks.append(Spy({9: Verdict.STOP}))
+        summary = train(run)
+    assert (summary.status, summary.steps) == ("stopped", 9)
+
+
+def test_a_skip_that_a_hook_asks_for_is_no_fault_and_no_overflow() -> None:
+    overrides = ["data=cancer", "training.steps=9", "optimization=amp"]
+    with opened(*overrides, "optimization.amp.dtype=fp16") as run:
+        run.hooks.append(Spy({3: Verdict.SKIP}))
+        summary = train(run)
+        assert run.update.scale is not None
+        assert float(run.update.scale.value) == 65536.0
+    assert (summary.skipped_steps, summary.faults) == (1, {})
+
+
+def test_validation_sees_the_averaged_weights_and_leaves_the_live_ones_and_the_mode() -> None:
+    with opened(*NOISY, "training.steps=30", "optimizer.ema=0.9") as run:
+        summary = train(run)
+        live = [p.clone() for p in run.model.parameters()]
+        assert run.model.training
+        assert evaluate(run).metrics == summary.metrics
+        assert run.model.training
+        assert all(torch.equal(a, b) for a, b in zip(live, run.model.parameters(), strict=True))
+        with torch.no_grad():
+            for parameter, average in zip(run.update.parameters, run.update.average, strict=True):
+                parameter.copy_(average)
+        assert evaluate(run).metrics == summary.metrics
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("keys:\n\tone\n\ttwo"), "RuntimeError: keys: one two"),
+        (DataError("sample 7: no number\nTraceback (most …"), "sample 7: no number"),
+    ],
+)
+def test_an_error_in_the_users_model_is_a_failed_run_with_its_reason(
+    tmp_path: Path, error: Exception, reason: str
+) -> None:
+    overrides = ["data=cancer", "training.steps=20", "optimization=amp"]
+    with opened(*overrides, folder=tmp_path) as run:
+
+        def fails(inputs: torch.Tensor) -> torch.Tensor:
+            raise error
+
+        run.forward = fails
+        with pytest.raises(type(error)):
+            train(run)
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert (record["status"], record["reason"]) == ("failed", reason)
+
+
+def test_a_technique_that_falls_back_while_running_is_an_error_under_strict() -> None:
+    overrides = ["data=cancer", "training.steps=30", "optimizer.name=RAdam"]
+    with pytest.raises(ConfigError, match=r"optimization\.fused_optimizer"):
+        trained(*overrides, "optimization=basic", "optimization.strict=true")
+
+
+class Around(Hook):
+    """Around step 5: an error of its own once the update is made, or one that it keeps."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
+
+    def due(self, step: int) -> bool:
+        return step == 5
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:
+            return
+        raise ConfigError("debug.hooks", "that is enough")
+
+    def on_gradients(self, run: Run, step: Step) -> None:
+        if self.keeps:
+            raise ValueError("mine")
+
+
+def test_a_step_whose_hook_fails_after_the_update_is_not_made_twice(tmp_path: Path) -> None:
+    overrides = ["data=cancer", "training.steps=12"]
+    with opened(*overrides) as run:
+        train(run)
+        straight = run.model.state_dict()
+    with opened(*overrides, folder=tmp_path) as run:
+        run.hooks.append(Around(keeps=False))
+        with pytest.raises(ConfigError, match="that is enough"):
+            train(run)
+        assert (run.progress.step, run.saved_step) == (5, 5)
+    with opened(*overrides, "checkpoint.resume=auto", folder=tmp_path) as run:
+        train(run)
+        resumed = run.model.state_dict()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_hook_that_keeps_an_error_of_the_step_to_itself_is_named() -> None:
+    with opened("data=cancer", "training.steps=12") as run:
+        run.hooks.append(Around(keeps=True))
+        with pytest.raises(
+            UsageError, match=r"Around\.around swallowed .*ValueError: mine"
+        ) as raised:
+            train(run)
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert run.progress.step == 4
+
+
+class Full(Hook):
+    """No file can grow from the third step on, as on a full disk."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == 3:
+            run.checkpointer.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+
+
+class Ends(Hook):
+    """At the ninth step an error of the user's, or Ctrl-C twice, which saves nothing."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == 9 and self.error is ValueError:
+            raise ValueError("the first")
+        if step.number == 9 and self.error is Interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("error", [StorageError, Interrupted, ValueError])
+def test_the_summary_of_a_run_on_a_full_disk_does_not_say_running(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    overrides = ["data=cancer", "training.steps=12", "checkpoint.every=2"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(error):  # the first one, though checkpoints cannot be written either
+            with opened(*overrides, "training.validate_every=12", folder=tmp_path) as run:
+                run.hooks += [Full(), Ends(error)]
+                train(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    summary = Summary.read(tmp_path)
+    status = "interrupted" if error is Interrupted else "failed"
+    assert (summary.status, summary.reason, summary.name) == (status, "", "cancer-mlp")
+
+
+class Fill(Hook):
+    """Leaves no way to write another summary, as a full disk does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, run: Run, step: Step) -> None:
+        (self.folder / ".summary.json.tmp").mkdir(exist_ok=True)
+
+
+def test_a_summary_that_cannot_be_written_ends_a_run_at_its_start_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = ["data=cancer", "training.steps=12"]
+    with opened(*overrides, folder=tmp_path / "later") as run:
+        run.hooks.append(Fill(tmp_path / "later"))
+        assert train(run).status == "done"
+    assert "summary.json: not written" in caplog.text
+    assert Summary.read(tmp_path / "later").status == "done"  # in the file of before
+    with opened(*overrides, folder=tmp_path / "start") as run:
+        (tmp_path / "start/.summary.json.tmp").mkdir()
+        with pytest.raises(StorageError, match=r"summary\.json: not written"):
+            train(run)

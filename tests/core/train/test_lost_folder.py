@@ -1,0 +1,153 @@
+"""A run's folder, or files in it, that are removed or moved while the run trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from runner import Summary, build, compose, train
+from runner.core.checkpoint.lock import is_locked
+from runner.core.errors import StorageError
+from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.run import Run
+from runner.core.record.console import close_logging, set_up_logging
+from tests.runs import QUICK, command, rows
+
+SHORT = (*QUICK, "data=cancer", "model=mlp", "training.steps=24", "training.validate_every=6")
+SHORT += ("monitoring.every=2", "checkpoint.every=6", "debug.capture.enabled=false")
+OWNER = """
+import sys
+from pathlib import Path
+from runner.core.checkpoint.lock import lock
+held = lock(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+class AfterStep(Hook):
+    """Does something to the run's folder after a step, when its checkpoint is written."""
+
+    def __init__(self, number: int, action: Callable[[Path], object]) -> None:
+        self.number, self.action = number, action
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == self.number and run.folder is not None:
+            run.checkpointer.join()
+            self.action(run.folder)
+
+
+def train_in(folder: Path, number: int, action: Callable[[Path], object], *typed: str) -> Summary:
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra/overrides.yaml").write_text("[]\n")
+    set_up_logging("info", folder)
+    try:
+        with build(compose([*SHORT, *typed]), folder) as run:
+            run.hooks.append(AfterStep(number, action))
+            return train(run)
+    finally:
+        close_logging()
+
+
+def remove_files(folder: Path) -> None:
+    for path in (*folder.glob("*.jsonl"), *folder.glob("events.*"), folder / "run.log"):
+        path.unlink()
+    shutil.rmtree(folder / ".hydra")
+
+
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+@pytest.mark.parametrize("number", [15, 24])
+@pytest.mark.parametrize("action", [shutil.rmtree, move, remove_files])
+def test_the_files_of_a_removed_folder_are_made_again_with_all_that_they_held(
+    tmp_path: Path, action: Callable[[Path], object], number: int
+) -> None:
+    folder = tmp_path / "r"
+    summary = train_in(folder, number, action)
+    assert summary.status == "done" and "removed" in summary.reason
+    assert [row["step"] for row in rows(folder, "train")] == [*range(2, 25, 2)]
+    assert [row["step"] for row in rows(folder, "val")] == [6, 12, 18, 24]
+    events = EventAccumulator(str(folder)).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [*range(2, 25, 2)]
+    assert (folder / ".hydra/overrides.yaml").read_text() == "[]\n"
+    log = (folder / "run.log").read_text()
+    assert "removed during the run" in log and log.count("its files are made again") == 1
+    assert (folder / "provenance.json").is_file()
+    assert summary.checkpoint.last == "checkpoints/step_00000024"
+    assert summary.checkpoint.best == f"checkpoints/step_{summary.best_step:08d}"
+    assert (folder / summary.checkpoint.best).is_dir()
+
+
+def test_the_best_checkpoint_is_saved_again_after_all_checkpoints_were_removed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "r"
+    typed = "optimizer.lr=1e-30", "schedule=constant"  # the first validation stays the best
+    summary = train_in(folder, 15, lambda r: shutil.rmtree(r / "checkpoints"), *typed)
+    assert summary.best_step == 18 and "removed" in summary.reason
+    assert (folder / "checkpoints/best/manifest.json").is_file()
+    assert "earlier checkpoints" in summary.reason
+
+
+def test_a_record_that_cannot_be_completed_again_ends_the_run_with_code_5(tmp_path: Path) -> None:
+    def replace_by_file(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.touch()
+
+    with pytest.raises(StorageError, match="is not complete: all of it is missing") as failed:
+        train_in(tmp_path / "r", 15, replace_by_file, "checkpoint.enabled=false")
+    assert failed.value.exit_code == 5
+
+
+def test_nothing_is_written_where_another_run_has_locked_the_removed_folder(tmp_path: Path) -> None:
+    folder, owners = tmp_path / "r", list[subprocess.Popen[str]]()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def take(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(folder)], text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        owners.append(owner)
+        assert owner.stdout is not None and owner.stdout.readline() == "locked\n"
+
+    try:
+        with pytest.raises(StorageError, match="another run has it now: .*in use by process"):
+            train_in(folder, 14, take)
+        assert is_locked(folder) and [path.name for path in folder.iterdir()] == [".lock"]
+    finally:
+        for owner in owners:
+            owner.communicate()
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run_says_that_its_folder_was_removed(tmp_path: Path) -> None:
+    code = "import shutil\nfrom runner import Hook\nclass Removes(Hook):\n"
+    code += "    def on_step(self, run, step):\n"
+    code += "        if step.number == 15:\n"
+    code += "            run.checkpointer.join()\n"
+    code += "            shutil.rmtree(run.folder)\n"
+    (tmp_path / "own.py").write_text(code)
+    typed = (*SHORT, "security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
+    done = command(tmp_path, *typed, "hydra.run.dir=outputs/r")
+    title = next(line for line in done.stdout.splitlines() if line)
+    assert done.returncode == 0 and "done" in title and "removed by step 16" in title
+    overrides = (tmp_path / "outputs/r/.hydra/overrides.yaml").read_text()
+    assert "training.steps=24" in overrides and len(rows(tmp_path / "outputs/r", "train")) == 12
+    again = command(tmp_path, "checkpoint.resume=outputs/r", "training.steps=30",
+                    "security.trusted=[own]")  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    summary = json.loads((tmp_path / "outputs/r/summary.json").read_text())
+    assert summary["steps"] == 30

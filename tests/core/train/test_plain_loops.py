@@ -1,0 +1,267 @@
+"""Architectures as others write them end in the bits of a plain loop of torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from runner import train
+from runner.core.build.build import Components, build
+from runner.core.data.user_dataset import UserDataset
+from runner.core.objectives.custom import CustomObjective
+from runner.core.schemas.data import DataConfig
+from runner.core.train.step import step_seed
+from tests.runs import config
+
+STEPS, CLASSES = 7, 3
+pytestmark = pytest.mark.slow
+
+
+class Bert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, 16), nn.Embedding(6, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        return self.head(self.encoder(hidden)[:, 0])
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 16, 4, 4)
+        self.token = nn.Parameter(torch.zeros(1, 1, 16))
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat((self.token.expand(len(x), -1, -1), patches), 1)
+        return self.head(self.block(tokens)[:, 0])
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.norm, self.up = nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2, 2)
+        self.out = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = self.down(x).relu()
+        middle = self.norm(self.middle(functional.max_pool2d(skipped, 2))).relu()
+        return self.out(torch.cat((self.up(middle), skipped), 1)).mean((1, 2, 3))
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.lstm = nn.Embedding(11, 8), nn.LSTM(8, 12, 2, dropout=0.2)
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.tokens(x.t()))[0][-1])
+
+
+class Graph(nn.Module):
+    """Messages along the edges of a ring, summed by index_add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.head = nn.Linear(5, 5), nn.Linear(5, CLASSES)
+        self.register_buffer("source", torch.arange(6))
+        self.register_buffer("target", (torch.arange(6) + 1) % 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            sent = self.message(x)[:, self.source].relu()
+            x = x + torch.zeros_like(x).index_add(1, self.target, sent)
+        return self.head(x.mean(1))
+
+
+class Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 6), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encode(x).chunk(2, 1)
+        sample = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return self.decode(sample), mean, log_variance
+
+
+def vae_loss(output: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
+    x, mean, log_variance = output
+    divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+    return functional.mse_loss(x, target) + 0.1 * divergence
+
+
+class Siamese(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.branch(x) - self.branch(x.flip(1))).abs())[:, 0]
+
+
+class Teacher(nn.Module):
+    """The teacher is a moving average of the student, moved in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(8, 4)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            with torch.no_grad():
+                for own, given in zip(
+                    self.teacher.parameters(), self.student.parameters(), strict=True
+                ):
+                    own.lerp_(given, 0.1)
+        return self.student(x), self.teacher(x.flip(1))
+
+
+def teacher_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    student, teacher = output
+    return functional.mse_loss(student, teacher) + student.square().mean()
+
+
+class MemoryBank(nn.Module):
+    """Compares with earlier features, in a queue of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, CLASSES)
+        self.register_buffer("bank", torch.ones(32, CLASSES))
+        self.register_buffer("position", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = functional.normalize(self.encoder(x))
+        similar = features @ self.bank.clone().t()
+        if self.training:
+            rows = (self.position + torch.arange(len(x))) % len(self.bank)
+            self.bank[rows] = features.detach()
+            self.position += len(x)
+        return features + similar.mean(1, keepdim=True)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.tokens(x)).tanh().mean(1))[:, :CLASSES]
+
+
+class Experts(nn.Module):
+    """Each sample goes to one expert; an expert may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in "1234")
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.router(x).softmax(1).max(1)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            output = output.index_copy(0, rows, expert(x[rows]) * weight[rows, None])
+        return self.head(x + output)
+
+
+def spectral() -> nn.Module:
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    return nn.Sequential(first, nn.GroupNorm(2, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def binary_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(output, (target > 0).float())
+
+
+Case = tuple[Callable[[], nn.Module], str, Callable[..., Tensor]]
+CASES: dict[str, Case] = {
+    "BERT": (Bert, "tokens", functional.cross_entropy),
+    "ViT": (VisionTransformer, "image", functional.cross_entropy),
+    "U-Net": (UNet, "image", binary_loss),
+    "LSTM": (Lstm, "tokens", functional.cross_entropy),
+    "GNN by index_add": (Graph, "nodes", functional.cross_entropy),
+    "VAE": (Vae, "itself", vae_loss),
+    "siamese": (Siamese, "numbers", binary_loss),
+    "teacher and student": (Teacher, "itself", teacher_loss),
+    "memory bank": (MemoryBank, "numbers", functional.cross_entropy),
+    "spectral norm": (spectral, "numbers", functional.cross_entropy),
+    "tied weights": (Tied, "tokens", functional.cross_entropy),
+    "mixture of experts": (Experts, "numbers", functional.cross_entropy),
+}
+
+
+class Samples:
+    sizes = {"task": "classification", "in_features": 8, "classes": CLASSES}
+    SHAPES = {"image": (1, 8, 8), "nodes": (6, 5), "numbers": (8,), "itself": (8,)}
+
+    def __init__(self, kind: str) -> None:
+        generator = torch.Generator().manual_seed(3)
+        if kind == "tokens":
+            self.inputs = torch.randint(0, 11, (70, 6), generator=generator)
+        else:
+            self.inputs = torch.randn(70, *self.SHAPES[kind], generator=generator)
+        labels = torch.randint(0, CLASSES, (70,), generator=generator)
+        self.targets = self.inputs if kind == "itself" else labels
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_trains_bit_equal_to_a_plain_loop(name: str) -> None:
+    make, kind, loss = CASES[name]
+    if kind == "itself":
+        sizes = {"task": "regression", "in_features": 8, "classes": 8}
+    else:
+        sizes = Samples.sizes
+    samples: Any = Samples(kind)
+    samples.sizes = sizes
+    torch.manual_seed(1)
+    model = make()
+    plain, optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = Components(
+        model, UserDataset(samples, "Samples", DataConfig()), CustomObjective(loss, name), optimizer
+    )
+    typed = config("data=cancer", "optimization=none", f"training.steps={STEPS}",
+                   "training.batch_size=16", "training.validate_every=3", "device.threads=1",
+                   "stability.clip_norm=null")  # fmt: skip
+    with build(typed, None, given) as run:
+        batches = list(islice(run.train.batches(0), STEPS))
+        seeds = [step_seed(run, number) for number in range(1, STEPS + 1)]
+        train(run)
+    own = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain.train()
+    for (inputs, target), seed in zip(batches, seeds, strict=True):
+        torch.manual_seed(seed)
+        own.zero_grad()
+        loss(plain(inputs), target).backward()
+        own.step()
+    expected = plain.state_dict()
+    differ = [k for k, v in model.state_dict().items() if not torch.equal(v, expected[k])]
+    assert differ == []

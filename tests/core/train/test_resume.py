@@ -1,0 +1,375 @@
+"""A run that was cut off and continued in a fresh process ends in the same bits."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner import build, compose, train
+from runner.core.build.build import Components
+from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.errors import CheckpointError, Interrupted, SecurityError, UsageError
+from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.run import Run
+from runner.core.security.paths import distrust_resumed_folder
+from runner.core.train import resume
+from tests import runs
+from tests.faults.end_state import end_state, run_files
+from tests.runs import command, opened, rows
+
+OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
+NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net",
+         "training.batch_size=20"]  # fmt: skip
+EVERYTHING = {
+    "noise, dropout, BatchNorm, cosine, average, accumulation, 0 workers": [
+        *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9",
+        "training.micro_batch=7",
+    ],
+    "an optimizer of the user's own": [
+        *NOISY, "optimization=advanced", "optimizer._target_=my_package.Lion",
+        "+optimizer.options.betas=[0.8,0.95]", "optimizer.lr=3e-3", "schedule=cosine",
+    ],
+    "the same, 2 workers": [
+        *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9", "data.workers=2",
+    ],
+    "fp16 with a loss scale, onecycle, SGD with momentum": [
+        *NOISY, "optimization=amp", "optimization.amp.dtype=fp16", "schedule=onecycle",
+        "optimizer=sgd", "optimizer.lr=0.05",
+    ],
+    "gpt in bf16": [
+        *OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=16", "model.heads=2",
+        "model.dropout=0.2", "optimization=amp", "optimization.amp.dtype=bf16",
+        "training.batch_size=8",
+    ],
+}  # fmt: skip
+STEPS = 23  # the epochs have 5 and 4 steps: neither the cut nor the end is at an epoch's end
+EVERY = 7
+
+
+def final(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    restored = Checkpointer(folder, keep=9).restore()
+    assert restored is not None
+    assert restored.step == STEPS
+    restored.state.pop("choices")  # one of the two says where it continued
+    for key in ("record", "events"):  # timings take more or less room
+        restored.state.pop(key)
+    return restored.model, restored.state
+
+
+def assert_same(one: Any, other: Any, path: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), path
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{path}[{i}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), path
+    else:
+        assert one == other or (one != one and other != other), path
+
+
+@pytest.mark.parametrize("overrides", EVERYTHING.values(), ids=EVERYTHING.keys())
+def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
+    overrides: list[str], tmp_path: Path, my_package: None
+) -> None:
+    overrides = [*overrides, f"training.steps={STEPS}", "training.validate_every=10",
+                 f"checkpoint.every={EVERY}", "checkpoint.keep=9"]  # fmt: skip
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    with build(compose(overrides), straight) as run:
+        train(run)
+    # as if the power had failed after step 14: what came later is not there, but for a torn record
+    shutil.copytree(straight, resumed, symlinks=True)
+    for step in (20, 21, STEPS):
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
+    with (resumed / "metrics.jsonl").open("a") as record:
+        record.write('{"step": 22, "split": "tr')
+    again = [f"hydra.run.dir={resumed}", *overrides, "checkpoint.resume=auto"]
+    done = command(resumed.parent, *again)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one, other in zip(final(straight), final(resumed), strict=True):
+        assert_same(one, other)
+    assert rows(straight) == rows(resumed)
+
+
+class Killed(BaseException):
+    """Ends a session as nothing that is handled does."""
+
+
+class KillAt(Hook):
+    """Ends the session after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == self.step:
+            raise Killed
+
+
+TOOLS = ["debug=gradients", "debug.every=2", "debug.memory.enabled=true", "debug.profile.start=4",
+         "debug.anomaly.enabled=true", "debug.profile.enabled=true",
+         "debug.profile.steps=2"]  # fmt: skip
+
+
+def test_a_run_that_ended_in_between_has_the_files_and_steps_of_a_straight_one(
+    tmp_path: Path, my_package: None
+) -> None:
+    typed = [*NOISY, *TOOLS, f"training.steps={STEPS}", "training.validate_every=10",
+             f"checkpoint.every={EVERY}", "checkpoint.keep=1",
+             "checkpoint.resume=auto"]  # fmt: skip
+    for name, ends in (("straight", [0]), ("resumed", [3, 9, 18, STEPS, 0])):
+        for step in ends:
+            with build(compose(typed), tmp_path / name) as run:
+                run.hooks.insert(0, KillAt(step))
+                with suppress(Killed):
+                    train(run)
+    straight, resumed = (end_state(tmp_path / name) for name in ("straight", "resumed"))
+    assert [part for part in straight if straight[part] != resumed[part]] == []
+    (trace,) = (tmp_path / "resumed" / "debug" / "traces").iterdir()
+    assert "debug/plots/gradient_flow.png" in run_files(tmp_path / "resumed")
+    assert len(list((tmp_path / "resumed").glob("events*"))) > 1
+
+
+def test_a_checkpoint_of_an_early_end_is_replaced_by_the_next_one(
+    tmp_path: Path, my_package: None
+) -> None:
+    typed = [*NOISY, "training.steps=12", "checkpoint.every=4", "training.validate_every=12",
+             "debug.capture.enabled=false", "checkpoint.keep=2",
+             "checkpoint.resume=auto"]  # fmt: skip
+
+    class Interrupt(Hook):
+        def on_step(self, run: Run, step: Step) -> None:
+            if step.number == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with build(compose(typed), tmp_path) as run, pytest.raises(Interrupted):
+        run.hooks.append(Interrupt())
+        train(run)
+    names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert names == {"step_00000004", "step_00000006"}
+    with build(compose(typed), tmp_path) as run:
+        train(run)
+    names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert names == {"step_00000008", "step_00000012"}
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "why"),
+    [
+        ([], ["model.width=7"], "size mismatch"),
+        ([], ["optimizer=sgd"], "another optimizer: SGD has no amsgrad"),
+        (["optimizer=sgd"], [], "another optimizer: AdamW has no dampening"),
+        ([], ["+optimizer.options.amsgrad=true"], "max_exp_avg_sq is missing"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_way_out(
+    before: list[str], then: list[str], why: str, tmp_path: Path
+) -> None:
+    base = [*OURS, "data=cancer", "model=mlp"]
+    with build(compose([*base, *before, "training.steps=2"]), tmp_path) as run:
+        train(run)
+    with pytest.raises(CheckpointError, match=f"does not fit .*{why}"):
+        build(compose([*base, *then, f"checkpoint.resume={tmp_path}"]), tmp_path / "other")
+
+
+def test_a_run_of_somebody_elses_vouches_for_nothing_though_it_is_resumed_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "outputs" / "runs" / "theirs" / "x"
+    overrides = [*OURS, "data=cancer", "training.steps=2"]
+    with build(compose(overrides), theirs) as run:
+        train(run)
+    again = [*overrides, "security=strict", f"checkpoint.resume={theirs}"]
+    with distrust_resumed_folder(theirs), pytest.raises(SecurityError, match="of this run tree"):
+        build(compose(again), theirs)
+    monkeypatch.chdir(tmp_path)  # and now it is one of ours
+    with distrust_resumed_folder(theirs), build(compose(again), theirs) as run:
+        assert run.progress.step == 2
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=9", "checkpoint.every=3"]
+    with build(compose(overrides), tmp_path) as run:
+        train(run)
+    weights = tmp_path / "checkpoints" / "step_00000009" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(bytes(data))
+    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+        assert run.progress.step == 6
+    assert "step_00000009" in caplog.text
+
+
+def test_a_finished_run_is_left_as_it_is_and_a_used_folder_is_refused(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=9"]
+    with build(compose(overrides), tmp_path) as run:
+        train(run)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix in (".json", ".jsonl")}
+    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+        assert train(run).status == "done"
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    with pytest.raises(UsageError, match=r"checkpoint\.resume=auto"):
+        build(compose(overrides), tmp_path)
+
+
+def test_what_a_run_was_started_with_is_replaced_once_it_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = [*OURS, "data=cancer", "training.steps=5", "schedule=constant"]
+    with build(compose(overrides), tmp_path / "run") as run:
+        train(run)
+    for name, text in ((".hydra", "old"), (".hydra-resumed", "new")):
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / "overrides.yaml").write_text(text)
+    kept = tmp_path / "run" / ".hydra" / "overrides.yaml"
+    resumed = [*overrides, "training.steps=9", "checkpoint.resume=run"]  # as it is typed: relative
+    with pytest.raises(CheckpointError):
+        build(compose([*resumed, "model.width=7"]), tmp_path / "run")
+    assert kept.read_text() == "old"
+    with build(compose([*resumed, "training.steps=5"]), tmp_path / "run") as run:
+        assert train(run).steps == 5  # there was nothing to do
+    assert kept.read_text() == "old"
+    with build(compose(resumed), tmp_path / "run") as run:
+        assert train(run).steps == 9
+    assert kept.read_text() == "new"
+
+
+def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "optimizer.lr=0", "training.patience=2", "training.epochs=9"]
+    with build(compose(overrides), tmp_path) as run:
+        summary = train(run)
+        assert summary.status == "stopped"
+    record = tmp_path / "summary.json"
+    record.write_text(record.read_text().replace('"stopped"', '"running"'))  # as after a kill
+    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+        again = train(run)
+    assert (again.status, again.steps) == ("stopped", summary.steps)
+
+
+class Draws(Hook):
+    """What a user's own hook draws from the generators of Python and NumPy."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[float, float]] = {}
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.drawn[step.number] = random.random(), float(np.random.random())
+
+
+def test_what_a_hook_draws_goes_on_where_it_was(tmp_path: Path) -> None:
+    straight, resumed = Draws(), Draws()
+    typed = ["data=cancer", "training.steps=8", "checkpoint.every=4"]
+    again = f"checkpoint.resume={tmp_path}/checkpoints/step_00000004"
+    for hook, overrides, folder in ((straight, typed, tmp_path), (resumed, [*typed, again], None)):
+        with opened(*overrides, folder=folder) as run:
+            run.hooks.append(hook)
+            train(run)
+    assert list(resumed.drawn) == [5, 6, 7, 8]
+    assert all(straight.drawn[step] == drawn for step, drawn in resumed.drawn.items())
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_longer_schedule_that_raises_the_learning_rate_says_so(
+    schedule: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = (*runs.TABLE, f"schedule={schedule}", "schedule.warmup=0", "optimizer.lr=0.01")
+    runs.trained(*overrides, "training.steps=10", folder=tmp_path)
+    with runs.opened(
+        *overrides, "training.steps=20", "checkpoint.resume=auto", folder=tmp_path
+    ) as run:
+        raised = run.update.lr_at(10)
+    said = [line for line in caplog.messages if "the learning rate goes from" in line]
+    assert len(said) == (schedule != "constant")
+    if said:
+        last = 0.01 * (0.5 * (1 + math.cos(math.pi * 0.9)) if schedule == "cosine" else 0.1)
+        assert f"goes from {last:.3g} back to {raised:.3g}" in said[0]
+        assert f"schedule=constant optimizer.lr={last:.3g}" in said[0]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_an_older_run_whose_data_set_keeps_a_generator_says_that_draws_differ(
+    older: bool, tmp_path: Path, my_package: None, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    typed = [*NOISY, "data._target_=my_package.Keeper", "checkpoint.resume=auto"]
+    complete = resume._run_state
+    with monkeypatch.context() as patched:
+        if older:
+            without = {"seeds_own_generators"}
+            patched.setattr(
+                resume, "_run_state",
+                lambda run: {k: v for k, v in complete(run).items() if k not in without},
+            )  # fmt: skip
+        with opened(*typed, "training.steps=2", folder=tmp_path) as run:
+            train(run)
+    with opened(*typed, "training.steps=3", folder=tmp_path):
+        pass
+    assert ("they draw other numbers than before step 2" in caplog.text) is older
+
+
+class Forks(torch.nn.Module):
+    """Copies the process in the forward of two steps."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layer, self.forwards = torch.nn.Linear(in_features, classes), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        if self.training and self.forwards in (4, 6):
+            os.fork()
+        return self.layer(x)
+
+
+def test_a_copy_of_the_process_that_a_model_forks_writes_nothing_and_ends_in_one_line(
+    tmp_path: Path,
+) -> None:
+    typed = ["data=cancer", "model._target_=test_resume.Forks", "security.trusted=[test_resume]",
+             "training.steps=9", "monitoring.every=1", "optimization=none",
+             "hydra.run.dir=run"]  # fmt: skip
+    done = command(tmp_path, *typed)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "os.fork() in user code" in line]
+    assert len(lines) == 2 and "Traceback" not in done.stderr
+    assert [row["step"] for row in rows(tmp_path / "run", "train")] == [*range(1, 10)]
+
+
+class Counter(Hook):
+    """Counts its steps in jumps of `by`, and continues in a resumed run."""
+
+    def __init__(self, by: int) -> None:
+        self.by, self.count = by, 0
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.count += self.by
+
+    def resume_state(self) -> str:
+        return str(self.count)
+
+    def load_resume_state(self, text: str) -> None:
+        self.count = int(text)
+
+
+def test_each_hook_of_a_class_continues_with_its_own_state(tmp_path: Path) -> None:
+    for steps in (4, 6):
+        hooks = Counter(1), Counter(10)
+        typed = *runs.TABLE, f"training.steps={steps}", "checkpoint.resume=auto"
+        with runs.opened(*typed, folder=tmp_path, given=Components(hooks=hooks)) as run:
+            train(run)
+    assert [hook.count for hook in hooks] == [6, 60]

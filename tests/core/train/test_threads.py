@@ -1,0 +1,184 @@
+"""Runs in several threads of a process have the numbers that they have alone, or say why not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import build, compose, evaluate, optimize_training_loop, safe_inference, train
+from runner.core.config.run_config import RunConfig
+from runner.core.errors import Interrupted, UsageError
+from runner.core.interfaces.hook import Hook, Step, Verdict
+from runner.core.interfaces.run import Run
+
+SHORT = ["data=cancer", "model=mlp", "model.dropout=0.5", "training.steps=6", "device=cpu",
+         "optimization=none", "monitoring.progress=false"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return compose([*SHORT, "seed=1"])
+
+
+@pytest.fixture(scope="module")
+def other() -> RunConfig:
+    return compose([*SHORT, "seed=2", "training.steps=3"])
+
+
+def weights(run: Run) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()]).clone()
+
+
+def trained(config: RunConfig) -> Tensor:
+    with build(config) as run:
+        train(run)
+        return weights(run)
+
+
+@pytest.fixture(scope="module")
+def alone(config: RunConfig) -> Tensor:
+    return trained(config)
+
+
+@pytest.fixture(scope="module")
+def other_alone(other: RunConfig) -> Tensor:
+    return trained(other)
+
+
+def in_a_thread(action: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(action).result(timeout=120)
+
+
+def once_within_a_forward(run: Run, action: Callable[[], None]) -> None:
+    """Call `action` between two layers of a training step, where dropout is still to draw."""
+    first = next(module for module in run.model.modules() if isinstance(module, nn.Linear))
+    calls: list[None] = []
+
+    def hook(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            action()
+
+    first.register_forward_hook(hook)
+
+
+def step_a_loop() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with optimize_training_loop(model, optimizer, nn.functional.cross_entropy) as loop:
+        loop((torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)))
+
+
+def test_while_a_run_trains_another_thread_is_refused_what_would_change_its_numbers(
+    config: RunConfig, other: RunConfig, alone: Tensor, other_alone: Tensor
+) -> None:
+    with build(config) as run, build(other) as second:
+        actions: dict[str, Callable[[], object]] = {
+            "train": lambda: train(second),
+            "build": lambda: build(other),
+            "evaluate": lambda: evaluate(second),
+            "optimize_training_loop": step_a_loop,
+            "safe_inference": lambda: safe_inference(nn.Dropout(), torch.ones(4, 4)),
+        }
+        errors: dict[str, str] = {}
+
+        def try_all() -> None:
+            for name, action in actions.items():
+                try:
+                    in_a_thread(action)
+                except UsageError as error:
+                    errors[name] = str(error)
+
+        once_within_a_forward(run, try_all)
+        train(run)
+        assert torch.equal(weights(run), alone)
+        assert errors.keys() >= actions.keys() - {"optimize_training_loop"}
+        for name, text in errors.items():
+            assert text.startswith(f"{name}: ") or name == "optimize_training_loop"
+            assert "another thread of this process is training" in text
+            assert "python -m runner" in text
+        train(second)  # the refusals have changed nothing
+        assert torch.equal(weights(second), other_alone)
+
+
+def test_threads_that_train_at_once_have_the_numbers_of_one_alone_or_an_error(
+    config: RunConfig, alone: Tensor
+) -> None:
+    start = threading.Barrier(3)
+
+    def build_and_train() -> Tensor | str:
+        start.wait()
+        try:
+            return trained(config)
+        except UsageError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = [pool.submit(build_and_train) for _ in range(3)]
+        found = [result.result(timeout=120) for result in results]
+    numbers = [result for result in found if isinstance(result, Tensor)]
+    assert numbers and all(torch.equal(result, alone) for result in numbers)
+    assert all("another thread" in text for text in found if isinstance(text, str))
+
+
+def test_two_runs_may_be_open_at_once(
+    config: RunConfig, other: RunConfig, alone: Tensor, other_alone: Tensor
+) -> None:
+    with build(config) as first, build(other) as second:
+        train(second)
+        in_a_thread(lambda: train(first))
+        assert torch.equal(weights(first), alone)
+        assert torch.equal(weights(second), other_alone)
+
+
+class Failing(Hook):
+    def on_step(self, run: Run, step: Step) -> Verdict:
+        raise KeyboardInterrupt
+
+
+def test_a_training_that_failed_blocks_no_other_thread(config: RunConfig, alone: Tensor) -> None:
+    with build(config) as run:
+        run.hooks.append(Failing())
+        with pytest.raises(Interrupted):
+            train(run)
+    assert torch.equal(in_a_thread(lambda: trained(config)), alone)
+
+
+class Nested(Hook):
+    """Trains another run, and evaluates, between two steps."""
+
+    def __init__(self, other: RunConfig) -> None:
+        self.other, self.found = other, Tensor()
+
+    def on_step(self, run: Run, step: Step) -> Verdict:
+        if step.number == 2:
+            evaluate(run)
+            self.found = trained(self.other)
+            with pytest.raises(UsageError, match="another thread"):
+                in_a_thread(lambda: trained(self.other))
+        return Verdict.KEEP
+
+
+def test_a_hook_may_train_and_evaluate_on_the_same_thread(
+    config: RunConfig, other: RunConfig, alone: Tensor, other_alone: Tensor
+) -> None:
+    with build(config) as run:
+        hook = Nested(other)
+        run.hooks.append(hook)
+        train(run)
+        assert torch.equal(weights(run), alone)
+        assert torch.equal(hook.found, other_alone)
+
+
+@pytest.fixture(autouse=True)
+def _threads_unchanged() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == count

@@ -1,0 +1,121 @@
+"""`runner.load`: the numbers of job=predict from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+
+from runner import load
+from runner.core.errors import CheckpointError, ConfigError, DataError, SecurityError, UsageError
+from tests import runs
+from tests.core.data.strangers import people, table_probabilities, write_csv
+
+SHORT = ("optimization=none", "training.batch_size=32", "training.steps=20", "data.workers=0")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was started by a command, so that its overrides are recorded."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_csv(folder / "people.csv", people(200))
+    done = runs.command(
+        folder,
+        *"data=tabular data.path=people.csv data.target=buys model=mlp".split(),
+        *SHORT,
+        "hydra.run.dir=run",
+        *runs.QUICK,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
+    trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = people(90, 5)
+    path = write_csv(trained / "new.csv", rows, "city", "income", "age")
+    expected = table_probabilities(trained / "run", rows)
+    columns = {name: [row[name] for row in rows] for name in ("income", "age", "city")}
+    with load(trained / "run") as model:
+        assert [column.name for column in model.preprocessing.columns] == ["age", "income", "city"]
+        assert repr(model).startswith("<Trained classification model of data=tabular")
+        assert ", >" not in repr(model)
+        for data in (path, str(path), columns, pyarrow.table(columns), {**columns, "extra": rows}):
+            answers = model.predict(data)
+            np.testing.assert_allclose(answers["probability yes"], expected[:, 1], atol=1e-5)
+        one = model.predict({name: cells[:1] for name, cells in columns.items()})
+        assert list(one["prediction"]) == [("no", "yes")[expected[0].argmax()]]
+        with pytest.raises(DataError, match="lacks 'city', which the model was trained on"):
+            model.predict({"age": [1.0], "income": [2.0]})
+        several = [{name: cells[i] for name, cells in columns.items()} for i in range(3)]
+        by_row = model.predict(several)
+        np.testing.assert_allclose(by_row["probability yes"], expected[:3, 1], atol=1e-5)
+        with pytest.raises(UsageError, match="the column 'income' is .*, not a list of cells; for"):
+            model.predict(several[0])
+        with pytest.raises(DataError, match=r"^load: the table: row 1, column .age.: old is not"):
+            model.predict([{**several[1], "age": "old"}])
+        caplog.clear()
+        model.predict([{**row, "city": True} for row in several])
+        assert "data.unknown_categories" in caplog.text and "3 of 3 rows" in caplog.text
+        for wrong, match in ((7, "int is not a table"), (torch.zeros(2, 2), "was trained on")):
+            with pytest.raises(UsageError, match=match):
+                model.predict(wrong)
+
+
+@pytest.mark.usefixtures("my_package")
+def test_tensors_and_code_of_the_users_own(tmp_path: Path) -> None:
+    typed = *runs.OURS, "data=digits", "model._target_=my_package.Net", *SHORT, *runs.QUICK
+    done = runs.command(tmp_path, *typed, "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(SecurityError, match="my_package"):
+        with load(tmp_path / "run") as model:
+            model.predict(torch.zeros(2, 1, 8, 8))
+    images = torch.rand(70, 1, 8, 8)
+    with load(tmp_path / "run", trusted=["my_package"]) as model, torch.no_grad():
+        answers = model.predict(images)
+        network = model._run.model  # type: ignore[union-attr]
+        expected = network.eval()(images).softmax(1).numpy()
+        again = model.predict(images[3:5])
+    got = np.stack([answers[f"probability {digit}"] for digit in range(10)], 1)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+    np.testing.assert_allclose(again["probability 7"], expected[3:5, 7], atol=1e-6)
+    assert list(answers["sample"]) == list(range(70))
+
+
+def test_tensors_of_another_type_are_cast_and_those_of_another_shape_refused(
+    tmp_path: Path,
+) -> None:
+    usual = ("data=digits", "model=mlp", *SHORT)
+    runs.trained(*usual, folder=tmp_path / "run")
+    images = torch.rand(3, 1, 8, 8)
+    with load(tmp_path / "run", overrides=usual) as model:
+        for wrong, error, message in (
+            (torch.rand(3, 7), UsageError, r"failed on .*\[3, 7\].* had the shape \[1, 8, 8\]"),
+            (images[0, 0, 0], UsageError, r"the model failed on float32 of shape \[8\]"),
+            (torch.tensor(1.0), UsageError, "first dimension is the sample"),
+            (images[:0], DataError, "^load: the data has no rows$"),
+        ):
+            with pytest.raises(error, match=message):
+                model.predict(wrong)
+        expected, got = model.predict(images), model.predict(images.double())
+    np.testing.assert_array_equal(got["probability 3"], expected["probability 3"])
+
+
+def test_a_run_that_recorded_no_overrides_and_a_folder_that_is_none(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "people.csv", people(100))
+    usual = ("data=tabular", f"data.path={path}", "data.target=buys", "model=mlp", *SHORT)
+    runs.trained(*usual, folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match="the model was trained on data=tabular"):
+        load(tmp_path / "run")
+    rows = people(10, 3)
+    with load(tmp_path / "run", overrides=usual) as model:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        expected = table_probabilities(tmp_path / "run", rows)
+        answers = model.predict(columns)
+        np.testing.assert_allclose(answers["probability no"], expected[:, 0], atol=1e-5)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        load(tmp_path / "ran")

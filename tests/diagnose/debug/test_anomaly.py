@@ -1,0 +1,272 @@
+"""Anomaly mode: the operation, line and module of a NaN are named, and the run survives or ends."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import train
+from runner.core.build.build import Components
+from runner.core.errors import GaveUp
+from runner.core.interfaces.batch import Batch
+from runner.core.interfaces.run import Run
+from runner.core.jobs.run_report import _format_tool
+from runner.core.objectives.custom import CustomObjective
+from runner.core.record.summary import Summary
+from tests import runs
+
+DIGITS = "data=digits training.batch_size=32 training.steps=8 training.validate_every=100".split()
+ANOMALY = [*DIGITS, "debug=anomaly"]
+
+
+class Root(nn.Module):
+    """The square root of what it gets; that of 0 has no finite slope."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()  # here
+
+
+HERE = f"test_anomaly.py:{next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith('# here'))}"  # noqa: E501
+
+
+class Net(nn.Module):
+    """At the steps in `bad`, one of its parts makes a NaN."""
+
+    def __init__(self, part: nn.Module, bad: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+        self.part, self.bad, self.step = part, bad, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1)).square() + 0.1
+        x = self.part(x * 0 if self.training and self.step in self.bad else x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def run_of(
+    overrides: list[str], folder: Path | None, model: nn.Module | None = None
+) -> tuple[Run, Summary]:
+    with runs.opened(*overrides, folder=folder, given=Components(model=model)) as run:
+        if isinstance(model, Net):
+            begin = run.update.begin
+
+            def begun() -> None:
+                model.step = run.progress.step + 1
+                begin()
+
+            run.update.begin = begun  # type: ignore[method-assign]
+        return run, train(run)
+
+
+def anomalies(folder: Path) -> list[dict[str, Any]]:
+    faults = json.loads((folder / "debug" / "history.json").read_text())["faults"]
+    return [fault for fault in faults if fault["kind"] == "anomaly"]
+
+
+def finding(summary: Summary) -> str:
+    return next(tool.finding for tool in summary.tools if tool.name == "anomaly")
+
+
+def test_a_nan_in_backward_is_named_and_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, summary = run_of(ANOMALY, tmp_path, Net(Root(), bad=(3, 5)))
+    assert summary.status == "done"
+    assert summary.skipped_steps == 2
+    assert summary.faults["anomaly"] == 2
+    (fault,) = anomalies(tmp_path)
+    assert fault["steps"] == [3, 5]
+    assert fault["message"].startswith("SqrtBackward0 gave Inf in backward, in part, ")
+    assert fault["message"].endswith(f"{HERE} `return x.sqrt()  # here`")
+    assert fault["action"] == "skipped"
+    assert "returned nan values" in fault["traceback"]
+    assert all(p.isfinite().all() for p in run.model.parameters())
+    assert not torch.is_anomaly_enabled()
+    assert "2 × " in finding(summary) and finding(summary).endswith("every step")
+
+
+def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
+    overrides = [*ANOMALY, "debug.on_anomaly=raise"]
+    with pytest.raises(GaveUp) as caught:
+        run_of(overrides, tmp_path, Net(Root(), bad=(3,)))
+    message = str(caught.value)
+    assert message.startswith("step 3: ") and "\n" not in message
+    assert HERE in message and "in part" in message
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert (record["status"], record["steps"], record["faults"]["anomaly"]) == ("failed", 2, 1)
+    assert (tmp_path / "checkpoints" / "last").exists()
+    assert not torch.is_anomaly_enabled()
+
+
+class Quotient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x - x) if not bool(x.any()) else x
+
+
+def test_a_nan_of_forward_is_told_from_what_it_does_to_backward(tmp_path: Path) -> None:
+    _, summary = run_of(ANOMALY, tmp_path, Net(Quotient(), bad=(4,)))
+    assert summary.status == "done"
+    (fault,) = anomalies(tmp_path)
+    assert fault["message"] == "NaN first from part in forward"  # and not what backward made of it
+    assert "1 × part in forward" in finding(summary)
+
+
+class Huge(nn.Module):
+    """Inf, whose gradient is Inf too and no NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.any() else Overflowing.apply(x)  # type: ignore[no-any-return]
+
+
+class Overflowing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.zeros_like(gradient)
+
+
+def test_an_inf_of_which_autograd_says_nothing_is_named_as_well(tmp_path: Path) -> None:
+    # Inf - Inf is NaN further on, so the sum is cut off: only the Inf itself is there to be seen
+    class Alone(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).nan_to_num(nan=torch.inf)
+
+    _, summary = run_of(ANOMALY, tmp_path, Alone(Huge(), bad=(4,)))
+    assert summary.faults["anomaly"] == 1
+    assert "Inf first from part in forward" in anomalies(tmp_path)[0]["message"]
+
+
+class Chatty(Root):
+    """Warns at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("once is enough", stacklevel=1)
+        return super().forward(x)
+
+
+def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
+    tmp_path: Path,
+) -> None:
+    overrides = [*ANOMALY, "training.micro_batch=10"]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        _, summary = run_of(overrides, tmp_path, Net(Chatty(), bad=(3,)))
+    assert summary.status == "done"
+    (fault,) = anomalies(tmp_path)
+    assert HERE in fault["message"] and "in part" in fault["message"]
+    said = [str(warning.message) for warning in heard]
+    assert 1 <= said.count("once is enough") < 4, "of 33 calls"
+    assert not any("Error detected in" in text for text in said)
+
+
+def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
+    overrides = [*ANOMALY, "debug.anomaly.every=2"]
+    _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3, 4)))
+    assert summary.skipped_steps == 2
+    assert [fault["steps"] for fault in anomalies(tmp_path)] == [[4]]
+    assert "every 2 steps; such a step takes" in finding(summary)
+
+
+def test_another_error_stays_what_it_is() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("my own mistake")
+
+    with pytest.raises(ValueError, match="my own mistake"):
+        run_of(ANOMALY, None, Net(Broken(), bad=()))
+    assert not torch.is_anomaly_enabled()
+
+
+POISONED = [
+    *ANOMALY[1:],
+    *(
+        "model._target_=my_package.Net data._target_=my_package.Noisy +data.poison=[7] "
+        "security.trusted=[my_package] data.workers=0"
+    ).split(),
+]
+
+
+def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    _, summary = run_of(POISONED, tmp_path)
+    assert summary.status == "done"
+    (fault,) = anomalies(tmp_path)
+    assert fault["message"] == "the input is not finite: 1 of 32 samples"
+    assert "× bad input" in finding(summary)
+    bad = [r.getMessage() for r in caplog.records if "finite" in r.getMessage()]
+    assert len(bad) == 1 and bad[0].startswith(f"step {fault['steps'][0]}: inputs: ")
+    assert bad[0].endswith("in 1 of 32 samples (of the data set: 7); skipped")
+    assert summary.faults["non_finite"] == summary.faults["anomaly"]  # counted, if not said
+
+
+class Poisoned(nn.Module):
+    """A loss whose targets are not numbers at one step."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output.mean(1) - target).square().mean()
+
+
+def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
+    overrides, given = (
+        [*ANOMALY, "training.steps=2"],
+        Components(objective=CustomObjective(Poisoned(), "o")),
+    )
+    with runs.opened(*overrides, folder=tmp_path, given=given) as run:
+        batches, at = run.train.batches, run.train.at
+
+        def poisoned(batch: Batch) -> Batch:
+            target = batch[1].float()
+            target[:3] = torch.nan
+            return batch[0], target
+
+        run.train.batches = lambda start: map(poisoned, batches(start))  # type: ignore[method-assign]
+        run.train.at = lambda step: poisoned(at(step))  # type: ignore[method-assign]
+        train(run)
+    (fault,) = anomalies(tmp_path)
+    assert fault["message"] == "the target is not finite: 3 of 32 samples"
+
+
+@pytest.mark.slow
+def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
+    compiled = "optimization=ultra debug.anomaly.every=5 optimization.measure=false"
+    overrides = [*ANOMALY, *compiled.split(), "training.steps=20"]
+
+    class Bad(nn.Module):
+        """A weight whose gradient is NaN at each step: it starts at the root of 0."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+            self.scale = nn.Parameter(torch.zeros(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x.flatten(1)) * self.scale.sqrt())  # type: ignore[no-any-return]
+
+    overrides += ["stability.max_consecutive_skips=1000"]
+    run, summary = run_of(overrides, tmp_path, Bad())
+    assert summary.status == "done"
+    assert run.step_graph is not None
+    first, second = anomalies(tmp_path)
+    assert (first["steps"], second["steps"]) == ([5], [10, 15, 20])
+    assert first["message"].startswith("the gradient of scale is not finite")
+    assert second["message"].startswith("SqrtBackward0 gave Inf in backward, in the model itself")
+    assert "uncompiled" in finding(summary)
+
+
+@pytest.mark.parametrize(("every", "known"), [(1, False), (4, True)])
+def test_the_cost_of_checking_every_step_is_unknown(every: int, known: bool) -> None:
+    typed = ("data=cancer", "optimization=none", "training.steps=12", "debug=anomaly")
+    summary = runs.trained(*typed, f"debug.anomaly.every={every}")
+    (cost,) = (row for row in summary.tools if row.name == "anomaly")
+    assert (cost.seconds is not None) == known
+    assert ("cost unknown" in _format_tool(cost, summary)) != known

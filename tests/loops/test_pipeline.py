@@ -1,0 +1,147 @@
+"""`create_training_pipeline`: a whole run around a live model and live data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from runner import Hook, Verdict, create_training_pipeline
+from runner.core.errors import DataError, UsageError
+
+QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=1", "optimizer.lr=3e-3"]
+
+
+def test_digits_are_learned_and_recorded(net: nn.Module, digits: Any, tmp_path: Path) -> None:
+    with create_training_pipeline(
+        net,
+        digits[0],
+        validation=digits[1],
+        level="basic",
+        folder=tmp_path / "run",
+        overrides=[*QUICK, "training.epochs=8"],
+    ) as pipeline:
+        summary = pipeline.train()
+        assert pipeline.evaluate() == summary.metrics
+    assert summary.metrics["val/accuracy"] > 0.95
+    assert summary.status == "done"
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"summary.json", "metrics.jsonl", "checkpoints", "report.md"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    recorded = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert recorded["name"] == "tensors-Sequential"
+    assert recorded["metrics"] == summary.metrics
+
+
+def test_one_cut_off_continues_to_the_same_bits(digits: Any, tmp_path: Path) -> None:
+    class Stop(Hook):
+        def on_step(self, run: Any, step: Any) -> Any:
+            return Verdict.STOP if step.number == 30 else None
+
+    def trained(folder: str, hooks: list[Hook], resume: str = "none") -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10)
+        )
+        with create_training_pipeline(
+            model,
+            digits[0],
+            level="basic",
+            folder=tmp_path / folder,
+            hooks=hooks,
+            overrides=[*QUICK, "training.steps=60", f"checkpoint.resume={resume}"],
+        ) as pipeline:
+            pipeline.train()
+        return model.state_dict()
+
+    whole = trained("whole", [])
+    trained("cut", [Stop()])
+    resumed = trained("cut", [], "auto")
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_a_data_set_and_an_optimizer_of_the_callers(net: nn.Module, digits: Any) -> None:
+    optimizer = torch.optim.SGD(
+        [{"params": net[1].parameters(), "lr": 0.0}, {"params": net[4].parameters()}],
+        lr=0.1,
+        momentum=0.9,
+    )
+    frozen = net[1].weight.detach().clone()
+    x, y = digits[0]
+    with create_training_pipeline(
+        net,
+        TensorDataset(x[:400], y[:400]),
+        optimizer=optimizer,
+        level="basic",
+        record=False,
+        overrides=[*QUICK, "training.epochs=6", "data.workers=0"],
+    ) as pipeline:
+        summary = pipeline.train()
+        assert pipeline.folder is None
+    assert summary.metrics["val/accuracy"] > 0.7
+    assert torch.equal(net[1].weight, frozen)  # its own rate is 0
+    assert optimizer.state_dict()["state"]
+
+
+def test_a_loss_of_the_callers_over_dicts_and_arrays() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, *, a: Tensor, b: Tensor) -> Tensor:
+            return self.layer(torch.stack([a, b, a * b], 1)).squeeze(1)
+
+    rng = np.random.default_rng(0)
+    data = {"a": rng.normal(size=300), "b": rng.normal(size=300)}
+    data["y"] = 2 * data["a"] - data["b"] + 1
+    with create_training_pipeline(
+        Named(),
+        data,
+        loss_fn=nn.functional.l1_loss,
+        level="none",
+        record=False,
+        overrides=[*QUICK, "training.steps=400", "optimizer.lr=0.05", "schedule=linear"],
+    ) as pipeline:
+        assert pipeline.train().metrics["val/loss"] < 0.1
+
+
+class Pairs:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(64), torch.tensor([[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"data": DataLoader(TensorDataset(torch.zeros(4, 64)), 2)}, UsageError, "loader.dataset"),
+        ({"data": (torch.zeros(4, 64), torch.zeros(3))}, DataError, "the first dimension must be"),
+        ({"data": (torch.zeros(4, 64), ["a"])}, UsageError, "got a str"),
+        ({"data": torch.zeros(4, 64)}, UsageError, "data"),
+        ({"data": Pairs()}, DataError, "cannot infer the task"),
+        ({"model": nn.ReLU()}, UsageError, "nothing to train"),
+        ({"model": "net"}, UsageError, "model must be"),
+        ({"loss_fn": "mse"}, UsageError, "loss_fn must be"),
+        ({"overrides": "training.steps=3"}, UsageError, "overrides must be a list"),
+        ({"overrides": ["model=cnn"]}, UsageError, "model=cnn has no effect, as model is given"),
+        ({"overrides": ["+model.width=8"]}, UsageError, "has no effect, as model is given"),
+        ({"overrides": ["data=digits"]}, UsageError, "has no effect, as data is given"),
+        ({"hooks": [Hook]}, UsageError, "hooks must be a list of runner.Hook instances"),
+        ({"hooks": Hook()}, UsageError, "hooks must be a list of runner.Hook instances"),
+    ],
+)
+def test_a_mistake_names_the_argument(
+    net: nn.Module, digits: Any, change: dict[str, Any], error: Any, message: str
+) -> None:
+    arguments = {"model": net, "data": digits[0], "record": False, "overrides": QUICK} | change
+    with pytest.raises(error, match=message):
+        create_training_pipeline(**arguments)

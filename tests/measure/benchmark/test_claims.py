@@ -1,0 +1,211 @@
+"""Claims are data, measured against the plain run; a verdict follows from the whole interval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.core.errors import Interrupted
+from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.train.loop import train
+from runner.measure.benchmark.claims import (
+    BETTER,
+    FAILS,
+    HOLDS,
+    NOT_MEASURABLE,
+    PLAIN_ARM,
+    UNDECIDED,
+    Claim,
+    ClaimResult,
+    Claims,
+    ClaimTrial,
+    decide_verdict,
+    load_trials,
+    measure_claims,
+    step_bytes,
+    write_claims,
+)
+from runner.measure.benchmark.statistics import Estimate
+from tests.measure.benchmark.simulated import World
+from tests.runs import config as config_of
+from tests.runs import opened
+
+MLP = ["data=digits", "model=mlp"]
+TRIALS = load_trials()
+CLAIMS = {claim.name: claim for trial in TRIALS for claim in trial.claims}
+
+
+def claim(measures: str, bar: float, **more: Any) -> Claim:
+    return Claim("it", "so it is said", measures, bar, "note", "arm", **more)
+
+
+def trial(*claims: Claim, arm: Sequence[str] = ("optimization=basic",)) -> ClaimTrial:
+    return ClaimTrial("digits", list(claims), MLP, {"arm": list(arm)})
+
+
+def planted(speedup: float = 1.0, reading: float = 1.0, **more: Any) -> World:
+    """A world in which the arm is so much faster, and its readings are such a share."""
+
+    def read(arm: str, metric: str) -> list[float]:
+        return [(reading if arm == "arm" else 1.0) * scatter for scatter in (1.0, 1.03, 1.06)]
+
+    return World(factors={"arm": 1 / speedup}, readings=read, **more)
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "runner.measure.benchmark.claims.compose", lambda overrides: config_of(*overrides)
+    )
+
+
+def measured(world: World, *trials: ClaimTrial, each: Any = None) -> Claims:
+    config = config_of("experiment=claims")
+    config.benchmark = BenchmarkConfig(budget_s=60.0 * len(trials))
+    return measure_claims(config, each, trials, world.options(config.benchmark))
+
+
+@pytest.mark.parametrize(
+    ("measures", "bar", "end", "interval", "noise", "expected"),
+    [
+        ("speed", 1.2, None, (1.25, 1.3), 0.01, HOLDS),
+        ("speed", 1.2, None, (1.05, 1.1), 0.01, FAILS),
+        ("speed", 1.2, None, (1.15, 1.25), 0.01, UNDECIDED),
+        ("speed", 1.2, None, (1.21, 1.25), 0.05, UNDECIDED),  # the noise exceeds the margin
+        ("speed", 1.2, 1.3, (1.4, 1.5), 0.01, BETTER),
+        ("latency", 0.6, 0.4, (0.2, 0.3), 0.0, BETTER),
+        ("memory", 0.55, None, (0.8, 0.9), 0.0, FAILS),
+    ],
+)
+def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
+    measures: str,
+    bar: float,
+    end: float | None,
+    interval: tuple[float, float],
+    noise: float,
+    expected: str,
+) -> None:
+    estimate = Estimate(sum(interval) / 2, *interval)
+    result, reason = decide_verdict(claim(measures, bar, range_end=end), estimate, noise)
+    assert result == expected
+    assert bool(reason) is (expected == UNDECIDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "effect", "expected"),
+    [
+        ("torch.compile", {"speedup": 1.25}, HOLDS),
+        ("torch.compile: training", {"speedup": 1.3}, FAILS),
+        ("compiled inference", {"reading": 0.5}, HOLDS),
+        ("recompute: memory", {"reading": 0.35}, BETTER),
+        ("recompute: memory", {"reading": 0.95}, FAILS),
+        ("memory_efficient: memory", {"reading": 0.79}, UNDECIDED),
+        ("flash attention", {"reading": 0.4}, HOLDS),
+    ],
+)
+def test_a_planted_effect_gets_the_verdict_of_its_claim(
+    name: str, effect: dict[str, float], expected: str
+) -> None:
+    tested = replace(CLAIMS[name], arm="arm", needs="")
+    (row,) = measured(planted(**effect), trial(tested)).rows  # type: ignore[arg-type]
+    assert (row.name, row.verdict, row.claimed) == (name, expected, tested.claimed)
+    assert row.interval is not None and row.interval[0] <= (row.ratio or 0) <= row.interval[1]
+    assert row.command.endswith("data=digits model=mlp optimization=basic")
+    assert (row.noise is None) is (tested.measures != "speed")
+
+
+@pytest.mark.parametrize("dies", [PLAIN_ARM, "arm"])
+def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
+    (scaling,) = [tested for tested in TRIALS if tested.gpus]
+    idle = trial(claim("speed", 1.5, needs="amp"), arm=["optimization=amp"])
+    refused = trial(claim("speed", 1.2), arm=("optimization=basic", "model.width=0"))
+    world = planted(holds=lambda name, on: "no Tensor Cores")
+    rows = measured(world, scaling, idle, refused).rows
+    assert [(row.verdict, row.ratio) for row in rows] == [(NOT_MEASURABLE, None)] * 3
+    assert f"torch sees {torch.cuda.device_count()}" in rows[0].reason and not rows[0].command
+    assert rows[1].reason == "amp did not engage: no Tensor Cores"
+    assert "model.width" in rows[2].reason
+    world = planted(1.5, refuses={dies: ("failed", "it has no memory of that kind")})
+    (row,) = measured(world, trial(claim("speed", 1.2))).rows
+    assert row.verdict == NOT_MEASURABLE
+    assert f"{dies}: failed: it has no memory of that kind" in row.reason
+
+
+def test_ctrl_c_keeps_the_finished_rows() -> None:
+    kept: list[int] = []
+    trials = [trial(claim("speed", 1.2))] * 9
+    world = planted(1.5, noise=0.004, interrupt_at=300)
+    with pytest.raises(Interrupted):
+        measured(world, *trials, each=lambda claims: kept.append(len(claims.rows)))
+    assert kept and kept == list(range(1, len(kept) + 1)) and len(kept) < 9
+
+
+@pytest.mark.parametrize("tested", [t for t in TRIALS if not t.gpus])
+def test_every_trial_composes_with_what_it_needs_switched_on(tested: ClaimTrial) -> None:
+    plain = config_of(*tested.work, *tested.plain).optimization
+    configs = {name: config_of(*tested.work, *over) for name, over in tested.arms.items()}
+    for one in tested.claims:
+        config = configs[one.arm]
+        on = {name for name, technique in config.optimization.techniques() if technique.enabled}
+        assert not one.needs or one.needs in on
+        assert config.optimization != plain
+        assert one.note
+
+
+def test_a_users_own_claim_is_one_yaml_block(tmp_path: Path) -> None:
+    block = {"name": "mine", "claimed": "2×", "measures": "speed", "bar": 2, "note": "n"}
+    (tmp_path / "mine.yaml").write_text(json.dumps({"trials": [{"about": "x", "claims": [block]}]}))
+    (own,) = load_trials(tmp_path)
+    assert own.claims == [Claim("mine", "2×", "speed", 2, "n")]
+
+
+def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
+    text = """
+        data=stdlib_text data.sequence=512 data.validation_samples=2 model=gpt
+        model.width=32 model.depth=1 training.batch_size=4 optimization=custom
+        training.steps=2 device.threads=1 optimization.attention.enabled=true
+        checkpoint=off
+        """.split()
+    peaks = {}
+    for kernel in ("plain", "flash"):
+        with opened(*text, f"optimization.attention.kernel={kernel}") as run:
+            train(run)
+            peaks[kernel] = min(step_bytes(run) for _ in range(2))
+            gradients = [p.grad for p in run.model.parameters()]
+            step_bytes(run)
+            assert all(p.grad is g for p, g in zip(run.model.parameters(), gradients, strict=True))
+    matrices = 1 * 4 * 4 * 512 * 512 * 4  # layers, samples, heads, tokens, tokens, bytes
+    assert peaks["plain"] - peaks["flash"] > 0.5 * matrices
+
+
+def test_the_page_has_a_row_for_each_claim(tmp_path: Path) -> None:
+    command = "python -P -m runner optimization=compile"
+    rows = [
+        ClaimResult("faster", "20–30 % faster", "digits", "speed", HOLDS, 1.31, (1.29, 1.33), 0.011,
+                    note="It fuses.", command=command),
+        ClaimResult("slow", "40 % faster", "digits", "latency", FAILS, 2.7, (2.6, 2.8)),
+        ClaimResult("small", "half the memory", "digits", "memory", FAILS, 0.9, (0.88, 0.91)),
+        ClaimResult("absent", "5× | faster", "digits", "speed", reason="no <b>GPU</b>"),
+    ]  # fmt: skip
+    machine = {"cpu": "Some CPU", "cores": 4, "device": "cpu"}
+    claims = Claims(
+        rows, machine, {"torch": "2.13.0"}, {"others": 0.4}, "python -m runner x=claims"
+    )
+    write_claims(claims, tmp_path)
+    page = (tmp_path / "claims.md").read_text()
+    for part in (
+        "| faster | 20–30 % faster | 1.31× (1.29 to 1.33) | 1.1 % | holds |",
+        "| slow | 40 % faster | +170 % latency (+160 to +180) | – | does not hold |",
+        *("−10 % memory (−12 to −9)", "5× \\| faster", "no \\<b\\>GPU", "x=claims"),
+        *("Some CPU, 4 cores, torch 2.13.0", "Other processes used 40% of the CPUs", command),
+    ):
+        assert part in page
+    written = json.loads((tmp_path / "claims.json").read_text())["rows"]
+    assert [row["verdict"] for row in written] == [row.verdict for row in rows]
+    assert written[0]["interval"] == [1.29, 1.33]

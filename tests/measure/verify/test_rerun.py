@@ -1,0 +1,107 @@
+"""verify.what=run: a recorded run comes out again, or what has changed since then is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runner.core.config.run_config import config_hash
+from runner.core.errors import CheckpointError, ConfigError
+from runner.core.jobs import load_job
+from runner.core.record import data_digest
+from runner.core.record.data_digest import digest_files
+from runner.core.record.summary import Summary
+from runner.core.schemas.jobs import JobKind
+from runner.measure.verify.rerun import compare_runs, verify_rerun
+from tests import runs
+
+TABLE = "a,b,label\n" + "".join(f"{i % 7},{i * i % 11},{'yn'[i % 2]}\n" for i in range(60))
+QUICK = ("data=tabular", "data.target=label", "model=mlp", "model.width=8", "device.threads=1")
+QUICK += ("training.steps=4", "training.batch_size=8", "monitoring.every=1")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a table, with its table beside it."""
+    place = tmp_path_factory.mktemp("recorded")
+    (place / "table.csv").write_text(TABLE)
+    runs.trained(*QUICK, f"data.path={place}/table.csv", folder=place / "run")
+    return place
+
+
+def typed(place: Path) -> list[str]:
+    again = ["job=verify", "verify.what=run", f"checkpoint.resume={place}/run"]
+    return [*QUICK, f"data.path={place}/table.csv", *again]
+
+
+def test_a_run_comes_out_again(recorded: Path, tmp_path: Path) -> None:
+    load_job(JobKind.verify)(runs.config(*typed(recorded)), tmp_path)
+    result = json.loads((tmp_path / "verify.json").read_text())
+    assert (result["what"], result["verdict"], result["steps"]) == ("run", "exact", 4)
+    assert result["compared"]["metric"] > 20 and result["compared"]["weights"] == 1
+    assert result["notes"] == []
+    assert not [change for change in result["changes"] if not change.startswith("choice")]
+
+
+def test_other_data_are_named_with_the_first_step_that_differs(
+    recorded: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(recorded, tmp_path / "there")
+    table = tmp_path / "there/table.csv"
+    table.write_text(TABLE.replace("\n3,", "\n5,"))
+    result = verify_rerun(
+        runs.config(*typed(tmp_path / "there"), "data.changed=accept"), tmp_path, "another"
+    )
+    assert not result.exact and result.differing[0].endswith("at step 1")
+    assert result.was != result.now
+    assert result.changes[0].startswith("config:")  # data.path is another, too
+    assert result.changes[1].startswith("data sha256: was")
+
+
+def test_what_differs_since_then_is_named(recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded / "run", tmp_path / "again", symlinks=True)
+    path = tmp_path / "again/summary.json"
+    summary = json.loads(path.read_text())
+    summary["versions"]["torch"], summary["device"]["name"] = "1.0", "abacus"
+    path.write_text(json.dumps(summary))
+    rows = (tmp_path / "again/metrics.jsonl").read_text().splitlines()
+    index, row = next((i, r) for i, r in enumerate(rows) if '"step": 3, "split": "train"' in r)
+    rows[index] = json.dumps({**json.loads(row), "loss": 7.5})
+    (tmp_path / "again/metrics.jsonl").write_text("\n".join(rows))
+    then = Summary.read(recorded / "run")
+    result = compare_runs(recorded / "run", tmp_path / "again", then, then.config_hash)
+    assert result.differing == ["metric train/loss at step 3"] and result.now == "7.5"
+    assert [change.partition(":")[0] for change in result.changes] == ["device", "version torch"]
+    assert result.cause == result.changes[0] and "now abacus" in result.cause
+    same = compare_runs(recorded / "run", recorded / "run", then, then.config_hash)
+    assert same.exact and same.changes == [] and same.cause == ""
+
+
+def test_which_run_has_to_be_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: verify\.what=run needs to know"):
+        runs.config("job=verify", "verify.what=run")
+    config = runs.config(*typed(tmp_path))
+    with pytest.raises(CheckpointError, match=r"has no summary\.json"):
+        verify_rerun(config, tmp_path, config_hash(config))
+
+
+def test_a_digest_of_files_notices_bytes_names_and_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_bytes(name.encode() * 3000)
+    before = digest_files([str(folder)])
+    assert (before["of"], before["files"], before["bytes"]) == ("all bytes", 3, 9000)
+    assert digest_files([str(folder)]) == before
+    (folder / "b").write_bytes(b"b" * 2999 + b"x")
+    assert digest_files([str(folder)])["sha256"] != before["sha256"]
+    monkeypatch.setattr(data_digest, "MAX_FULL_BYTES", 1000)
+    sampled = digest_files([str(folder)])
+    assert "1024 blocks" in sampled["of"]
+    (folder / "b").rename(folder / "d")
+    assert digest_files([str(folder)])["sha256"] != sampled["sha256"]

@@ -1,0 +1,165 @@
+"""What the summary of a distributed run says of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from runner import Summary, train
+from runner.core.errors import ConfigError
+from runner.core.schemas.distributed import Backend, DistributedConfig, DistributedKind
+from runner.core.techniques.flops import PeakFlops
+from runner.scale.distributed.rank_info import RankInfo
+from runner.scale.distributed.world import World
+from tests import runs
+from tests.scale.distributed.processes import alone
+
+SLOW = """
+import os, time
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self, in_features, classes):
+        super().__init__(in_features, classes)
+
+    def forward(self, x):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.03)
+        return super().forward(x.flatten(1))
+"""
+
+
+class Failing(nn.Linear):
+    """Raises at its third step."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's."""
+        self.calls += self.training
+        if self.calls > 2:
+            raise ValueError("the third")
+        return super().forward(x.flatten(1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of two processes, the second of which is slow."""
+    home = tmp_path_factory.mktemp("two")
+    (home / "slow_net.py").write_text(SLOW)
+    typed = ["distributed=ddp", "distributed.processes=2", "data=digits", "training.steps=20"]
+    typed += ["model._target_=slow_net.Net", "security.trusted=[slow_net]", *runs.QUICK]
+    command = [sys.executable, "-m", "runner", *typed, "hydra.run.dir=outputs/runs/a"]
+    environment = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
+    done = subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 (ddp, gloo)" in done.stdout and "of a step waiting" in done.stdout
+    return home / "outputs" / "runs" / "a"
+
+
+def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
+    summary = Summary.read(folder)
+    facts = summary.distributed
+    assert (facts["kind"], facts["world_size"], facts["backend"]) == ("ddp", 2, "gloo")
+    quick, slow = facts["ranks"]
+    assert (quick["rank"], slow["rank"]) == (0, 1)
+    assert slow["work_ms"] >= 30 and slow["work_ms"] > quick["work_ms"]
+    assert 1.2 < facts["imbalance"] <= 2
+    assert quick["communication"] > slow["communication"]
+    step_ms = quick["work_ms"] / (quick["split"]["data"] + quick["split"]["forward"])
+    assert quick["exposed_ms"] > 15 and quick["communication"] * step_ms > quick["exposed_ms"] / 2
+    assert summary.throughput.split["waiting"] == pytest.approx(
+        quick["communication"]
+    )  # one figure
+    assert facts["communication"] == pytest.approx(
+        (quick["communication"] + slow["communication"]) / 2
+    )
+    both = quick["samples_per_second"] + slow["samples_per_second"]
+    assert both == pytest.approx(facts["samples_per_second"])
+    assert both == pytest.approx(summary.throughput.samples_per_second, rel=0.2)
+    assert facts["flops_per_second"] == pytest.approx(both * 6 * 64 * 10)  # a linear layer's
+    assert [rank["mfu"] for rank in facts["ranks"]] == [None, None]  # no sheet has a CPU's peak
+    report = (folder / "report.md").read_text()
+    assert "| rank 1, cpu of " in report and "GFLOP/s" in report
+    peaks = [rank["peak_process_bytes"] for rank in facts["ranks"]]
+    assert facts["peak_process_bytes"] == sum(peaks) and min(peaks) > 50 * 2**20
+    assert sum(summary.throughput.split.values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    waiting = [
+        [e.value for e in events.Scalars(f"watch_ranks/{rank}/waiting")] for rank in range(2)
+    ]
+    assert 0 < waiting[1][-1] < waiting[0][-1] <= 1  # the second is slow
+    assert all(events.Scalars(f"watch_ranks/{r}/peak_process_mib")[-1].value > 50 for r in range(2))
+
+
+def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
+    from runner.measure.columns import select_columns
+    from runner.measure.discover import compare_folders
+    from tests.measure import planted_runs
+
+    assert (folder / "ranks" / "1" / "run.log").exists()
+    (folder / "ranks" / "1" / "summary.json").write_text((folder / "summary.json").read_text())
+    alone = planted_runs.run(tmp_path / "alone", ["optimization=none"])
+    two = compare_folders([folder.parent])
+    assert len(two.rows) == 1 and "processes" not in [column.key for column in select_columns(two)]
+    both = compare_folders([folder, alone])
+    shown = next(column for column in select_columns(both) if column.key == "processes")
+    assert [shown.text(row) for row in both.rows] == ["2", "1"]
+    (folder / "summary.json").rename(tmp_path / "summary.json")  # killed before it wrote any
+    try:
+        assert [row.status for row in compare_folders([folder.parent]).rows] == ["killed"]
+    finally:
+        (tmp_path / "summary.json").rename(folder / "summary.json")
+
+
+def test_mfu_is_the_share_of_the_peaks_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak = PeakFlops(1e9, "bf16", "a sheet")
+    types = []
+    monkeypatch.setattr(
+        "runner.scale.distributed.process_stats.peak_flops",
+        lambda _, dtype, measure: types.append(dtype) or peak,
+    )
+    amp = ("optimization=amp", "optimization.amp.dtype=bf16")
+    config = runs.config("data=digits", "distributed=ddp", "training.steps=4", *amp)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with alone(config, tmp_path, model=model) as run:
+        facts = train(run).distributed
+    assert types == [torch.bfloat16]
+    (rank,) = facts["ranks"]
+    assert rank["mfu"] == facts["mfu"] == pytest.approx(facts["samples_per_second"] * 3840 / 1e9)
+
+
+def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
+    typed = ("data=digits", "distributed=ddp", "training.steps=9", "optimization=none")
+    with alone(runs.config(*typed), tmp_path, model=Failing(64, 10)) as run:
+        with pytest.raises(ValueError, match="the third"):
+            train(run)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    facts = found["distributed"]
+    assert found["status"] == "failed"
+    assert (facts["kind"], facts["world_size"], facts["backend"]) == ("ddp", 1, "gloo")
+    assert len(facts["ranks"]) == 1 and "imbalance" not in facts
+    assert facts["ranks"][0]["faults"] == {"exception": 1}
+
+
+def test_nccl_without_gpus_is_refused_before_any_process_is_waited_for() -> None:
+    asked = DistributedConfig(DistributedKind.ddp, backend=Backend.nccl)
+    place = RankInfo(1, 2, 1, 2, "127.0.0.1", 1, hosted=False)
+    with pytest.raises(ConfigError, match="distributed.backend"):
+        World(place, asked, torch.device("cpu"))

@@ -1,0 +1,230 @@
+"""What ends a job or a sweep before its time: time-outs, signals, failures that end all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.core.checkpoint.lock import lock
+from runner.core.errors import Interrupted
+from runner.core.record.summary import Summary
+from runner.core.schemas.sweep import LauncherConfig
+from runner.scale.sweep.job_process import JobProcess
+from runner.scale.sweep.plan import JobPlan, Planner, wait_for_running_jobs
+from runner.scale.sweep.schedule import Schedule, write_failed_summary
+from runner.scale.sweep.state import Job, Sweep
+
+from .conftest import NET, SHORT, environment, only, read, statuses, sweep
+
+LONG = ["+model.work=300", "training.steps=400", "training.validate_every=400",
+        "monitoring.every=5"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> None:
+    done = sweep(folder, "hydra.launcher.timeout_s=0.5", "hydra.launcher.retries=1")
+    (job,) = read(only(folder))["jobs"]
+    assert (job["status"], job["tries"]) == ("timeout", 2)
+    assert "not done within 0.5 s" in job["reason"] and done.returncode == 7
+    assert "tried again" in done.stderr
+    assert read(only(folder) / "0", "summary.json")["status"] == "timeout"
+
+
+@pytest.mark.slow
+def test_want_of_memory_has_a_name_of_its_own_and_fail_fast_skips_the_rest(folder: Path) -> None:
+    done = sweep(folder, *NET, "+model.how=memory,fine,big", "hydra.launcher.fail_fast=true")
+    assert statuses(only(folder)) == ["oom", "skipped", "skipped"]
+    assert done.returncode == 7 and "1 of 3 jobs failed" in done.stderr
+    assert "fail_fast: #0 oom" in read(only(folder))["jobs"][2]["reason"]
+    rows = read(only(folder), "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == ["oom", "skipped", "skipped"]
+
+
+def start_until_trained(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A sweep of one long job that has begun to train, and the processes it has started."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG], cwd=folder, text=True,
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    until, pattern = time.monotonic() + 60, "outputs/sweeps/*/*/0/metrics.jsonl"
+    while not any(path.stat().st_size for path in folder.glob(pattern)):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) -> None:
+    process, children = start_until_trained(folder)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert statuses(only(folder)) == ["interrupted"]
+    assert "the same command" in output and "interrupted" in output
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    first = max(only(folder).glob("0/checkpoints/step_*/manifest.json"))
+    done = sweep(folder, *NET, *LONG)
+    assert "0 of 1 done before; 1 to run, 1 of them from a checkpoint" in done.stderr
+    assert done.returncode == 0, done.stderr
+    steps = int(first.parent.name.removeprefix("step_"))
+    assert f"continues at step {steps}" in (only(folder) / "0" / "report.md").read_text()
+    assert read(only(folder) / "0", "summary.json")["steps"] == 400
+
+
+@pytest.mark.slow
+def test_jobs_end_with_a_checkpoint_when_the_sweep_is_killed(folder: Path) -> None:
+    process, children = start_until_trained(folder)
+    process.kill()
+    process.communicate(timeout=60)
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert read(only(folder) / "0", "summary.json")["status"] == "interrupted"
+    assert list(only(folder).glob("0/checkpoints/step_*/manifest.json"))
+
+
+def child_of(folder: Path, code: str, **settings: bool) -> JobProcess:
+    return JobProcess.start([sys.executable, "-c", code], environment(), folder, None, **settings)
+
+
+def end_of(child: JobProcess) -> tuple[str, str]:
+    child.handle.wait(30)
+    end = child.end_status()
+    child.close()
+    return end
+
+
+def test_a_job_that_does_not_listen_is_ended_at_the_first_deadline_for_the_first_reason(
+    tmp_path: Path,
+) -> None:
+    deaf = "import signal, threading; signal.signal(15, signal.SIG_IGN); print('ready', flush=True)"
+    child = child_of(tmp_path, f"{deaf}; threading.Event().wait()")
+    deadline = time.monotonic() + 30
+    while child.last_line() != "ready":
+        assert time.monotonic() < deadline
+    child.request_end(signal.SIGTERM, "timeout", "too long", grace_s=0.2)
+    child.request_end(signal.SIGTERM, "interrupted", "Ctrl-C")
+    while not child.has_ended():
+        assert time.monotonic() < deadline
+    assert end_of(child) == ("timeout", "too long")
+
+
+class PlannedJobs:
+    """A source of jobs that do not depend on each other."""
+
+    def __init__(self, plans: list[JobPlan]) -> None:
+        self.plans = deque(plans)
+
+    def next_job(self) -> JobPlan | None:
+        return self.plans.popleft() if self.plans else None
+
+    def on_poll(self, plan: JobPlan) -> None:
+        """Nothing to do."""
+
+    on_end = on_poll
+
+    def take_remaining(self) -> list[Job]:
+        return [plan.job for plan in self.plans if not plan.job.ended]
+
+
+def test_an_interrupted_sweep_keeps_why_jobs_failed_before_that_it_did_not_begin(
+    tmp_path: Path,
+) -> None:
+    earlier = [
+        Job(n, [f"seed={n}"], str(n), f"hash {n}", "failed", "a bad rate", ended="then")
+        for n in range(2)
+    ]
+    planner = Planner(tmp_path, earlier, [])
+    jobs = [Job(n, [f"seed={n}"], str(n), f"hash {n}") for n in range(3)]
+    source = PlannedJobs([planner.match(JobPlan(job)) for job in jobs])
+
+    def start(plan: JobPlan) -> JobProcess:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return child_of(tmp_path, "import time; time.sleep(60)")
+
+    with pytest.raises(Interrupted):
+        Schedule(Sweep("", "", jobs), tmp_path, LauncherConfig(), start, source).run()
+    jobs = Sweep.read(tmp_path).jobs
+    assert [job.status for job in jobs] == ["interrupted", "failed", "skipped"]
+    assert jobs[1].reason == "a bad rate"
+
+
+def test_only_a_record_of_this_try_counts_unless_the_run_had_ended(tmp_path: Path) -> None:
+    Summary("failed", "of before").write(tmp_path)
+    for code, says in (("raise SystemExit('of now')", "of now"), ("", "left no record")):
+        status, reason = end_of(child_of(tmp_path, code, writes_summary=True))
+        assert status == "failed" and says in reason
+        write_failed_summary(tmp_path, status, reason, command="")
+        assert says in Summary.read(tmp_path).reason
+    Summary("done").write(tmp_path)  # as the sweep was killed: nothing is left to do
+    assert end_of(child_of(tmp_path, "", writes_summary=True)) == ("done", "")
+
+
+def test_a_job_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    waiting = threading.Thread(target=wait_for_running_jobs, args=(tmp_path, [Job(0, [], "0")]))
+    with lock(tmp_path / "0"):
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("raise SystemExit(0)", "done", ""),
+        ("import os; os.kill(os.getpid(), 11)", "killed", "SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 15)", "interrupted", ""),
+        ("raise SystemExit('it is broken')", "failed", "it is broken"),
+        ("raise SystemExit('error: out of memory (2 MiB more) while training')", "oom", "2 MiB"),
+    ],
+)
+def test_an_ending_without_a_summary_is_told_by_the_exit_code_and_the_last_words(
+    tmp_path: Path, code: str, status: str, reason: str
+) -> None:
+    end = end_of(child_of(tmp_path, code))
+    assert end[0] == status and reason in end[1]
+
+
+def test_a_job_s_log_keeps_its_first_and_last_mb_and_the_reason_of_the_last_try(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "console.log"
+    code = (
+        "import sys\nprint('first')\nfor i in range(300_000): print(f'line {i:06} ' + 'x' * 30)\n"
+        "print('error: last words'); sys.exit(1)"
+    )
+    for _ in (1, 2):
+        child = child_of(tmp_path, code)
+        assert end_of(child) == ("failed", "error: last words")
+        assert 2 * 2**20 < log.stat().st_size < 2 * 2**20 + 100
+        text = log.read_text()
+        assert text.startswith("first\nline 000000") and text.endswith("error: last words\n")
+        assert text.count("bytes of output left out") == 1
+    child = child_of(tmp_path, "pass")  # a try that prints nothing
+    child.handle.wait(30)
+    assert child.last_line() == ""
+    child.close()
+
+
+def test_the_log_of_a_running_job_is_trimmed_while_it_writes(tmp_path: Path) -> None:
+    code = (
+        "import time\nfor i in range(400_000): print(f'line {i:06} ' + 'x' * 30)\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    child, deadline = child_of(tmp_path, code), time.monotonic() + 30
+    while child.last_line() != "ready":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not child.has_ended()
+    assert (tmp_path / "console.log").stat().st_size < 2.1 * 2**20
+    child.close()

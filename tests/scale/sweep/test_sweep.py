@@ -1,0 +1,122 @@
+"""A sweep whose jobs end in every way, and then the same command again; other launchers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import check
+from runner.core.errors import ConfigError
+from runner.scale.sweep.identity import sweep_hash
+
+from .conftest import NET, only, own_folder, read, statuses, sweep
+
+TYPED = [*NET, "+model.how=big,fine,fail,die", "hydra.launcher.jobs=2"]
+ENDS = ["done", "done", "failed", "killed"]
+ROW = {
+    "overrides", "status", "reason", "summary", "speedup", "speedup_interval", "parity", "command",
+}  # fmt: skip
+Mixed = tuple[Path, Path, subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixed:
+    folder = own_folder(tmp_path_factory.mktemp("mixed"))
+    done = sweep(folder, *TYPED)
+    return folder, only(folder), done
+
+
+def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed: Mixed) -> None:
+    folder, place, done = mixed
+    assert statuses(place) == ENDS and done.returncode == 7, done.stderr
+    assert "2 of 4 jobs failed:" in done.stderr
+    assert len(re.findall(r" #\d .*: started\n", done.stderr)) == 4
+    assert re.search(r"\n  #2 .*\+model.how=fail.*: told to fail", done.stderr)
+    assert re.search(r"\n  #3 .*\+model.how=die.*signal 9", done.stderr)
+    for word in ("Traceback", "Error executing job", "HYDRA_FULL_ERROR"):
+        assert word not in done.stderr + done.stdout
+    rows = read(place, "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == ENDS
+    assert all(row["speedup_interval"] is None and row["parity"] is None for row in rows)
+    assert all(row.keys() >= ROW for row in rows)
+    assert [job["exit_code"] for job in read(place)["jobs"]] == [0, 0, 1, -9]
+    for name in ("comparison.md", "comparison.html"):
+        assert (place / name).stat().st_size > 0
+    assert "sweep cancer-Net" in done.stdout and "killed" in done.stdout
+    # what lies in the current folder is no plugin
+    assert (folder / "hydra_plugins" / "trap.py").exists() and not (folder / "trapped").exists()
+
+
+def test_every_job_has_a_process_and_a_record_of_its_own(mixed: Mixed) -> None:
+    _, place, _ = mixed
+    records = [read(place / str(n), "summary.json") for n in range(4)]
+    logs = [(place / str(n) / "console.log").read_text() for n in range(4)]
+    pids = [match.groups() for text in logs if (match := re.search(r"pid (\d+) of (\d+)", text))]
+    assert len({pid for pid, _ in pids}) == 4 and len({parent for _, parent in pids}) == 1
+    big, fine = (record["memory"]["peak_process_bytes"] for record in records[:2])
+    assert big - fine > 2**28
+    assert [record["status"] for record in records] == ENDS
+    assert "told to fail" in records[2]["reason"] and "signal 9" in records[3]["reason"]
+    assert "Traceback" in (place / "2" / "run.log").read_text()
+    for number, how in enumerate(["big", "fine", "fail", "die"]):
+        assert f"how={how}" in (place / str(number) / ".hydra" / "overrides.yaml").read_text()
+        typed = records[number]["command"]
+        assert typed.startswith("python -P -m runner ") and f"+model.how={how}" in typed
+        assert "hydra." not in typed and "monitoring" not in typed  # it can be typed as it is
+
+
+def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed: Mixed) -> None:
+    folder, place, _ = mixed
+    damaged = Path("checkpoints") / "step_00000003" / "manifest.json"  # of the one that was killed
+    (place / "3" / damaged).parent.mkdir(parents=True)
+    (place / "3" / damaged).write_text("{}")
+    before = {n: (place / n / "summary.json").stat().st_mtime_ns for n in "0123"}
+    (folder / "spared").touch()
+    again = sweep(folder, *TYPED)
+    assert "2 of 4 done before; 2 to run, 1 of them from a checkpoint" in again.stderr
+    assert "no usable checkpoint" in again.stderr  # so it begins afresh, and they are kept
+    assert (place / ".earlier" / "3-1" / damaged).exists()
+    assert not list((place / ".earlier").rglob("events.out*"))  # it is one curve
+    assert again.returncode == 7 and "1 of 4 jobs failed:" in again.stderr
+    after = {n: (place / n / "summary.json").stat().st_mtime_ns for n in "0123"}
+    assert [n for n in "0123" if after[n] != before[n]] == ["2", "3"]
+    rows = read(place, "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == statuses(place) == [*ENDS[:3], "done"]
+
+
+@pytest.mark.slow
+def test_hydras_own_launcher_ends_in_the_same_table(folder: Path) -> None:
+    done = sweep(folder, *NET, "+model.how=fine,fail", "hydra/launcher=basic")
+    assert done.returncode == 7 and "1 of 2 jobs failed" in done.stderr
+    rows = read(only(folder), "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == ["done", "failed"]
+    assert "sweep cancer-Net" in done.stdout
+
+
+@pytest.mark.slow
+def test_another_sweeper_gets_the_value_of_each_job_and_its_failures(folder: Path) -> None:
+    done = sweep(folder, *NET, "hydra/sweeper=two_rounds")
+    value, failure = (only(folder) / "seen.txt").read_text().splitlines()
+    assert float(value) == pytest.approx(read(only(folder) / "0", "summary.json")["best"])
+    assert failure.startswith("learned: #1") and "model.how: no such key" in failure
+    assert [job["number"] for job in read(only(folder))["jobs"]] == [0, 1]
+    assert done.returncode == 7 and "1 of 2 jobs failed" in done.stderr
+
+
+def test_a_sweep_of_benchmarks_is_refused_with_the_key_that_compares_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^job: .*leave -m out.*benchmark\.arms=\[none,basic\]"):
+        check(read_arguments(["-m", "job=benchmark", "optimization=none,basic"]))
+
+
+def test_the_same_command_is_the_same_whatever_the_order_and_the_launcher() -> None:
+    one = sweep_hash(["seed=0,1", "data=cancer", "hydra.launcher.jobs=2"])
+    assert one == sweep_hash(["data=cancer", "seed=2", "seed=0,1", "sweep.resume=auto"])
+    assert one != sweep_hash(["data=cancer", "seed=0,2"])
+    assert one != sweep_hash(["data=cancer", "seed=0,1"], ["--config-dir=mine"])
