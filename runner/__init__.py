@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
+
+from runner import rooms
 
 TYPE_CHECKING = False  # under -m, a `typing.py` in the current folder would be imported
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+rooms.install()
+
 __all__ = [
     "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Trained",
     "Verdict", "__version__", "benchmark_optimizations", "build", "check_model", "compose",
@@ -56,6 +58,7 @@ _MODULE_BY_NAME = {
     "Trained": "runner.datasets.trained",
     "Verdict": "runner.core.interfaces.hook",
     "benchmark_optimizations": "runner.measure.benchmark.live_model",
+    "build": "runner.core.build.build",
     "check_model": "runner.loops.inference",
     "compose": "runner.core.config.composing",
     "create_training_pipeline": "runner.loops.pipeline",
@@ -82,18 +85,3 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_BY_NAME[name]), name)
-
-
-class _Package(ModuleType):
-    """Keeps `runner.build` the function: importing the module of that name would replace it."""
-
-    @property
-    def build(self) -> Any:
-        return import_module("runner.build").build
-
-    @build.setter
-    def build(self, module: ModuleType) -> None:
-        """Ignore the module that the import system binds; it is in `sys.modules`."""
-
-
-sys.modules[__name__].__class__ = _Package

@@ -23,7 +23,8 @@ TARGET = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """\
 # Config keys
 
-Written by `python scripts/config_docs.py` from the dataclasses of `runner/core/config/run_config.py`; do not edit.
+Written by `python scripts/config_docs.py` from the dataclasses of
+`runner/core/config/run_config.py`; do not edit.
 What each group's options set is in `conf/<group>/`. Type `key=value`; `null` is for "not set".
 """
 COLUMNS = "| key | type | default | bounds | meaning |\n|---|---|---|---|---|\n"

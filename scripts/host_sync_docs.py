@@ -13,9 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "architecture.md"
 PATTERNS = (
-    *(f"training/{name}.py" for name in ("step", "loop", "metrics", "timing", "evaluation")),
-    *("optim/*.py", "stability/*.py", "hooks/*.py", "checks/batch*.py"),
-    *(f"distributed/{name}.py" for name in ("world", "parallel", "sharded", "batchnorm")),
+    *(f"core/train/{name}.py" for name in ("step", "loop", "metrics", "timing")),
+    "core/execution/evaluation.py",
+    *(f"core/{name}.py" for name in ("optim/*", "stability/*", "hooks/*", "checks/batch*")),
+    *(f"scale/distributed/{name}.py" for name in ("world", "parallel", "sharded", "batchnorm")),
 )
 READS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
 CASTS = {"float", "int", "bool"}

@@ -16,12 +16,14 @@ from tests import composed, kept_sandbox, warm_workers
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    *("techniques/test_whole_step.py", "jobs/test_predict.py", "blackbox/test_runs.py"),
-    *("test_resume.py", "parity/test_mutants.py", "hooks/test_resources.py"),
-    *("jobs/test_benchmark.py", "data/test_strangers.py", "jobs/test_export.py"),
-    *("benchmark/test_worker_ends.py", "sweep/test_sweep.py", "test_packaging.py"),
-    *("debug/test_memory.py", "sweep/test_endings.py"),
-    *("techniques/test_compile.py", "replay/test_seeded_faults.py", "parity/test_parity.py"),
+    *("core/techniques/test_whole_step.py", "datasets/test_predict.py"),
+    *("blackbox/test_runs.py", "core/train/test_resume.py"),
+    *("measure/parity/test_mutants.py", "core/hooks/test_resources.py"),
+    *("measure/benchmark/test_job.py", "core/data/test_strangers.py"),
+    *("datasets/test_export.py", "measure/benchmark/test_worker_ends.py"),
+    *("scale/sweep/test_sweep.py", "test_packaging.py", "diagnose/debug/test_memory.py"),
+    *("scale/sweep/test_endings.py", "core/techniques/test_compile.py"),
+    *("diagnose/replay/test_seeded_faults.py", "measure/parity/test_parity.py"),
 )
 
 

@@ -51,11 +51,11 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> None:
     """Fork a child for each request and wait for it; only a child returns."""
-    import runner.build  # noqa: F401
     import torch._dynamo  # noqa: F401  # which every optimizer of torch's imports
     import warm_workers  # from this folder
 
     import runner.cli.launch  # noqa: F401
+    import runner.core.build.build  # noqa: F401
 
     warm_workers.install()
     gc.freeze()

@@ -37,6 +37,6 @@ class WarmProcess(context.ForkServerProcess):
 def install() -> None:
     """From here on, in this process."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch._dynamo", "runner.build"])
+    server.set_forkserver_preload(["torch._dynamo", "runner.core.build.build"])
     changed = {"get_context": lambda _: SimpleNamespace(Pipe=server.Pipe, Process=WarmProcess)}
     process.multiprocessing = SimpleNamespace(**vars(multiprocessing) | changed)  # type: ignore

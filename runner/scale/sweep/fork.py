@@ -20,7 +20,7 @@ from runner.core import fork_server
 from runner.core.process_wait import ENDED, PolledClock, process_state
 
 PRELOAD = [
-    "runner.build",
+    "runner.core.build.build",
     "runner.cli.launch",
     "runner.core.jobs.train",
     "runner.core.record.tensorboard",

@@ -168,7 +168,8 @@ def test_limits_on_tables_do_not_change_the_hash() -> None:
 
 def test_the_hash_is_the_same_in_every_process(default: RunConfig) -> None:
     code = (
-        "from runner.core.config.composing import compose; from runner.core.config.run_config import config_hash;"
+        "from runner.core.config.composing import compose;"
+        "from runner.core.config.run_config import config_hash;"
         "print(config_hash(compose()))"
     )
     got = subprocess.check_output([sys.executable, "-c", code], cwd=CONF.parent, text=True)
@@ -301,10 +302,10 @@ def test_the_public_names_are_these() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import runner, runner.core.config.composing, sys; runner.compose; assert 'torch' not in sys.modules",
-        "import runner.build; from runner import build; assert callable(build), build",
+        "import runner, sys; runner.compose; assert 'torch' not in sys.modules",
+        "import runner.core.build.build; from runner import build; assert callable(build), build",
         pytest.param(
-            "from runner import build as a; import runner.build; assert runner.build is a",
+            "import runner.errors, runner.core.errors as core; assert runner.errors is core",
             marks=pytest.mark.slow,
         ),
     ],

@@ -28,7 +28,8 @@ def test_the_process_grows_by_what_it_holds() -> None:
 @linux
 def test_the_peak_of_a_small_child_is_not_its_large_parents() -> None:
     block = bytearray(b"x") * (256 * MIB)
-    code = "from runner.core.device import memory as m; print(m.peak_process_bytes(), m.process_bytes())"
+    code = "from runner.core.device import memory as m\n"
+    code += "print(m.peak_process_bytes(), m.process_bytes())"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -76,7 +76,8 @@ torch.nn.modules torch.nn.modules.module.OrderedDict torch.nn.modules.module.fun
 torch.nn.init.math torch.nn.init.math.sqrt torch.nn.Module.load_state_dict functools.partial
 torch.optim.optimizer._RequiredParameter torch.utils._pytree.tree_map torch.nn.Linear.__init__
 torch.utils.data.datapipes.iter.FileOpener torch.nn.functional.torch.load torch.nnx.Linear
-torchx.nn.Linear runner.core.techniques.amp.Amp runner.core.security.registry.resolve runner.core.models.nope
+torchx.nn.Linear runner.core.techniques.amp.Amp runner.core.security.registry.resolve
+runner.core.models.nope
 runner.cli.launch.os.mkdir runner.core.record.storage.replace_text importlib.import_module
 hydra.utils.instantiate hydra.utils.get_method hydra._internal.utils._locate code.interact
 omegaconf.OmegaConf.create pty.spawn ctypes.CDLL runpy.run_path pip.main timeit.timeit
@@ -104,8 +105,8 @@ def test_malformed_names_are_refused(package: str, target: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["os", "builtins", "torch", "torch.nn", "hydra", "omegaconf", "runner", "runner.core.models", "sys",
-     "subprocess", "importlib.util", "", "__main__", "."],
+    ["os", "builtins", "torch", "torch.nn", "hydra", "omegaconf", "runner", "runner.core.models",
+     "sys", "subprocess", "importlib.util", "", "__main__", "."],
 )  # fmt: skip
 def test_packages_that_can_run_anything_are_never_trusted(name: str) -> None:
     with pytest.raises(SecurityError, match="security.trusted"):

@@ -28,7 +28,7 @@ from runner.measure.benchmark.workers.worker import FINISH, WORKER_LOG, WorkerSp
 
 PRELOADED_MODULES = [
     "torch._dynamo",  # imported by every torch optimizer
-    "runner.build",
+    "runner.core.build.build",
     "runner.core.train.loop",
     "runner.measure.benchmark.workers.turn_hook",
     "runner.core.record.tensorboard",

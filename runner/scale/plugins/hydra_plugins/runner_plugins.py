@@ -1,5 +1,5 @@
-"""Hydra plugins for sweeps. Hydra imports this module at every start, so `runner.scale.sweep`, which does
-the work, is imported only when a sweep runs.
+"""Hydra plugins for sweeps. Hydra imports this module at every start, so `runner.scale.sweep`,
+which does the work, is imported only when a sweep runs.
 """
 
 from __future__ import annotations
