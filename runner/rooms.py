@@ -1,4 +1,8 @@
-"""Where modules are found that documents, messages and files of runs name by an earlier path."""
+"""The rooms of the package, and the table of names by which one reaches what lies in another.
+
+Who may import whom is in docs/architecture.md; whatever else a room uses of another one is named
+here and imported when it is asked for. A room whose folder is missing is named in a UsageError.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,53 @@ from importlib.machinery import ModuleSpec
 TYPE_CHECKING = False  # under -m, a `typing.py` in the current folder would be imported
 if TYPE_CHECKING:
     from types import ModuleType
+    from typing import Any
+
+NAMES = {
+    "job": {
+        "train": "core.jobs.train:main",
+        "evaluate": "core.jobs.evaluate:main",
+        "predict": "datasets.predict:main",
+        "doctor": "diagnose.doctor.job:main",
+        "verify": "measure.verify.job:main",
+        "replay": "diagnose.replay.job:main",
+        "replay_step": "diagnose.replay.step:replay_step",
+        "benchmark": "measure.benchmark.job:main",
+        "scan": "scan.job:main",
+    },
+    "auto": {"resolve": "measure.auto.resolve:resolve_auto"},
+    "comparison": {
+        "curves": "measure.curves:draw_run_curves",
+        "sweep": "measure.sweep_speed:compare_sweep",
+    },
+    "data": {
+        "hugging_face": "datasets.hugging_face_files:encode_texts",
+        "split_names": "datasets.saved_dataset:split_names",
+        "table_checks": "datasets.table_report:check_data_table",
+    },
+    "debug": {"out_of_memory": "diagnose.debug.memory_breakdown:write_oom_report"},
+    "doctor": {"rank": "diagnose.doctor.job:main"},
+    "export": {
+        "check": "datasets.export:check_export_packages",
+        "write": "datasets.export:export",
+    },
+    "files": {
+        "folder": "scan.scan:scan_folder",
+        "sandbox": "scan.sandbox:Sandbox",
+    },
+    "model": {"hf": "datasets.hugging_face_model:build_pretrained"},
+    "preflight": {
+        "benchmark": "measure.benchmark.regression:check_arms",
+        "scan": "scan.job:find_scan_path",
+    },
+    "processes": {
+        "config": "scale.distributed.join:config_for_rank",
+        "join": "scale.distributed.join:join_from_program",
+        "parallel": "scale.distributed.parallel:parallelise",
+        "stats": "scale.distributed.process_stats:ProcessStats",
+    },
+}
+"""`room.module:attribute` by kind and name."""
 
 MOVED = {
     "runner.benchmark.auto.resolve": "runner.measure.auto.resolve",
@@ -48,7 +99,26 @@ class _MovedModules:
             sys.modules[name] = import_module(MOVED[name])
 
 
+def find(kind: str, name: str, needed_by: str = "") -> Any:
+    """Return what `NAMES` names, which may lie in another room.
+
+    `needed_by` is the key and value, as typed, that the user gave. UsageError if the room's folder
+    is missing.
+    """
+    module, _, attribute = NAMES[kind][name].partition(":")
+    room = f"runner.{module.partition('.')[0]}"
+    try:
+        import_module(room)
+    except ModuleNotFoundError as error:
+        if error.name != room:
+            raise
+        from runner.core.errors import UsageError
+
+        raise UsageError(f"{needed_by or f'{kind} {name}'} needs {room}") from None
+    return getattr(import_module(f"runner.{module}"), attribute)
+
+
 def install() -> None:
     """Let imports find the moved modules, after all other ways to find one."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
+        sys.meta_path.append(_MovedModules())

@@ -4,8 +4,8 @@
 
 Checkpoints are sound zips, safetensors, legacy files, npz and npy with a few changed bytes or
 fields (tests/core/security/files/mutants.py); configs are those of both corpora with a changed
-word or file. The same seed gives the same mutants. Processes of their own try them, so that one that dies
-or hangs is counted with the number of the mutant that it died of, and the rest goes on.
+word or file. The same seed gives the same mutants. Processes of their own try them, so that one
+that dies or hangs is counted with the number of the mutant that it died of, and the rest goes on.
 
 What must hold: no crash, none that takes longer than ten seconds; a file that loads is what it was
 or has another digest; for a config nothing is imported or run. Exit code 1 where that is not so.

@@ -11,7 +11,7 @@ from multiprocessing import context
 from pathlib import Path
 from types import SimpleNamespace
 
-from runner.measure.benchmark.workers import process
+from runner.core.security import child_process as process
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,6 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from runner import rooms
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.core.config.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.core.config.groups import CONF
@@ -209,9 +210,7 @@ def _check_run(
     if config.job.kind is JobKind.benchmark:
         _check_benchmark(config, flags)
     if config.job.kind is JobKind.scan:
-        from runner.scan.job import find_scan_path
-
-        find_scan_path(config.scan.path)
+        rooms.find("preflight", "scan", "job=scan")(config.scan.path)
 
 
 def _is_restarted() -> bool:
@@ -253,12 +252,9 @@ def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
     """Check that every arm composes, and that the stored result to compare with exists."""
     if config.benchmark.claims:  # claims have their own arms
         return
-    from runner.measure.benchmark.arms import compose_arms
-    from runner.measure.benchmark.regression import load_baseline
-
     name = flags.config_name or "config"
-    arms = compose_arms(config.benchmark, flags.overrides, flags.config_folders, name)
-    load_baseline(config.benchmark, [arm.name for arm in arms])
+    check_arms = rooms.find("preflight", "benchmark", "job=benchmark")
+    check_arms(config.benchmark, flags.overrides, flags.config_folders, name)
 
 
 def _resume_folder(

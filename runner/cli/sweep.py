@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from runner import rooms
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.cli.resume import check_inputs_exist
 from runner.core.checkpoint.ownership import check_no_record
@@ -170,22 +171,13 @@ def compare_jobs(session: SweepSession, ended: bool) -> tuple[int, list[str]]:
     failures = [f"{job.title}: {job.status}: {job.reason}" for job in jobs if job.failed]
     if not session.folder.is_dir():
         return len(jobs), failures
-    from runner.core.record.console import print_stdout
-    from runner.measure.comparison import write_comparison
-    from runner.measure.discover import compare_folders
-    from runner.measure.sweep_speed import discard_outdated_speed, measure_configurations
-    from runner.measure.table import ComparisonScreen
-
     try:
-        discard_outdated_speed(session)
-        comparison = compare_folders([session.folder])
-        write_comparison(comparison, session.folder)
-        try:
-            if ended and measure_configurations(session, comparison):
-                comparison = compare_folders([session.folder])
-                write_comparison(comparison, session.folder)
-        finally:
-            print_stdout(ComparisonScreen(comparison), crop=False)
+        compare = rooms.find("comparison", "sweep", "the comparison of a sweep")
+    except UsageError as error:
+        sys.stderr.write(f"warning: {error}\n")
+        return len(jobs), failures
+    try:
+        comparison = compare(session, ended)
     except Interrupted:
         raise
     except UsageError as error:  # no job has started

@@ -148,3 +148,11 @@ class Interrupted(RunnerError):
         import signal  # imported late: at the top a signal.py in the current folder would be taken
 
         return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+class WorkerFailure(Exception):
+    """A process of ours has ended early: `status` is failed, killed, timeout or oom."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason

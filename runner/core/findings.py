@@ -1,9 +1,9 @@
-"""Findings about a file, a model or data, and how far a file may be trusted."""
+"""Findings about a file, a model, data or a machine, and how far a file may be trusted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class Severity(IntEnum):
@@ -41,3 +41,28 @@ class Reason:
     def __str__(self) -> str:
         tail = f"; {self.way_out}" if self.way_out else ""
         return f"{self.where}: {self.evidence}{tail}" if self.where else f"{self.evidence}{tail}"
+
+
+class CheckStatus(Enum):
+    """The result of a check."""
+
+    ok = "ok"
+    warn = "warn"  # slower, or some runs will fail
+    fail = "fail"  # no run can work
+
+
+@dataclass(frozen=True)
+class DoctorCheck:
+    """A check's result, and how to fix it."""
+
+    name: str
+    status: CheckStatus
+    finding: str
+    fix: str = ""
+
+    @classmethod
+    def of(
+        cls, name: str, ok: bool, finding: str, fix: str, failure: CheckStatus = CheckStatus.warn
+    ) -> DoctorCheck:
+        """Return a check; the fix is included unless it is good."""
+        return cls(name, CheckStatus.ok, finding) if ok else cls(name, failure, finding, fix)

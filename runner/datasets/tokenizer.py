@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from runner import rooms
 from runner.core.data.paths import existing_path
 from runner.core.data.preprocessing import Preprocessing
 from runner.core.errors import ConfigError, SecurityError
@@ -29,7 +30,6 @@ from runner.datasets.hugging_face_files import (
     vocabulary_digest,
 )
 from runner.datasets.table_files import check_memory
-from runner.scan.sandbox import Sandbox
 
 log = logging.getLogger("runner")
 KEY = "data.tokenizer"
@@ -134,7 +134,10 @@ def _try_tokenizer(path: Path, policy: FilePolicy, texts: Sequence[bytes]) -> No
     step = max(1, sum(map(len, texts)) // TRIAL_BYTES)
     sample = [*texts[::step], max(texts, key=len, default=b"")[:TRIAL_BYTES]]
     decoded = [PROBE, *(text[:TRIAL_BYTES].decode("utf-8", "replace") for text in sample)]
-    with FileBytes.open_copy(path) as data, Sandbox() as sandbox:
+    with (
+        FileBytes.open_copy(path) as data,
+        rooms.find("files", "sandbox", "data.tokenizer")() as sandbox,
+    ):
         if trust_by_digest(path, data, policy) is Trust.UNTRUSTED:
             for reason in sandbox.try_tokenizer(data, path.name, decoded):
                 raise SecurityError(escape_control_chars(f"{path}: refused: {reason}"))

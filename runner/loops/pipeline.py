@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 
+from runner import rooms
 from runner.core.build.arguments import (
     Closeable,
     InMemoryDataset,
@@ -43,7 +44,6 @@ from runner.core.record.summary import Summary
 from runner.core.schemas.data import DataConfig
 from runner.core.schemas.models import ModelConfig
 from runner.core.train.loop import train
-from runner.measure.auto.resolve import resolve_auto
 
 CALLER = "create_training_pipeline"
 
@@ -86,6 +86,7 @@ def create_training_pipeline(
         run_folder = Path(folder or Path("outputs/runs") / config.name / timestamp)
         check_folder(run_folder, config.checkpoint.resume, trains=True)
     components = Components(model, dataset, loss_fn and loss_objective(loss_fn), optimizer)
+    resolve_auto = rooms.find("auto", "resolve", "optimization=auto")
     run = build(config, run_folder, resolve_auto(config, run_folder, components))
     run.hooks += hooks
     return TrainingPipeline(run)

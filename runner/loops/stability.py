@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Sequence
-from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runner import rooms
 from runner.core.build.arguments import (
     Closeable,
-    Loss,
     as_batch,
     check_loss,
-    check_model_arguments,
     check_overrides,
     check_whole_number,
-    move_to_device,
 )
 from runner.core.captures.manifest import CapturedWeights, CaptureManifest, list_captures
 from runner.core.captures.run_captures import random_state
 from runner.core.captures.writer import write_capture
 from runner.core.config.composing import compose
-from runner.core.errors import CheckpointError, GaveUp, UsageError
+from runner.core.errors import GaveUp, UsageError
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import batch_size_of
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Progress, Run
 from runner.core.optim.optimizer import Optimizer
 from runner.core.optim.user_optimizer import preserve_lrs, scale_lrs
-from runner.core.preserved_state import preserve_random_state
 from runner.core.record.history import History
 from runner.core.record.provenance import versions
 from runner.core.record.storage import guard_folder, make_folder
-from runner.core.record.text import shorten
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.stability.anomalies import Anomaly
 from runner.core.stability.controller import StabilityController
 from runner.core.train.metrics import StepMetricsReader
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.results import Cause
-from runner.diagnose.replay.trace import trace_step
 from runner.loops.guarded_optimizer import GuardedOptimizer
-from runner.loops.optimize import LazyRun
 
 log = logging.getLogger("runner")
 
@@ -249,7 +237,7 @@ class Stability(Closeable):
         if not captured or self.history.folder is None:
             return ""
         path = str(self.history.folder / captured[-1])
-        call = f"runner.loops.stability.replay_step({path!r}, model, loss_fn)"
+        call = f"runner.diagnose.replay.step.replay_step({path!r}, model, loss_fn)"
         return f"; to find the cause: {call}"
 
 
@@ -317,45 +305,6 @@ class StepCaptures:
         """No-op: captures of a loop are named in its summary and by GaveUp."""
 
 
-def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
-    """Repeat a captured step with every operation traced, to find where it went bad.
-
-    `path` is the capture's folder, `model` has the same architecture (a copy gets the step's
-    weights), `loss_fn(output, target)` is the loop's loss. Random generators start from their state
-    at the end of the previous step, the device's too if the model is on the same kind of device.
-    Raises CheckpointError, SecurityError or UsageError.
-    """
-    check_model_arguments("replay_step", model, loss_fn=loss_fn)
-    capture = open_capture(Path(path))
-    model_copy, (inputs, target) = deepcopy(model), capture.batch
-    try:
-        model_copy.load_state_dict(dict(capture.model or {}))
-        for name, buffer in capture.buffers.items():
-            model_copy.get_buffer(name).copy_(buffer)
-    except (RuntimeError, AttributeError) as error:
-        reason = shorten(str(error), 300)
-        raise CheckpointError(f"{path}: does not fit this model: {reason}") from error
-    inputs = tuple(inputs) if isinstance(inputs, list) else inputs
-    threads = [f"device.threads={capture.manifest.threads}"]
-    trainable = [p for p in model_copy.parameters() if p.requires_grad]
-    dummy = torch.optim.SGD(trainable, lr=0.0)
-    lazy = LazyRun("replay_step", model_copy, "none", threads, None, {}, dummy, loss_fn)
-    with preserve_random_state(), ExitStack() as scope:
-        try:
-            run = lazy.build_run(inputs, target)
-            device, device_state = run.device.torch, capture.random.get("device")
-            if device_state is not None and capture.manifest.device.get("kind") == device.type:
-                if (before := device_random_state(device)) is not None:
-                    scope.callback(set_device_random_state, device, before)
-                set_device_random_state(device, device_state)
-            torch.set_rng_state(capture.random["torch"])
-            random.setstate(capture.random["python"])
-            np.random.set_state(capture.random["numpy"])
-            return trace_step(run, move_to_device((inputs, target), run.device.torch))
-        finally:
-            lazy.close()
-
-
 def device_random_state(device: torch.device) -> Tensor | None:
     """Return the state of an accelerator's generator, which the host keeps; None of a CPU."""
     if device.type == "cuda":
@@ -369,3 +318,10 @@ def set_device_random_state(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
     elif device.type == "mps":
         torch.mps.set_rng_state(state)
+
+
+def __getattr__(name: str) -> Any:
+    """Return `replay_step`, which was in this module."""
+    if name != "replay_step":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return rooms.find("job", "replay_step")

@@ -16,7 +16,6 @@ from runner.core.format import finite
 from runner.core.record.storage import (
     guard_folder,
     make_folder,
-    read_record,
     remove_file,
     replace_text,
 )
@@ -36,7 +35,6 @@ JSON_FILE, MARKDOWN_FILE, HTML_FILE = "comparison.json", "comparison.md", "compa
 TENSORBOARD_RUN = "comparison"  # the TensorBoard run
 METRIC_PREFIX = "metric:"  # prefix of a metric's name in a column's key
 BEST_KEY = f"{METRIC_PREFIX}best"  # best value of the monitored metric
-MAX_DEPTH = 50  # nesting accepted in a record; ours have five levels
 SUMMARY_PATHS = {
     "samples_per_second": ("throughput", "samples_per_second"),
     "step_ms": ("throughput", "step_ms", "p50"),
@@ -44,22 +42,6 @@ SUMMARY_PATHS = {
     "peak_device_bytes": ("memory", "peak_device_bytes"),
 }
 """Paths in summary.json of the numbers that a benchmark measures too."""
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON record; None if it is damaged or nested deeper than `MAX_DEPTH`."""
-    try:
-        tree = json.loads(read_record(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return tree if _is_shallow(tree, MAX_DEPTH) else None
-
-
-def _is_shallow(value: Any, levels: int) -> bool:
-    children = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    )
-    return levels > 0 and all(_is_shallow(item, levels - 1) for item in children)
 
 
 def value_at(tree: Any, *path: str) -> Any:

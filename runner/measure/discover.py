@@ -21,6 +21,7 @@ from runner.core.record.hydra_files import (
     read_flat_config,
     recorded_overrides,
 )
+from runner.core.record.json_records import read_json
 from runner.core.record.summary import SUMMARY_FILE as SUMMARY_FILE
 from runner.core.record.summary import Summary
 from runner.core.schemas.data import LOADING_KEYS
@@ -31,7 +32,6 @@ from runner.measure.comparison import (
     ComparisonRow,
     compare_arms,
     number_at,
-    read_json,
     text_at,
 )
 from runner.measure.naming import name_rows

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
+from runner.core.config.groups import REPLICATE_KEYS
 from runner.core.record.hydra_files import overrides_by_key
 from runner.measure.benchmark.statistics import CONFIDENCE, t_quantile
 from runner.measure.comparison import (
@@ -18,8 +19,6 @@ from runner.measure.comparison import (
 )
 from runner.measure.naming import name_rows
 
-REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
-"""Override keys that only distinguish replicates, and the noun for each."""
 SHARES = {"accuracy", "top5", "f1", "auroc", "precision", "recall"}  # metrics between 0 and 1
 SHARE, UNBOUNDED = (0.0, 1.0), (-math.inf, math.inf)
 

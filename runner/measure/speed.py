@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runner.core.config.groups import REPLICATE_KEYS
 from runner.core.errors import StorageError
 from runner.core.format import join_names
 from runner.core.record.hydra_files import overrides_by_key
@@ -17,7 +18,7 @@ from runner.core.schemas.data import LOADING_KEYS
 from runner.measure.benchmark.result import FILE, BenchmarkResult
 from runner.measure.comparison import ComparisonRow, number_at, text_at
 from runner.measure.naming import changes_speed, varied_keys
-from runner.measure.replicates import REPLICATE_KEYS, configuration_key, name_configurations
+from runner.measure.replicates import configuration_key, name_configurations
 
 FOLDER = "benchmark"  # of a sweep: the configurations measured in turns
 MIN_TURNS = 5  # of each configuration, for an interval and a headline

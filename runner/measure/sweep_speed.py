@@ -14,7 +14,7 @@ from runner.core.config.composing import typed
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import Interrupted
 from runner.core.masking import mask_secrets
-from runner.core.record.console import set_up_logging
+from runner.core.record.console import print_stdout, set_up_logging
 from runner.core.record.hydra_files import overrides_by_key
 from runner.core.record.storage import remove_file
 from runner.core.record.text import escape_control_chars
@@ -23,10 +23,12 @@ from runner.core.schemas.distributed import DistributedKind
 from runner.core.schemas.jobs import JobKind
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.result import FILE, BenchmarkResult
-from runner.measure.comparison import Comparison, ComparisonRow
+from runner.measure.comparison import Comparison, ComparisonRow, write_comparison
+from runner.measure.discover import compare_folders
 from runner.measure.naming import varied_keys
 from runner.measure.replicates import configuration_key, name_configurations
 from runner.measure.speed import FOLDER, MIN_TURNS, engagement, read_measured_speed
+from runner.measure.table import ComparisonScreen
 from runner.scale.sweep.state import SweepSession
 
 log = logging.getLogger("runner")
@@ -36,6 +38,20 @@ MIN_CONFIGURATIONS, MAX_CONFIGURATIONS = 2, 6
 TIME_SHARE = 0.2  # of the sweep's time, for measured turns
 MIN_BUDGET_S, MAX_BUDGET_S = 10.0, 60.0
 MAX_TURN_S = 0.25
+
+
+def compare_sweep(session: SweepSession, ended: bool) -> Comparison:
+    """Write and print a sweep's comparison, also of modes measured in turns if it has `ended`."""
+    discard_outdated_speed(session)
+    comparison = compare_folders([session.folder])
+    write_comparison(comparison, session.folder)
+    try:
+        if ended and measure_configurations(session, comparison):
+            comparison = compare_folders([session.folder])
+            write_comparison(comparison, session.folder)
+    finally:
+        print_stdout(ComparisonScreen(comparison), crop=False)
+    return comparison
 
 
 def discard_outdated_speed(session: SweepSession) -> None:

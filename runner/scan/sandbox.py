@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Self
 
+from runner import rooms
 from runner.core.findings import Reason, Severity
 from runner.core.masking import mask_secrets
 from runner.core.parent_death import watch_parent
@@ -246,10 +247,8 @@ def serve() -> None:
 
 def _encode(tokenizer: bytes, texts: list[str]) -> list[Reason]:
     """Return the reason to refuse a tokenizer.json that fails on texts."""
-    from runner.datasets.hugging_face_files import encode_texts
-
     try:
-        encode_texts(tokenizer, texts)
+        rooms.find("data", "hugging_face")(tokenizer, texts)
     except BaseException as error:  # a panic of the library is no Exception
         evidence = f"it fails on a text: {printable(error)}"
         return [Reason("tokenizer.failed", Severity.REFUSAL, "", evidence)]

@@ -157,6 +157,12 @@ def list_items(path: Path, policy: FilePolicy) -> Iterator[ScanItem]:
                 yield item
 
 
+def scan_folder(folder: Path, policy: FilePolicy) -> Assessment:
+    """Return the verdict on a folder judged as a whole."""
+    with Scanner(policy) as scanner:
+        return scanner.scan(list_folder(folder))
+
+
 def list_folder(path: Path) -> ScanItem:
     """Return a file, or a folder judged as a whole."""
     if not os.path.isdir(path):

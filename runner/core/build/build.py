@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from runner import rooms
 from runner.core.build.data import (
     LoaderFactory,
     check_data_files,
@@ -151,11 +152,12 @@ class _Build:
         self.config = config = _resolve_auto(config, components)
         self.world = components.world
         if config.distributed.kind is not DistributedKind.none:
-            from runner.scale.distributed.join import config_for_rank, join_from_program
-
+            typed = f"distributed={config.distributed.kind.value}"
             if self.world is None:
-                self.world, folder = join_from_program(config, folder, scope)
-            self.config = config = config_for_rank(config, self.world.place)
+                join = rooms.find("processes", "join", typed)
+                self.world, folder = join(config, folder, scope)
+            config = rooms.find("processes", "config", typed)(config, self.world.place)
+            self.config = config
         self.shared_folder = folder  # all processes but the first have subfolders in it
         if folder is not None:
             folder = folder if self.world is None else self.world.folder(folder)
@@ -337,10 +339,11 @@ class _Build:
         if not isinstance(config, HuggingFaceConfig) or config._target_ is not None:
             return build_model(config, sizes, self.resolve_target)
         from runner.core.data.paths import existing_path
-        from runner.datasets.hugging_face_model import build_pretrained
 
+        build_pretrained = rooms.find("model", "hf", "model=hf")
         folder = existing_path(config.path, "model.path")
         random_init = self.resumes or config.weights is not None or not config.pretrained
+        model: nn.Module
         model, choices = build_pretrained(folder, sizes, None if random_init else self.policy)
         self.choices += choices
         return model
@@ -471,9 +474,7 @@ class _Build:
             self.config.optimization, builder, self.components.techniques, self.resolve_target
         )
         if self.world is not None:  # last: layers are sharded after techniques have changed them
-            from runner.scale.distributed.parallel import parallelise
-
-            self.techniques += parallelise(self.world, builder)
+            self.techniques += rooms.find("processes", "parallel")(self.world, builder)
             if self.world.shards is not None:
                 self.checkpointer.commit = self.world.checkpoint_commit()
         undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
@@ -628,9 +629,7 @@ class _Build:
         folder, files = self.record_folder, self.data_files
         hooks = build_hooks(config, self.debug, self.settings, folder, resolve, files)
         if self.world is not None:
-            from runner.scale.distributed.process_stats import ProcessStats
-
-            hooks.insert(0, ProcessStats())
+            hooks.insert(0, rooms.find("processes", "stats")())
         return [*self.run_data.hooks, *hooks, *self.components.hooks]
 
     def make_step_graph(self) -> StepGraph | None:

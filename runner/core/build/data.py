@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from runner import rooms
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.run_config import RunConfig, flatten_config
 from runner.core.data.dataset import Dataset, TensorsDataset
@@ -113,8 +114,7 @@ def open_run_data(
             log.info("%s: %s", choice.value, choice.reason)
     hooks = list[Hook]()
     if data.choices or (isinstance(data, TensorsDataset) and data.named_columns()):
-        from runner.datasets.table_report import check_data_table
-
+        check_data_table = rooms.find("data", "table_checks")
         table = replace(
             config.checks.table, enabled=config.checks.table.enabled and not evaluates_all
         )

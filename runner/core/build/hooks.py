@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from runner import rooms
 from runner.core.checks.batch import BatchChecks, DataSpec, Prescan
 from runner.core.checks.batch_validator import BatchValidator
 from runner.core.checks.model import ModelCheck
@@ -108,9 +109,7 @@ class OomReport(Hook):
         try:
             yield
         except OutOfMemory as error:
-            from runner.diagnose.debug.memory_breakdown import write_oom_report
-
-            write_oom_report(run, str(error))
+            rooms.find("debug", "out_of_memory")(run, str(error))
             raise
 
 

@@ -12,6 +12,8 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
 )
 GROUP_ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
 """Alternative names of groups."""
+REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
+"""Override keys that only distinguish replicates, and the noun for each."""
 MIN_SIMILARITY = 0.75  # similarity above which two spellings count as one word
 USER_CLASS_GROUPS = ("data", "model", "objective")
 """Groups in which `_target_` may name a user-defined class."""

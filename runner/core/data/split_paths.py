@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from runner import rooms
 from runner.core.data.dataset import Dataset
 from runner.core.data.open import OpenOptions, open_data
 from runner.core.data.paths import check_link, existing_path
@@ -107,9 +108,7 @@ def _check_disjoint(sources: dict[str, Path]) -> None:
 
 def _saved_splits(root: Path, opening: OpenOptions, config: DataConfig) -> SplitPaths | None:
     """Return the splits of a folder written by `datasets`; other split names are not used."""
-    from runner.datasets.saved_dataset import split_names
-
-    if not (splits := split_names(root)):
+    if not (splits := rooms.find("data", "split_names")(root)):
         return None
     folders = {
         s: [n for n in splits if n.lower() in SPLIT_FOLDER_NAMES[s]] for s in SPLIT_FOLDER_NAMES

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner import rooms
 from runner.core.schemas.jobs import JobKind
 
 if TYPE_CHECKING:
@@ -15,20 +15,8 @@ if TYPE_CHECKING:
 JobMain = Callable[["RunConfig", Path], object]
 """Returns a Summary if there was a run."""
 
-JOBS: dict[JobKind, str] = {
-    JobKind.train: "runner.core.jobs.train",
-    JobKind.evaluate: "runner.core.jobs.evaluate",
-    JobKind.predict: "runner.datasets.predict",
-    JobKind.doctor: "runner.diagnose.doctor.job",
-    JobKind.verify: "runner.measure.verify.job",
-    JobKind.replay: "runner.diagnose.replay.job",
-    JobKind.benchmark: "runner.measure.benchmark.job",
-    JobKind.scan: "runner.scan.job",
-}
-"""The module with the job's `main`."""
-
 
 def load_job(kind: JobKind) -> JobMain:
     """Import and return the job's `main`."""
-    job: JobMain = import_module(JOBS[kind]).main
+    job: JobMain = rooms.find("job", kind.value, f"job={kind.value}")
     return job

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from runner import rooms
 from runner.core.build.build import Components, build
 from runner.core.checks.model import ModelCheck
 from runner.core.checks.outputs import Changes, OutputChangeCounter, describe_changes, sanitise
@@ -27,7 +28,6 @@ from runner.core.schemas.jobs import ExportKind
 from runner.core.schemas.models import HuggingFaceConfig
 from runner.core.schemas.optimization import Quantization
 from runner.core.train.evidence import build_summary, collect_evidence, technique_statuses
-from runner.datasets.export import check_export_packages, export
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
@@ -36,7 +36,9 @@ def main(config: RunConfig, folder: Path) -> Summary:
     The summary is written before the export, so that a failed export does not lose it.
     """
     kind = config.evaluate.export
-    check_export_packages(kind)
+    if kind is not ExportKind.none:
+        typed = f"evaluate.export={kind.value}"
+        rooms.find("export", "check", typed)(kind)
     with build_trained(config, folder) as run:
         run.recorder.open(run.progress.step)
         run.progress.metrics = _evaluate(run, config.checks.outputs).metrics
@@ -58,6 +60,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
             tokenizer = None
             if isinstance(config.model, HuggingFaceConfig):
                 tokenizer = getattr(config.data, "tokenizer", None) or config.model.path
+            export = rooms.find("export", "write", typed)
             summary.export = export(run, kind, folder / "exports", tokenizer)
         except RunnerError as error:
             summary.reason = str(error)
@@ -75,8 +78,7 @@ def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None =
     config.data = replace(config.data, drop_last=False)
     components = Components(data=data)
     if config.optimization.level == "auto":  # the selection recorded in training, if any
-        from runner.measure.auto.resolve import resolve_auto
-
+        resolve_auto = rooms.find("auto", "resolve", "optimization=auto")
         components = replace(resolve_auto(config, search=False), data=data)
     return build(config, folder, components)
 

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
+from runner import rooms
 from runner.core.errors import StorageError
 from runner.core.format import count_noun, metric, seconds, short_path, size, technique_status
 from runner.core.interfaces.hook import Cost
@@ -26,7 +27,6 @@ from runner.core.record.provenance import describe_git
 from runner.core.record.storage import replace_text
 from runner.core.record.summary import Summary, unbeaten
 from runner.core.record.text import escape_control_chars
-from runner.measure.curves import draw_run_curves
 
 log = logging.getLogger("runner")
 
@@ -120,6 +120,7 @@ def render_report(summary: Summary, folder: Path | None = None) -> str:
 def write_report(summary: Summary, folder: Path) -> None:
     """Write `report.md` and its curves; an OSError is logged, not raised."""
     try:
+        draw_run_curves = rooms.find("comparison", "curves", CURVES_FILE)
         if drawing := draw_run_curves(folder, summary.monitor):
             replace_text(folder / CURVES_FILE, drawing)
         replace_text(folder / "report.md", render_report(summary, folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from runner import rooms
 from runner.core.build.build import Components, build
 from runner.core.config.run_config import RunConfig
 from runner.core.jobs import run_report as report
@@ -25,6 +26,5 @@ def resolve_components(config: RunConfig, folder: Path) -> Components | None:
     """Resolve `optimization=auto`; None for any other level."""
     if config.optimization.level != "auto":
         return None
-    from runner.measure.auto.resolve import resolve_auto
-
-    return resolve_auto(config, folder)
+    components: Components = rooms.find("auto", "resolve", "optimization=auto")(config, folder)
+    return components

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from runner import rooms
 from runner.core.checkpoint import folder as folders
 from runner.core.checkpoint import reading
 from runner.core.checkpoint.manifest import MODEL
@@ -124,7 +125,6 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
     from runner.core.security.files.folder_rules import read_index
     from runner.core.security.files.formats import FileRefusal
     from runner.core.security.files.loader import open_file
-    from runner.scan.sandbox import Sandbox
 
     try:
         by_name = read_index(index)
@@ -132,7 +132,9 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
         raise ConfigError(KEY, f"{index}: {refusal}", COPY_FIX) from None
     tensors: dict[str, Any] = {}
     shards: list[Shard] = []
-    with Sandbox() as sandbox:  # one process for all shards
+    with rooms.find(
+        "files", "sandbox", f"{KEY}={index}"
+    )() as sandbox:  # one process for all shards
         for name in sorted(set(by_name.values())):
             path = index.parent / name
             opened = open_file(path, policy, sandbox=sandbox)

@@ -13,8 +13,6 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from runner.core.device import memory
 from runner.core.device.device import Device
 from runner.core.errors import DISTRIBUTION
+from runner.core.findings import CheckStatus, DoctorCheck
 from runner.core.format import count_noun, size
 from runner.core.techniques import compiler
 
@@ -39,31 +38,6 @@ PACKAGES = (
 
 
 PROBE_SOURCE = '#include <cmath>\nextern "C" double probe(double x) { return std::sqrt(x); }\n'
-
-
-class CheckStatus(Enum):
-    """The result of a check."""
-
-    ok = "ok"
-    warn = "warn"  # slower, or some runs will fail
-    fail = "fail"  # no run can work
-
-
-@dataclass(frozen=True)
-class DoctorCheck:
-    """A check's result, and how to fix it."""
-
-    name: str
-    status: CheckStatus
-    finding: str
-    fix: str = ""
-
-    @classmethod
-    def of(
-        cls, name: str, ok: bool, finding: str, fix: str, failure: CheckStatus = CheckStatus.warn
-    ) -> DoctorCheck:
-        """Return a check; the fix is included unless it is good."""
-        return cls(name, CheckStatus.ok, finding) if ok else cls(name, failure, finding, fix)
 
 
 def run_checks(device: Device, outputs: Path) -> list[DoctorCheck]:

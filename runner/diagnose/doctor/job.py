@@ -18,13 +18,13 @@ from rich.text import Text
 from runner.core.device import capabilities, cgroup, memory
 from runner.core.device.device import select
 from runner.core.errors import UsageError
+from runner.core.findings import CheckStatus, DoctorCheck
 from runner.core.format import size
 from runner.core.record.console import facts_table, print_stdout
 from runner.core.record.storage import write_json
 from runner.core.record.text import escape_control_chars
 from runner.core.schemas.device import DeviceConfig, DeviceKind
 from runner.diagnose.doctor import environment
-from runner.diagnose.doctor.environment import CheckStatus, DoctorCheck
 
 if TYPE_CHECKING:
     from runner.core.config.run_config import RunConfig

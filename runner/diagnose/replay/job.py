@@ -10,11 +10,12 @@ from pathlib import Path
 
 from runner.core.captures.manifest import find_capture
 from runner.core.config.run_config import RunConfig
-from runner.core.errors import ConfigError, NotVerified, StorageError
+from runner.core.errors import ConfigError, NotVerified, StorageError, WorkerFailure
 from runner.core.masking import mask_nested
 from runner.core.record import provenance, storage
 from runner.core.record.console import print_stdout
 from runner.core.record.summary import Summary
+from runner.core.security.child_process import ChildContext, ChildProcess
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.secrets import environment_access, permitted_variables
@@ -24,8 +25,6 @@ from runner.diagnose.replay.capture_reader import open_capture
 from runner.diagnose.replay.investigation import Investigation
 from runner.diagnose.replay.reopen import config_of, reopen_run, with_weights
 from runner.diagnose.replay.results import Attempt, Replay
-from runner.measure.benchmark.blocks import WorkerFailure
-from runner.measure.benchmark.workers.process import ChildContext, ChildProcess
 
 
 def main(config: RunConfig, folder: Path) -> Replay:

@@ -20,6 +20,7 @@ from runner.core.captures.writer import write_capture
 from runner.core.checkpoint.snapshot import Copier
 from runner.core.config.composing import config_from_plain
 from runner.core.config.run_config import RunConfig
+from runner.core.config.variants import keep_techniques, without_side_effects
 from runner.core.data.loader import make_batch_mover
 from runner.core.errors import CheckpointError, UsageError
 from runner.core.execution.evaluation import evaluate
@@ -30,7 +31,6 @@ from runner.core.models.modes import enter_training
 from runner.core.train.resume import load_progress, load_weights, restore_random_state
 from runner.core.train.step import make_step
 from runner.diagnose.replay.capture_reader import Capture, open_capture
-from runner.measure.parity.candidates import keep_techniques, without_side_effects
 
 log = logging.getLogger("runner")
 

@@ -21,9 +21,10 @@ from torch import nn
 from runner.core.build.build import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.run_config import RunConfig, config_hash
+from runner.core.config.variants import without_side_effects
 from runner.core.data.loader import BatchLoader
 from runner.core.device.signals import InterruptHandler
-from runner.core.errors import RunnerError
+from runner.core.errors import RunnerError, WorkerFailure
 from runner.core.interfaces.batch import call_model
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Choice
@@ -47,11 +48,10 @@ from runner.measure.auto.search import (
     sort_techniques,
 )
 from runner.measure.benchmark.arms import Arm
-from runner.measure.benchmark.blocks import WorkerFailure
 from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.parity_checker import ParityChecker
 from runner.measure.benchmark.rounds import MeasureOptions
-from runner.measure.parity.candidates import copy_components, open_run, without_side_effects
+from runner.measure.parity.candidates import copy_components, open_run
 from runner.measure.parity.trajectory import make_finite_step
 
 log = logging.getLogger("runner")

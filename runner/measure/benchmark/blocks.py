@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from runner.core.errors import WorkerFailure
 from runner.measure.benchmark.statistics import (
     CONFIDENCE,
     AlphaSpending,
@@ -76,14 +77,6 @@ class WorkerResults:
         """Return the summary's row of a technique; a row with only a reason if it has none."""
         rows = self.summary.get("techniques") or []
         return next((row for row in rows if row["name"] == name), {"reason": "not seen"})
-
-
-class WorkerFailure(Exception):
-    """An arm's process has ended early: `status` is failed, killed, timeout or oom."""
-
-    def __init__(self, status: str, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 Relaunch = Callable[[Sequence[str], float], dict[str, WorkerFailure]]

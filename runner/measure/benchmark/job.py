@@ -11,6 +11,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from runner.core.config.run_config import RunConfig
+from runner.core.config.variants import without_techniques
 from runner.core.device.signals import raise_on_signals
 from runner.core.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
 from runner.core.record import provenance
@@ -23,7 +24,6 @@ from runner.measure.benchmark.blocks import INTERRUPTED
 from runner.measure.benchmark.engine import BenchmarkInterrupted, list_failed_arms, measure
 from runner.measure.benchmark.result import DONE, BenchmarkResult
 from runner.measure.benchmark.rounds import MeasureOptions, ending_signal
-from runner.measure.parity.candidates import without_techniques
 from runner.measure.table import ComparisonScreen
 
 log = logging.getLogger("runner")

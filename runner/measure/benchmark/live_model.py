@@ -27,13 +27,13 @@ from runner.core.record.console import print_stdout
 from runner.core.record.storage import guard_folder, make_folder
 from runner.core.schemas.benchmark import LEVELS, BenchmarkConfig
 from runner.core.schemas.optimization import Optimization
+from runner.core.security.child_process import UnguardedScript, exit_if_imported
 from runner.loops.pipeline import dotted_class_name, make_dataset, with_components
 from runner.measure import comparison, table
 from runner.measure.auto.resolve import resolve_arms
 from runner.measure.benchmark.arms import Arm, check_budget, compose_arms
 from runner.measure.benchmark.engine import measure
 from runner.measure.benchmark.result import DONE, BenchmarkResult
-from runner.measure.benchmark.workers.process import UnguardedScript, exit_if_imported
 
 CALLER = "benchmark_optimizations"
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.core.config.run_config import RunConfig
-from runner.core.errors import UsageError
+from runner.core.errors import UsageError, WorkerFailure
 from runner.core.schemas.distributed import DistributedConfig
+from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildContext, ChildProcess
 from runner.core.security.pickle_transfer import pickle_parts, unpickle_parts
 from runner.measure.benchmark.arms import Arm, requests_techniques
-from runner.measure.benchmark.blocks import WorkerFailure
-from runner.measure.benchmark.workers.process import EXIT_TIMEOUT_S, ChildContext, ChildProcess
 
 if TYPE_CHECKING:
     from runner.measure.parity.reference import ParityReference
@@ -90,9 +89,7 @@ def _judge_requests(child: ChildContext, payload: bytes) -> None:
     """Answer each request with a verdict, until None arrives."""
     sys.argv[:] = ["runner-parity"]
 
-    from runner.measure.parity.candidates import (
-        without_techniques,  # imports after output is redirected
-    )
+    from runner.core.config.variants import without_techniques
     from runner.measure.parity.reference import ParityReference
 
     references: list[ParityReference] = []

@@ -15,6 +15,7 @@ from typing import Any
 from runner.core.errors import ConfigError, StorageError
 from runner.core.record.text import escape_control_chars as escape
 from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.measure.benchmark.arms import compose_arms
 from runner.measure.benchmark.machine import machine_differences, machine_facts
 from runner.measure.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
 from runner.measure.benchmark.statistics import (
@@ -52,6 +53,14 @@ class BaselineComparison:
             "regressions": self.regressions,
             "compared": self.compared,
         }
+
+
+def check_arms(
+    settings: BenchmarkConfig, overrides: Sequence[str], folders: Sequence[Path], config_name: str
+) -> None:
+    """Check that every arm composes, and that the stored result to compare with exists."""
+    arms = compose_arms(settings, overrides, folders, config_name)
+    load_baseline(settings, [arm.name for arm in arms])
 
 
 def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:

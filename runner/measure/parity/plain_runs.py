@@ -18,15 +18,10 @@ import torch
 
 from runner.core.build.build import Components
 from runner.core.config.run_config import RunConfig
+from runner.core.config.variants import with_micro_batch, without_side_effects, without_techniques
 from runner.core.errors import RunnerError
 from runner.core.interfaces.run import Run
-from runner.measure.parity.candidates import (
-    copy_components,
-    open_run,
-    with_micro_batch,
-    without_side_effects,
-    without_techniques,
-)
+from runner.measure.parity.candidates import copy_components, open_run
 from runner.measure.parity.distance import (
     KINK_ERROR,
     Distances,

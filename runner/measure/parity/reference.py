@@ -15,15 +15,15 @@ from torch import nn
 
 from runner.core.build.build import Components
 from runner.core.config.run_config import RunConfig
-from runner.core.interfaces.batch import largest_slice
-from runner.core.interfaces.run import Run
-from runner.measure.parity.candidates import (
-    eager_random_numbers,
+from runner.core.config.variants import (
     keep_techniques,
     with_micro_batch,
     without_side_effects,
     without_techniques,
 )
+from runner.core.interfaces.batch import largest_slice
+from runner.core.interfaces.run import Run
+from runner.measure.parity.candidates import eager_random_numbers
 from runner.measure.parity.distance import (
     KINK_ERROR,
     Agreement,

@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.core.config.run_config import RunConfig, config_hash
+from runner.core.config.variants import without_techniques
 from runner.core.errors import NotVerified
 from runner.core.format import count_noun
 from runner.core.record.console import facts_table, plain_text, print_stdout
 from runner.core.record.storage import write_json
 from runner.core.record.text import json_safe
 from runner.core.schemas.jobs import VerifyKind
-from runner.measure.parity.candidates import without_techniques
 from runner.measure.parity.distance import Parity, ParityRow
 from runner.measure.parity.reference import check_parity
 from runner.measure.verify import distributed, resume

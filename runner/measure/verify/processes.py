@@ -23,7 +23,7 @@ from runner.core.interfaces.technique import Evidence, RunBuilder, Technique
 from runner.core.record.storage import make_folder, replace_text
 from runner.core.schemas.debug import DebugConfig
 from runner.core.schemas.jobs import JobConfig
-from runner.measure.benchmark.workers.process import redirect_output
+from runner.core.security.child_process import redirect_output
 from runner.measure.parity.dropout import zero_dropout
 from runner.measure.parity.numerics import double_model, perturb_weights, to_fp64
 from runner.scale.distributed.launch import AttemptLost, count_processes, run_attempt

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.core.device.capabilities import usable_cores
+from runner.core.findings import CheckStatus, DoctorCheck
 from runner.core.format import size
-from runner.diagnose.doctor.environment import CheckStatus, DoctorCheck
 from runner.scale.distributed.join import gpu_uuid
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from traceback import format_exception
 
 import torch
 
+from runner import rooms
 from runner.core import fork_server
 from runner.core.build.build import Components
 from runner.core.checkpoint.ownership import folder_is_checked
@@ -35,7 +36,6 @@ from runner.core.schemas.distributed import DistributedConfig
 from runner.core.schemas.jobs import JobKind
 from runner.core.security.secrets import redact_errors
 from runner.core.standard_streams import write_stream
-from runner.diagnose.doctor import job as doctor
 from runner.scale.distributed.agent import block_signals, unblock_signals
 from runner.scale.distributed.join import config_for_rank, join_world
 from runner.scale.distributed.links import measure_links
@@ -174,7 +174,7 @@ def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
         device = select(config_for_rank(config, world.place).device, scope)
         links = measure_links(world, device.torch)
         if world.is_rank_zero:
-            doctor.main(config, folder, links)
+            rooms.find("doctor", "rank", "job=doctor")(config, folder, links)
         world.barrier()
 
 

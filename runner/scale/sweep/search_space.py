@@ -16,6 +16,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 
+from runner.core.config.groups import REPLICATE_KEYS
 from runner.core.config.run_config import RunConfig
 from runner.core.config.spelling import CliOverride, parse_override
 from runner.core.errors import ConfigError
@@ -23,7 +24,6 @@ from runner.core.interfaces.objective import MODE, rises_by_name
 from runner.core.schemas.data import DataConfig
 from runner.core.schemas.sweep import Direction, Sampler, SearchConfig
 from runner.core.schemas.training import MonitorMode
-from runner.measure.replicates import REPLICATE_KEYS
 
 EXAMPLE = "'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'model.width=choice(32,64)'"
 CLASSIFICATION_DATA = ("digits", "cancer", "stdlib_parts", "images", "text")

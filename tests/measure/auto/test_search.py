@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runner.core.config.composing import compose
+from runner.core.errors import WorkerFailure
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.measure.auto.search import (
     CANDIDATES_PER_ROUND,
@@ -21,7 +22,6 @@ from runner.measure.auto.search import (
     make_candidates,
 )
 from runner.measure.benchmark.arms import Arm
-from runner.measure.benchmark.blocks import WorkerFailure
 from runner.measure.benchmark.parity_checker import ParityVerdict
 from tests.measure.benchmark.simulated import World
 

@@ -9,13 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.measure.benchmark.blocks import (
-    Measurements,
-    StoppingRule,
-    Turn,
-    WorkerFailure,
-    run_blocks,
-)
+from runner.core.errors import WorkerFailure
+from runner.measure.benchmark.blocks import Measurements, StoppingRule, Turn, run_blocks
 from runner.measure.benchmark.statistics import bonferroni_alpha, classify_ratio, noise_floor
 
 Floats = NDArray[np.float64]

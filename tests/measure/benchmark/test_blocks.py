@@ -6,13 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from runner.measure.benchmark.blocks import (
-    Measurements,
-    StoppingRule,
-    Turn,
-    WorkerFailure,
-    run_blocks,
-)
+from runner.core.errors import WorkerFailure
+from runner.measure.benchmark.blocks import Measurements, StoppingRule, Turn, run_blocks
 from tests.measure.benchmark.simulated_machine import (
     BASE,
     EFFECTS,

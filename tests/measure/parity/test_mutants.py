@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from runner import compose
-from runner.measure.parity.candidates import without_techniques
+from runner.core.config.variants import without_techniques
 from runner.measure.parity.distance import Agreement, Parity, ParityRow
 from runner.measure.parity.reference import ParityReference, check_parity
 

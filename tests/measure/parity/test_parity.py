@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from runner.core.build.build import Components
 from runner.core.config.run_config import RunConfig
+from runner.core.config.variants import without_techniques
 from runner.measure.parity import trajectory
-from runner.measure.parity.candidates import without_techniques
 from runner.measure.parity.distance import Agreement, Parity, ParityRow
 from runner.measure.parity.reference import ParityReference, check_parity
 from tests import runs

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from runner import rooms
 from runner.core.errors import CheckpointError, SecurityError
 from runner.core.findings import Reason, Severity, Trust
 from runner.core.record.text import escape_control_chars, summarize_error
@@ -39,8 +40,6 @@ from runner.core.security.files.provenance import (
     set_trust,
     trust_by_digest,
 )
-from runner.scan.sandbox import Sandbox
-from runner.scan.scan import Scanner, list_folder
 
 STRICT_POLICY = FilePolicy(SecurityLevel.strict)  # no pickle, even if the config allows it
 
@@ -64,7 +63,7 @@ def open_file(
     policy: FilePolicy,
     sha256: str | None = None,
     sandboxed: bool = True,
-    sandbox: Sandbox | None = None,
+    sandbox: Any | None = None,
 ) -> LoadedFile:
     """Check and load one file on the CPU; a foreign file has to pass the sandbox first.
 
@@ -113,7 +112,7 @@ def _examine(
     policy: FilePolicy,
     trust: Trust,
     sandboxed: bool,
-    sandbox: Sandbox | None,
+    sandbox: Any | None,
 ) -> Examination:
     off, foreign = policy.level is SecurityLevel.off, trust is Trust.UNTRUSTED
     if not foreign or off or not sandboxed:
@@ -123,7 +122,8 @@ def _examine(
         return examine(
             data.data, data.path, path.name, limits, check_archive=check_archive, deep=deep
         )
-    with nullcontext(sandbox) if sandbox is not None else Sandbox() as process:
+    opened = nullcontext(sandbox) if sandbox is not None else rooms.find("files", "sandbox")()
+    with opened as process:
         examination = Examination(*process.examine(data, path.name, policy.limits))
     if not examination.refused:
         examination.content, examination.metadata = load_content(data.path, examination.format)
@@ -163,8 +163,7 @@ def check_foreign_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
     """
     if policy.level is SecurityLevel.off or is_in_run_tree(folder, policy):
         return None
-    with Scanner(policy) as scanner:
-        assessment = scanner.scan(list_folder(folder))
+    assessment: Assessment = rooms.find("files", "folder", str(folder))(folder, policy)
     check_allowed(assessment, policy)
     return assessment
 

@@ -14,16 +14,16 @@ from typing import Any, Self
 
 from runner.core import fork_server
 from runner.core.device.load import LoadMonitor
-from runner.core.errors import StorageError
+from runner.core.errors import StorageError, WorkerFailure
 from runner.core.record.storage import make_folder
 from runner.core.record.summary import Summary
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.device import omp_env
+from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildProcess, block_interrupt
 from runner.core.security.pickle_transfer import pickle_parts
 from runner.measure.benchmark.arms import Arm
-from runner.measure.benchmark.blocks import Turn, WorkerFailure, WorkerResults, WorkerSetup
+from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
 from runner.measure.benchmark.workers import worker
-from runner.measure.benchmark.workers.process import EXIT_TIMEOUT_S, ChildProcess, block_interrupt
 from runner.measure.benchmark.workers.worker import FINISH, WORKER_LOG, WorkerSpec
 
 PRELOADED_MODULES = [

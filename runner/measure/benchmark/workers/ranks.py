@@ -21,10 +21,10 @@ from runner.core.record.console import set_up_logging
 from runner.core.record.storage import guard_folder, make_folder
 from runner.core.schemas.device import DeviceKind
 from runner.core.schemas.distributed import DistributedConfig
+from runner.core.security.child_process import EXIT_TIMEOUT_S, worker_environment
 from runner.core.security.masked_process import MaskingState, run_masked
 from runner.core.security.pickle_transfer import unpickle_parts
 from runner.core.train.loop import train
-from runner.measure.benchmark.workers.process import EXIT_TIMEOUT_S, worker_environment
 from runner.measure.benchmark.workers.worker import WorkerSpec, remove_limits
 from runner.scale.distributed.join import join_world
 from runner.scale.distributed.outcome import RANKS_FOLDER

@@ -24,8 +24,8 @@ from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.distributed import DistributedKind
 from runner.core.schemas.jobs import JobConfig
 from runner.core.schemas.optim import ScheduleConfig
+from runner.core.security.child_process import ChildContext, RequestFailure
 from runner.measure.benchmark.result import ENGAGED, TRIED
-from runner.measure.benchmark.workers.process import ChildContext, RequestFailure
 
 if TYPE_CHECKING:
     from runner.core.interfaces.run import Run

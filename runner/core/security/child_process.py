@@ -18,13 +18,12 @@ import psutil
 
 from runner.core import fork_server
 from runner.core.device import cgroup
-from runner.core.errors import ProcessLost, UsageError
+from runner.core.errors import ProcessLost, UsageError, WorkerFailure
 from runner.core.parent_death import watch_parent
 from runner.core.process_wait import STOPPED, PolledClock, describe_state, process_state
 from runner.core.record.storage import make_folder, safe_opener
 from runner.core.schemas.device import omp_env
 from runner.core.security.masked_process import MaskingState, run_masked
-from runner.measure.benchmark.blocks import WorkerFailure
 
 WAIT_SLICE_S = 1.0  # of a wait for an answer
 EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
