@@ -70,6 +70,7 @@ from runner.record.text import (
 from runner.security import paths, secrets
 from runner.security.config import SecurityLevel
 from runner.security.config_files import check_security_group
+from runner.sweep.job_context import report_end
 from runner.training.signals import interruption_before_run, prefer_signal_error
 from runner.training.summary import SUMMARY_FILE as SUMMARY
 from runner.training.summary import Summary
@@ -135,6 +136,7 @@ def launch(request: Request) -> int:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures
         raise _sweep_error(results)
+    report_end()
     return results.exit_code
 
 
