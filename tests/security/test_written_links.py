@@ -104,6 +104,8 @@ def test_a_linked_folder_in_a_run_is_refused_or_replaced(
     for number, path in enumerate(path for path in clean.rglob("*") if path.is_dir()):
         if path.is_symlink() or path.name.startswith("step_0") or path.parts[-2:-1] == ("1",):
             continue  # a run refuses a folder that has checkpoints; the second job is as the first
+        if job == "sweep" and len(path.relative_to(clean).parts) > 1:
+            continue  # its jobs get other folders
         link = tmp_path / str(number) / "run" / path.relative_to(clean)
         outside = tmp_path / str(number) / "outside"
         outside.mkdir(parents=True)
@@ -117,7 +119,7 @@ def test_a_linked_folder_in_a_run_is_refused_or_replaced(
         before = contents(outside)
         code, errors = run(job, tmp_path / str(number) / "run", *typed)
         assert contents(outside) == before, link
-        is_refused = link.name in errors and "it is a link" in errors
+        is_refused = link.name in errors and "refused" in errors
         assert is_refused or (code == 0 and not link.is_symlink()), (link, code, errors)
 
 
