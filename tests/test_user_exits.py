@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -122,6 +123,16 @@ def test_jobs_of_a_sweep_that_user_code_ends_with_code_0_are_failed_rows_with_a_
         assert [job["status"] for job in jobs] == ["failed", "done"] * (1 + number)
         reasons = {job["reason"] for job in jobs if job["status"] == "failed"}
         assert reasons == {"exited with code 0, but left no record of its end"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_job_without_a_summary_is_done_if_it_reports_its_end(start: str, folder: Path) -> None:
+    np.save(folder / "weights.npy", np.zeros(3))
+    typed = ("job=scan", "scan.path=weights.npy", "seed=1,2", f"sweep.start={start}")
+    done = command(folder, "-m", *typed, "hydra.sweep.dir=outputs/s")
+    jobs = json.loads((folder / "outputs/s/sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["done", "done"] and done.returncode == 0, done.stderr
 
 
 def test_a_process_of_a_run_that_ends_with_code_0_before_its_outcome_is_lost() -> None:

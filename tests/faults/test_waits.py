@@ -97,7 +97,7 @@ def test_a_signal_while_the_fork_server_imports_ends_the_run_before_the_first_st
 ) -> None:
     started = runs.start(tmp_path / "run", "", NO_WORKERS, f"distributed={kind}")
     try:
-        fork_server_of(started.process.pid)
+        fork_server_of(started.process.pid).suspend()  # its imports last
         started.send(number)
         started.end()
     finally:
