@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("runner", "conf", "tests", "scripts", "docs")  # what tests read, besides single files
 TIMEOUT_S = 300
+CONTROL_S = 60  # more for each test function of the control
 PRELOAD = ("torch", "hydra", "numpy", "pytest", "rich.console", "torch.utils.tensorboard")
 
 
@@ -107,7 +108,9 @@ def _pytest(root: Path, arguments: list[str], output: Path) -> None:
     sys.exit(int(pytest.main(arguments)))
 
 
-def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int | None, list[str]]:
+def run_tests(
+    root: Path, tests: Sequence[str], *options: str, timeout_s: float = TIMEOUT_S
+) -> tuple[int | None, list[str]]:
     """Pytest's exit code (None: it did not end in time) and the lines that it printed.
 
     The process is forked from this one, which has imported torch: that saves most of its start.
@@ -118,7 +121,7 @@ def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int | No
         target=_pytest, args=(root, arguments, output)
     )
     child.start()
-    child.join(TIMEOUT_S)
+    child.join(timeout_s)
     code = child.exitcode
     if code is None:
         os.killpg(child.pid or 0, signal.SIGKILL)
@@ -133,7 +136,8 @@ def failed_control(root: Path, mutants: list[Mutant]) -> set[str]:
         tests = sorted({test for m in mutants if m.slow is slow for test in m.tests})
         if not tests:
             continue
-        code, lines = run_tests(root, tests, *_marked(slow))
+        limit = TIMEOUT_S + CONTROL_S * len(tests)
+        code, lines = run_tests(root, tests, *_marked(slow), timeout_s=limit)
         print(f"control   {lines[-1]}", flush=True)
         named = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
         failed |= named or (set() if code == 0 else set(tests))

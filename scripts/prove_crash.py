@@ -7,7 +7,7 @@ SIGKILLs at moments drawn uniformly over the run's life, several in one run; the
 typed again until the run is done. Before some of them all processes of the run are stopped
 (SIGSTOP) and continued; over ranks, some are stops of all ranks, which their agent has to end.
 Weights, optimizer, average, loss scale, random state, guard, metrics.jsonl and TensorBoard must
-equal those of the uninterrupted run, in eleven ways to train and in a typed relative folder
+equal those of the uninterrupted run, in twelve ways to train and in a typed relative folder
 (tests/faults/modes.py), and planted defects of resuming must be noticed. With --calls: at every
 file call of a short run a kill, a torn write, or an error of the disk. Exit code 1 otherwise.
 """

@@ -73,6 +73,7 @@ from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security import paths, secrets
 from runner.core.security.config_files import check_security_group
+from runner.scale.sweep.job_context import report_end
 
 if TYPE_CHECKING:
     from runner.scale.sweep.state import SweepSession
@@ -135,6 +136,7 @@ def launch(request: Request) -> int:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures
         raise _sweep_error(results)
+    report_end()
     return results.exit_code
 
 

@@ -324,4 +324,4 @@ def __getattr__(name: str) -> Any:
     """Return `replay_step`, which was in this module."""
     if name != "replay_step":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return rooms.find("job", "replay_step")
+    return rooms.find("replay", "step", "replay_step")

@@ -135,7 +135,7 @@ class ComparisonRow:
 
     @property
     def skipped_steps(self) -> str:
-        """How many of its steps made no update: `31 of 60 steps skipped`; "" for none.
+        """How many of its steps made no update: `31 of 60 steps skipped (non-finite)`; or "".
 
         Overflows do not count, by which fp16 finds its loss scale. A configuration that ran
         several times has the sums.
@@ -143,7 +143,12 @@ class ComparisonRow:
         overflows = number_at(self.summary, "faults", "overflow") or 0
         skipped = (number_at(self.summary, "skipped_steps") or 0) - overflows
         steps = number_at(self.summary, "steps") or 0
-        return f"{skipped:,.0f} of {steps:,.0f} steps skipped" if skipped > 0 else ""
+        if skipped <= 0:
+            return ""
+        non_finite = min(number_at(self.summary, "faults", "non_finite") or 0, skipped)
+        count = f"{non_finite:,.0f} " if non_finite < skipped else ""
+        reason = f" ({count}non-finite)" if non_finite else ""
+        return f"{skipped:,.0f} of {steps:,.0f} steps skipped{reason}"
 
     @property
     def title(self) -> str:

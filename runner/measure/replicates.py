@@ -90,8 +90,11 @@ def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]
         key: sum(number_at(run.summary, key) or 0 for run in finished)
         for key in ("steps", "skipped_steps")
     }
-    overflows = sum(number_at(run.summary, "faults", "overflow") or 0 for run in finished)
-    row.summary = {**row.summary, **totals, "faults": {"overflow": overflows}}
+    faults = {
+        kind: sum(number_at(run.summary, "faults", kind) or 0 for run in finished)
+        for kind in ("non_finite", "overflow")
+    }
+    row.summary = {**row.summary, **totals, "faults": faults}
     return row
 
 

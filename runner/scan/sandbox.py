@@ -41,7 +41,7 @@ MAX_DESCRIPTORS = 64
 INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
 SERVER_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from runner.core.security.files import sandbox; sandbox.serve()"
+    "from runner.scan import sandbox; sandbox.serve()"
 )
 TOKENIZER_FIX = "use the tokenizer of another source"
 WAY_OUT = "get it as safetensors, or inspect it on an isolated machine"
@@ -248,7 +248,7 @@ def serve() -> None:
 def _encode(tokenizer: bytes, texts: list[str]) -> list[Reason]:
     """Return the reason to refuse a tokenizer.json that fails on texts."""
     try:
-        rooms.find("data", "hugging_face")(tokenizer, texts)
+        rooms.find("files", "encode_texts")(tokenizer, texts)
     except BaseException as error:  # a panic of the library is no Exception
         evidence = f"it fails on a text: {printable(error)}"
         return [Reason("tokenizer.failed", Severity.REFUSAL, "", evidence)]

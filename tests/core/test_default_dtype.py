@@ -13,7 +13,7 @@ import torch
 from runner import train
 from tests.runs import OURS, opened
 
-ROOT = Path(__file__).parent.parent / "runner"
+ROOT = Path(__file__).parents[2] / "runner"
 FLOAT_FACTORIES = {"zeros", "ones", "full", "empty", "rand", "randn", "linspace", "eye"}
 COMMON = (
     *OURS, "data=cancer", "model._target_=my_package.WithDefault", "training.steps=8",

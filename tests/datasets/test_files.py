@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from runner import build, compose
+from runner import build, compose, rooms
 from runner.core.data.arrays import arrays
 from runner.core.data.dataset import TensorsDataset
-from runner.core.data.open import OPENERS, open_data
+from runner.core.data.open import open_data
 from runner.core.errors import ConfigError, DataError, SecurityError
 from runner.core.schemas.data import (
     OPTIONS,
@@ -39,7 +39,7 @@ def nothing(target: str, key: str) -> Any:
 
 
 def test_a_field_without_a_value_is_asked_for_and_an_unknown_kind_refused() -> None:
-    assert set(OPENERS) == set(OPTIONS)
+    assert set(rooms.NAMES["data"]) == set(OPTIONS)
     with pytest.raises(ConfigError, match="data.path: is required by data=arrays"):
         open_data(Arrays(), nothing)
     with pytest.raises(ConfigError, match="data.target"):

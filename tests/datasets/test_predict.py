@@ -70,6 +70,15 @@ def predicted(trained: Path, path: Path | str, folder: Path, *more: str) -> Rows
     return answers(folder)
 
 
+def test_data_without_a_key_for_their_target_are_predicted(tmp_path: Path) -> None:
+    typed = ("data=cancer", "model=mlp", "training.steps=4")
+    runs.trained(*typed, folder=tmp_path / "run")
+    resumed = runs.config(*typed, "job=predict", f"checkpoint.resume={tmp_path / 'run'}")
+    predict.main(resumed, tmp_path / "answers")
+    rows = answers(tmp_path / "answers")  # of the samples of validation
+    assert len(rows) == 114 and {row["prediction"] for row in rows} == {"malignant", "benign"}
+
+
 def test_a_single_row_and_parquet_are_predicted(trained: Path, tmp_path: Path) -> None:
     rows = people(40)
     path = write_csv(tmp_path / "one.csv", rows[:1])

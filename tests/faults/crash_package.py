@@ -62,8 +62,7 @@ class Draws(Hook):
 
 def _plant(name: str) -> None:
     from runner.core.optim.optimizer_step import OptimizerStep
-    from runner.core.record import recorder
-    from runner.core.record.tensorboard import TensorBoard
+    from runner.core.record import recorder, tensorboard
     from runner.core.stability.controller import StabilityController
     from runner.core.train import resume
 
@@ -86,7 +85,8 @@ def _plant(name: str) -> None:
     elif name == "metrics":
         recorder._truncate_rows = lambda path, *_: path
     elif name == "tensorboard":
-        TensorBoard.purge = ignore  # type: ignore[method-assign]
+        tensorboard.TensorBoard.purge = ignore  # type: ignore[method-assign]
+        tensorboard.truncate_events = lambda *_: True
     elif name:
         leave_out({"optimizer": "optimizer", "ema": "average", "scaler": "scale"}[name])
 

@@ -41,13 +41,16 @@ MODES: dict[str, list[str]] = {
         *SHORT, *POINTS, HERE, "+data.poison=[7,90]", "debug.capture.enabled=false",
     ],
     "whole step": [*SHORT, *TABLE, "optimization.whole_step.enabled=true"],
+    "all debug tools": [
+        *SHORT, *POINTS, HERE, "debug=full", "debug.every=10", "checkpoint.keep=1",
+    ],
     "typed folder": [*SHORT, *TABLE],
     "DDP of 2": [
         *SHORT, *POINTS, HERE, "distributed=ddp", "distributed.processes=2",
         "distributed.restarts=100", "distributed.timeout_s=20",
     ],
 }  # fmt: skip
-SLOW = {"whole step": 0.35, "DDP of 2": 0.35}
+SLOW = {"whole step": 0.35, "all debug tools": 0.35, "DDP of 2": 0.35}
 """Share of the kills of others that a mode gets whose start takes 10 s and more."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner.core import fork_server
+from tests.faults import processes
+from tests.faults.crash import Killer
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,3 +26,12 @@ def test_the_short_form_of_a_proof_holds_and_notices_a_planted_defect(name: str)
     command = [sys.executable, f"scripts/prove_{name}.py", "--smoke"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_killed_runs_with_all_debug_tools_have_the_files_and_steps_of_a_whole_one(
+    tmp_path: Path,
+) -> None:
+    processes.serve()
+    tally = Killer(tmp_path, "all debug tools", random.Random(3)).run(8, most=4)
+    assert tally.differ == [] and tally.equal == tally.kills >= 8

@@ -43,7 +43,7 @@ def test_time_in_which_the_waiter_itself_was_stopped_does_not_count(
 def test_a_silent_or_killed_fork_server_is_named_and_another_one_can_be_started() -> None:
     code = (
         "import os, signal, sys, multiprocessing, time\n"
-        "from runner import fork_server as f\n"
+        "from runner.core import fork_server as f\n"
         "from runner.core.errors import ProcessLost\n"
         "process = multiprocessing.get_context('forkserver').Process\n"
         "make = lambda: process(target=time.sleep, args=(0,))\n"
@@ -97,7 +97,7 @@ def test_a_signal_while_the_fork_server_imports_ends_the_run_before_the_first_st
 ) -> None:
     started = runs.start(tmp_path / "run", "", NO_WORKERS, f"distributed={kind}")
     try:
-        fork_server_of(started.process.pid)
+        fork_server_of(started.process.pid).suspend()  # its imports last
         started.send(number)
         started.end()
     finally:
@@ -228,7 +228,7 @@ def test_sockets_are_in_a_short_folder_and_files_are_not(tmp_path: Path) -> None
     temporary = tmp_path / ("x" * 120)
     temporary.mkdir()
     code = (
-        "import multiprocessing, os, tempfile, time\nfrom runner import fork_server as f\n"
+        "import multiprocessing, os, tempfile, time\nfrom runner.core import fork_server as f\n"
         "process = multiprocessing.get_context('forkserver').Process\n"
         "process = process(target=time.sleep, args=(0,))\n"
         "f.start([], os.environ); f.start_process(process); process.join()\n"
@@ -247,7 +247,7 @@ def test_where_no_folder_is_short_enough_for_sockets_the_variable_is_named(
     temporary = tmp_path / ("x" * 120)
     temporary.mkdir()
     code = (
-        "import os\nfrom runner import fork_server as f\nf.SHORT_FOLDERS = ('/nowhere',)\n"
+        "import os\nfrom runner.core import fork_server as f\nf.SHORT_FOLDERS = ('/nowhere',)\n"
         "print(f.available())\nf.start([], os.environ)\n"
     )
     done = subprocess.run(

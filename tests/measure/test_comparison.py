@@ -322,8 +322,10 @@ def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path
     assert done.returncode == 2 and "cannot be read" in done.stderr
 
 
-def with_skipped_steps(folder: Path, *overrides: str, skipped: int, best: float) -> None:
-    faults = {"non_finite": skipped, "overflow": 2}
+def with_skipped_steps(
+    folder: Path, *overrides: str, skipped: int, best: float, spikes: int = 0
+) -> None:
+    faults = {"non_finite": skipped - spikes, "overflow": 2}
     more = {"skipped_steps": skipped + 2 * bool(skipped), "steps": 60, "faults": faults}
     run(folder, [*overrides], best=best, **more)
 
@@ -334,7 +336,7 @@ def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(
     with_skipped_steps(tmp_path / "a", "optimizer.lr=0.1", skipped=31, best=0.9)
     with_skipped_steps(tmp_path / "b", "optimizer.lr=0.2", skipped=0, best=0.8)
     comparison = compare_folders([tmp_path])
-    text = "31 of 60 steps skipped"
+    text = "31 of 60 steps skipped (non-finite)"
     assert any(f"0.9000 (lr=0.1, {text})" in told for told in texts(comparison))
     screen = " ".join(shown(comparison, 100).split())
     assert screen.count(text) == 2  # in the conclusion and in the row
@@ -348,9 +350,10 @@ def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path: Path) -
     for lr, skipped in ((0.1, 31), (0.2, 0)):
         for seed in (1, 2):
             typed = f"optimizer.lr={lr}", f"seed={seed}"
-            with_skipped_steps(tmp_path / f"{lr}-{seed}", *typed, skipped=skipped, best=lr + seed)
+            folder, spikes = tmp_path / f"{lr}-{seed}", skipped and seed
+            with_skipped_steps(folder, *typed, skipped=skipped, best=lr + seed, spikes=spikes)
     told = " ".join(texts(compare_folders([tmp_path])))
-    assert "62 of 120 steps skipped" in told and told.count("skipped") == 1
+    assert "62 of 120 steps skipped (59 non-finite)" in told and told.count("skipped") == 1
 
 
 def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps() -> None:

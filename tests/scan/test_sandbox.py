@@ -100,7 +100,7 @@ def test_a_file_that_takes_too_long_or_kills_it_is_refused_and_so_many_times_at_
 PARENT = """
 import sys
 from pathlib import Path
-from runner.core.security.files import sandbox
+from runner.scan import sandbox
 endless = "from runner.core.security.files import parsing; "
 endless += "parsing.examine = lambda *_, **__: any(False for _ in iter(int, 1)); sandbox.serve()"
 sandbox.SERVER_CODE = sandbox.SERVER_CODE.replace("sandbox.serve()", endless)

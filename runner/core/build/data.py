@@ -114,7 +114,7 @@ def open_run_data(
             log.info("%s: %s", choice.value, choice.reason)
     hooks = list[Hook]()
     if data.choices or (isinstance(data, TensorsDataset) and data.named_columns()):
-        check_data_table = rooms.find("data", "table_checks")
+        check_data_table = rooms.find("checks", "table")
         table = replace(
             config.checks.table, enabled=config.checks.table.enabled and not evaluates_all
         )

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
+from runner import rooms
 from runner.core.data.dataset import Dataset
 from runner.core.data.preprocessing import Preprocessing, source_of
 from runner.core.errors import ConfigError
 from runner.core.schemas.data import DataConfig
 from runner.core.security.files.policy import FilePolicy
 
-# kind -> module and function, imported only when used
-OPENERS = {
-    "digits": ("embedded", "digits"),
-    "cancer": ("embedded", "cancer"),
-    "stdlib_text": ("stdlib", "stdlib_text"),
-    "stdlib_parts": ("stdlib", "stdlib_parts"),
-    "synthetic": ("embedded", "synthetic"),
-    "tabular": ("tabular", "tabular"),
-    "images": ("images", "ImageFolder"),
-    "text": ("text", "text"),
-    "tokens": ("tokens", "tokens"),
-    "arrays": ("arrays", "arrays"),
-}
 FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
 
 
@@ -75,9 +62,9 @@ def open_data(
     if missing := [field.name for field in fields(config) if getattr(config, field.name) == "???"]:
         key = f"data.{missing[0]}"
         raise ConfigError(key, f"is required by data={config.kind}", f"{key}=…")
-    if config.kind not in OPENERS:
-        raise ConfigError("data.kind", f"unknown data {config.kind!r}", f"use {', '.join(OPENERS)}")
-    module, function = OPENERS[config.kind]
-    opener = getattr(import_module(f"runner.core.data.{module}"), function)
+    options = rooms.NAMES["data"]
+    if config.kind not in options:
+        raise ConfigError("data.kind", f"unknown data {config.kind!r}", f"use {', '.join(options)}")
+    opener = rooms.find("data", config.kind, f"data={config.kind}")
     source: Dataset = opener(config, opening) if config.kind in FROM_FILES else opener(config)
     return source

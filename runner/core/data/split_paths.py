@@ -108,7 +108,7 @@ def _check_disjoint(sources: dict[str, Path]) -> None:
 
 def _saved_splits(root: Path, opening: OpenOptions, config: DataConfig) -> SplitPaths | None:
     """Return the splits of a folder written by `datasets`; other split names are not used."""
-    if not (splits := rooms.find("data", "split_names")(root)):
+    if not (splits := rooms.find("files", "split_names")(root)):
         return None
     folders = {
         s: [n for n in splits if n.lower() in SPLIT_FOLDER_NAMES[s]] for s in SPLIT_FOLDER_NAMES

@@ -252,7 +252,7 @@ def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> N
     defaults = {
         key: FITTED_KEYS[kind] for key in after for kind in FITTED_KEYS if key.startswith(kind)
     }
-    if after.get("job.kind") == "predict":
+    if after.get("job.kind") == "predict" and "data.target" in after:
         defaults["data.target"] = ""
     for key, default in defaults.items():
         old, new = before.get(key, default), str(after.get(key))

@@ -39,8 +39,9 @@ class StackWriter:
         self._closed.set()
         self._thread.join()
         faulthandler.enable()
+        is_empty = os.fstat(self._file.fileno()).st_size == 0
         self._file.close()
-        if os.path.getsize(self._file.name) == 0:
+        if is_empty:  # it may have been removed with the run's folder
             remove_file(Path(self._file.name))
 
     def _write_when_late(self) -> None:

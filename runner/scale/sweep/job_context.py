@@ -1,4 +1,4 @@
-"""Pass a context to a job's process beside its command line; end it with its parent."""
+"""Pass a context to a job's process, and its report back; end the process with its parent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import stat
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from runner.core.parent_death import watch_parent
 
 JOB_VARIABLE = "RUNNER_JOB"
 ORPHAN_GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
+_report_ends: dict[int, int] = {}  # by the pid of a job, where it reports to
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ def parent_death_pipe(
     """Return an environment variable, a stdin and a write end, to start a job with.
 
     The context is in the pipe, so that a stale variable has no effect. Keep the write end open for
-    as long as the job should live.
+    as long as the job should live; the job reports through it, too (`has_reported_end`).
     """
-    read_end, write_end = os.pipe()
+    read_end, write_end = (end.detach() for end in socket.socketpair())
     names = sorted(set(known_secrets().values()))
     context = JobContext(list(overrides), folder_trusted, names)
     os.write(write_end, json.dumps(asdict(context)).encode())
@@ -66,13 +68,26 @@ def take_job_context() -> JobContext:
     for name in context.secrets:
         add_secret(name, os.environ.get(name, ""))
     watch_parent(0, _end)
+    _report_ends[os.getpid()] = os.dup(0)  # user code may close or replace stdin
     return context
 
 
+def report_end() -> None:
+    """Tell the sweep that this job has come to its end; user code may have ended it before."""
+    if (descriptor := _report_ends.get(os.getpid())) is not None:  # None: no job, or a fork of one
+        with suppress(OSError):
+            os.write(descriptor, b"1")
+
+
+def has_reported_end(write_end: int) -> bool:
+    """Whether the job, whose process has ended, came to its end."""
+    return bool(select.select([write_end], [], [], 0)[0] and os.read(write_end, 1))
+
+
 def _read_stdin() -> bytes:
-    """Read what a pipe on stdin already holds; b"" if it is not a pipe."""
+    """Read what a socket on stdin already holds; b"" if it is not a socket."""
     with suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(0).st_mode) and select.select([0], [], [], 0)[0]:
+        if stat.S_ISSOCK(os.fstat(0).st_mode) and select.select([0], [], [], 0)[0]:
             return os.read(0, 1 << 16)
     return b""
 

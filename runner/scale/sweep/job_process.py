@@ -21,7 +21,7 @@ from runner.core.record.storage import make_folder, safe_opener
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.summary import SUMMARY_FILE as SUMMARY_FILE
 from runner.core.record.text import limit_length
-from runner.scale.sweep.job_context import parent_death_pipe
+from runner.scale.sweep.job_context import has_reported_end, parent_death_pipe
 
 if TYPE_CHECKING:
     from runner.scale.sweep.fork import ForkedProcess
@@ -58,6 +58,7 @@ class JobProcess:
     log_start: int = 0  # size of the log before this try
     left_out: int = 0  # bytes of the log
     writes_summary: bool = False
+    reported_end: bool = False  # else an exit code 0 is that of user code
     start_time: float = field(default_factory=time.monotonic)
     oom_kills_before: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
     requested_status: str = ""  # status after being asked to end: timeout or interrupted
@@ -149,6 +150,7 @@ class JobProcess:
             while process_state(self.handle.pid) not in ("", ENDED) and clock.poll() < GRACE_S:
                 time.sleep(0.02)
         with suppress(OSError):
+            self.reported_end = has_reported_end(self.death_pipe)
             os.close(self.death_pipe)
 
     def has_lost_server(self) -> bool:
@@ -194,7 +196,7 @@ class JobProcess:
         return _file_identity(self.folder / SUMMARY_FILE) not in (None, self.earlier_summary)
 
     def end_status(self) -> tuple[str, str]:
-        """Return status and reason, from exit code, summary and log."""
+        """Return status and reason, from exit code, summary, report and log, after `close`."""
         code, summary = self.handle.returncode, self._summary()
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
@@ -215,8 +217,9 @@ class JobProcess:
                 ended = Summary.read(self.folder)
                 if ended.status in FINISHED_STATUSES:
                     return ended.status, ended.reason
-            problem = "exited with code 0, but left no record of its end"
-            return ("failed", problem) if self.writes_summary else ("done", "")
+            if self.reported_end and not self.writes_summary:
+                return "done", ""
+            return "failed", "exited with code 0, but left no record of its end"
         if code in INTERRUPTED_CODES:
             return "interrupted", reason or "it was interrupted"
         if code < 0:

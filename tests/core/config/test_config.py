@@ -20,6 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import runner
+from runner import rooms
 from runner.core.config.aliases import TORCH_OPTIMIZERS
 from runner.core.config.composing import compose, compose_raw, typed
 from runner.core.config.groups import CONF, default_options, group_options
@@ -31,7 +32,6 @@ from runner.core.config.run_config import (
     validate_config,
 )
 from runner.core.errors import ConfigError, SecurityError, UsageError
-from runner.core.jobs import JOBS
 from runner.core.schemas import data as data_config
 from runner.core.schemas import models as model_config
 from runner.core.schemas.jobs import JobKind
@@ -86,7 +86,7 @@ def test_every_part_has_a_group_and_every_kind_an_option_with_a_comment() -> Non
     assert parts == set(groups) - {"experiment"}
     assert set(groups["data"]) == set(data_config.OPTIONS)
     assert set(groups["model"]) == set(model_config.OPTIONS)
-    assert set(groups["job"]) == {kind.name for kind in JOBS} == {kind.name for kind in JobKind}
+    assert set(groups["job"]) == set(rooms.NAMES["job"]) == {kind.name for kind in JobKind}
 
 
 def test_the_defaults_read_from_the_file_are_those_that_hydra_takes() -> None:

@@ -178,7 +178,7 @@ def test_batchnorm_without_values_enough_is_the_same_error() -> None:
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 # under a real limit, in a process of its own

@@ -32,7 +32,7 @@ from runner.core.findings import Severity
 from runner.core.record import markdown
 from runner.core.record.console import facts_table, print_stdout
 from runner.core.record.summary import Summary
-from runner.core.record.text import escape_control_chars, shorten
+from runner.core.record.text import escape_control_chars, limit_length, shorten
 from runner.core.security import secrets
 from runner.core.security.files.file_bytes import FileBytes
 from runner.core.security.files.policy import FileLimits
@@ -373,7 +373,7 @@ def assert_silent(folder: Path, *done: subprocess.CompletedProcess[str]) -> None
     assert not [text for text in wanted if text in printed]
     assert b"canary-4b1d" not in b"".join(printed.split())  # folded
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".py"]
-    assert len(files) > 5
+    assert len(files) >= 5
     for path in files:
         content = path.read_bytes() + str(path.relative_to(folder)).encode()
         assert not [text for text in wanted if text in content], path
@@ -423,7 +423,7 @@ PROCESSES: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "failing arms": ([*ARMS, FAILING], (7,)),
     "failing arms of ranks": ([*ARMS, *RANKS, FAILING], (7,)),
     "verified ranks": (["job=verify", "verify.what=resume", *RANKS, FAILING], (1,)),
-    "data workers": (["data.workers=2", *[f"+{one}" for one in ROWS[1:]], ROWS[0]], (1, 4, 5)),
+    "data workers": (["data.workers=2", *[f"+{one}" for one in ROWS[1:]], ROWS[0]], (2,)),
 }  # fmt: skip
 
 
@@ -510,4 +510,6 @@ def test_folded_lines_and_shortened_texts_hold_no_part_of_a_value(capsys: Any) -
     masking.add_secret("MY_TOKEN", "canary-" * 20)
     text = f"{'x' * 40} {'canary-' * 20}"
     print_stdout(text, facts_table([("name", text, "")]), Text(text))
-    assert "canary" not in capsys.readouterr().out + shorten(text, 60)
+    joined = text.replace(" ", "")  # a cut between words is within the value
+    shortened = shorten(text, 60) + shorten(joined, 60) + limit_length(joined, 100)
+    assert "canary" not in capsys.readouterr().out + shortened

@@ -295,7 +295,7 @@ def test_the_split_of_a_table_is_made_again_from_the_recorded_one(
 def test_a_changed_file_of_a_users_data_set_starts_the_best_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     files = {name: tmp_path / name for name in ("same", "changed")}
     for file in files.values():
         file.mkdir()

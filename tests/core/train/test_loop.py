@@ -29,7 +29,7 @@ from tests.runs import NOISY, OURS, config, opened, rows, trained
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 def gradients(overrides: list[str]) -> tuple[list[torch.Tensor], float]:

@@ -151,3 +151,29 @@ def test_the_end_of_a_run_says_that_its_folder_was_removed(tmp_path: Path) -> No
     assert again.returncode == 0, again.stderr
     summary = json.loads((tmp_path / "outputs/r/summary.json").read_text())
     assert summary["steps"] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_processes_of_a_run_make_its_removed_folder_again(kind: str, tmp_path: Path) -> None:
+    code = "import shutil\nfrom runner import Hook\nclass Removes(Hook):\n"
+    code += "    def on_step(self, run, step):\n"
+    code += "        if step.number == 15 and run.writes:\n"
+    code += "            run.folder.rename(moved := run.folder.with_name('moved'))\n"
+    code += "            shutil.rmtree(moved, ignore_errors=True)\n"
+    (tmp_path / "own.py").write_text(code)
+    typed = (*SHORT, "security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
+    ranks = (f"distributed={kind}", "distributed.processes=2", "distributed.timeout_s=30")
+    done = command(tmp_path, *typed, *ranks, "hydra.run.dir=outputs/r")
+    folder = tmp_path / "outputs/r"
+    assert done.returncode == 0, done.stderr
+    summary = Summary.read(folder)
+    assert summary.status == "done" and "removed by step 1" in summary.reason
+    assert [row["step"] for row in rows(folder, "train")] == [*range(2, 25, 2)]
+    assert [row["step"] for row in rows(folder, "val")] == [6, 12, 18, 24]
+    for name in ("run.log", "ranks/1/run.log"):
+        assert "removed during the run" in (folder / name).read_text()
+    assert (folder / "checkpoints/best/manifest.json").is_file()
+    again = command(tmp_path, "checkpoint.resume=outputs/r", "training.steps=30",
+                    "security.trusted=[own]")  # fmt: skip
+    assert again.returncode == 0 and Summary.read(folder).steps == 30, again.stderr

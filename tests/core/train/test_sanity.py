@@ -130,7 +130,7 @@ def test_the_sanity_check_is_made_and_leaves_no_trace(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 @pytest.mark.parametrize("kind", ["generator", "map"])

@@ -15,7 +15,7 @@ import pytest
 
 from tests.runs import command
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2]
 STUCK = """
 import ctypes
 from runner import Hook

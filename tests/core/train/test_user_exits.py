@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -33,10 +34,10 @@ def upload(seconds):
     time.sleep(seconds)
 
 class Net(torch.nn.Module):
-    def __init__(self, in_features, classes, how="", at=8, thread_s=0.0, process_s=0):
+    def __init__(self, in_features, classes, how="", at=8, thread_s=0.0, process_s=0, always=False):
         super().__init__()
         self.layer, self.calls = torch.nn.Linear(in_features, classes), 0
-        self.how, self.at = how, at
+        self.how, self.at, self.always = how, at, always
         if thread_s:
             threading.Thread(target=upload, args=[thread_s], name="uploader").start()
         if process_s and os.fork() == 0:
@@ -44,7 +45,7 @@ class Net(torch.nn.Module):
             time.sleep(process_s)
             os._exit(0)
     def forward(self, x):
-        self.calls += self.training
+        self.calls += self.training or self.always
         if self.calls == self.at: leave(self.how)
         return self.layer(x.flatten(1))
 
@@ -104,6 +105,34 @@ def test_a_sweep_keeps_where_user_code_called_sys_exit(folder: Path) -> None:
     jobs = json.loads((folder / "outputs/s/sweep.json").read_text())["jobs"]
     assert done.returncode == 7 and [job["status"] for job in jobs] == ["failed", "done"]
     assert f"sys.exit(0) ({folder}/own.py:" in jobs[0]["reason"]
+
+
+@pytest.mark.slow
+def test_jobs_of_a_sweep_that_user_code_ends_with_code_0_are_failed_rows_with_a_reason(
+    folder: Path,
+) -> None:
+    trained = command(folder, *SHORT, *NET, "hydra.run.dir=outputs/r")
+    assert trained.returncode == 0, trained.stderr
+    resumed = ("checkpoint.resume=outputs/r", "job=predict,evaluate", "security.trusted=[own]",
+               "+model.always=true", "+model.at=1")  # fmt: skip
+    for number, typed in enumerate([(*SHORT, *NET), resumed]):
+        done = command(folder, "-m", *typed, "+model.how=os,fine",
+                       f"hydra.sweep.dir=outputs/{number}")  # fmt: skip
+        jobs = json.loads((folder / f"outputs/{number}/sweep.json").read_text())["jobs"]
+        assert done.returncode == 7, done.stderr
+        assert [job["status"] for job in jobs] == ["failed", "done"] * (1 + number)
+        reasons = {job["reason"] for job in jobs if job["status"] == "failed"}
+        assert reasons == {"exited with code 0, but left no record of its end"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_job_without_a_summary_is_done_if_it_reports_its_end(start: str, folder: Path) -> None:
+    np.save(folder / "weights.npy", np.zeros(3))
+    typed = ("job=scan", "scan.path=weights.npy", "seed=1,2", f"sweep.start={start}")
+    done = command(folder, "-m", *typed, "hydra.sweep.dir=outputs/s")
+    jobs = json.loads((folder / "outputs/s/sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["done", "done"] and done.returncode == 0, done.stderr
 
 
 def test_a_process_of_a_run_that_ends_with_code_0_before_its_outcome_is_lost() -> None:

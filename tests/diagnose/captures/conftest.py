@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def _own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
-    monkeypatch.syspath_prepend(HERE.parent)
+    monkeypatch.syspath_prepend(HERE.parents[1])
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +23,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(HERE)
-        patch.syspath_prepend(HERE.parent)
+        patch.syspath_prepend(HERE.parents[1])
         trained(folder, Taker([13, 17], SKIPPED))
     return folder

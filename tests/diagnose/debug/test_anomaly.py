@@ -197,7 +197,7 @@ POISONED = [
 def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     _, summary = run_of(POISONED, tmp_path)
     assert summary.status == "done"
     (fault,) = anomalies(tmp_path)

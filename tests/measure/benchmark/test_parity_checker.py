@@ -53,7 +53,7 @@ def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> No
 def test_one_process_judges_all_and_is_replaced_when_it_dies_or_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "parity"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
     with ParityChecker(120.0) as checker:
         right = checker.check(arm("", "optimization=basic"))
         assert checker.process is not None

@@ -34,7 +34,7 @@ JOB = ("job=verify", "verify.what=distributed", "device.threads=1", *TWO)
 @pytest.fixture(autouse=True)
 def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "parity"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
 
 
 def quick(*overrides: str) -> RunConfig:

@@ -38,7 +38,7 @@ def test_a_level_that_is_right_passes_and_is_recorded(
 def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "parity"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
     mutant = "optimization.extra=[parity_mutants.DroppedGradient]"
     with pytest.raises(NotVerified, match=r"optimization\.DroppedGradient: grad_norm at step 1"):
         verify(tmp_path, "optimization=basic", mutant, "security.trusted=[parity_mutants]")

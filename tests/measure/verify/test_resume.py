@@ -32,7 +32,7 @@ PLANNED = {"planned", "clean", "next_lr", "criterion", "seeds_own_generators"}
 
 @pytest.fixture(autouse=True)
 def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "parity"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
 
 
 def test_a_counter_that_no_checkpoint_holds_is_a_difference_even_at_its_period(

@@ -24,7 +24,7 @@ from tests.runs import rows
 HERE = Path(__file__).parent
 TIMEOUT_S = 8
 MARK = "RUN_MARK"
-PATH = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, sys.path)])
+PATH = os.pathsep.join([str(HERE), str(HERE.parents[2]), *filter(None, sys.path)])
 
 
 @dataclass

@@ -96,9 +96,8 @@ def child_of(folder: Path, code: str, **settings: bool) -> JobProcess:
 
 def end_of(child: JobProcess) -> tuple[str, str]:
     child.handle.wait(30)
-    end = child.end_status()
     child.close()
-    return end
+    return child.end_status()
 
 
 def test_a_job_that_does_not_listen_is_ended_at_the_first_deadline_for_the_first_reason(
@@ -178,10 +177,17 @@ def test_a_job_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
     assert not waiting.is_alive()
 
 
+CONTEXT = "from runner.scale.sweep import job_context; job_context.take_job_context()"
+
+
 @pytest.mark.parametrize(
     ("code", "status", "reason"),
     [
-        ("raise SystemExit(0)", "done", ""),
+        (f"{CONTEXT}; job_context.report_end()", "done", ""),
+        (f"{CONTEXT}; import os; os._exit(0)", "failed", "left no record of its end"),
+        (f"{CONTEXT}; import os; os.fork() or job_context.report_end()", "failed", "no record"),
+        (f"{CONTEXT}; import os; os.close(0); job_context.report_end()", "done", ""),
+        ("raise SystemExit(0)", "failed", "left no record of its end"),
         ("import os; os.kill(os.getpid(), 11)", "killed", "SIGSEGV"),
         ("import os; os.kill(os.getpid(), 15)", "interrupted", ""),
         ("raise SystemExit('it is broken')", "failed", "it is broken"),

@@ -57,7 +57,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 FORKS = """
 import os, sys
 from pathlib import Path
-from runner import fork_server
+from runner.core import fork_server
 from runner.scale.sweep.job_process import JobProcess
 from runner.scale.sweep.fork import fork_job
 fork_server.start(["starts_thread", "runner.scale.sweep.fork"], os.environ)

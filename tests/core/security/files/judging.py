@@ -50,7 +50,7 @@ class Case:
 
 def hostile_configs() -> list[dict[str, object]]:
     """The rows of hostile_configs.yaml; each has `typed` and `files`."""
-    rows = yaml.safe_load((Path(__file__).parents[2] / "hostile_configs.yaml").read_text())
+    rows = yaml.safe_load((Path(__file__).parents[1] / "hostile_configs.yaml").read_text())
     for row in rows:
         row.setdefault("typed", [])
         row.setdefault("files", {})
