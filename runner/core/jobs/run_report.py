@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from runner import rooms
-from runner.core.errors import StorageError
+from runner.core.errors import StorageError, UsageError
 from runner.core.format import count_noun, metric, seconds, short_path, size, technique_status
 from runner.core.interfaces.hook import Cost
 from runner.core.interfaces.technique import TechniqueStatus
@@ -117,11 +117,21 @@ def render_report(summary: Summary, folder: Path | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _draw_curves(folder: Path, monitor: str) -> str | None:
+    """Return the run's curves as SVG; None if there are none, or no room that draws them."""
+    try:
+        draw_run_curves = rooms.find("comparison", "curves", CURVES_FILE)
+    except UsageError as error:
+        log.warning("%s", error)
+        return None
+    drawing: str | None = draw_run_curves(folder, monitor)
+    return drawing
+
+
 def write_report(summary: Summary, folder: Path) -> None:
     """Write `report.md` and its curves; an OSError is logged, not raised."""
     try:
-        draw_run_curves = rooms.find("comparison", "curves", CURVES_FILE)
-        if drawing := draw_run_curves(folder, summary.monitor):
+        if drawing := _draw_curves(folder, summary.monitor):
             replace_text(folder / CURVES_FILE, drawing)
         replace_text(folder / "report.md", render_report(summary, folder))
     except OSError as error:

@@ -1,0 +1,80 @@
+"""Rooms: modules under their earlier names, every entry of the table, and a room that is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from runner import rooms
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("earlier", rooms.MOVED)
+def test_a_module_has_its_earlier_name_too(earlier: str) -> None:
+    assert import_module(earlier) is import_module(rooms.MOVED[earlier])
+
+
+def test_only_earlier_names_in_the_list_are_forwarded() -> None:
+    assert find_spec("runner.objectives") is not None
+    assert find_spec("runner.objectives.classification") is None
+    assert find_spec("runner.training") is None
+
+
+def test_replay_step_has_its_earlier_name_too() -> None:
+    from runner.library.stability import replay_step as earlier  # type: ignore[import-not-found]
+
+    from runner.diagnose.replay.step import replay_step
+
+    assert earlier is replay_step
+
+
+@pytest.mark.parametrize("kind, name", [(k, name) for k, v in rooms.NAMES.items() for name in v])
+def test_every_name_of_the_table_is_found(kind: str, name: str) -> None:
+    assert callable(rooms.find(kind, name))
+
+
+@pytest.mark.parametrize(
+    "room, typed, needed_by",
+    [
+        ("scan", ["job=scan", "scan.path=x"], "job=scan"),
+        ("measure", ["job=benchmark"], "job=benchmark"),
+        pytest.param(
+            "datasets",
+            ["data=tabular", "data.path=x.csv", "data.target=y"],
+            "data=tabular",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("diagnose", ["job=doctor"], "job=doctor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_missing_room_is_named_and_the_rest_works(
+    room: str, typed: list[str], needed_by: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    shutil.copytree(
+        ROOT / "runner", tmp_path / "runner", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.rmtree(tmp_path / "runner" / room)
+    (tmp_path / "x.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(40)))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "runner", "device=cpu", *overrides]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    refused = run(*typed)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith(f"{needed_by} needs runner.{room}")
+    trained = run("training.steps=2", "optimization=none")
+    assert trained.returncode == 0, trained.stderr
+    assert ("needs runner.measure" in trained.stderr) == (room == "measure")
