@@ -1,4 +1,4 @@
-"""Rooms: modules under their earlier names, every entry of the table, and a room that is missing."""
+"""Earlier names of modules, the table by which rooms reach each other, and a room that is missing."""
 
 from __future__ import annotations
 

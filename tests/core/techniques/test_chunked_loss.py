@@ -133,7 +133,7 @@ def tokens(tmp_path: Path) -> list[str]:
     ids[:600].tofile(tmp_path / "val.bin")
     return [
         *["training.steps=3", "data=tokens", f"data.path={tmp_path}", "data.vocab=300"],
-        *["data.sequence=16", "training.batch_size=12", "security.trusted=[techniques]"],
+        *["data.sequence=16", "training.batch_size=12", "security.trusted=[tests]"],
     ]
 
 
@@ -174,9 +174,12 @@ def test_the_evidence_is_the_largest_slice_and_evaluation_and_a_closed_run_know_
     [
         ([*GPT, "optimization.chunked_loss.min_mb=64"], r"take 0\.2 MB \(min_mb=64\)"),
         ([*GPT, "optimization.chunked_loss.chunk=192"], "192 tokens fit in one chunk"),
-        (["model._target_=techniques.test_chunked_loss.Capped"], "not the output of a linear"),
         (
-            ["model._target_=techniques.test_chunked_loss.Warmed"],
+            ["model._target_=tests.core.techniques.test_chunked_loss.Capped"],
+            "not the output of a linear",
+        ),
+        (
+            ["model._target_=tests.core.techniques.test_chunked_loss.Warmed"],
             "needs its full logits .* TypeError",
         ),
     ],

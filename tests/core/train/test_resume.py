@@ -340,9 +340,9 @@ class Forks(torch.nn.Module):
 def test_a_copy_of_the_process_that_a_model_forks_writes_nothing_and_ends_in_one_line(
     tmp_path: Path,
 ) -> None:
-    typed = ["data=cancer", "model._target_=test_resume.Forks", "security.trusted=[test_resume]",
-             "training.steps=9", "monitoring.every=1", "optimization=none",
-             "hydra.run.dir=run"]  # fmt: skip
+    typed = ["data=cancer", "model._target_=tests.core.train.test_resume.Forks",
+             "security.trusted=[tests]", "training.steps=9", "monitoring.every=1",
+             "optimization=none", "hydra.run.dir=run"]  # fmt: skip
     done = command(tmp_path, *typed)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "os.fork() in user code" in line]
