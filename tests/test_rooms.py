@@ -1,4 +1,4 @@
-"""Earlier names of modules, the table by which rooms reach each other, and a room that is missing."""
+"""Earlier names of modules, the table by which rooms reach each other, and a missing room."""
 
 from __future__ import annotations
 
