@@ -19,7 +19,7 @@ EPOCHS, BATCH, LR, WARMUP = 20, 32, 1e-3, 0.05
 folder = Path(sys.argv[1])
 most = int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize  # steps
 torch.manual_seed(0)
-data = np.load(Path(__file__).parents[1] / "runner" / "data" / "files" / "digits.npz")
+data = np.load(Path(__file__).parents[1] / "runner" / "core" / "data" / "files" / "digits.npz")
 x = torch.from_numpy(data["images"].astype(np.float32) / 16).view(-1, 64)
 y = torch.from_numpy(data["labels"].astype(np.int64))
 order = torch.randperm(len(x))
