@@ -225,7 +225,7 @@ def test_close_leaves_no_process_behind(
 
 
 def private_memory() -> tuple[float, int]:
-    """Return the MiB that a worker has copied after collections, and the count of frozen objects."""
+    """Return the MiB that a worker has copied after collections, and the frozen objects."""
     source = UserDataset(Faulty(lambda _: gc.collect()), "Faulty", DataConfig(kind="own"))
     loader = make_loader(
         source, source.train, config=DataConfig(kind="any", workers=1), device=CPU, batch_size=4,
