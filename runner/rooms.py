@@ -64,6 +64,7 @@ NAMES = {
     },
     "processes": {
         "config": "scale.distributed.join:config_for_rank",
+        "launch": "scale.distributed.launch:main",
         "join": "scale.distributed.join:join_from_program",
         "parallel": "scale.distributed.parallel:parallelise",
         "stats": "scale.distributed.process_stats:ProcessStats",
@@ -116,16 +117,20 @@ def find(kind: str, name: str, needed_by: str = "") -> Any:
     is missing.
     """
     module, _, attribute = NAMES[kind][name].partition(":")
-    room = f"runner.{module.partition('.')[0]}"
+    require(module.partition(".")[0], needed_by or f"{kind} {name}")
+    return getattr(import_module(f"runner.{module}"), attribute)
+
+
+def require(room: str, needed_by: str) -> None:
+    """Raise UsageError if the room's folder is missing."""
     try:
-        import_module(room)
+        import_module(f"runner.{room}")
     except ModuleNotFoundError as error:
-        if error.name != room:
+        if error.name != f"runner.{room}":
             raise
         from runner.core.errors import UsageError
 
-        raise UsageError(f"{needed_by or f'{kind} {name}'} needs {room}") from None
-    return getattr(import_module(f"runner.{module}"), attribute)
+        raise UsageError(f"{needed_by} needs runner.{room}") from None
 
 
 def install() -> None:

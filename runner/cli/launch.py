@@ -27,6 +27,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner import rooms
 from runner.cli.preflight import RANK_VARIABLES, Request
 from runner.core.checkpoint.lock import NAME as LOCK
 from runner.core.checkpoint.lock import is_locked
@@ -73,7 +74,6 @@ from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security import paths, secrets
 from runner.core.security.config_files import check_security_group
-from runner.scale.sweep.job_context import report_end
 
 if TYPE_CHECKING:
     from runner.scale.sweep.state import SweepSession
@@ -82,7 +82,6 @@ log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """Files in a run's folder before the run is built."""
 RANKS_MODULE = "runner.cli.ranks"  # imported for several processes only
-DISTRIBUTED_MODULE = "runner.scale.distributed.launch"
 SECURITY_OFF_WARNING = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
     "(job=scan still checks them)"
@@ -136,7 +135,10 @@ def launch(request: Request) -> int:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures
         raise _sweep_error(results)
-    report_end()
+    if job_context := sys.modules.get(
+        "runner.scale.sweep.job_context"
+    ):  # it may be a job's process
+        job_context.report_end()
     return results.exit_code
 
 
@@ -307,7 +309,11 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
     single = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
     single = single or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
-    main = load_job(run_config.job.kind) if single else import_module(DISTRIBUTED_MODULE).main
+    main = (
+        load_job(run_config.job.kind)
+        if single
+        else rooms.find("processes", "launch", f"distributed={run_config.distributed.kind.value}")
+    )
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None

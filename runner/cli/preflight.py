@@ -25,11 +25,11 @@ from runner.core.errors import ConfigError, UsageError
 from runner.core.record import hydra_files
 from runner.core.record.text import escape_control_chars, quote_for_hydra
 from runner.core.schemas.jobs import JobKind
+from runner.core.schemas.sweep import JOB_VARIABLE
 from runner.core.security import secrets
 from runner.core.security.cli_overrides import CliOverrides, parse_overrides, resolve_config_folders
 from runner.core.security.config_files import ConfigFileChecker
 from runner.core.security.paths import check_links, check_output_path
-from runner.scale.sweep.job_context import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from runner.core.config.recorded import ResumedRun
@@ -141,6 +141,7 @@ def _check_request(request: Request) -> None:
     if has_experiment and not flags.is_sweep and flags.cfg is None:
         flags.multirun = compose(first_job(flags.overrides)).hydra.mode is RunMode.MULTIRUN
     if flags.cfg is None and flags.is_sweep:
+        rooms.require("scale", "a sweep (-m)")
         from runner.cli.sweep import prepare_sweep
 
         request.session = prepare_sweep(flags, compose, request.files)

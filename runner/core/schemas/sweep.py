@@ -11,6 +11,9 @@ from runner.core.bounds import bounded, check_bounds
 from runner.core.count_limits import check_counts
 from runner.core.errors import ConfigError
 
+JOB_VARIABLE = "RUNNER_JOB"
+"""Set in the environment of a sweep's job, which reads its context from stdin."""
+
 
 class StartMethod(Enum):
     """How a job's process is started."""

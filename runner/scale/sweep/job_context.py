@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 
 from runner.core.masking import add_secret, known_secrets
 from runner.core.parent_death import watch_parent
+from runner.core.schemas.sweep import JOB_VARIABLE
 
-JOB_VARIABLE = "RUNNER_JOB"
 ORPHAN_GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended
 _report_ends: dict[int, int] = {}  # by the pid of a job, where it reports to
 

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from runner.core.config.composing import compose
 from runner.core.errors import StorageError
 from runner.core.record.text import quote_for_hydra
+from runner.core.schemas.sweep import JOB_VARIABLE
 from runner.scale.sweep import identity, job_context
 from runner.scale.sweep.state import Sweep
 
@@ -98,7 +99,7 @@ def context(stdin: int, **variables: str) -> str:
 
 def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe_alone() -> None:
     for stdin in (subprocess.DEVNULL, subprocess.PIPE):  # of a variable that was left behind
-        assert context(stdin, **{job_context.JOB_VARIABLE: "1"}) == f"{job_context.JobContext()}\n"
+        assert context(stdin, **{JOB_VARIABLE: "1"}) == f"{job_context.JobContext()}\n"
     variables, reads, writes = job_context.parent_death_pipe(["seed=3"], folder_trusted=False)
     try:
         assert context(reads) == f"{job_context.JobContext()}\n"
