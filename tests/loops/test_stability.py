@@ -215,11 +215,11 @@ def test_a_replay_draws_the_random_numbers_of_the_device_again(
     net: nn.Module, batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = DeviceDropout.generator.manual_seed(5)
-    module = "runner.loops.stability"
-    monkeypatch.setattr(f"{module}.device_random_state", lambda device: generator.get_state())
-    monkeypatch.setattr(
-        f"{module}.set_device_random_state", lambda device, state: generator.set_state(state)
-    )
+    for module in ("runner.loops.stability", "runner.diagnose.replay.step"):
+        monkeypatch.setattr(f"{module}.device_random_state", lambda device: generator.get_state())
+        monkeypatch.setattr(
+            f"{module}.set_device_random_state", lambda device, state: generator.set_state(state)
+        )
     masks.clear()
     model = nn.Sequential(DeviceDropout(), net)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -19,8 +19,8 @@ FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = str(Path(torch.__file__).parent) + os.sep
 RUNNER_FOLDER = str(Path(runner.__file__).parent) + os.sep
 # models and losses of ours count as the user's code
-USER_CODE = (f"{RUNNER_FOLDER}models{os.sep}", f"{RUNNER_FOLDER}objectives{os.sep}")
-STEP_MODULE = os.path.join(RUNNER_FOLDER, "training", "step.py")
+USER_CODE = tuple(os.path.join(RUNNER_FOLDER, "core", p, "") for p in ("models", "objectives"))
+STEP_MODULE = os.path.join(RUNNER_FOLDER, "core", "train", "step.py")
 CALLERS = tuple(
     os.path.join(RUNNER_FOLDER, p)
     for p in ("core/train/step.py", "core/train/loop.py", "core/interfaces/batch.py")
