@@ -100,7 +100,7 @@ def context(stdin: int, **variables: str) -> str:
 def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job_context, "known_secrets", lambda: [])  # of other tests
+    monkeypatch.setattr(job_context, "known_secrets", dict)  # those of other tests
     for stdin in (subprocess.DEVNULL, subprocess.PIPE):  # of a variable that was left behind
         assert context(stdin, **{JOB_VARIABLE: "1"}) == f"{job_context.JobContext()}\n"
     variables, reads, writes = job_context.parent_death_pipe(["seed=3"], folder_trusted=False)
