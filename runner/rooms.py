@@ -44,7 +44,6 @@ NAMES = {
         "arrays": "core.data.arrays:arrays",
     },
     "debug": {"out_of_memory": "diagnose.debug.memory_breakdown:write_oom_report"},
-    "doctor": {"rank": "diagnose.doctor.job:main"},
     "export": {
         "check": "datasets.export:check_export_packages",
         "write": "datasets.export:export",

@@ -135,9 +135,8 @@ def launch(request: Request) -> int:
         sys.argv[:] = command
     if results.failures:  # a sweeper that continues after failures
         raise _sweep_error(results)
-    if job_context := sys.modules.get(
-        "runner.scale.sweep.job_context"
-    ):  # it may be a job's process
+    # imported in a sweep's job, which has taken its context
+    if job_context := sys.modules.get("runner.scale.sweep.job_context"):
         job_context.report_end()
     return results.exit_code
 

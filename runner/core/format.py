@@ -6,10 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from runner.measure.replicates import MeanEstimate
+from typing import Any
 
 NONE = "–"  # shown where there is no number
 MAX_NAMES = 4  # in a sentence; the rest is counted
@@ -59,12 +56,6 @@ def times_interval(ratio: float | None, ends: tuple[float, float] | None) -> str
 def rate(value: float) -> str:
     """Format samples per second or milliseconds, with three digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def estimate(value: MeanEstimate, show: Callable[[float | None], str]) -> str:
-    """Format a mean with its 95 % interval, as `0.9710 (0.9650 to 0.9770)`."""
-    low, high = value.interval
-    return f"{show(value.mean)} ({show(low)} to {show(high)})"
 
 
 @_none_as_dash

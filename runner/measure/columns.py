@@ -32,7 +32,7 @@ def _numeric_column(
 
     def text(row: ComparisonRow) -> str:
         estimate = row.estimates.get(key)
-        return show(read_number(row)) if estimate is None else format.estimate(estimate, show)
+        return show(read_number(row)) if estimate is None else estimate.text(show)
 
     return ReportColumn(key, title, read_number, text)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
@@ -38,6 +38,11 @@ class MeanEstimate:
         half_width = t_quantile(len(values) - 1, 1 - CONFIDENCE) * spread / math.sqrt(len(values))
         low, high = bounds
         return cls(center, spread, (max(low, center - half_width), min(high, center + half_width)))
+
+    def text(self, show: Callable[[float | None], str]) -> str:
+        """Format it with its interval, as `0.9710 (0.9650 to 0.9770)`."""
+        low, high = self.interval
+        return f"{show(self.mean)} ({show(low)} to {show(high)})"
 
     @classmethod
     def of_positive(cls, values: list[float]) -> MeanEstimate:

@@ -86,10 +86,10 @@ from runner.core.train.step import warn_gradients_off
 from runner.core.train.timing import Stopwatch
 
 if TYPE_CHECKING:
+    from runner.core.interfaces.processes import WorldProtocol
     from runner.core.optim.equivalence import Implementation
     from runner.core.optim.whole_step import StepGraph
     from runner.core.techniques.measured_gains import MeasuredGains
-    from runner.scale.distributed.world import World
 
 log = logging.getLogger("runner")
 WEIGHTS = "model.weights"
@@ -110,7 +110,7 @@ class Components:
     optimization: Optimization | None = None  # the result of optimization=auto
     chosen: Sequence[Choice] = ()  # by it, with reasons
     hooks: Sequence[Hook] = ()  # after those of the config
-    world: World | None = None  # of several processes that build the same run
+    world: WorldProtocol | None = None  # of several processes that build the same run
 
 
 @exclusive_random_state("build")

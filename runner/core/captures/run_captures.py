@@ -32,9 +32,7 @@ class CaptureRecorder:
         self,
         config: CaptureConfig,
         folder: Path,
-        settings: Mapping[
-            str, Any
-        ],  # the config, from `runner.core.config.run_config.config_to_plain`
+        settings: Mapping[str, Any],  # the config, from `run_config.config_to_plain`
         user_parts: Sequence[str] = (),  # components made by the caller of `build`
     ) -> None:
         self.config, self.folder = config, folder

@@ -23,7 +23,7 @@ from runner.core.record import storage
 from runner.core.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
-    from runner.scale.distributed.commit import CheckpointCommit
+    from runner.core.interfaces.processes import CheckpointCommitProtocol
 
 __all__ = ["Checkpointer", "RestoredCheckpoint"]
 
@@ -52,7 +52,7 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # automatic ones, stored in every manifest
         self.preprocessing = b""  # of the data, written into every checkpoint
-        self.commit: CheckpointCommit | None = None  # set if each process writes a shard
+        self.commit: CheckpointCommitProtocol | None = None  # set if each process writes a shard
         self.unplanned: set[int] = set()  # steps saved at an early end: not in `keep`
         self.suspect_steps: set[int] = set()  # steps; the checkpoint before each of them is kept
         self._root = None if folder is None else folder / folders.FOLDER

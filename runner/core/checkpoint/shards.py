@@ -23,7 +23,7 @@ from runner.core.errors import CheckpointError
 from runner.core.record.storage import write_file
 
 if TYPE_CHECKING:
-    from runner.scale.distributed.commit import CheckpointCommit
+    from runner.core.interfaces.processes import CheckpointCommitProtocol
 
 log = logging.getLogger("runner")
 INCONSISTENT = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
@@ -44,7 +44,7 @@ def copy_shard(
     return copier.take({**rows, **replicated}, state, with_state=replicated)
 
 
-def write_shard(commit: CheckpointCommit, folder: Path, snapshot: Snapshot) -> None:
+def write_shard(commit: CheckpointCommitProtocol, folder: Path, snapshot: Snapshot) -> None:
     """Write the shard of a process other than the first, in a background thread, and report it."""
     try:
         commit.await_folder()

@@ -38,8 +38,8 @@ from runner.core.schemas.jobs import (
 from runner.core.schemas.models import ModelConfig
 from runner.core.schemas.monitoring import MonitoringConfig
 from runner.core.schemas.objectives import ObjectiveConfig
-from runner.core.schemas.optim import OptimizerConfig, ScheduleConfig
 from runner.core.schemas.optimization import Optimization
+from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig
 from runner.core.schemas.security import SecurityConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.schemas.sweep import SearchConfig, SweepConfig

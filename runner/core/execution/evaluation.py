@@ -22,7 +22,7 @@ from runner.core.models import modes
 from runner.core.random_state import exclusive_random_state
 
 if TYPE_CHECKING:
-    from runner.scale.distributed.world import World
+    from runner.core.interfaces.processes import WorldProtocol
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def _add_sums(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
     return {k: totals[k] + x for k, x in sums.items()} if totals and sums else totals or sums
 
 
-def _has_own_samples(world: World, samples: int) -> bool:
+def _has_own_samples(world: WorldProtocol, samples: int) -> bool:
     """Whether this process has samples of the batch, not only a stand-in."""
     own_part = world.local_slice(samples)
     return bool(own_part.stop > own_part.start)  # host sync: none, a slice

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from runner.core.device.leaks import LeakDetector
     from runner.core.interfaces.batch import ColumnUse
     from runner.core.interfaces.hook import Evaluation, Hook, Verdict
+    from runner.core.interfaces.processes import ShardsProtocol
     from runner.core.interfaces.technique import Evidence, Technique, TechniqueStatus
     from runner.core.optim.optimizer_step import OptimizerStep
     from runner.core.optim.whole_step import StepGraph
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from runner.core.train.metrics import StepMetricsReader
     from runner.core.train.timing import Stopwatch
     from runner.core.train.trials import Trials
-    from runner.scale.distributed.sharded import Shards
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Run(RunParts):
         return self.train.epochs_before(self.progress.step)
 
     @property
-    def shards(self) -> Shards | None:
+    def shards(self) -> ShardsProtocol | None:
         """This process's shards of the weights; None unless they are sharded."""
         return None if self.world is None else self.world.shards
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from runner.core.device.device import Device
     from runner.core.interfaces.batch import Batch, Sizes
     from runner.core.interfaces.objective import Objective
+    from runner.core.interfaces.processes import WorldProtocol
     from runner.core.interfaces.run import Recovery, Run
     from runner.core.schemas.data import DataConfig
     from runner.core.techniques.compiler import Compilation
     from runner.core.techniques.measured_gains import MeasuredGains
     from runner.core.techniques.recompute import RecomputedBlocks
-    from runner.scale.distributed.world import World
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class RunParts:
     micro_batch: int  # samples per backward
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
-    world: World | None = None  # of several processes that train it
+    world: WorldProtocol | None = None  # of several processes that train it
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.core.errors import ConfigError
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 
 
 def pop_groups(

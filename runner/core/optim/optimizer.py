@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runner.core.errors import ConfigError
 from runner.core.format import nearest
 from runner.core.optim.origin import is_torch_class, skip_compiler_import
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 
 Optimizer = torch.optim.Optimizer
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "differentiable"})

@@ -30,8 +30,8 @@ from runner.core.optim.origin import is_torch_class, skip_compiler_import, uses_
 from runner.core.schemas.stability import StabilityConfig
 
 if TYPE_CHECKING:
+    from runner.core.interfaces.processes import ShardsProtocol
     from runner.core.optim.clip import GradientClipper
-    from runner.scale.distributed.sharded import Shards
 
 
 class OptimizerStep:
@@ -60,7 +60,7 @@ class OptimizerStep:
         loss_scale: float | None = None,
         ema: float | None = None,
         ema_warmup: bool | None = None,  # None: as in the loaded state; on without one
-        shards: Shards | None = None,  # this process's shard of every weight
+        shards: ShardsProtocol | None = None,  # this process's shard of every weight
         shortcuts: bool = True,  # whether an update may be skipped or reverted on the device
     ) -> None:
         self.optimizer, self.shards = optimizer, shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from runner.core.schemas.optim import ScheduleConfig, ScheduleKind
+from runner.core.schemas.optimizer import ScheduleConfig, ScheduleKind
 
 
 def lr_factors(config: ScheduleConfig, updates: int) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.console import Group, RenderableType
@@ -28,7 +28,6 @@ from runner.diagnose.doctor import environment
 
 if TYPE_CHECKING:
     from runner.core.config.run_config import RunConfig
-    from runner.scale.distributed.links import LinkReport
 
 STYLES = {CheckStatus.ok: "green", CheckStatus.warn: "yellow", CheckStatus.fail: "bold red"}
 
@@ -43,6 +42,16 @@ class TechniqueAvailability:
     reason: str  # why it is not available
 
 
+class ProcessLinks(Protocol):
+    """Measurements of the links between a run's processes."""
+
+    def rows(self) -> Iterable[tuple[str, str]]:
+        """Return names and texts for the report's table."""
+
+    def checks(self) -> Iterable[DoctorCheck]:
+        """Return what was checked of them."""
+
+
 @dataclass(frozen=True)
 class DoctorReport:
     """The doctor's report, as in `doctor.json`."""
@@ -53,7 +62,7 @@ class DoctorReport:
     versions: dict[str, str | None]  # None: not installed
     techniques: list[TechniqueAvailability]
     checks: list[DoctorCheck]
-    links: LinkReport | None = None  # of a distributed run
+    links: ProcessLinks | None = None  # of a distributed run
 
     @property
     def status(self) -> CheckStatus:
@@ -68,7 +77,7 @@ class DoctorReport:
         return {"status": self.status.value, **plain}
 
 
-def main(config: RunConfig, folder: Path | None, links: LinkReport | None = None) -> DoctorReport:
+def main(config: RunConfig, folder: Path | None, links: ProcessLinks | None = None) -> DoctorReport:
     """Print the report; write `doctor.json` if there is a folder."""
     report = examine_machine(config, folder, links)
     print_stdout(render_doctor_report(report))
@@ -80,7 +89,7 @@ def main(config: RunConfig, folder: Path | None, links: LinkReport | None = None
 
 
 def examine_machine(
-    config: RunConfig, folder: Path | None = None, links: LinkReport | None = None
+    config: RunConfig, folder: Path | None = None, links: ProcessLinks | None = None
 ) -> DoctorReport:
     """Run all checks for a run with this config.
 

@@ -12,9 +12,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.scale.distributed.world import World, world_of
+
 if TYPE_CHECKING:
     from runner.core.interfaces.technique import RunBuilder
-    from runner.scale.distributed.world import World
 
 
 def synchronise_batchnorm(builder: RunBuilder) -> None:
@@ -24,10 +25,10 @@ def synchronise_batchnorm(builder: RunBuilder) -> None:
     torch's SyncBatchNorm counts samples that stand in for none, and waits for the host.
     """
     layers = [m for m in builder.model.modules() if isinstance(m, _BatchNorm)]
-    if not layers or builder.world is None:
+    if not layers or (world := world_of(builder)) is None:
         return
     for layer in layers:
-        layer.forward = partial(_forward, layer, builder.world)  # type: ignore[method-assign]
+        layer.forward = partial(_forward, layer, world)  # type: ignore[method-assign]
 
 
 def _forward(layer: _BatchNorm, world: World, x: Tensor) -> Tensor:

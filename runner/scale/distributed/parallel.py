@@ -21,7 +21,7 @@ from runner.core.schemas.distributed import Compression, DistributedKind
 from runner.core.techniques.cost import forward_cost
 from runner.core.techniques.probe import OperatorObserver
 from runner.core.train.step import forward_backward
-from runner.scale.distributed.world import refuse_lost
+from runner.scale.distributed.world import refuse_lost, world_of
 
 if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
@@ -101,7 +101,7 @@ class DdpTechnique(Technique):
 
     def apply(self, builder: RunBuilder) -> None:
         """Wrap the model's call; its parameter names are unchanged."""
-        world = builder.world
+        world = world_of(builder)
         if world is None:
             return
         if world.config.sync_batchnorm:

@@ -17,7 +17,7 @@ from runner.core.interfaces.hook import Evaluation, Hook
 from runner.core.interfaces.run import Run
 from runner.core.techniques.flops import peak_flops
 from runner.core.train.timing import Stopwatch
-from runner.scale.distributed.world import World
+from runner.scale.distributed.world import World, world_of
 
 
 class ProcessStats(Hook):
@@ -26,7 +26,7 @@ class ProcessStats(Hook):
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Measure during the session; after an error describe this process alone."""
-        world = run.world
+        world = world_of(run)
         if world is None:
             raise ValueError("a run of one process")
         world.clock = partial(_count_waiting, run.stopwatch)

@@ -174,7 +174,7 @@ def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
         device = select(config_for_rank(config, world.place).device, scope)
         links = measure_links(world, device.torch)
         if world.is_rank_zero:
-            rooms.find("doctor", "rank", "job=doctor")(config, folder, links)
+            rooms.find("job", "doctor", "job=doctor")(config, folder, links)
         world.barrier()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.optim.origin import is_torch_class
 from runner.core.techniques.probe import enter_contexts, repeated_blocks
 from runner.scale.distributed.parallel import count_collectives
-from runner.scale.distributed.world import World
+from runner.scale.distributed.world import World, world_of
 
 if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
@@ -196,7 +196,7 @@ class FsdpTechnique(Technique):
 
     def apply(self, builder: RunBuilder) -> None:
         """Shard the model in place; parameter names are unchanged."""
-        world, model = builder.world, builder.model
+        world, model = world_of(builder), builder.model
         if world is None:
             return
         _check_shardable(builder)
@@ -218,7 +218,7 @@ class FsdpTechnique(Technique):
 
     def engaged(self, run: Run) -> Evidence:
         """Compare the bytes that a process keeps with its expected share."""
-        shards, update = run.shards, run.update
+        shards, update = cast("Shards | None", run.shards), run.update
         if shards is None:
             return Evidence(False, "there is one process")
         tensors_kept, full_bytes, expected_bytes = list(update.average), 0, 0

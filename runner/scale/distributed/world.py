@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cache
 from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from runner.scale.distributed.stacks import StackWriter
 
 if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
+    from runner.core.interfaces.technique import RunBuilder
     from runner.core.optim.optimizer_step import OptimizerStep
     from runner.scale.distributed.commit import CheckpointCommit
     from runner.scale.distributed.sharded import Shards
@@ -432,10 +433,16 @@ def _refuse_device_tensors(call: str, value: object) -> None:
     dumps_persistent(value, check_device)
 
 
+def world_of(owner: Run | RunBuilder) -> World | None:
+    """Return the World of a run; the core knows its interface alone."""
+    return cast("World | None", owner.world)
+
+
 def refuse_lost(run: Run, error: Exception) -> bool:
     """First of a run's recoveries: never repeat a step without the others."""
     if is_lost(error):
-        raise (as_lost(error) if run.world is None else run.world.convert_lost(error)) from error
+        world = world_of(run)
+        raise (as_lost(error) if world is None else world.convert_lost(error)) from error
     return False
 
 

@@ -12,7 +12,7 @@ from runner.core.interfaces.batch import Batch
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.optim.schedule import lr_factors
-from runner.core.schemas.optim import OptimizerConfig, ScheduleConfig, ScheduleKind
+from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.core.schemas.stability import StabilityConfig
 
 

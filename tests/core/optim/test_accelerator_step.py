@@ -25,7 +25,7 @@ from runner.core.interfaces.batch import Batch
 from runner.core.optim.buffers import BufferSnapshot
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.techniques.fused_optimizer import fastest_implementation
 from runner.core.train import step as training_step

@@ -18,7 +18,7 @@ from runner.core.errors import ConfigError
 from runner.core.optim.buffers import BufferSnapshot, _group_by_type, restore_where
 from runner.core.optim.optimizer import build_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 
 Change = Callable[[nn.Module, Tensor], None]

@@ -18,7 +18,7 @@ from runner.core.optim.fine_tuning import freeze
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.optim.schedule import lr_factors
-from runner.core.schemas.optim import OptimizerConfig, ScheduleConfig, ScheduleKind
+from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.core.schemas.stability import StabilityConfig
 from tests import runs
 from tests.core.optim import steps

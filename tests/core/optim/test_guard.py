@@ -19,7 +19,7 @@ from runner.core.interfaces.run import Run
 from runner.core.optim.fused_kernel import RevertibleStep
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.train.step import make_step
 from tests import runs

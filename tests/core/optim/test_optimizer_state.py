@@ -13,7 +13,7 @@ from torch import nn
 from runner.core.optim.optimizer import build_optimizer
 from runner.core.optim.optimizer_state import Optimizer, check_optimizer_state, compatible_state
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 
 OWN: dict[str, dict[str, Any]] = {

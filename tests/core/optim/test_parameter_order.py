@@ -16,7 +16,7 @@ from runner.core.captures.manifest import list_captures
 from runner.core.execution.evaluation import evaluate as evaluate_run
 from runner.core.optim.optimizer import build_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.train.step import forward_backward
 from runner.diagnose.replay.capture_reader import open_capture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.core.optim.schedule import lr_factors
-from runner.core.schemas.optim import ScheduleConfig, ScheduleKind
+from runner.core.schemas.optimizer import ScheduleConfig, ScheduleKind
 
 
 def torch_rates(make: object, updates: int, peak: float = 1.0) -> list[float]:

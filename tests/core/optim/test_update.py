@@ -17,7 +17,7 @@ from runner.core.optim.fused_kernel import RevertibleStep
 from runner.core.optim.optimizer import build_optimizer, resolve_optimizer_class
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.optim.whole_step import update_weights
-from runner.core.schemas.optim import OptimizerConfig
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.security.registry import resolve
 

@@ -17,7 +17,7 @@ from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.jobs.run_report import render_report
 from runner.core.optim.schedule import lr_factors
-from runner.core.schemas.optim import ScheduleConfig, ScheduleKind
+from runner.core.schemas.optimizer import ScheduleConfig, ScheduleKind
 from tests.runs import rows
 
 RUN = ["data=cancer", "model=mlp", "model.width=4", "optimization=none", "device.threads=1",

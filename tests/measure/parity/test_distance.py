@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.core.optim.schedule import lr_factors
-from runner.core.schemas.optim import ScheduleConfig, ScheduleKind
+from runner.core.schemas.optimizer import ScheduleConfig, ScheduleKind
 from runner.measure.parity.distance import (
     KINK_ERROR,
     Distances,

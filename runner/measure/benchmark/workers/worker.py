@@ -23,7 +23,7 @@ from runner.core.errors import Interrupted, RunnerError, StorageError
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.distributed import DistributedKind
 from runner.core.schemas.jobs import JobConfig
-from runner.core.schemas.optim import ScheduleConfig
+from runner.core.schemas.optimizer import ScheduleConfig
 from runner.core.security.child_process import ChildContext, RequestFailure
 from runner.measure.benchmark.result import ENGAGED, TRIED
 
