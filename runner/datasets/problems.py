@@ -29,6 +29,7 @@ MISSING_KEY = "data.missing"
 TYPES_KEY = "data.types"
 FORMATS_KEY = "data.date_formats"
 IGNORE_KEY = "data.ignore"
+TARGET_KEY = "data.target"
 UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
 MAX_DROPPED = 0.5  # share of rows that a suggested command may drop
@@ -83,6 +84,8 @@ class TableProblems:
                 problem = f"lacks {join_names(map(repr, missing))}, which the model was trained on"
                 others = [name for name in names if name not in trained]
                 fix = f"; {suggestion(missing[0], others, UNUSED_COLUMNS)}"
+                if self.needed.get(TARGET_KEY) in missing:
+                    problem += "; job=predict needs no target"
                 self.columns, self.avoidable = f"{problem}{fix if others else ''}", False
             return
         if self.absent:  # the file is opened a second time

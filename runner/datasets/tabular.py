@@ -306,7 +306,7 @@ def fit_target(
         sizes = Sizes(task, classes=1, target_mean=mean, target_deviation=deviation)
         return target_array(target, deviation), sizes, (*choices, choice)
     names, labels = _class_labels(target)
-    check_classes(names, f"{table.path}: column {config.target!r}")
+    check_classes(names, f"data.target: {table.path}: column {config.target!r}")
     _check_class_sizes(names, labels, config, table)
     similar = similar_labels(names)
     if similar:

@@ -40,9 +40,9 @@ BENCHMARK_METHOD = (
     "stopping early. The step is the median over all blocks, and samples/s counts all steps, slow "
     "ones included, so dividing these columns does not give the speed-up. "
     "No difference within 2 % or within the noise floor (the reference against a "
-    "second copy of itself) is claimed. Every arm was started several times, because the speed of "
-    "equal work varies between processes, and intervals are over the processes (t); with one "
-    "process each, no difference within 7 % is claimed. The intervals hold simultaneously, so the "
+    "second copy of itself) is claimed. The speed of equal work varies between processes: where "
+    "arms were started several times, intervals are over the processes (t); with one process each, "
+    "no difference within 7 % is claimed. The intervals hold simultaneously, so the "
     "fastest arm may be chosen by them."
 )
 SWEEP_METHOD = (

@@ -154,6 +154,7 @@ def test_what_does_not_fit_the_training_is_named(trained: Path, tmp_path: Path) 
     text = str(refused(trained, path, "evaluate", folder))
     assert "lacks 'income', 'city' and 'buys', which the model was trained on" in text
     assert "did you mean" not in text  # 'age' is needed itself
+    assert "; job=predict needs no target" in text
     other = [{**row, "buys": "maybe" if i % 3 else row["buys"]} for i, row in enumerate(rows)]
     text = str(refused(trained, write_csv(tmp_path / "other.csv", other), "evaluate", folder))
     assert "20 of 30 samples have a class that the model was not trained on: 'maybe'" in text

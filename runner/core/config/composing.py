@@ -167,7 +167,7 @@ def compose_raw(
         from runner.core.config.diagnosis import explain_error
 
         composes = partial(_is_composable, compose=partial(compose, hydra_too=False))
-        raise explain_error(error, overrides, compose, composes, folders) from error
+        raise explain_error(error, overrides, compose, composes, folders) from None
 
 
 def _is_composable(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:

@@ -236,11 +236,11 @@ def _import(module: str, key: str, target: str, missing: ConfigError | None = No
         if missing is not None and isinstance(error, ImportError) and error.name == module:
             raise missing from None
         line = " ".join(str(error).split())
-        raise ConfigError(
-            key,
-            f"{target} cannot be imported: {type(error).__name__}: {line}",
-            f"is {module} installed, or in the current folder {os.getcwd()}?",
-        ) from error
+        fix = f"is {module} installed, or in the current folder {os.getcwd()}?"
+        if isinstance(error, SyntaxError):
+            fix = "correct that file"
+        problem = f"{target} cannot be imported: {type(error).__name__}: {line}"
+        raise ConfigError(key, problem, fix) from error
 
 
 def _missing_attribute(key: str, path: str, part: str, value: Any) -> ConfigError:

@@ -282,11 +282,25 @@ def _train(run: Run) -> None:
         finally:
             run.train.close()
             run.validation.close()
-        if not run.stability.config.guard:
+        if run.stability.config.guard:
+            _check_updates(run)
+        else:
             _check_result(run)
         save(run, final=True)
         if run.test is not None:
             _evaluate_test_set(run, interrupts)
+
+
+def _check_updates(run: Run) -> None:
+    """Raise GaveUp if all steps were skipped, so that nothing is trained.
+
+    A loss scale that is still being searched may skip all steps of a short run.
+    """
+    progress = run.progress
+    if 0 < progress.step <= progress.skipped and not run.history.counts.get("overflow"):
+        run.checkpointer.close()
+        steps, fix = count_noun(progress.step, "step"), "to find the first one: debug=anomaly"
+        raise GaveUp(f"nothing is trained: all {steps} were bad and skipped; {fix}")
 
 
 def _check_result(run: Run) -> None:

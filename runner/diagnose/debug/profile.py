@@ -69,6 +69,7 @@ class StepMeasurements:
     in_memory: bool = False
     cores: int = 1
     techniques: list[str] = field(default_factory=list)  # applied ones
+    not_applied: list[str] = field(default_factory=list)  # requested, but not applied
 
     @property
     def host_bound(self) -> bool:
@@ -114,8 +115,9 @@ def _operator_verdicts(measured: StepMeasurements) -> Iterator[str]:
         and measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
     )
     if many_small and measured.host_bound and not measured.waits_for_data:
-        compiled = "whole_step" in measured.techniques
-        fix = "a larger training.batch_size" if compiled else "optimization.whole_step.enabled=true"
+        fix = "a larger training.batch_size"
+        if "whole_step" not in {*measured.techniques, *measured.not_applied}:
+            fix = "optimization.whole_step.enabled=true"
         busy = "" if measured.busy is None else f", the device busy {measured.busy:.0%} of the time"
         yield f"host-bound: {measured.operators:,.0f} small operators a step{busy}: {fix}"
     elif (share := measured.python_share) > LARGE_OPERATOR_SHARE:
@@ -328,6 +330,7 @@ class ProfileTool(DebugTool):
             techniques=sorted(
                 name for name, _ in run.techniques if name not in run.fallback_reasons
             ),
+            not_applied=sorted(row.name for row in run.unapplied_techniques if row.requested),
         )
         if self.operators:
             largest = self.operators[0]

@@ -54,9 +54,12 @@ SCRIPT = '''"""Makes a captured step again: exits with {bad} if it is bad, with 
 Usage: python reproduce.py [folder of the capture]
 """
 
+import os
 import sys
 from pathlib import Path
 
+CAPTURE = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else Path({capture!r})
+os.chdir({folder!r})  # where the run's command was typed: paths in its config are relative to it
 sys.path += {paths!r}
 
 from runner.diagnose.replay.capture_reader import open_capture
@@ -64,7 +67,7 @@ from runner.diagnose.replay.attempt import make_attempt
 from runner.diagnose.replay.reopen import reopen_run
 
 FINDING = {finding!r}
-capture = open_capture(Path(sys.argv[1] if len(sys.argv) > 1 else {capture!r}))
+capture = open_capture(CAPTURE)
 with reopen_run(capture, trusted={trusted!r}, without={without!r}) as (run, batch):
     step = make_attempt(run, batch, capture)  # run.model and batch are as the step found them
 print(f"loss {{step.loss}}, gradient norm {{step.grad_norm}}", step.error or step.failed)
@@ -200,6 +203,7 @@ def write_script(
     path = folder / "reproduce.py"
     text = SCRIPT.format(
         bad=BAD_EXIT_CODE,
+        folder=os.getcwd(),
         paths=paths,
         finding=finding,
         capture=str(capture.absolute()),

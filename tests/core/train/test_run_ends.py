@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runner import build, compose, train
+from runner.core.build.build import Components
 from runner.core.device.signals import request_stop
 from runner.core.errors import GaveUp
 from runner.core.hooks import limits, resources
@@ -194,3 +196,26 @@ def test_a_run_without_a_guard_that_ends_with_lost_weights_fails_and_begins_afre
     assert GaveUp.exit_code == 4
     assert {path.name for path in (tmp_path / ".earlier").iterdir()} == {"run-1", "run-2"}
     assert (tmp_path / ".earlier" / "run-1" / "checkpoints").is_dir()
+
+
+class Unstable(torch.nn.Linear):
+    """Its loss is never finite in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (float("nan") if self.training else 1.0)
+
+
+@pytest.mark.parametrize("scale_overflows", [False, True])
+def test_a_run_whose_steps_were_all_skipped_has_trained_nothing_and_fails(
+    tmp_path: Path, scale_overflows: bool
+) -> None:
+    with build(compose(QUICK), tmp_path, Components(model=Unstable(30, 2))) as run:
+        if scale_overflows:  # of a search that a short run does not end
+            run.history.add("overflow", "the scale is halved", step=1, category="numerics")
+        with nullcontext() if scale_overflows else pytest.raises(GaveUp, match="^nothing is tr"):
+            train(run)
+    summary = Summary.read(tmp_path)
+    assert summary.skipped_steps == 12
+    assert (summary.status, summary.ended_by) == (
+        ("done", "done") if scale_overflows else ("failed", "policy")
+    )

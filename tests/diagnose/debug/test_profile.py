@@ -128,6 +128,9 @@ def test_one_long_operator_is_named_and_many_short_ones_are_host_bound() -> None
     assert "optimization." not in text
     (text,) = find_bottlenecks(StepMeasurements(step_ms=18, **most))
     assert text.startswith("host-bound: 1,800 small operators a step: optimization.whole_step")
+    refused = StepMeasurements(step_ms=18, not_applied=["whole_step"], **most)  # in a short run
+    (text,) = find_bottlenecks(refused)
+    assert text == "host-bound: 1,800 small operators a step: a larger training.batch_size"
     assert find_bottlenecks(StepMeasurements(step_ms=18, busy=0.9, **most))[0].startswith(
         "aten::mm"
     )

@@ -58,6 +58,7 @@ def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
     screen = capsys.readouterr().out
     assert all(len(text) <= 80 for text in screen.splitlines() if str(tmp_path) not in text)
 
+    assert f"os.chdir({os.getcwd()!r})" in (tmp_path / "reproduce.py").read_text()
     done = run_script(tmp_path)
     assert done.returncode == BAD_EXIT_CODE, done.stderr
     assert done.stdout.splitlines()[-1] == f"bad: {result.found.cause}"
