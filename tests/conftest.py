@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import mmap
 import signal
 import sys
@@ -48,9 +49,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # a handler that an earlier test left would stay for good where this one replaces the root's
+    # a handler that an earlier test left or put back would print each line twice
     if console := sys.modules.get("runner.core.record.console"):
         console.close_logging()
+    for handler in list(logging.root.handlers):  # of a copy of that module that a test imported
+        if type(handler).__module__.startswith("runner."):
+            logging.root.removeHandler(handler)
     if item.get_closest_marker("gpu") is None:
         return
     import torch  # only now: most sessions of a few tests never need it

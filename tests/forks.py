@@ -42,6 +42,7 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair()
     # read when torch is imported; and this checkout's runner, not an installed one
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    variables.pop("PYTHONSAFEPATH", None)  # of an earlier test; `warm_workers` is in this folder
     with theirs:
         process = subprocess.Popen([sys.executable, __file__], stdin=theirs, env=variables)
     atexit.register(process.wait)

@@ -211,9 +211,11 @@ def _reset_loggers() -> None:
 
 
 def close_logging() -> None:
-    """Undo `set_up_logging`."""
-    for handler in _handlers:
-        logging.getLogger().removeHandler(handler)
+    """Undo `set_up_logging`, and an earlier one whose handlers other code has put back."""
+    root = logging.getLogger()
+    returned = [each for each in root.handlers if isinstance(each, _ConsoleLog | _FileLog)]
+    for handler in {*_handlers, *returned}:
+        root.removeHandler(handler)
         handler.close()
     _handlers.clear()
     factory = logging.getLogRecordFactory()

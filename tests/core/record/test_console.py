@@ -35,6 +35,20 @@ def _restored() -> Iterator[None]:
     log.setLevel(levels[1])
 
 
+def test_a_handler_that_other_code_has_put_back_prints_no_line_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging("info", tmp_path)
+    earlier = list(logging.getLogger().handlers)
+    set_up_logging("info", tmp_path)
+    for handler in earlier:  # as a test or a notebook restores them
+        logging.getLogger().addHandler(handler)
+    set_up_logging("info", tmp_path)
+    log.info("once")
+    assert capsys.readouterr().err.count("once") == 1
+    assert sum("once" in line for line in lines(tmp_path)) == 1
+
+
 def lines(folder: Path) -> list[str]:
     return (folder / "run.log").read_text().splitlines()
 
