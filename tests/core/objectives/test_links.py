@@ -19,7 +19,9 @@ from tests import runs
 LOSS = "objective._target_=torch.nn.PoissonNLLLoss"
 
 
-@pytest.mark.parametrize(("more", "link"), [((), np.exp), (("+objective.log_input=false",), None)])
+@pytest.mark.parametrize(
+    ("more", "link"), [((), np.exp), (("+objective.log_input=false", "+objective.eps=10"), None)]
+)
 def test_predictions_of_a_poisson_loss_are_rates_unless_the_model_returns_them(
     tmp_path: Path, more: tuple[str, ...], link: np.ufunc | None
 ) -> None:

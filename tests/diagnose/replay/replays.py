@@ -9,6 +9,7 @@ from typing import Any
 
 from runner import build, compose, train
 from runner.core.captures.manifest import list_captures
+from runner.core.errors import GaveUp
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.run import Run
 from runner.diagnose.replay import job
@@ -33,7 +34,7 @@ Captured = Callable[..., Path]
 
 
 def capture_first(folder: Path, *overrides: str) -> Path:
-    with build(compose([*OVERRIDES, *overrides]), folder) as run, suppress(ValueError):
+    with build(compose([*OVERRIDES, *overrides]), folder) as run, suppress(ValueError, GaveUp):
         train(run)
     return list_captures(folder)[0]
 
