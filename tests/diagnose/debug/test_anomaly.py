@@ -254,8 +254,9 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
             return self.last(self.first(x.flatten(1)) * self.scale.sqrt())  # type: ignore[no-any-return]
 
     overrides += ["stability.max_consecutive_skips=1000"]
-    run, summary = run_of(overrides, tmp_path, Bad())
-    assert summary.status == "done"
+    with runs.opened(*overrides, folder=tmp_path, given=Components(model=Bad())) as run:
+        with pytest.raises(GaveUp, match="nothing is trained: all 20 steps"):
+            train(run)
     assert run.step_graph is not None
     first, second = anomalies(tmp_path)
     assert (first["steps"], second["steps"]) == ([5], [10, 15, 20])
