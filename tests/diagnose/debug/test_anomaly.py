@@ -262,7 +262,7 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
     assert (first["steps"], second["steps"]) == ([5], [10, 15, 20])
     assert first["message"].startswith("the gradient of scale is not finite")
     assert second["message"].startswith("SqrtBackward0 gave Inf in backward, in the model itself")
-    assert "uncompiled" in finding(summary)
+    assert "uncompiled" in finding(Summary.read(tmp_path))
 
 
 @pytest.mark.parametrize(("every", "known"), [(1, False), (4, True)])
