@@ -32,8 +32,8 @@ FILE_TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
 class Recorder:
     """Writes metrics, texts and images into a run's folder; failures never stop the run.
 
-    After an OSError, which is logged once, rows are kept in memory up to a limit and retried with
-    the next row; `faults` counts those not written. With `folder=None` nothing is written.
+    After an OSError, which is logged once, rows are kept in memory and retried with the next row;
+    `faults` counts those not written. With `folder=None` nothing is written.
     """
 
     def __init__(self, folder: Path | None, config: MonitoringConfig) -> None:
@@ -84,7 +84,7 @@ class Recorder:
         if self._metrics_file is not None:
             line = _encode_row(step, split, values)
             self._write("metrics", self._metrics_file, lambda rows: rows.write(line))
-            self._position = self._metrics_file.size + self._metrics_file.waiting_bytes
+            self._position = self._metrics_file.position
             for mirror in self.sink_writers:
                 mirror.add(step, split, values)
         self.show(step, "usage" if split == "system" else split, values)

@@ -78,23 +78,19 @@ class HashedFile:
         return FileDigest(self._size, self._digest.hexdigest())
 
 
-MAX_WAITING_BYTES = 2**24  # bytes
-
-
 class RetryingAppender:
     """Appends records to a file; after a failed write, records are retried at the next write.
 
     Writes are unbuffered, so the file survives a kill; a small one takes about 1 µs. Every failure,
-    including a deleted file, is an OSError. At most `MAX_WAITING_BYTES` wait; beyond that the
-    oldest records are dropped. A file that cannot be opened is retried as well: `make_path` then
-    prepares its folder and returns its path.
+    including a deleted file, is an OSError. A file that cannot be opened is retried as well:
+    `make_path` then prepares its folder and returns its path.
     """
 
     def __init__(self, make_path: Callable[[], Path], *, exclusive: bool = False) -> None:
         self.make_path, self.exclusive, self.path = make_path, exclusive, Path()
         self.descriptor, self.size, self.closed = -1, 0, False
         self.waiting: deque[bytes] = deque()
-        self.dropped = self.waiting_bytes = 0
+        self.waiting_bytes = 0
         with suppress(OSError):  # `write` raises it
             self._open()
 
@@ -102,9 +98,6 @@ class RetryingAppender:
         """Append waiting records, then `record`. Raises OSError if any still wait."""
         self.waiting.append(record)
         self.waiting_bytes += len(record)
-        while self.waiting_bytes > MAX_WAITING_BYTES and len(self.waiting) > 1:
-            self.waiting_bytes -= len(self.waiting.popleft())
-            self.dropped += 1
         self._write_waiting()
 
     def close(self) -> None:
@@ -119,7 +112,12 @@ class RetryingAppender:
     @property
     def unwritten(self) -> int:
         """Number of records that are not in the file."""
-        return self.dropped + len(self.waiting)
+        return len(self.waiting)
+
+    @property
+    def position(self) -> int:
+        """Size of the file in bytes, with the records that wait."""
+        return self.size + self.waiting_bytes
 
     @property
     def is_deleted(self) -> bool:

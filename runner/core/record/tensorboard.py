@@ -130,7 +130,7 @@ class TensorBoard:
 
     def position(self) -> list[Any]:
         """Return the name of the file, and its size with the events that wait."""
-        return [self.file.path.name, self.file.size + self.file.waiting_bytes]
+        return [self.file.path.name, self.file.position]
 
     def _hparams(self, name: str, **content: Any) -> None:
         data = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
