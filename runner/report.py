@@ -1,4 +1,4 @@
-"""`python -m runner.report DIR…`: compare finished runs, or start TensorBoard on them."""
+"""`python -m runner.report DIR…`: compare runs, write their tables, or start TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ EXAMPLES = """
 examples:
   python -m runner.report outputs/sweeps/digits-mlp/2026-01-31_12-00-00-1a2b3c
   python -m runner.report outputs/runs/digits-mlp outputs/runs/digits-cnn --out outputs/mine
+  python -m runner.report outputs/runs/digits-mlp/2026-01-31_12-00-00-1a2b3c --tables csv
   python -m runner.report --tensorboard outputs --port=6007
 """
 
@@ -37,6 +38,11 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help=folders_help)
     out_help = "output folder (default: DIR if only one is given, else outputs/comparisons/<time>)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
+    tables_help = (
+        "only write the records of runs as tables: metrics, faults, anomalies, gradients, memory, "
+        "operators, modules (to DIR/debug/tables if only one is given)"
+    )
+    parser.add_argument("--tables", choices=("csv", "parquet"), help=tables_help)
     tensorboard_help = (
         "only start TensorBoard, with runs named by their differences (default: outputs)"
     )
@@ -44,6 +50,8 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments, tensorboard_options = parser.parse_known_args(argv)
     if tensorboard_options and not arguments.tensorboard:
         parser.error(f"unrecognized arguments: {' '.join(tensorboard_options)}")
+    if arguments.tables and arguments.tensorboard:
+        parser.error("--tables and --tensorboard exclude each other")
     if not (arguments.folders or arguments.tensorboard):
         parser.error("the following arguments are required: DIR")
     arguments.options = tensorboard_options  # passed to TensorBoard, e.g. --port=6007
@@ -63,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
                 from runner.measure.tensorboard_server import serve
 
                 return serve(arguments.folders or [Path("outputs")], arguments.options)
-            return _compare(arguments)
+            return _write_tables(arguments) if arguments.tables else _compare(arguments)
         except RunnerError as error:
             write_stream(sys.stderr, f"error: {escape_control_chars(str(error))}\n")
             return error.exit_code
@@ -88,6 +96,23 @@ def _compare(arguments: argparse.Namespace) -> int:
     written = write_comparison(comparison, out)
     print_stdout(ComparisonScreen(comparison), crop=False)
     return 0 if written else 5
+
+
+def _write_tables(arguments: argparse.Namespace) -> int:
+    from rich.text import Text
+
+    from runner.core.format import short_path
+    from runner.core.record.console import print_stdout, set_up_logging
+    from runner.measure.tables import FOLDER, write_tables
+
+    set_up_logging("info", None)
+    folders = list(dict.fromkeys(arguments.folders))
+    default = folders[0] / FOLDER if len(folders) == 1 else _default_output_folder() / "tables"
+    out: Path = arguments.out or default
+    written, notes = write_tables(folders, arguments.tables, out)
+    for line in (f"{short_path(out)}: {', '.join(written) or 'no table'}", *notes):
+        print_stdout(Text(line), fold=False)
+    return 0
 
 
 def _default_output_folder() -> Path:
