@@ -20,6 +20,7 @@ from runner.core.errors import ConfigError, OutOfMemory, WorkerLost
 from runner.core.hooks.progress import ProgressDisplay
 from runner.core.hooks.recording import Recording
 from runner.core.hooks.resources import Resources
+from runner.core.hooks.slowdown import Slowdown
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
 from runner.core.record.data_digest import DataFiles
@@ -52,6 +53,8 @@ def build_hooks(
         hooks.append(Recording(config.monitoring, settings, monitor, bool(tools), data_files))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, monitor))
+    if config.stability.watch.enabled and config.stability.watch.watches_speed:
+        hooks.append(Slowdown(config.stability.watch))
     if config.security.limits.has_limit:
         from runner.core.hooks.limits import Limits  # imported only if used
 

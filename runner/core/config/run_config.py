@@ -273,6 +273,8 @@ def config_hash(config: RunConfig) -> str:
     del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
     for key in ("changed", *LIMIT_KEYS):
         tree["data"].pop(key, None)
+    for key in ("slower", "cpu_above"):  # they only report
+        del tree["stability"]["watch"][key]
     if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
         del tree["training"]["sanity"]
     if tree["training"]["monitor_mode"] is None:

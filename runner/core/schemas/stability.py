@@ -87,9 +87,9 @@ class RecoveryRule:
 
 @dataclass
 class WatchConfig:
-    """Monitoring of memory, disk, swap and GPU during training; 20 µs per report."""
+    """Monitoring of memory, disk, swap, GPU and speed during training; 20 µs per report."""
 
-    enabled: bool = True  # monitor memory, disk, swap and GPU
+    enabled: bool = True  # monitor memory, disk, swap, GPU and speed
     # share of memory in use above which the run saves and stops; null: never
     stop_above: float | None = bounded(0.95, above=0, max=1)
     disk_min_mb: float = bounded(512.0, min=0)  # MB of free disk space below which it warns
@@ -98,9 +98,18 @@ class WatchConfig:
     gpu: bool | None = None  # NVML readings; null: if nvidia-ml-py and a GPU are present
     leaks: bool = True  # detect steady growth of memory
     leak_mb: float = bounded(8.0, min=0)  # MiB of growth below which nothing is reported
+    # a step that takes this many times that of the first ones is reported; null: never
+    slower: float | None = bounded(1.5, above=1)
+    # share of the CPUs that other processes use, above which it is reported; null: never
+    cpu_above: float | None = bounded(0.9, min=0, max=1)
 
     def __post_init__(self) -> None:
         check_bounds(self, "stability.watch")
+
+    @property
+    def watches_speed(self) -> bool:
+        """Whether slower steps or busy CPUs are reported."""
+        return (self.slower, self.cpu_above) != (None, None)
 
 
 @dataclass

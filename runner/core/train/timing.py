@@ -134,13 +134,27 @@ class Stopwatch:
         Without steps that a debug tool inspected, if others remain; on an accelerator of the
         sampled steps.
         """
-        steps = self._signed_step_seconds()
+        steps = self._signed_step_seconds(SETTLING)
+        if not len(steps):
+            steps = self._signed_step_seconds(0)
         plain = steps[steps > 0]
         return plain if len(plain) else np.abs(steps)
 
-    def _signed_step_seconds(self) -> np.ndarray:
-        """Return the seconds of the settled steps, negative for those that were inspected."""
-        first = max(SETTLING if self.count > SETTLING else 0, self.count - MAX_DURATIONS)
+    def uninspected_step_seconds(self, first: int) -> np.ndarray:
+        """Return the seconds of the kept steps from number `first`, counted from 0, without those
+        that a debug tool inspected; on an accelerator of the sampled steps.
+        """
+        steps = self._signed_step_seconds(first)
+        return steps[steps > 0]
+
+    def phase_totals(self) -> dict[str, float]:
+        """Return the seconds by phase so far; on an accelerator, of the sampled steps there."""
+        has_device = any(self.device_seconds.values())
+        return dict(self.device_seconds if has_device else self.phase_seconds)
+
+    def _signed_step_seconds(self, first: int) -> np.ndarray:
+        """Return the seconds of the steps from `first`, negative for those inspected."""
+        first = max(first, self.count - MAX_DURATIONS)
         return self.durations[np.arange(first, self.count) % MAX_DURATIONS]
 
     def throughput(self, tokens_per_sample: int | None) -> Throughput:
@@ -158,7 +172,7 @@ class Stopwatch:
             seconds -= self.inspected_seconds
             samples -= self.inspected_samples
         rate = samples / seconds if seconds > 0 else 0.0
-        phases = self.device_seconds if any(self.device_seconds.values()) else self.phase_seconds
+        phases = self.phase_totals()
         total = sum(phases.values())
         shares = {phase: value / total if total else 0.0 for phase, value in phases.items()}
         exposed = min(self.exposed_share, shares["backward"])

@@ -1,0 +1,139 @@
+"""A run whose steps become slower says so once, with what takes the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner import Hook, train
+from runner.core.config.run_config import config_hash
+from runner.core.device.load import LoadMonitor
+from runner.core.errors import ConfigError
+from runner.core.hooks.slowdown import Slowdown
+from runner.core.interfaces.run import Run
+from runner.core.record.history import History
+from runner.core.schemas.stability import WatchConfig
+from runner.core.train.timing import SETTLING, Stopwatch
+from tests import runs
+
+FAST, SLOW = 0.01, 0.02  # seconds a step
+STEPS = 1000  # of the planted runs: a stretch is 100 steps
+
+
+class SlowForward(Hook):
+    """From step 31 on a step takes three times as long, or 50 ms longer, in its forward."""
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        usual = 0.0
+
+        def wait(*unused: Any) -> None:
+            nonlocal usual
+            if run.progress.step > 30:
+                usual = usual or float(np.median(run.stopwatch.settled_step_seconds()))
+                time.sleep(max(0.05, 2 * usual))
+
+        handle = run.model.register_forward_pre_hook(wait)
+        yield
+        handle.remove()
+
+
+def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_path: Path) -> None:
+    typed = ("data=cancer", "training.steps=60", "optimization=none", "checkpoint=off")
+    alone = ("device.threads=1", "monitoring.every=3", "stability.watch.cpu_above=null")
+    with runs.opened(*typed, *alone, folder=tmp_path) as run:
+        run.hooks.append(SlowForward())
+        summary = train(run)
+    (fault,) = [f for f in History.read(tmp_path) if f.kind == "slower"]
+    assert summary.faults["slower"] == fault.count == 1
+    assert fault.category == "performance"
+    assert "; forward grew most, from " in fault.message
+    assert float(fault.message.split(" takes ")[1].split(" ms")[0]) >= 50
+    assert 31 < fault.last_step <= 54  # two stretches of 6 steps
+
+
+def planted(durations: list[float], config: WatchConfig, phase: str = "backward") -> dict[str, str]:
+    """Return the findings, by kind, for a run with these step times; `phase` has what grows."""
+    stopwatch = Stopwatch(torch.device("cpu"))
+    progress = SimpleNamespace(step=0)
+    run: Any = SimpleNamespace(
+        stopwatch=stopwatch, progress=progress, history=History(None), total_steps=len(durations)
+    )
+    hook = Slowdown(config)
+    for number, seconds in enumerate(durations):
+        stopwatch.durations[number] = seconds
+        stopwatch.count = progress.step = number + 1
+        if number >= SETTLING:
+            stopwatch.settled_seconds += abs(seconds)
+        stopwatch.phase_seconds["forward"] += FAST
+        stopwatch.phase_seconds[phase] += abs(seconds) - FAST
+        hook.on_report(run, SimpleNamespace())  # type: ignore[arg-type]  # unused
+    assert all(fault.count == 1 for fault in run.history.faults.values())
+    return {fault.kind: fault.message for fault in run.history.faults.values()}
+
+
+@pytest.fixture(autouse=True)
+def others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes use the share of the CPUs that a test is given; else none."""
+    share = getattr(request, "param", 0.0)
+    monkeypatch.setattr(LoadMonitor, "other_cpu_share", lambda monitor: share)
+
+
+def grows(slow_steps: int) -> list[float]:
+    """Return times of steps, of which so many from the middle on are slow."""
+    before = STEPS // 2
+    return [FAST] * before + [SLOW] * slow_steps + [FAST] * (STEPS - before - slow_steps)
+
+
+def test_one_slow_stretch_is_no_slowdown_and_two_in_a_row_are() -> None:
+    assert planted(grows(100), WatchConfig()) == {}
+    (message,) = planted(grows(300), WatchConfig()).values()
+    assert message.startswith("a step takes 20 ms, 10 ms in steps ")
+    assert message.endswith("; backward grew most, from 0 ms to 10 ms")
+
+
+def test_the_limit_is_that_of_the_config_and_null_reports_nothing() -> None:
+    assert planted(grows(400), WatchConfig(slower=2.1)) == {}
+    assert planted(grows(400), WatchConfig(slower=None)) == {}
+    assert "slower" in planted(grows(400), WatchConfig(slower=1.9))
+
+
+def test_steps_that_a_debug_tool_inspected_do_not_count() -> None:
+    slow = [-seconds if seconds == SLOW else seconds for seconds in grows(400)]
+    assert planted(slow, WatchConfig()) == {}
+
+
+def test_waiting_for_data_or_other_processes_is_reported_by_its_share() -> None:
+    found = planted(grows(400), WatchConfig(), phase="data")
+    assert found["waiting_more"].startswith("50% of a step waits for data, 0% in steps ")
+    found = planted(grows(400), WatchConfig(), phase="waiting")
+    assert found["waiting_more"].startswith("50% of a step waits for other processes, 0% in ")
+
+
+@pytest.mark.parametrize("others", [0.95], indirect=True)
+def test_busy_cpus_are_reported_in_place_of_slower_steps(others: None) -> None:
+    assert planted(grows(400), WatchConfig()) == {
+        "cpu_busy": "other processes use 95% of the CPUs (stability.watch.cpu_above=0.9)"
+    }
+    assert "slower" in planted(grows(400), WatchConfig(cpu_above=0.96))
+
+
+@pytest.mark.parametrize(
+    "typed", ["slower=1", "slower=0.5", "cpu_above=1.5", "cpu_above=-1", "slower=.nan"]
+)
+def test_limits_out_of_range_name_the_key(typed: str) -> None:
+    with pytest.raises(ConfigError, match=f"stability.watch.{typed.partition('=')[0]}"):
+        runs.config(f"stability.watch.{typed}")
+
+
+def test_what_only_reports_does_not_change_the_hash_of_a_config() -> None:
+    changed = runs.config("stability.watch.slower=3", "stability.watch.cpu_above=null")
+    assert config_hash(changed) == config_hash(runs.config())
