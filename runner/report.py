@@ -8,7 +8,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from runner.core.errors import RunnerError, UsageError
+from runner.core.errors import RunnerError, StorageError, UsageError
 from runner.core.module_path import current_folder_last
 from runner.core.standard_streams import prepare_streams, write_stream
 
@@ -43,6 +43,8 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
         "operators, modules (to DIR/debug/tables if only one is given)"
     )
     parser.add_argument("--tables", choices=("csv", "parquet"), help=tables_help)
+    plots_help = "only draw plots of runs from their records, also of runs that ended early"
+    parser.add_argument("--plots", action="store_true", help=plots_help)
     tensorboard_help = (
         "only start TensorBoard, with runs named by their differences (default: outputs)"
     )
@@ -50,8 +52,10 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments, tensorboard_options = parser.parse_known_args(argv)
     if tensorboard_options and not arguments.tensorboard:
         parser.error(f"unrecognized arguments: {' '.join(tensorboard_options)}")
-    if arguments.tables and arguments.tensorboard:
-        parser.error("--tables and --tensorboard exclude each other")
+    if sum(map(bool, (arguments.tables, arguments.plots, arguments.tensorboard))) > 1:
+        parser.error("--tables, --plots and --tensorboard exclude each other")
+    if arguments.plots and arguments.out:
+        parser.error("--plots writes to DIR/debug/plots, without --out")
     if not (arguments.folders or arguments.tensorboard):
         parser.error("the following arguments are required: DIR")
     arguments.options = tensorboard_options  # passed to TensorBoard, e.g. --port=6007
@@ -71,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
                 from runner.measure.tensorboard_server import serve
 
                 return serve(arguments.folders or [Path("outputs")], arguments.options)
+            if arguments.plots:
+                return _write_plots(arguments.folders)
             return _write_tables(arguments) if arguments.tables else _compare(arguments)
         except RunnerError as error:
             write_stream(sys.stderr, f"error: {escape_control_chars(str(error))}\n")
@@ -112,6 +118,28 @@ def _write_tables(arguments: argparse.Namespace) -> int:
     written, notes = write_tables(folders, arguments.tables, out)
     for line in (f"{short_path(out)}: {', '.join(written) or 'no table'}", *notes):
         print_stdout(Text(line), fold=False)
+    return 0
+
+
+def _write_plots(folders: list[Path]) -> int:
+    from rich.text import Text
+
+    from runner.core.format import short_path
+    from runner.core.record.console import print_stdout, set_up_logging
+    from runner.core.record.storage import guard_folder
+    from runner.measure.run_plots import FOLDER, write_plots
+
+    set_up_logging("info", None)
+    for folder in folders:
+        guard_folder(folder)
+        try:
+            pictures, notes = write_plots(folder)
+        except OSError as error:
+            problem = f"{folder}: not written: {error.strerror or error}"
+            raise StorageError(problem) from error
+        names = ", ".join(f"{name}.svg" for name in pictures) or "no plot"
+        for line in (f"{short_path(folder / FOLDER)}: {names}", *notes):
+            print_stdout(Text(line), fold=False)
     return 0
 
 

@@ -56,6 +56,7 @@ NAMES = {
     },
     "checks": {"table": "datasets.table_report:check_data_table"},
     "model": {"hf": "datasets.hugging_face_model:build_pretrained"},
+    "plots": {"run": "measure.run_plots:write_plots"},
     "replay": {"step": "diagnose.replay.step:replay_step"},
     "preflight": {
         "benchmark": "measure.benchmark.regression:check_arms",

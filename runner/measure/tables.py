@@ -67,7 +67,7 @@ def write_tables(folders: Sequence[Path], kind: str, out: Path) -> tuple[list[st
     try:
         make_folder(out)
         for name in SOURCES:
-            rows = list(_read_rows(runs, name, notes))
+            rows = list(read_rows(runs, name, notes))
             path = out / f"{name}.{kind}"
             if rows:
                 _replace(path, _as_table(rows), WRITERS[kind])
@@ -86,7 +86,7 @@ def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
         names = sorted(os.listdir(folder), key=lambda name: (len(name) * name.isdigit(), name))
     except OSError as error:
         raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
-    if any((folder / name).exists() for name in (METRICS, SUMMARY_FILE, CONFIG)):
+    if is_run(folder):
         yield folder
     elif depth:
         for name in names:
@@ -95,7 +95,12 @@ def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _find_runs(path, depth - 1)
 
 
-def _read_rows(runs: Sequence[Path], name: str, notes: list[str]) -> Iterator[Row]:
+def is_run(folder: Path) -> bool:
+    """Whether the folder has the record of a run, perhaps of one that was killed."""
+    return any((folder / name).exists() for name in (METRICS, SUMMARY_FILE, CONFIG))
+
+
+def read_rows(runs: Sequence[Path], name: str, notes: list[str]) -> Iterator[Row]:
     """Yield the rows of a table of all runs, flat; what is damaged is counted in `notes`."""
     file, keys = SOURCES[name]
     for run in runs:

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from runner import rooms
 from runner.core.device import memory
 from runner.core.device.resources import SystemMonitor
 from runner.core.device.signals import PRUNED, take_stop_request
-from runner.core.errors import Interrupted
+from runner.core.errors import Interrupted, UsageError
 from runner.core.interfaces.hook import Evaluation, Hook, Report, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record import history, hydra_files, markdown, provenance
@@ -157,6 +158,8 @@ class Recording(Hook):
                 provenance.add_loaded_modules(run.folder, self.origin, packages)
         if self.steps:
             self._write_system_row(run)
+        if run.folder is not None and self.write_empty:
+            _record_plots(run, run.folder)
         name, value = run.monitor.removeprefix("val/"), run.progress.best
         best = {} if value is None else {name: value}
         run.recorder.end(status, run.progress.step, best)
@@ -187,6 +190,19 @@ def _record_confusion(run: Run, evaluation: Evaluation) -> None:
     cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
     table = markdown.table(("true \\ predicted", *map(markdown.escape, names)), cells)
     run.recorder.text("val/confusion", table, evaluation.step)
+
+
+def _record_plots(run: Run, folder: Path) -> None:
+    """Write the plots of the record, which debug tools have completed, and show them."""
+    try:
+        pictures, notes = rooms.find("plots", "run", "debug/plots")(folder)
+    except (UsageError, OSError) as error:
+        log.warning("debug/plots: not written: %s", error)
+        return
+    for note in notes:
+        log.debug("%s", note)
+    for name, picture in pictures.items():
+        run.recorder.image(f"plots/{name}", picture, run.progress.step)
 
 
 def _row_name(name: str, folder: Path) -> str:

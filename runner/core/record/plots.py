@@ -1,10 +1,11 @@
-"""Plot the gradients of all layers with matplotlib; import only to plot."""
+"""Plot the records of a run with matplotlib; import only to plot."""
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 WIDTH, DPI = 640, 100  # pixels of width; TensorBoard shows 320 at first
 BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
 GREY = "#6c757d"
+MARKS = (RED, ORANGE, GREEN)  # of kinds of bad steps
 STYLE: Any = {
     "text.parse_math": False,
     "font.size": 11,
@@ -38,6 +40,72 @@ STYLE: Any = {
     "ytick.major.size": 0,
 }
 MAX_NAME_CHARS = 28  # maximum characters of a name
+PANEL_HEIGHT = 260  # pixels
+Points = Sequence[tuple[float, float]]
+
+
+def draw_panels(title: str, panels: Sequence[Callable[[Axes], None]]) -> tuple[str, Any]:
+    """Return a figure of panels, one below the other, as SVG text and as RGB uint8.
+
+    Each function draws into its axes. The SVG has neither date nor random names.
+    """
+    style = STYLE | {"axes.grid.axis": "both", "font.size": 9, "svg.hashsalt": title}
+    with rc_context(style), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about glyphs missing in the font
+        size = (WIDTH / DPI, (60 + PANEL_HEIGHT * len(panels)) / DPI)
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+        canvas: Any = FigureCanvasAgg(figure)
+        figure.suptitle(title, fontsize=13)
+        for axes, draw in zip(figure.subplots(len(panels), squeeze=False), panels, strict=True):
+            draw(axes[0])
+        canvas.draw()
+        picture = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return svg.getvalue(), picture
+
+
+def draw_lines(
+    axes: Axes, title: str, lines: Mapping[str, Points], marks: Mapping[str, Points]
+) -> None:
+    """Draw points by step as lines and, by kind, as marks; logarithmic over two decades.
+
+    Marks that are not finite are at the upper edge.
+    """
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    values = [y for points in (*lines.values(), *marks.values()) for _, y in points]
+    finite = [y for y in values if math.isfinite(y)]
+    if finite and min(finite) > 0 and max(finite) > 100 * min(finite):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), label=_shorten(name), linewidth=1.2)
+    for i, (name, points) in enumerate(marks.items()):
+        top = [(x, y if math.isfinite(y) else max(finite, default=1.0)) for x, y in points]
+        axes.scatter(*zip(*top, strict=True), s=18, marker="x", label=name, color=MARKS[i % 3])
+    if len(lines) + len(marks) > 1:
+        axes.legend(frameon=False, fontsize=8, ncols=3)
+
+
+def draw_histogram(axes: Axes, title: str, groups: Mapping[str, Sequence[float]]) -> None:
+    """Draw how often values occur, by group, in common bins; logarithmic over two decades."""
+    axes.set_title(title)
+    axes.set_ylabel("rows of the record")
+    finite = {name: [x for x in xs if math.isfinite(x)] for name, xs in groups.items()}
+    every = [x for xs in finite.values() for x in xs]
+    if every and min(every) > 0 and max(every) > 100 * min(every):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        bins = np.geomspace(min(every), max(every), 30)
+    else:
+        bins = np.linspace(min(every, default=0.0), max(every, default=1.0), 30)
+    axes.set_yscale("log", nonpositive="clip")  # a few bad steps among many good ones
+    axes.yaxis.set_major_formatter("{x:g}")
+    for i, (name, values) in enumerate(finite.items()):
+        axes.hist(values, bins, label=f"{name} ({len(values):,})", color=(BLUE, RED)[i], alpha=0.7)
+    axes.set_ylim(0.5)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def gradient_flow(

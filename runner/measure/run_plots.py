@@ -1,0 +1,154 @@
+"""Plots of a run from its records alone: `python -m runner.report RUN --plots`.
+
+The same plots are made at the end of a run with debug tools.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runner.core.errors import UsageError
+from runner.core.masking import mask_secrets
+from runner.core.record.storage import link_refusal, make_folder, replace_text
+from runner.measure.curves import downsample_curve
+from runner.measure.tables import is_run, read_rows
+
+FOLDER = "debug/plots"
+MAX_LAYERS = 12  # lines of a plot
+Panels = list[Callable[[Any], None]]
+Rows = list[dict[str, Any]]
+
+
+def write_plots(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write the plots of a run as SVG; returns pictures (RGB uint8) by name, and notes.
+
+    A note says why a plot is not made, or what is damaged. Raises UsageError if the folder is no
+    run, SecurityError for a link, OSError.
+    """
+    if not is_run(folder):
+        raise UsageError(f"{folder}: not a run; name a folder of outputs/runs")
+    if (folder / FOLDER).is_symlink():
+        raise link_refusal(folder / FOLDER)
+    notes = list[str]()
+    names = ("metrics", "anomalies", "gradients")
+    rows = {name: list(read_rows([folder], name, notes)) for name in names}
+    pictures: dict[str, Any] = {}
+    for name, make in PLOTS.items():
+        panels = make(rows)
+        if not panels:
+            notes.append(f"{name}: not drawn, fewer than two points are recorded")
+            continue
+        from runner.core.record import plots  # imports matplotlib
+
+        svg, pictures[name] = plots.draw_panels(name.replace("_", " "), panels)
+        make_folder(folder / FOLDER)
+        replace_text(folder / FOLDER / f"{name}.svg", svg)
+    return pictures, notes
+
+
+def _timeline(rows: Mapping[str, Rows]) -> Panels:
+    """Loss and gradient norm by step, with the bad steps by kind and their limits."""
+    return list(_panels(rows, _timeline_panel))
+
+
+def _timeline_panel(
+    title: str, name: str, rows: Mapping[str, Rows]
+) -> Callable[[Any], None] | None:
+    line = _points(rows["metrics"], name, "train")
+    marks = dict[str, list[tuple[float, float]]]()
+    for row in rows["anomalies"]:
+        if _is_number(row.get("step")):
+            value = row.get(name)
+            point = row["step"], float(value) if _is_number(value) else math.inf
+            marks.setdefault(str(row.get("kind")), []).append(point)
+    if len(line) + sum(map(len, marks.values())) < 2:
+        return None
+    limits = _points(rows["anomalies"], f"{name}_limit")
+    lines = {title: line, "limit": limits if len(limits) > 1 else []}
+    return partial(_draw_lines, title=title, lines=lines, marks=marks)
+
+
+def _memory(rows: Mapping[str, Rows]) -> Panels:
+    """Memory of the process and peak of the device, by step."""
+    names = {"process, GiB": "process_gib", "device peak, GiB": "device_peak_gib"}
+    lines = {label: _points(rows["metrics"], name, "system") for label, name in names.items()}
+    return [
+        partial(_draw_lines, title=label, lines={label: points}, marks={})
+        for label, points in lines.items()
+        if len(points) > 1
+    ]
+
+
+def _gradient_norms(rows: Mapping[str, Rows]) -> Panels:
+    """A line a layer; of many layers every n-th."""
+    layers = dict[str, Rows]()
+    for row in rows["gradients"]:
+        layers.setdefault(str(row.get("layer")), []).append(row)
+    names = list(layers)[:: -(-len(layers) // MAX_LAYERS) or 1]
+    lines = {mask_secrets(name): _points(layers[name], "norm") for name in names}
+    if not any(len(points) > 1 for points in lines.values()):
+        return []
+    return [partial(_draw_lines, title="gradient norm", lines=lines, marks={})]
+
+
+def _distribution(rows: Mapping[str, Rows]) -> Panels:
+    """How often losses and norms occur in good steps, as recorded means, and in bad ones."""
+    return list(_panels(rows, _distribution_panel))
+
+
+def _distribution_panel(
+    title: str, name: str, rows: Mapping[str, Rows]
+) -> Callable[[Any], None] | None:
+    good = [y for _, y in _points(rows["metrics"], name, "train")]
+    bad = [y for _, y in _points(rows["anomalies"], name)]
+    if len(good) + len(bad) < 2:
+        return None
+    return partial(_draw_histogram, title=title, groups={"good": good, "bad": bad})
+
+
+PLOTS: dict[str, Callable[[Mapping[str, Rows]], Panels]] = {
+    "timeline": _timeline,
+    "memory": _memory,
+    "gradient_norms": _gradient_norms,
+    "distribution": _distribution,
+}
+
+
+def _panels(
+    rows: Mapping[str, Rows],
+    make: Callable[[str, str, Mapping[str, Rows]], Callable[[Any], None] | None],
+) -> Iterator[Callable[[Any], None]]:
+    for title, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        if (panel := make(title, name, rows)) is not None:
+            yield panel
+
+
+def _draw_lines(axes: Any, title: str, lines: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
+    from runner.core.record import plots
+
+    drawn = {name: downsample_curve(points) for name, points in lines.items() if points}
+    plots.draw_lines(axes, title, drawn, marks)
+
+
+def _draw_histogram(axes: Any, title: str, groups: Mapping[str, list[float]]) -> None:
+    from runner.core.record import plots
+
+    plots.draw_histogram(axes, title, groups)
+
+
+def _points(rows: Rows, name: str, split: str | None = None) -> list[tuple[float, float]]:
+    """Return step and value of the rows with a finite value; only those of `split` if given."""
+    chosen = [row for row in rows if split is None or row.get("split") == split]
+    return [
+        (row["step"], float(row[name]))
+        for row in chosen
+        if _is_number(row.get("step")) and _is_number(row.get(name)) and math.isfinite(row[name])
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
