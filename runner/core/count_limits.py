@@ -16,6 +16,7 @@ MAX_STEPS = 50_000_000  # learning rates are in a table: 32 bytes a step
 DEFAULT_LIMIT = 1_000_000_000  # for counts that are only compared
 LIMITS = {
     "device.threads": 1024,
+    "device.interop_threads": 1024,
     "device.index": 1024,
     "distributed.processes": 1024,
     "distributed.nodes": 1024,

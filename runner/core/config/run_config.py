@@ -266,6 +266,16 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from nested_targets(value, f"{key}.{i}")
 
 
+DEFAULTS_NOT_HASHED: dict[str, dict[str, Any]] = {
+    "device": {"interop_threads": None},
+    "training": {"sanity": True, "monitor_mode": None},
+    "optimizer": {"ema_warmup": None},
+    "optimization.compile": {"dynamic": None},
+    "optimization.recompute": {"every": 2, "share": 0.8},
+}
+"""Keys that are left out of the hash at their defaults, so that those of older configs stay."""
+
+
 def config_hash(config: RunConfig) -> str:
     """Return a sha256 of all keys that affect results; equal hashes mean the same experiment."""
     full_tree = secrets.mask_config(asdict(config))  # hash the reference, not the secret
@@ -275,14 +285,14 @@ def config_hash(config: RunConfig) -> str:
         tree["data"].pop(key, None)
     for key in ("slower", "cpu_above"):  # they only report
         del tree["stability"]["watch"][key]
-    if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
-        del tree["training"]["sanity"]
-    if tree["training"]["monitor_mode"] is None:
-        del tree["training"]["monitor_mode"]
-    if tree["optimizer"]["ema_warmup"] is None:
-        del tree["optimizer"]["ema_warmup"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
+    for group, defaults in DEFAULTS_NOT_HASHED.items():
+        values = tree
+        for name in group.split("."):
+            values = values[name]
+        for key in [key for key, default in defaults.items() if values[key] == default]:
+            del values[key]
     if tree["optimization"]["level"] != "auto":  # unused settings of a search
         del tree["optimization"]["auto"]
     return digest(tree)

@@ -244,6 +244,15 @@ def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
     if threads is not None and threads != before:
         scope.callback(torch.set_num_threads, before)
         torch.set_num_threads(threads)
+    wanted = config.interop_threads
+    if wanted is not None and wanted != torch.get_num_interop_threads():
+        try:
+            torch.set_num_interop_threads(wanted)
+        except RuntimeError:  # torch allows it once, before operators run in parallel
+            notes.append(
+                f"interop_threads: {torch.get_num_interop_threads()}, which this process has used "
+                f"already; device.interop_threads={wanted} needs a new process"
+            )
     if (threads or before) > cores:
         notes.append(
             f"{threads or before} threads on {cores} usable cores wait for each other; "

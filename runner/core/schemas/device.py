@@ -46,6 +46,8 @@ class DeviceConfig:
     deterministic: bool = False  # deterministic kernels only; an operator without one is an error
     # intra-op CPU threads; null: chosen by optimization.system if enabled, else torch's default
     threads: int | None = bounded(None, min=1)
+    # threads that run operators side by side, set once a process; null: torch's default
+    interop_threads: int | None = bounded(None, min=1)
     affinity: list[int] | None = None  # CPU cores this process may use, Linux only; null: as is
     priority: int | None = bounded(None, min=-20, max=19)  # niceness; null: unchanged
 

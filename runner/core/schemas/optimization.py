@@ -129,14 +129,19 @@ class RecomputePolicy(Enum):
 
     full = "full"  # every block: the least memory, one more forward pass
     selective = "selective"  # all but matrix products, convolutions and attention
+    every = "every"  # each n-th block
+    auto = "auto"  # none, selective or full: the first that fits
 
 
 @dataclass
 class Recompute(BuiltIn):
     """Activations of repeated blocks, recomputed in the backward instead of stored."""
 
-    # full: every block; selective: all but matrix products, convolutions and attention
+    # full: every block; selective: all but matrix products, convolutions and attention; every: each
+    # n-th block; auto: nothing, selective or full, the first that fits
     what: RecomputePolicy = RecomputePolicy.full
+    every: int = bounded(2, min=1)  # what=every: n
+    share: float = bounded(0.8, above=0, max=1)  # what=auto: of the free memory
 
 
 @dataclass
@@ -166,6 +171,7 @@ class Compile(BuiltIn):
 
     mode: CompileMode = CompileMode.auto  # auto: default; autotuned in long runs on a GPU
     regional: bool = False  # compile each repeated block alone: much faster to compile
+    dynamic: bool | None = None  # sizes that may change; null: those that have changed once
     min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: estimated break-even
 
 

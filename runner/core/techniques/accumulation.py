@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from runner.core.device import memory
 from runner.core.interfaces.batch import batch_size_of, largest_slice
@@ -34,17 +36,16 @@ def apply(config: Accumulation, builder: RunBuilder) -> str | None:
 
 def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int, str]:
     """Return the micro-batch for the fewest even parts that fit in memory, and the reason."""
-    batch, cpu = builder.batch_size, builder.device.kind == "cpu"
-    free = memory.allocatable_bytes(builder.device)
+    batch, free = builder.batch_size, memory.allocatable_bytes(builder.device)
     if config.micro_batch is not None:
         return largest_slice(batch, min(config.micro_batch, batch)), "the accumulation technique"
     try:
-        fixed, per_sample = _step_bytes(builder)
+        fixed, per_sample = step_bytes(builder)
     except NotRestorable:
         raise
     except Exception as error:  # such as a model with a fixed batch size
         return batch, f"the memory of a step cannot be estimated ({type(error).__name__}: {error})"
-    budget = MEMORY_SHARE * free / (FRAGMENTATION if cpu else 1)
+    budget = usable_bytes(builder, MEMORY_SHARE)
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
     size = next((size for size in sizes if fixed + size * per_sample <= budget), 1)
     needed = fixed + size * per_sample
@@ -53,16 +54,26 @@ def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int,
     return size, f"{memory_text} at {size} samples{suffix}"
 
 
-def _step_bytes(builder: RunBuilder) -> tuple[int, int]:
+def usable_bytes(builder: RunBuilder, share: float) -> float:
+    """Return the bytes of tensors that fit in a share of the free memory."""
+    fragmentation = FRAGMENTATION if builder.device.kind == "cpu" else 1.0
+    return share * memory.allocatable_bytes(builder.device) / fragmentation
+
+
+def step_bytes(
+    builder: RunBuilder, outputs: Callable[[Any], bool] | None = None
+) -> tuple[int, int]:
     """Return the bytes of a step that do not depend on the batch size, and those per sample.
 
-    Bytes per sample are the difference in tensors saved for backward between two small steps.
+    Bytes per sample are the difference in tensors saved for backward between two small steps;
+    `outputs` is that of `saved_bytes`.
     """
     from runner.core.techniques.probe import saved_bytes, trial_step
 
     model, samples = builder.model, min(FEW_SAMPLES, max(1, builder.batch_size // 2))
     small, large = (
-        saved_bytes(model, partial(trial_step, builder, n)) for n in (samples, 2 * samples)
+        saved_bytes(model, partial(trial_step, builder, n), outputs=outputs)
+        for n in (samples, 2 * samples)
     )
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     optimizer_bytes = gradient_bytes * (MOMENTS_PER_WEIGHT + builder.ema)

@@ -49,7 +49,8 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
         return "the model has no repeated blocks to compile one by one"
     compiler.prepare(builder.scope)
     compiler.add_token_check(builder)
-    compilation = compiler.Compilation(parts, compiler.select_modes(config.mode.value, builder))
+    modes = compiler.select_modes(config.mode.value, builder)
+    compilation = compiler.Compilation(parts, modes, config.dynamic)
     builder.compilation, builder.drop_graphs = compilation, compiler.drop_graphs
     builder.recoveries.append(compilation.recover)
     builder.scope.callback(compilation.stop)

@@ -60,6 +60,7 @@ class Compilation:
 
     parts: list[nn.Module]
     modes: list[str]
+    dynamic: bool | None = None  # sizes that may change
     mode: str = ""  # "": eager
     paused: tuple[str, list[Any]] | None = None  # the mode, and the compiled calls by part
 
@@ -74,7 +75,7 @@ class Compilation:
         self.stop()
         self.mode = self.modes.pop(0) if self.modes else ""
         for part in self.parts if self.mode else ():
-            _compile(part, self.mode)
+            _compile(part, self.mode, self.dynamic)
 
     def stop(self) -> None:
         """Return to eager."""
@@ -125,19 +126,19 @@ class Compilation:
         return True
 
 
-def _compile(part: nn.Module, mode: str) -> None:
+def _compile(part: nn.Module, mode: str, dynamic: bool | None) -> None:
     """Compile a module in place, also one of a torch class, which the tracer would skip.
 
     A bare nn.Sequential would silently stay eager (torch 2.13); here it is inlined.
     """
     if not type(part).forward.__module__.startswith("torch."):
-        part.compile(mode=mode)
+        part.compile(mode=mode, dynamic=dynamic)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    part._compiled_call_impl = torch.compile(call, mode=mode)
+    part._compiled_call_impl = torch.compile(call, mode=mode, dynamic=dynamic)
 
 
 def select_modes(mode: str, builder: RunBuilder) -> list[str]:

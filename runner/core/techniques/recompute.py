@@ -25,8 +25,11 @@ from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.preserved_state import NotRestorable
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Recompute, RecomputePolicy
+from runner.core.techniques.accumulation import MIB, step_bytes, usable_bytes
 from runner.core.techniques.probe import dry_run_step, repeated_blocks, saved_bytes, trial_step
 
+KEY = "optimization.recompute"
+NOTHING = "nothing"  # recomputed, as the step fits
 SAMPLES = 4  # in the trial steps that are compared
 SAVING_RATIO = 0.9  # of the bytes saved without it: less counts as a saving
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -51,7 +54,15 @@ def apply(config: Recompute, builder: RunBuilder) -> str | None:
     if not blocks:
         return "the model has no repeated blocks to recompute one by one"
     _disable_caches(builder)
-    recomputed = RecomputedBlocks(config.what, blocks)
+    what = config.what
+    if what is RecomputePolicy.auto:
+        value = builder.choose(f"{KEY}.what", lambda: _choose_policy(config, builder, blocks))
+        if value == NOTHING:
+            return next(x.reason for x in builder.choices if x.key == f"{KEY}.what")
+        what = RecomputePolicy(value)
+    if what is RecomputePolicy.every:
+        blocks = blocks[:: config.every]
+    recomputed = RecomputedBlocks(what, blocks)
     try:
         with ExitStack() as scope:
             recomputed.wrap(scope)
@@ -64,6 +75,34 @@ def apply(config: Recompute, builder: RunBuilder) -> str | None:
     recomputed.wrap(builder.scope)
     builder.recompute = recomputed
     return None
+
+
+def _choose_policy(
+    config: Recompute, builder: RunBuilder, blocks: list[nn.Module]
+) -> tuple[str, str]:
+    """Return the policy that recomputes least of those whose step fits, and the reason."""
+    usable = usable_bytes(builder, config.share)
+    texts = []
+    for policy in (None, RecomputePolicy.selective):
+        outputs, name = None, NOTHING
+        with ExitStack() as scope:
+            if policy is not None:
+                recomputed = RecomputedBlocks(policy, blocks)
+                recomputed.wrap(scope)
+                outputs, name = recomputed.saves_output, policy.value
+            try:
+                fixed, per_sample = step_bytes(builder, outputs)
+            except NotRestorable:
+                raise
+            except Exception as error:  # such as a model with a fixed batch size
+                reason = f"the memory of a step cannot be estimated: {shorten(str(error), 200)}"
+                return RecomputePolicy.full.value, reason
+        needed = fixed + builder.micro_batch * per_sample
+        texts.append(f"{needed / MIB:,.0f} MiB with {name}")
+        if needed <= usable:
+            return name, f"{', '.join(texts)}: it fits in {usable / MIB:,.0f} MiB"
+    reason = f"{', '.join(texts)}, more than {usable / MIB:,.0f} MiB ({KEY}.share)"
+    return RecomputePolicy.full.value, reason
 
 
 def _disable_caches(builder: RunBuilder) -> None:

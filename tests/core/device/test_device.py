@@ -229,3 +229,24 @@ def test_auto_takes_cuda_and_puts_every_switch_back():
         assert float(product[0, 0]) == 64
         json.dumps(device.describe())
     assert switches() == before
+
+
+SET_TWICE = """
+import torch
+from runner import build, compose
+typed = ["device=cpu", "data=cancer", "optimization=none", "training.steps=2"]
+with build(compose([*typed, "device.interop_threads=3"])) as run:
+    print(torch.get_num_interop_threads())
+with build(compose([*typed, "device.interop_threads=2"])) as run:
+    print(torch.get_num_interop_threads(), run.device.warnings)
+"""
+
+
+def test_threads_that_run_operators_side_by_side_are_set_once_a_process():
+    ended = subprocess.run(
+        [sys.executable, "-c", SET_TWICE], capture_output=True, text=True, timeout=300, check=True
+    )
+    first, second = ended.stdout.splitlines()
+    assert first == "3"
+    assert second.startswith("3 ")
+    assert "device.interop_threads=2 needs a new process" in second

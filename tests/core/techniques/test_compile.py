@@ -227,3 +227,32 @@ def test_a_clock_that_stands_still_leaves_an_assumed_time_of_a_step(
     builder = SimpleNamespace(measure_gains=True, gains=None)
     steps, reason = cost.compile_break_even(builder)
     assert steps > 0 and "the clock does not advance" in reason
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (False, 2)])
+def test_sizes_that_may_change_need_no_second_graph(
+    dynamic: bool, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_module = nn.Module.compile
+
+    def without_code(module: nn.Module, mode: str, dynamic: bool | None) -> None:
+        compile_module(module, backend="eager", dynamic=dynamic)
+
+    monkeypatch.setattr(nn.Module, "compile", without_code)
+    torch._dynamo.reset()
+    compilation = compiler.Compilation([SizedByInput()], ["default"], dynamic)
+    compilation.start()
+    for rows in (3, 5, 7):
+        compilation.parts[0](torch.ones(rows, 2))
+    compilation.stop()
+    found = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert found == graphs if dynamic else found >= graphs
+    key = "optimization.compile.dynamic"
+    assert runs.config(f"{key}={dynamic}").optimization.compile.dynamic is dynamic
+
+
+class SizedByInput(nn.Module):
+    """A model whose graph depends on the number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.shape[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runner import train
 from runner.core.build.build import Components
+from runner.core.errors import ConfigError
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.models.transformer import Block
 from runner.core.schemas.optimization import RecomputePolicy
+from runner.core.techniques import recompute
 from runner.core.techniques.recompute import RecomputedBlocks
 from runner.core.train.step import forward_backward
 from tests import runs
@@ -45,7 +48,7 @@ def step(*overrides: str) -> tuple[dict[str, Tensor], Run]:
         return values | {n: b.clone() for n, b in run.model.named_buffers()}, run
 
 
-@pytest.mark.parametrize("what", ["full", "selective"])
+@pytest.mark.parametrize("what", ["full", "selective", "every"])
 @pytest.mark.parametrize("data", [GPT, CNN, CLASSIFIER], ids=["gpt", "cnn", "classifier"])
 def test_gradients_and_buffers_are_bit_equal_and_keys_stay(data: list[str], what: str) -> None:
     plain, without = step(*data)
@@ -60,6 +63,35 @@ def test_evidence_counts_the_blocks_that_ran_again() -> None:
     full = runs.status(runs.trained(*GPT, *recomputing("full")), "recompute")
     assert full.engaged and full.evidence["recomputed_blocks"] == 4
     assert full.evidence["held_bytes"] < 0.5 * full.evidence["held_bytes_without"]
+
+
+def test_every_nth_block_is_recomputed() -> None:
+    third = [*recomputing("every"), "optimization.recompute.every=3"]
+    row = runs.status(runs.trained(*GPT, *third), "recompute")
+    assert row.engaged and row.evidence["recomputed_blocks"] == 2  # the first and the fourth
+
+
+def test_auto_recomputes_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = runs.trained(*GPT, *recomputing("auto"))
+    row = runs.status(summary, "recompute")
+    assert not row.engaged and "MiB with nothing: it fits in" in row.reason
+    needed = float(row.reason.split(" MiB")[0])
+    for free, policy in ((needed * 0.9, "selective"), (needed * 0.1, "full")):
+        free_bytes = round(free * 2**20)
+
+        def usable(builder: Any, share: float, free_bytes: int = free_bytes) -> float:
+            return free_bytes * share / 0.8
+
+        monkeypatch.setattr(recompute, "usable_bytes", usable)
+        row = runs.status(runs.trained(*GPT, *recomputing("auto")), "recompute")
+        assert row.engaged and row.evidence["what"] == policy, row.reason
+
+
+@pytest.mark.parametrize("key", ["every=0", "share=0", "share=1.5"])
+def test_numbers_out_of_range_name_the_key(key: str) -> None:
+    name = key.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"optimization.recompute.{name}"):
+        runs.config(f"optimization.recompute.{key}")
 
 
 def test_flops_of_none_selective_and_full() -> None:
