@@ -82,8 +82,9 @@ def draw_lines(
     for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), label=_shorten(name), linewidth=1.2)
     for i, (name, points) in enumerate(marks.items()):
-        top = [(x, y if math.isfinite(y) else max(finite, default=1.0)) for x, y in points]
-        axes.scatter(*zip(*top, strict=True), s=18, marker="x", label=name, color=MARKS[i % 3])
+        steps = [x for x, _ in points]
+        heights = [y if math.isfinite(y) else max(finite, default=1.0) for _, y in points]
+        axes.scatter(steps, heights, s=18, marker="x", label=name, color=MARKS[i % 3])
     if len(lines) + len(marks) > 1:
         axes.legend(frameon=False, fontsize=8, ncols=3)
 
@@ -97,9 +98,9 @@ def draw_histogram(axes: Axes, title: str, groups: Mapping[str, Sequence[float]]
     if every and min(every) > 0 and max(every) > 100 * min(every):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
-        bins = np.geomspace(min(every), max(every), 30)
+        bins = np.geomspace(min(every), max(every), 30).tolist()
     else:
-        bins = np.linspace(min(every, default=0.0), max(every, default=1.0), 30)
+        bins = np.linspace(min(every, default=0.0), max(every, default=1.0), 30).tolist()
     axes.set_yscale("log", nonpositive="clip")  # a few bad steps among many good ones
     axes.yaxis.set_major_formatter("{x:g}")
     for i, (name, values) in enumerate(finite.items()):
