@@ -250,6 +250,26 @@ NON_RUN_KEYS = (
     *("distributed", "job", "evaluate", "predict", "verify", "replay", "scan", "benchmark"),
     *("sweep", "search", "security"),
 )
+RECOVERY_ROWS = [
+    {
+        "kind": kind,
+        "in_a_row": 1,
+        "action": action,
+        "factor": 0.5,
+        "for_steps": 100,
+        "at_most": most,
+    }
+    for kind, action, most in (
+        ("weights", "rollback", None),
+        ("weights", "stop", None),
+        ("any", "skip", None),
+        ("spike", "rollback", 1),
+        ("spike", "accept", None),
+        ("any", "rollback", None),
+    )
+]
+"""What `stability` had before `rollback_lr_factor`, so that older hashes stay."""
+ROLLBACK_LR_FACTOR = 0.5
 UNHASHED_KEYS = ("name", "monitoring", *NON_RUN_KEYS)
 
 
@@ -279,6 +299,9 @@ def config_hash(config: RunConfig) -> str:
         del tree["training"]["monitor_mode"]
     if tree["optimizer"]["ema_warmup"] is None:
         del tree["optimizer"]["ema_warmup"]
+    tree["stability"]["recovery"] = RECOVERY_ROWS if config.stability.guard else []
+    if tree["stability"]["rollback_lr_factor"] == ROLLBACK_LR_FACTOR:
+        del tree["stability"]["rollback_lr_factor"]
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     if tree["optimization"]["level"] != "auto":  # unused settings of a search
