@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,17 @@ from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.train.metrics import StepMetricsReader
-from tests.core.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder
-from tests.runs import rows
+from tests.core.stability.faulty import (
+    LINE,
+    NOISY,
+    WATCHFUL,
+    Change,
+    anomalies,
+    faults,
+    faulty,
+    louder,
+)
+from tests.runs import AtSteps, interrupt, rows
 
 pytestmark = pytest.mark.usefixtures("my_package")
 
@@ -44,18 +52,29 @@ class Past(Hook):
             self.weights[step.number] = [p.detach().clone() for p in run.model.parameters()]
 
 
-class Back(Hook):
-    """Asks for a roll-back after some steps; without any, after each."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
-        return None if self.steps and step.number not in self.steps else Verdict.ROLLBACK
-
-
-def times(factor: float):  # type: ignore[no-untyped-def]
+def times(factor: float) -> Change:
     return lambda output: output * factor
+
+
+def roll_back(run: Run) -> Verdict:
+    return Verdict.ROLLBACK
+
+
+def ruin_weights(run: Run) -> None:
+    with torch.no_grad():
+        next(iter(run.model.parameters())).fill_(math.nan)
+
+
+def ruin_moments(run: Run) -> None:
+    next(iter(run.update.optimizer.state.values()))["exp_avg"].fill_(math.nan)
+
+
+def ruin_statistics(run: Run) -> None:
+    next(b for name, b in run.model.named_buffers() if "running_mean" in name).fill_(math.nan)
+
+
+def fail(run: Run) -> None:
+    raise OSError("of a hook")
 
 
 def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
@@ -112,26 +131,12 @@ def test_switched_off_nothing_is_skipped_but_it_is_written_down(tmp_path: Path) 
     assert summary.faults["weights"] == 15
 
 
-class Ruin(Hook):
-    """Writes NaN into the weights, again and again."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def due(self, step: int) -> bool:
-        return step in self.steps
-
-    def on_step(self, run: Run, step: Step) -> None:
-        with torch.no_grad():
-            next(iter(run.model.parameters())).fill_(math.nan)
-
-
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path) -> None:
     """The checkpoint of step 15 would have been one of NaN."""
     folder = tmp_path if where == "disk" else None
     with faulty([*WARM, "checkpoint.every=5", "monitoring.every=10"], folder) as run:
-        run.hooks.append(Ruin(12))
+        run.hooks.append(AtSteps(12, ruin_weights))
         summary = train(run)
         assert math.isfinite(summary.metrics["val/loss"])
         every = run.history.faults.values()
@@ -144,44 +149,33 @@ def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path
     assert summary.skipped_steps == 8
 
 
-class Spoil(Hook):
-    """Writes NaN into the optimizer's state, or into a running mean of BatchNorm."""
-
-    def __init__(self, step: int, buffers: bool = False) -> None:
-        self.step, self.buffers = step, buffers
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == self.step:
-            moments = next(iter(run.update.optimizer.state.values()))["exp_avg"]
-            statistics = {n: b for n, b in run.model.named_buffers() if n.endswith("running_mean")}
-            target = next(iter(statistics.values())) if self.buffers else moments
-            target.fill_(math.nan)
-
-
 def test_a_checkpoint_that_is_not_finite_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That of step 15 has finite weights and a NaN in the optimizer's state."""
     with faulty([*WARM, "checkpoint.every=5"], tmp_path) as run:
-        run.hooks.append(Spoil(15))
+        run.hooks.append(AtSteps(15, ruin_moments))
         summary = train(run)
     assert (summary.status, summary.faults["rollback"]) == ("done", 1)
     assert "step 15 is not usable: the optimizer's state is not finite" in caplog.text
     assert "rolled back to step 10" in caplog.text
 
 
-@pytest.mark.parametrize("stopped", [signal.SIGTERM, None])
+@pytest.mark.parametrize(("action", "error"), [(interrupt, Interrupted), (fail, OSError)])
 def test_no_rollback_goes_to_a_checkpoint_of_an_interruption_or_an_exception(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: int | None
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    action: Callable[[Run], None],
+    error: type[Exception],
 ) -> None:
     """It rolls back to that of step 10, as the uninterrupted run does."""
     with faulty([*WARM, "checkpoint.every=10"], tmp_path) as run:
-        run.hooks.append(CutOff(13) if stopped else Fail(13))
-        with pytest.raises(Interrupted if stopped else OSError):
+        run.hooks.append(AtSteps(13, action))
+        with pytest.raises(error):
             train(run)
     assert (tmp_path / "checkpoints/step_00000013").is_dir()
     with faulty([*WARM, "checkpoint.every=10", "checkpoint.resume=auto"], tmp_path) as run:
-        run.hooks.append(Ruin(16))
+        run.hooks.append(AtSteps(16, ruin_weights))
         summary = train(run)
     assert (summary.status, summary.faults["rollback"]) == ("done", 1)
     assert "rolled back to step 10" in caplog.text
@@ -192,7 +186,7 @@ def test_statistics_of_a_bad_batch_are_restored_and_lost_ones_roll_back_at_once(
 ) -> None:
     """Inputs of 1e25 have a variance of Inf and normalise to 0."""
     run_of_60 = [*NOISY, "training.steps=60", "checkpoint.every=10"]
-    for name, hook in (("restored", Loud(23)), ("lost", Spoil(23, buffers=True))):
+    for name, hook in (("restored", Loud(23)), ("lost", AtSteps(23, ruin_statistics))):
         with faulty(run_of_60, tmp_path / name) as run:
             run.hooks.append(hook)
             summary = train(run)
@@ -213,7 +207,7 @@ def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
 ) -> None:
     for _ in range(2):
         with faulty([*LINE, "training.steps=30", "checkpoint.resume=auto"], tmp_path) as run:
-            run.hooks.append(Ruin(*range(2, 31)))
+            run.hooks.append(AtSteps(range(2, 31), ruin_weights))
             with pytest.raises(GaveUp, match="the weights are not finite"):
                 train(run)
         assert Summary.read(tmp_path).status == "failed"
@@ -224,8 +218,7 @@ def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
 
 def test_a_rollback_without_a_finite_checkpoint_gives_up() -> None:
     with faulty(WARM) as run:
-        with torch.no_grad():
-            next(iter(run.model.parameters())).fill_(math.nan)
+        ruin_weights(run)
         with pytest.raises(GaveUp, match="no good checkpoint to roll back to"):
             train(run)
     assert run.progress.step == 10
@@ -252,7 +245,7 @@ def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_
     at = dict.fromkeys(range(41, 51), times(math.nan))
     every = ["checkpoint.every=24", "checkpoint.keep=9", "training.steps=70"]
     with faulty([*WARM, *every, "stability.max_consecutive_skips=3"], tmp_path, at) as run:
-        run.hooks += [past := Past(24, 48), Back(70)]
+        run.hooks += [past := Past(24, 48), AtSteps(70, roll_back)]
         assert train(run).faults["rollback"] == 2
         assert same(past.weights[24], list(run.model.parameters()))
     assert not same(past.weights[24], past.weights[48])
@@ -317,17 +310,6 @@ def test_an_overflow_at_a_scale_below_1_is_a_gradient_that_is_not_finite_and_cou
     assert run.progress.rollbacks == 2
 
 
-class Fail(Hook):
-    """An exception of a hook."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == self.step:
-            raise OSError("of a hook")
-
-
 class Loud(Hook):
     """Inputs of one step beyond the square root of the largest float."""
 
@@ -344,17 +326,6 @@ class Loud(Hook):
             handle = norm.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 1e25,))
         yield
         handle.remove()
-
-
-class CutOff(Hook):
-    """As if the machine were wanted for something else."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == self.step:
-            signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_lasting_change_of_the_loss_is_the_new_baseline_and_never_ends_the_run(
@@ -408,7 +379,7 @@ def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
 
 def test_a_hook_that_asks_too_often_is_refused() -> None:
     with faulty(WARM) as run:
-        run.hooks.append(Back())
+        run.hooks.append(AtSteps(range(60), roll_back))
         with pytest.raises(GaveUp, match="a hook requested a rollback.*rolled back 2 times"):
             train(run)
     assert run.progress.step == 3
@@ -441,7 +412,7 @@ def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outco
             reader.load(run.reader.state())
             run.reader = reader
         if cut is not None:
-            run.hooks.append(CutOff(cut))
+            run.hooks.append(AtSteps(cut, interrupt))
             with pytest.raises(Interrupted):
                 train(run)
             return None
