@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runner import compose
+from runner.core.config.recorded import merge_recorded_overrides
 from runner.core.errors import ConfigError
 from runner.core.schemas.stability import SpikeConfig, StabilityConfig
 from runner.core.stability.anomalies import Anomaly, BadStepKind
@@ -44,6 +45,21 @@ def test_options_of_the_group_have_the_documented_limits() -> None:
 def test_a_wrong_key_or_value_is_refused_with_the_fix(typed: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         compose([typed])
+
+
+def test_a_recorded_table_of_an_older_version_is_replaced_by_any_of_the_keys(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ".hydra").mkdir()
+    recorded = "- data=cancer\n- stability.recovery=[{action:skip}]\n"
+    (tmp_path / ".hydra/overrides.yaml").write_text(recorded)
+    typed = [f"checkpoint.resume={tmp_path}"]
+    with pytest.raises(ConfigError, match="stability.rollback_lr_factor say what follows"):
+        compose(merge_recorded_overrides(typed, sweeps=False).overrides)
+    typed.append("stability.max_rollbacks=3")
+    config = compose(merge_recorded_overrides(typed, sweeps=False).overrides)
+    assert (config.data.kind, config.stability.max_rollbacks) == ("cancer", 3)
 
 
 BAD_STEP = Anomaly(3, "weights", 1.0, 2.0, 9.0, 9.0, skipped=True, capture="debug/captures/3")
