@@ -76,18 +76,9 @@ def as_typed(value: Any) -> str:
     """A default as it is typed."""
     if isinstance(value, Enum):
         return f"`{value.name}`"
-    if isinstance(value, list) and value and is_dataclass(value[0]):
-        return f"`[{', '.join(map(as_mapping, value))}]`"
     words = {None: "null", True: "true", False: "false", "???": "required"}
     known = isinstance(value, str | bool | NoneType) and value in words
     return f"`{words[value] if known else value}`"
-
-
-def as_mapping(value: Any) -> str:
-    """A part of the config as it is typed, without the keys that are null."""
-    items = {field.name: getattr(value, field.name) for field in fields(value)}
-    pairs = [f"{key}: {as_typed(item).strip('`')}" for key, item in items.items()]
-    return f"{{{', '.join(pair for pair in pairs if not pair.endswith(': null'))}}}"
 
 
 def rows(schema: Any, prefix: str, without: Any = None, values: Any = None) -> Iterator[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner import RunConfig, Summary, build, compose, train
+from runner import Hook, RunConfig, Summary, Verdict, build, compose, train
+from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import TechniqueStatus
 from tests import forks
@@ -46,6 +48,22 @@ def trained(*overrides: str, folder: Path | None = None) -> Summary:
     """The summary of a run that was trained to its end."""
     with opened(*overrides, folder=folder) as run:
         return train(run)
+
+
+class AtSteps(Hook):
+    """Calls an action with the run after some steps, and returns its verdict if it is one."""
+
+    def __init__(self, steps: int | Collection[int], action: Callable[[Run], Any]) -> None:
+        self.steps, self.action = {steps} if isinstance(steps, int) else steps, action
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        result = self.action(run) if step.number in self.steps else None
+        return result if isinstance(result, Verdict) else None
+
+
+def interrupt(run: Run) -> None:
+    """Send SIGTERM to this process, as an action after a step."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def status(summary: Summary, name: str) -> TechniqueStatus:

@@ -30,7 +30,6 @@ from runner.core.interfaces.batch import batch_size_of
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Progress, Run
 from runner.core.optim.optimizer import Optimizer
-from runner.core.optim.user_optimizer import preserve_lrs, scale_lrs
 from runner.core.record.history import History
 from runner.core.record.provenance import versions
 from runner.core.record.storage import guard_folder, make_folder
@@ -82,8 +81,8 @@ class Stability(Closeable):
     `config` is an option of the `stability` group (`default`, `strict`, `off`), a list of overrides
     (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder`, faults are written to
     `debug/history.json` and bad steps to `debug/captures` (up to `captures`, if `step` gets their
-    `batch`); `replay_step` replays one. Rows of the recovery table that roll back are skipped,
-    since the loop manages its own checkpoints.
+    `batch`); `replay_step` replays one. Nothing is rolled back, since the loop manages its own
+    checkpoints.
 
     `every` is the number of steps between reports to the host: by default 1 on a CPU, where they
     are free, else 10. A bad step is always skipped immediately, on the device.
@@ -138,7 +137,7 @@ class Stability(Closeable):
         Gradients already in `.grad` (from `loss.backward()` on other parts of the batch) are added;
         afterwards all are None, also if it gives up. The learning rate, its scheduler and the
         optimizer's state_dict stay the caller's. `batch` is (inputs, target), for captures; on an
-        accelerator the last 20 are kept. Raises GaveUp when the recovery table is exhausted, and
+        accelerator the last 20 are kept. Raises GaveUp after too many bad steps in a row, and
         UsageError.
         """
         guarded = self._guarded_optimizer(model, optimizer)
@@ -148,8 +147,7 @@ class Stability(Closeable):
             self.captures.remember(number, batch, 2 * self.report_every)
         try:
             try:
-                with scale_lrs(optimizer, guarded.update.backoff):
-                    step = guarded.apply(loss)
+                step = guarded.apply(loss)
             except BaseException:
                 guarded.update.abandon()
                 raise
@@ -157,7 +155,7 @@ class Stability(Closeable):
             self.reader.add(step, 1)
             faults = self._read_reports() if number % self.report_every == 0 else []
             guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
-            self._execute(optimizer)
+            self._end_step()
             if self.captures is not None:
                 self.captures.record_random_state()
         finally:
@@ -201,8 +199,7 @@ class Stability(Closeable):
         device = guarded.update.device
         self.report_every = self.every or (1 if device.type == "cpu" else REPORT_EVERY)
         self.reader = StepMetricsReader(device)
-        self.controller = StabilityController(self.config, guarded.update, model)
-        self.controller.table.rolls_back = False
+        self.controller = StabilityController(self.config, guarded.update, model, rolls_back=False)
         if self.history.folder is not None:
             self.captures = StepCaptures(self.history.folder, self.max_captures, guarded)
         return guarded
@@ -217,15 +214,14 @@ class Stability(Closeable):
         new = self.controller.anomalies.count - before
         return self.controller.anomalies.rows[-new:] if new else []
 
-    def _execute(self, optimizer: Optimizer) -> None:
-        """Execute the controller's decisions."""
-        with preserve_lrs(optimizer):  # lowered rates apply only within `scale_lrs`
-            try:
-                self.controller.execute(cast(Run, self))  # it has the attributes that are read
-            except GaveUp as error:
-                raise GaveUp(f"{error}{self._replay_hint()}") from None
-            if self.progress.step >= self.controller.due:
-                self.controller.apply_limits(self.progress.step)
+    def _end_step(self) -> None:
+        """Give up after too many bad steps, and apply new limits."""
+        try:
+            self.controller.needs_rollback(cast(Run, self))  # it has the attributes that are read
+        except GaveUp as error:
+            raise GaveUp(f"{error}{self._replay_hint()}") from None
+        if self.progress.step >= self.controller.due:
+            self.controller.apply_limits(self.progress.step)
 
     def _write(self) -> None:
         if self.guarded is not None:

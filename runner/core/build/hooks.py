@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import rooms
-from runner.core.checks.batch import BatchChecks, DataSpec, Prescan
+from runner.core.checks.batch import BatchChecks, DataSpec
 from runner.core.checks.batch_validator import BatchValidator
 from runner.core.checks.model import ModelCheck
 from runner.core.config.run_config import RunConfig
@@ -81,9 +81,7 @@ def attach_batch_validator(
     objective, sizes = run.objective, run.sizes
     spec = DataSpec(objective.indices, objective.ignored, sizes.vocab)
     source, sampler = train.fetch.source, train.fetch.order
-    prescan = None
-    if type(source) is TensorsDataset:
-        prescan = Prescan(source.inputs, source.target, sampler.indices, sampler.batch_size)
+    in_memory = type(source) is TensorsDataset
     train.inspector = BatchValidator(
         BatchChecks(config.checks.inputs, spec),
         run.history,
@@ -91,7 +89,9 @@ def attach_batch_validator(
         run.device.torch,
         first_batch=train.fetch_on_cpu,
         indices=train.indices,
-        prescan=prescan,
+        table=(source.inputs, source.target) if in_memory else None,
+        rows=sampler.indices,
+        smallest=len(sampler.indices) % sampler.batch_size or sampler.batch_size,
     )
     return train.inspector
 

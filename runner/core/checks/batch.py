@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ NamedTensors = dict[str, Tensor]
 VETO_POLICIES = (CheckPolicy.skip, CheckPolicy.stop)  # policies under which no update is made
 FORM = "form"
 FLOAT64_MAX = torch.finfo(torch.float64).max
-PRESCAN_VALUES, PRESCAN_CHUNK = 1 << 24, 1 << 22  # most values in all (0.02 s) and per chunk
+MAX_SCANNED_VALUES, SCAN_CHUNK = 1 << 24, 1 << 22  # of a table (0.02 s), and at a time
 CHECKED_DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -227,35 +226,22 @@ class BatchChecks:
         return inputs, target
 
 
-class Prescan:
-    """One pass over in-memory data, so that batches of clean data need no checks."""
-
-    def __init__(self, inputs: Tensor, target: Tensor, rows: np.ndarray, batch_size: int) -> None:
-        self.inputs, self.target, self.rows = inputs, target, torch.from_numpy(rows)
-        self.smallest = len(rows) % batch_size or batch_size
-        self.versions: tuple[int, int] | None = None
-        self.clean = False
-
-    def is_clean(self, checks: BatchChecks) -> bool:
-        """Return whether no batch can have a finding; False once the data were written to."""
-        versions = (self.inputs._version, self.target._version)
-        if self.versions is None:
-            self.versions, self.clean = versions, self._scan(checks)
-        return self.clean and versions == self.versions
-
-    def _scan(self, checks: BatchChecks) -> bool:
-        width, constant = max(1, self.inputs[0].numel()), 0
-        if width * len(self.rows) > PRESCAN_VALUES:
+def is_clean_table(
+    checks: BatchChecks, inputs: Tensor, target: Tensor, rows: Tensor, smallest: int
+) -> bool:
+    """Return whether no batch of at least `smallest` rows of data in memory can have a finding."""
+    width, constant = max(1, inputs[0].numel()), 0
+    if width * len(rows) > MAX_SCANNED_VALUES:
+        return False
+    for chunk in torch.split(rows, max(1, SCAN_CHUNK // width)):
+        batch = inputs.index_select(0, chunk), target.index_select(0, chunk)
+        if find_problems(checks, checks.tensors(batch)):
             return False
-        for rows in torch.split(self.rows, max(1, PRESCAN_CHUNK // width)):
-            batch = self.inputs.index_select(0, rows), self.target.index_select(0, rows)
-            if find_problems(checks, checks.tensors(batch)):
-                return False
-            samples = batch[0].reshape(len(rows), -1)
-            if width > 1:
-                # host sync: none, a prescanned table is in the host's memory
-                constant += int((samples == samples[:, :1]).all(1).sum())
-        return constant < self.smallest or self.smallest == 1
+        samples = batch[0].reshape(len(chunk), -1)
+        if width > 1:
+            # host sync: none, the table is in the host's memory
+            constant += int((samples == samples[:, :1]).all(1).sum())
+    return constant < smallest or smallest == 1
 
 
 def find_problems(checks: BatchChecks, tensors: NamedTensors) -> list[BatchFinding]:

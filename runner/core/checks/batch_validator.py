@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,8 @@ from runner.core.checks.batch import (
     BatchFinding,
     Limit,
     NamedTensors,
-    Prescan,
     find_problems,
+    is_clean_table,
 )
 from runner.core.errors import DataError
 from runner.core.interfaces.batch import Batch
@@ -62,7 +63,8 @@ class PendingValues:
 class BatchValidator:
     """Checks each batch of a run and applies the policies of `checks.inputs`.
 
-    A batch on the CPU is checked before it is moved. A batch that a data set puts on an accelerator
+    A batch on the CPU is checked before it is moved; small data in memory are checked once, as a
+    whole, and then only if they were written to. A batch that a data set puts on an accelerator
     is reduced there: the flag that vetoes its update stays on the device, and the host reads the
     values two steps later.
     """
@@ -76,10 +78,14 @@ class BatchValidator:
         *,
         first_batch: Callable[[], Batch],  # of the data, as fetched on the CPU
         indices: Callable[[int], list[int]],  # data-set indices of a batch, by step from 0
-        prescan: Prescan | None = None,
+        table: tuple[Tensor, Tensor] | None = None,  # all inputs and targets, in memory
+        rows: Sequence[int] | np.ndarray = (),  # of the table that are trained on
+        smallest: int = 1,  # rows in a batch
     ) -> None:
         self.checks, self.history, self.folder = checks, history, folder
-        self.first_batch, self.indices, self.prescan = first_batch, indices, prescan
+        self.first_batch, self.indices = first_batch, indices
+        self.table, self.rows, self.smallest = table, torch.as_tensor(rows), smallest
+        self.clean_versions: list[int] | None = None  # of the table, if no batch needs a check
         self.host_type = "cpu"  # device type of tensors that are read without a sync
         self.veto_flag = torch.ones((), dtype=torch.float32, device=device)
         self.pass_flag = torch.zeros((), dtype=torch.float32, device=device)
@@ -92,7 +98,7 @@ class BatchValidator:
 
     def inspect(self, step: int, batch: Batch) -> Batch:
         """Return the loader's batch of `step` (from 0), or a harmless one. Raises DataError."""
-        if self.prescan is not None and self.prescan.is_clean(self.checks):
+        if self.table is not None and self._is_clean(self.table):
             self.outcome = BatchOutcome(step + 1)
             return batch
         tensors, self.outcome = self.checks.tensors(batch), None
@@ -143,6 +149,14 @@ class BatchValidator:
         self.skipped_in_a_row = int(state["in_a_row"])  # host sync: none, a count
         self.outcome, self.deferred_error = None, None
         self.pending.clear()
+
+    def _is_clean(self, table: tuple[Tensor, Tensor]) -> bool:
+        """Whether no batch of the table can have a finding; scans it at the first call."""
+        versions = [tensor._version for tensor in table]
+        if self.clean_versions is None:
+            is_clean = is_clean_table(self.checks, *table, self.rows, self.smallest)
+            self.clean_versions = versions if is_clean else []
+        return versions == self.clean_versions
 
     def _on_host(self, tensors: NamedTensors) -> bool:
         return all(tensor.device.type == self.host_type for tensor in tensors.values())

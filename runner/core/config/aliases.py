@@ -88,11 +88,16 @@ TORCH_OPTIMIZERS = tuple(
 _LOGGERS = "a run always writes metrics.jsonl, summary.json and TensorBoard; monitoring.* sets how"
 _HOOKS = "early stopping is training.patience; a class of your own goes into debug.hooks"
 _DEVICE = "a run takes one device: device=cuda device.index=0"
+_RECOVERY = (
+    "stability.max_consecutive_skips, stability.max_rollbacks and stability.rollback_lr_factor say "
+    "what follows bad steps"
+)
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
 UNSUPPORTED = {
     **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
     **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
     **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
+    "recovery": _RECOVERY,
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
 }
 """Names without a key here, and what to use instead."""

@@ -30,6 +30,9 @@ PATH_KEYS = (
     *("model.path", "model.weights"),
 )
 """Keys of files and folders; relative ones are meant from where the run was started."""
+ROLLBACK_KEYS = {
+    f"stability.{key}" for key in ("max_consecutive_skips", "max_rollbacks", "rollback_lr_factor")
+}
 CHANGED_KEY, TYPED_DATA_JOBS = "data.changed", ("evaluate", "predict", "verify")
 
 
@@ -130,6 +133,8 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     dropped.add("search.storage")
     if typed_values.get("distributed.nodes") == "1":
         dropped.add("distributed.rendezvous")
+    if typed_values.keys() & ROLLBACK_KEYS:
+        dropped.add("stability.recovery")  # of an older version, which they replace
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     recorded_values = {o.key: o.value for o in map(parse_override, recorded)}
     if "experiment" not in recorded_values:  # a recipe names its own options

@@ -250,6 +250,26 @@ NON_RUN_KEYS = (
     *("distributed", "job", "evaluate", "predict", "verify", "replay", "scan", "benchmark"),
     *("sweep", "search", "security"),
 )
+RECOVERY_ROWS = [
+    {
+        "kind": kind,
+        "in_a_row": 1,
+        "action": action,
+        "factor": 0.5,
+        "for_steps": 100,
+        "at_most": most,
+    }
+    for kind, action, most in (
+        ("weights", "rollback", None),
+        ("weights", "stop", None),
+        ("any", "skip", None),
+        ("spike", "rollback", 1),
+        ("spike", "accept", None),
+        ("any", "rollback", None),
+    )
+]
+"""What `stability` had before `rollback_lr_factor`, so that older hashes stay."""
+ROLLBACK_LR_FACTOR = 0.5
 UNHASHED_KEYS = ("name", "monitoring", *NON_RUN_KEYS)
 
 
@@ -268,6 +288,7 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 DEFAULTS_NOT_HASHED: dict[str, dict[str, Any]] = {
     "device": {"interop_threads": None},
+    "stability": {"rollback_lr_factor": ROLLBACK_LR_FACTOR},
     "training": {"sanity": True, "monitor_mode": None},
     "optimizer": {"ema_warmup": None},
     "optimization.compile": {"dynamic": None},
@@ -285,6 +306,7 @@ def config_hash(config: RunConfig) -> str:
         tree["data"].pop(key, None)
     for key in ("slower", "cpu_above"):  # they only report
         del tree["stability"]["watch"][key]
+    tree["stability"]["recovery"] = RECOVERY_ROWS if config.stability.guard else []
     # tools only observe, so they may be enabled on resume; hooks may act
     tree["debug"] = {"hooks": tree["debug"]["hooks"]}
     for group, defaults in DEFAULTS_NOT_HASHED.items():

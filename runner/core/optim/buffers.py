@@ -90,6 +90,11 @@ class BufferSnapshot:
                 else:
                     restore_where(skipped, buffers, saved, lists=skipped.device.type != "cpu")
 
+    def statistics(self) -> list[Tensor]:
+        """Return the current statistics of those that were finite at first."""
+        buffers = [buffers.get(name) for buffers, name in self.statistic_slots]
+        return [buffer for buffer in buffers if buffer is not None]
+
     def are_finite(self) -> Tensor:
         """Return a 0-d bool on the device: statistics that were finite at first are so now.
 
@@ -98,8 +103,7 @@ class BufferSnapshot:
         200 µs: 0.1 % of a step on a CPU.
         """
         with torch.no_grad():
-            statistics = [buffers.get(name) for buffers, name in self.statistic_slots]
-            flat = [buffer.reshape(-1) for buffer in statistics if buffer is not None]
+            flat = [buffer.reshape(-1) for buffer in self.statistics()]
             if not flat:  # the model dropped all of them
                 return torch.ones((), dtype=torch.bool, device=self.device)
             # concatenated, since there is no fast kernel for the maximum of each; cat promotes to

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -94,28 +94,3 @@ def _is_undecided(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 def _supports_fused(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-
-
-@contextmanager
-def scale_lrs(optimizer: Optimizer, share: float) -> Iterator[None]:
-    """Multiply the owner's learning rates by `share` while entered."""
-    if share == 1.0:
-        yield
-        return
-    with preserve_lrs(optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * share
-        yield
-
-
-@contextmanager
-def preserve_lrs(optimizer: Optimizer) -> Iterator[None]:
-    """Restore the owner's learning rates on exit."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    values = [rate.clone() if isinstance(rate, Tensor) else None for rate in rates]
-    try:
-        yield
-    finally:
-        # loading a state replaces the groups
-        for group, rate, value in zip(optimizer.param_groups, rates, values, strict=True):
-            group["lr"] = rate if value is None else rate.copy_(value)

@@ -1,4 +1,4 @@
-"""The `stability` group: guard, clipping, spike limits and the recovery table."""
+"""The `stability` group: guard, clipping, spike limits, rollbacks and monitoring."""
 
 from __future__ import annotations
 
@@ -15,28 +15,6 @@ class SpikeQuantity(Enum):
     loss = "loss"
     grad_norm = "grad_norm"
     both = "both"
-
-
-class BadStepKind(Enum):
-    """Kinds of bad steps."""
-
-    any = "any"  # any kind below
-    non_finite = "non_finite"  # the loss, or a gradient without a loss scale
-    overflow = "overflow"  # of a gradient times the loss scale of fp16
-    spike = "spike"  # finite, but far above the usual
-    weights = "weights"  # weights are not finite
-    buffers = "buffers"  # e.g. BatchNorm statistics are not finite; loss and gradients are
-
-
-class Action(Enum):
-    """Remedies for a bad step; its update is never applied."""
-
-    skip = "skip"  # nothing further
-    lower_lr = "lower_lr"  # times `factor`, for `for_steps` steps
-    lower_scale = "lower_scale"  # the loss scale of fp16, times `factor`
-    rollback = "rollback"  # to the last good checkpoint; the rate is multiplied by `factor`
-    accept = "accept"  # the new baseline: limits are learned again
-    stop = "stop"  # save a checkpoint and give up, exit code 4
 
 
 @dataclass
@@ -62,27 +40,6 @@ class SpikeConfig:
         if self.at_least > self.window:
             problem = f"must be ≤ stability.spike.window={self.window}, got {self.at_least}"
             raise ConfigError("stability.spike.at_least", problem)
-
-
-@dataclass
-class RecoveryRule:
-    """A rule of the recovery table; the first that matches applies."""
-
-    kind: BadStepKind = BadStepKind.any  # bad steps that match
-    in_a_row: int = bounded(1, min=1)  # consecutive bad steps, of any kind, from which it matches
-    action: Action = Action.skip
-    factor: float = bounded(0.5, above=0, max=1)  # lower_lr, lower_scale, rollback: the multiplier
-    for_steps: int = bounded(100, min=1)  # lower_lr: steps until the rate is restored
-    at_most: int | None = bounded(None, min=0)  # uses per run; null: no limit
-
-    def __post_init__(self) -> None:
-        key = "stability.recovery"
-        check_bounds(self, key)
-        if self.action is Action.accept and self.kind is not BadStepKind.spike:
-            raise ConfigError(key, f"accept is for kind: spike, got {self.kind.name}")
-        scaled = self.kind in (BadStepKind.overflow, BadStepKind.any)
-        if self.action is Action.lower_scale and not scaled:
-            raise ConfigError(key, f"lower_scale is for kind: overflow, got {self.kind.name}")
 
 
 @dataclass
@@ -114,25 +71,20 @@ class WatchConfig:
 
 @dataclass
 class StabilityConfig:
-    """Gradient clipping, guard, spike detection, recovery and monitoring."""
+    """Gradient clipping, guard, spike detection, rollbacks and monitoring."""
 
     clip_norm: float | None = 1.0  # largest gradient norm; null: no clipping
     clip_value: float | None = bounded(None, above=0)  # limit of each gradient element; null: off
     # AGC: largest ratio of a unit's gradient norm to its weight norm; null: off
     clip_adaptive: float | None = bounded(None, above=0)
     clip_per_group: bool = False  # clip_norm applies to each optimizer parameter group separately
-    guard: bool = True  # skip non-finite steps and spikes; false: no spike detection, no recovery
+    guard: bool = True  # skip non-finite steps and spikes; false: no spike detection, no rollback
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    # rules for bad steps, the first match applies; keys of a rule: kind (any, non_finite, overflow,
-    # spike, weights, buffers), in_a_row (bad steps), action (skip, lower_lr, lower_scale, rollback,
-    # accept, stop), factor (of rate or scale), for_steps (lower_lr), at_most (uses per run)
-    recovery: list[RecoveryRule] = field(
-        default_factory=lambda: [RecoveryRule(), RecoveryRule(action=Action.rollback)]
-    )
-    # bad steps in a row beyond which skip, lower_lr and lower_scale rules no longer match
+    # bad steps in a row that are skipped; more roll back, of spikes the limits are learned again
     max_consecutive_skips: int = bounded(10, min=0)
-    # rollbacks per run, after which rollback rules no longer match
+    # rollbacks per run, also of weights or buffers that are not finite; then the run gives up
     max_rollbacks: int = bounded(2, min=0)
+    rollback_lr_factor: float = bounded(0.5, above=0, max=1)  # of the learning rate, per rollback
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:

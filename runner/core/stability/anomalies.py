@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ from runner.core.record.storage import write_or_log
 
 ANOMALIES_FILE = "debug/anomalies.json"
 MAX_FIRST, MAX_LATEST = 500, 500  # most rows kept, of the earliest and of the latest
+
+
+class BadStepKind(Enum):
+    """Kinds of bad steps."""
+
+    non_finite = "non_finite"  # the loss, or a gradient without a loss scale
+    overflow = "overflow"  # of a gradient times the loss scale of fp16
+    spike = "spike"  # finite, but far above the usual
+    weights = "weights"  # weights are not finite
+    buffers = "buffers"  # e.g. BatchNorm statistics are not finite; loss and gradients are
 
 
 @dataclass
@@ -58,15 +69,6 @@ class Anomalies:
         if len(self.rows) > MAX_FIRST + MAX_LATEST:
             del self.rows[MAX_FIRST]
         self.unwritten = True
-
-    def count_before(self, step: int, kind: str) -> int:
-        """Return how many bad steps of that kind directly precede `step`."""
-        count = 0
-        for row in reversed(self.rows):
-            if row.kind != kind or row.step != step - 1 - count:
-                break
-            count += 1
-        return count
 
     def write(self, folder: Path | None) -> None:
         """Replace the file in a run's folder if rows were added since the last write."""

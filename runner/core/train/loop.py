@@ -573,9 +573,9 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
         )
     elif controller.decision is None:
         controller.request_rollback(run)
-    while (rule := controller.execute(run)) is not None:
+    while controller.needs_rollback(run):
         _process_reports(run, wait=True)  # reports in flight concern the weights that are replaced
-        if restore_last_good_checkpoint(run, rule.factor):
+        if restore_last_good_checkpoint(run):
             controller.record_rollback(run)
         else:
-            controller.give_up(run)
+            controller.record_missing_checkpoint()

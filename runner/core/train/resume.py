@@ -62,7 +62,7 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
     """Write a checkpoint of the run between two steps, unless its weights are not finite.
 
     `final` writes it in any case, waits until it is on disk, and raises StorageError on failure.
-    After `failed`, an exception, it is no scheduled one, which rollbacks prefer. Host sync while
+    Rollbacks restore scheduled ones only; after `failed`, an exception, it is none. Host sync while
     weights are copied; files are written in the background.
     """
     if run.saved_step < run.progress.step or best:
@@ -79,7 +79,8 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
         if run.trials is not None:
             # a new dict: a checkpoint of the old one may be in the making
             run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
-        planned = not failed and (best or run.progress.step % run.checkpoint_every == 0)
+        is_due = run.progress.step % run.checkpoint_every == 0 or run.saved_step < 0
+        planned = not failed and (best or is_due)  # else of an early end
         _note_unplanned(run, planned)
         sharded = () if run.shards is None else run.shards.names
         with run.update.evaluation_mode():
@@ -392,11 +393,11 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
 
 
-def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
+def restore_last_good_checkpoint(run: Run) -> bool:
     """Restore weights, buffers and optimizer of the last good checkpoint; False if there is none.
 
     Data and schedule continue from the current step, so the bad batches are not repeated. The
-    caller multiplies the learning rate by `factor`.
+    caller lowers the learning rate.
     """
     progress, update = run.progress, run.update
     run.checkpointer.wait()
@@ -416,47 +417,40 @@ def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     progress.rollbacks += 1
     if progress.best_step != progress.step:  # the best checkpoint is of this step, and stays
         run.saved_step = min(run.saved_step, progress.step - 1)  # its weights were replaced
-    message = f"rolled back to step {restored.step}, learning rate times {backoff * factor:g}"
+    share = backoff * run.stability.config.rollback_lr_factor
+    message = f"rolled back to step {restored.step}, learning rate times {share:g}"
     run.history.add("rollback", message, step=progress.step, category="numerics")
     return True
 
 
 def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
-    """Return the newest finite checkpoint from before the bad steps; log non-finite ones.
+    """Return the newest finite scheduled checkpoint from before the bad steps, or None.
 
-    Scheduled checkpoints are preferred to one written at an interruption, so that an interrupted
-    run rolls back to the same step as any other. One from among the bad steps comes last.
+    One written at an interruption or after an exception is passed over, so that an interrupted run
+    rolls back to the same step as any other.
     """
+    from runner.core.checkpoint.state_schema import check_state
+
     decision = run.stability.decision
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
     folder: Path | None = None  # the newest
-    fallback: tuple[tuple[bool, bool], RestoredCheckpoint] | None = None
-    from runner.core.checkpoint.state_schema import check_state
-
     while True:
+        restored, step = None, None if folder is None else int(folder.name.rpartition("_")[2])
         try:
             restored = run.checkpointer.restore(folder, check_state)
-            step = None if restored is None else restored.step
         except CheckpointError as error:
             log.warning("%s", error)
-            restored, step = None, None if folder is None else int(folder.name.rpartition("_")[2])
         if restored is not None:
-            by_design = run.stability.nonfinite_by_design
-            nonfinite = find_non_finite(restored.model, restored.state["update"], by_design)
-            if nonfinite is not None:
-                log.warning(
-                    "the checkpoint of step %d is not usable: %s is not finite", step, nonfinite
-                )
-            else:
-                clean = restored.state.get("clean", True) and (not bad or restored.step < bad)
-                rank = clean, restored.state["planned"]
-                if all(rank):
+            state, step = restored.state, restored.step
+            if state["planned"] and state.get("clean", True) and (not bad or step < bad):
+                by_design = run.stability.nonfinite_by_design
+                part = find_non_finite(restored.model, state["update"], by_design)
+                if part is None:
                     return restored
-                if fallback is None or rank > fallback[0]:
-                    fallback = rank, restored
+                log.warning("the checkpoint of step %d is not usable: %s is not finite", step, part)
         folder = None if step is None else run.checkpointer.newest_before(step)
         if folder is None:
-            return None if fallback is None else fallback[1]
+            return None
 
 
 def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -67,7 +66,7 @@ def _hooked_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict
             if any(hook.eager for hook in due):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for hook in due:
-                stack.enter_context(_StepContext(hook, run))
+                stack.enter_context(_around_step(hook, run))
             result = _eager_step(run, batch, [h for h in due if overrides_event(h, "on_gradients")])
         return result
     except BaseException:
@@ -76,28 +75,23 @@ def _hooked_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict
         raise
 
 
-class _StepContext:
-    """A hook's `around` context; raises UsageError if it swallows an exception."""
-
-    def __init__(self, hook: Hook, run: Run) -> None:
-        self.name = f"{type(hook).__module__}.{type(hook).__qualname__}"
-        self.context = hook.around(run)
-
-    def __enter__(self) -> None:
-        self.context.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.context.__exit__(kind, error, trace) and error is not None:
-            raise UsageError(
-                f"{self.name}.around swallowed an exception of the step "
-                f"({type(error).__name__}: {error}); the run cannot continue without it: "
-                "let it propagate, or raise it again"
-            ) from error
+@contextmanager
+def _around_step(hook: Hook, run: Run) -> Iterator[None]:
+    """Enter the hook's `around`; raise UsageError if it swallows an exception of the step."""
+    failure: BaseException | None = None
+    with hook.around(run):
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+    if failure is not None:
+        name = f"{type(hook).__module__}.{type(hook).__qualname__}"
+        raise UsageError(
+            f"{name}.around swallowed an exception of the step "
+            f"({type(failure).__name__}: {failure}); the run cannot continue without it: "
+            "let it propagate, or raise it again"
+        ) from failure
 
 
 def record_step(run: Run, step: Step) -> int:

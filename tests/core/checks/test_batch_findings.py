@@ -194,7 +194,7 @@ DATA = {
 def test_healthy_data_give_no_alarm(name: str) -> None:
     with build(compose([*DATA[name].split(), "optimization=none", "training.steps=100"])) as run:
         assert run.batch_validator is not None
-        run.batch_validator.prescan = None
+        run.batch_validator.table = None
         for number, batch in zip(range(1, 101), run.train.batches(0), strict=False):
             run.batch_validator.admit(number, batch)
         assert list(run.history.faults) == []

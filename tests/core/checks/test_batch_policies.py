@@ -223,13 +223,13 @@ def test_what_is_wrong_with_data_in_memory_is_found_in_every_batch_that_has_it()
 def test_a_value_written_into_scanned_data_is_found_at_once() -> None:
     data, found = Spoiled(), []
     with held(data) as run:
-        assert run.batch_validator is not None and run.batch_validator.prescan is not None
+        assert run.batch_validator is not None and run.batch_validator.table is not None
         for step, batch in zip(range(15), run.train.batches(0), strict=False):
             run.batch_validator.admit(step + 1, batch)
             found.append(run.history.counts.get("input_not_finite", 0))
             if step == 10:
-                assert run.batch_validator.prescan.clean
-                run.batch_validator.prescan.inputs[193, 0] = math.inf
+                assert run.batch_validator.clean_versions
+                run.batch_validator.table[0][193, 0] = math.inf
         assert found == [0] * 12 + [1, 1, 1]
 
 

@@ -43,6 +43,9 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+BAD_STEPS = (0, 2)  # before the first step and between two others
+
+
 def bad_ones(like: Batch) -> dict[str, tuple[Batch, float]]:
     """A batch and what is added to its loss, by what is wrong with it."""
     return {
@@ -67,9 +70,8 @@ WAYS = {
     ("way", "name", "options", "how"),
     [(way, *case) for way, fits in WAYS.items() for case in OPTIMIZERS if case[2] in fits],
 )
-@pytest.mark.parametrize("at", [0, 2], ids=["first", "middle"])
 def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(
-    way: str, name: str, options: Any, how: Any, at: int
+    way: str, name: str, options: Any, how: Any
 ) -> None:
     good = batches(5)
     results = []
@@ -82,7 +84,7 @@ def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(
             update.schedule_on_device()
         update.set_limits(100.0, math.inf)
         for i, batch in enumerate(good):
-            if bad and i == at:
+            if bad and i in BAD_STEPS:
                 for cause, (spoiled, beside) in bad_ones(batch).items():
                     assert step(net, update, spoiled, beside, parts=2)[1], cause
             assert not step(net, update, batch, parts=2)[1]
@@ -100,11 +102,8 @@ SPARSE = [
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad makes sparse tensors
 @pytest.mark.parametrize(("name", "options", "how"), SPARSE)
-@pytest.mark.parametrize("at", [0, 2], ids=["first", "middle"])
 @pytest.mark.parametrize("cause", [math.nan, 1000.0])
-def test_so_it_is_with_sparse_gradients(
-    name: str, options: Any, how: Any, at: int, cause: float
-) -> None:
+def test_so_it_is_with_sparse_gradients(name: str, options: Any, how: Any, cause: float) -> None:
     noise = torch.Generator().manual_seed(1)
     ids, classes = torch.Size([8, 3]), torch.Size([8])
     good = [
@@ -120,7 +119,7 @@ def test_so_it_is_with_sparse_gradients(
         update = OptimizerStep(net, optimizer, StabilityConfig(), 0.05, [1.0], ema=0.9)
         update.set_limits(math.inf, 100.0)
         for i, batch in enumerate(good):
-            if bad and i == at:
+            if bad and i in BAD_STEPS:
                 update.begin()
                 loss = nn.functional.cross_entropy(net(batch[0]), batch[1]) * cause
                 loss.backward()
@@ -203,16 +202,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
         yield reads
 
 
-class Between(Hook):
-    """How many numbers were read from one step to the next, reports left out."""
+def reads_between_steps(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, int], int]:
+    """Train; return the reads of each step, but of those after a report, and the number of all."""
+    counts, before = dict[int, int](), 0
 
-    def __init__(self, reads: Reads) -> None:
-        self.reads, self.before, self.counts = reads, 0, {}  # type: ignore[var-annotated]
+    def count(run: Run) -> None:
+        nonlocal before
+        step = run.progress.step
+        if step > 1 and (step - 1) % run.report_every:
+            counts[step] = reads.count - before
+        before = reads.count
 
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number > 1 and (step.number - 1) % run.report_every:
-            self.counts[step.number] = self.reads.count - self.before
-        self.before = self.reads.count
+    run.hooks.append(runs.AtSteps(range(run.total_steps + 1), count))
+    with counted(monkeypatch) as reads:
+        train(run)
+    return counts, reads.count
 
 
 LOOP_OF = [
@@ -237,14 +241,11 @@ def test_nothing_is_read_between_reports(
     with runs.opened(*LOOP_OF, *overrides) as run:
         if undone:
             run.update.revertible = RevertibleStep(run.update.optimizer)
-        with counted(monkeypatch) as reads:
-            between = Between(reads)
-            run.hooks.append(between)
-            train(run)
-        assert reads.count > 0  # reports do read, so the count counts
-        assert len(between.counts) == 20
-        made_state = 2 if undone else 0  # the first step reads whether to keep what it made
-        assert {n: c for n, c in between.counts.items() if c and n > made_state} == {}
+        counts, total = reads_between_steps(run, monkeypatch)
+    assert total > 0  # reports do read, so the count counts
+    assert len(counts) == 20
+    made_state = 2 if undone else 0  # the first step reads whether to keep what it made
+    assert {n: c for n, c in counts.items() if c and n > made_state} == {}
 
 
 def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
@@ -252,11 +253,8 @@ def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
 ) -> None:
     with runs.opened(*LOOP_OF, "optimizer=sgd", "schedule=constant") as run:
         assert not run.update.host_waits  # since it is free there
-        with counted(monkeypatch) as reads:
-            between = Between(reads)
-            run.hooks.append(between)
-            train(run)
-        assert set(between.counts.values()) == {1}
+        counts = reads_between_steps(run, monkeypatch)[0]
+    assert set(counts.values()) == {1}
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from runner.core.interfaces.run import Run
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.record.summary import Summary
 from runner.core.train.step import forward_backward
-from tests.runs import NOISY, OURS, config, opened, rows, trained
+from tests.runs import NOISY, OURS, AtSteps, config, opened, rows, trained
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_early_stopping_ends_the_run_and_says_why(tmp_path: Path) -> None:
 def test_the_best_checkpoint_is_the_step_with_the_best_metric(
     name: str, best_of: Callable[..., float], tmp_path: Path
 ) -> None:
-    asked = ["data=digits", "training.epochs=3", f"training.monitor=val/{name}"]
+    asked = ["data=cancer", "training.epochs=4", f"training.monitor=val/{name}"]
     summary = trained(*asked, folder=tmp_path)
     values = {row["step"]: row[name] for row in rows(tmp_path, "val")}
     assert values[summary.best_step] == summary.best == best_of(values.values())
@@ -92,7 +92,7 @@ def test_the_best_checkpoint_is_the_step_with_the_best_metric(
 
 
 def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
-    with opened("data=digits", "training.epochs=2", "stability=off", folder=tmp_path) as run:
+    with opened("data=cancer", "training.epochs=2", "stability=off", folder=tmp_path) as run:
         with torch.no_grad():
             next(iter(run.model.parameters())).fill_(math.nan)
         with pytest.raises(GaveUp, match="the weights are not finite"):
@@ -183,23 +183,18 @@ def test_a_users_callable_is_an_objective() -> None:
     assert summary.metrics["val/loss"] < 0.2
 
 
-class Spoil(Hook):
-    """Makes every weight NaN once."""
-
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
-        if step.number != 12:
-            return None
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.fill_(float("nan"))
-        return Verdict.ROLLBACK
+def spoil_and_roll_back(run: Run) -> Verdict:
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.fill_(math.nan)
+    return Verdict.ROLLBACK
 
 
 @pytest.mark.parametrize("every", [5, 1000])  # from a checkpoint, and from the very start
 def test_a_rollback_brings_the_weights_back_and_lowers_the_rate(every: int) -> None:
     overrides = ["data=cancer", "training.steps=40", f"checkpoint.every={every}"]
     with opened(*overrides, "training.validate_every=1000", "schedule=constant") as run:
-        run.hooks.append(Spoil())
+        run.hooks.append(AtSteps(12, spoil_and_roll_back))
         summary = train(run)
         assert run.update.lr_at(0) == pytest.approx(0.5 * run.update.lr)
     assert summary.faults == {"rollback": 1}
@@ -315,39 +310,35 @@ def test_a_hook_that_keeps_an_error_of_the_step_to_itself_is_named() -> None:
     assert run.progress.step == 4
 
 
-class Full(Hook):
-    """No file can grow from the third step on, as on a full disk."""
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == 3:
-            run.checkpointer.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+def fill_disk(run: Run) -> None:
+    """Let no file grow, as on a full disk."""
+    run.checkpointer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
 
 
-class Ends(Hook):
-    """At the ninth step an error of the user's, or Ctrl-C twice, which saves nothing."""
-
-    def __init__(self, error: type[Exception]) -> None:
-        self.error = error
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == 9 and self.error is ValueError:
-            raise ValueError("the first")
-        if step.number == 9 and self.error is Interrupted:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+def fail(run: Run) -> None:
+    raise ValueError("the first")
 
 
-@pytest.mark.parametrize("error", [StorageError, Interrupted, ValueError])
+def interrupt_twice(run: Run) -> None:
+    """Press Ctrl-C twice, which saves nothing."""
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("error", "action"),
+    [(StorageError, str), (Interrupted, interrupt_twice), (ValueError, fail)],
+)
 def test_the_summary_of_a_run_on_a_full_disk_does_not_say_running(
-    tmp_path: Path, error: type[Exception]
+    tmp_path: Path, error: type[Exception], action: Callable[[Run], object]
 ) -> None:
     overrides = ["data=cancer", "training.steps=12", "checkpoint.every=2"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(error):  # the first one, though checkpoints cannot be written either
             with opened(*overrides, "training.validate_every=12", folder=tmp_path) as run:
-                run.hooks += [Full(), Ends(error)]
+                run.hooks += [AtSteps(3, fill_disk), AtSteps(9, action)]
                 train(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -356,22 +347,13 @@ def test_the_summary_of_a_run_on_a_full_disk_does_not_say_running(
     assert (summary.status, summary.reason, summary.name) == (status, "", "cancer-mlp")
 
 
-class Fill(Hook):
-    """Leaves no way to write another summary, as a full disk does."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_step(self, run: Run, step: Step) -> None:
-        (self.folder / ".summary.json.tmp").mkdir(exist_ok=True)
-
-
 def test_a_summary_that_cannot_be_written_ends_a_run_at_its_start_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     overrides = ["data=cancer", "training.steps=12"]
     with opened(*overrides, folder=tmp_path / "later") as run:
-        run.hooks.append(Fill(tmp_path / "later"))
+        blocker = tmp_path / "later" / ".summary.json.tmp"
+        run.hooks.append(AtSteps(range(13), lambda run: blocker.mkdir(exist_ok=True)))
         assert train(run).status == "done"
     assert "summary.json: not written" in caplog.text
     assert Summary.read(tmp_path / "later").status == "done"  # in the file of before

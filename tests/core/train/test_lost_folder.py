@@ -16,10 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from runner import Summary, build, compose, train
 from runner.core.checkpoint.lock import is_locked
 from runner.core.errors import StorageError
-from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.record.console import close_logging, set_up_logging
-from tests.runs import QUICK, command, rows
+from tests.runs import QUICK, AtSteps, command, rows
 
 SHORT = (*QUICK, "data=cancer", "model=mlp", "training.steps=24", "training.validate_every=6")
 SHORT += ("monitoring.every=2", "checkpoint.every=6", "debug.capture.enabled=false")
@@ -33,25 +32,18 @@ sys.stdin.read()
 """
 
 
-class AfterStep(Hook):
-    """Does something to the run's folder after a step, when its checkpoint is written."""
-
-    def __init__(self, number: int, action: Callable[[Path], object]) -> None:
-        self.number, self.action = number, action
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == self.number and run.folder is not None:
-            run.checkpointer.join()
-            self.action(run.folder)
-
-
 def train_in(folder: Path, number: int, action: Callable[[Path], object], *typed: str) -> Summary:
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra/overrides.yaml").write_text("[]\n")
     set_up_logging("info", folder)
+
+    def act(run: Run) -> None:
+        run.checkpointer.join()
+        action(folder)
+
     try:
         with build(compose([*SHORT, *typed]), folder) as run:
-            run.hooks.append(AfterStep(number, action))
+            run.hooks.append(AtSteps(number, act))
             return train(run)
     finally:
         close_logging()

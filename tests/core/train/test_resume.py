@@ -6,7 +6,6 @@ import math
 import os
 import random
 import shutil
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from runner.core.security.paths import distrust_resumed_folder
 from runner.core.train import resume
 from tests import runs
 from tests.faults.end_state import end_state, run_files
-from tests.runs import command, opened, rows
+from tests.runs import AtSteps, command, interrupt, opened, rows
 
 OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
 NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net",
@@ -108,15 +107,8 @@ class Killed(BaseException):
     """Ends a session as nothing that is handled does."""
 
 
-class KillAt(Hook):
-    """Ends the session after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == self.step:
-            raise Killed
+def kill(run: Run) -> None:
+    raise Killed
 
 
 TOOLS = ["debug=gradients", "debug.every=2", "debug.memory.enabled=true", "debug.profile.start=4",
@@ -133,7 +125,7 @@ def test_a_run_that_ended_in_between_has_the_files_and_steps_of_a_straight_one(
     for name, ends in (("straight", [0]), ("resumed", [3, 9, 18, STEPS, 0])):
         for step in ends:
             with build(compose(typed), tmp_path / name) as run:
-                run.hooks.insert(0, KillAt(step))
+                run.hooks.insert(0, AtSteps(step, kill))
                 with suppress(Killed):
                     train(run)
     straight, resumed = (end_state(tmp_path / name) for name in ("straight", "resumed"))
@@ -150,13 +142,8 @@ def test_a_checkpoint_of_an_early_end_is_replaced_by_the_next_one(
              "debug.capture.enabled=false", "checkpoint.keep=2",
              "checkpoint.resume=auto"]  # fmt: skip
 
-    class Interrupt(Hook):
-        def on_step(self, run: Run, step: Step) -> None:
-            if step.number == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
-
     with build(compose(typed), tmp_path) as run, pytest.raises(Interrupted):
-        run.hooks.append(Interrupt())
+        run.hooks.append(AtSteps(6, interrupt))
         train(run)
     names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
     assert names == {"step_00000004", "step_00000006"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from contextlib import nullcontext, suppress
@@ -17,7 +16,7 @@ from runner.core.build.build import Components
 from runner.core.device.signals import request_stop
 from runner.core.errors import GaveUp
 from runner.core.hooks import limits, resources
-from runner.core.interfaces.hook import Hook, Step, Verdict
+from runner.core.interfaces.hook import Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.measure.discover import compare_folders
@@ -26,26 +25,13 @@ from runner.scale.sweep.plan import JobPlan, Planner
 from runner.scale.sweep.schedule import write_failed_summary
 from runner.scale.sweep.state import Job
 from tests.measure.planted_runs import job, run, sweep
+from tests.runs import AtSteps
 
 QUICK = """
     data=cancer training.steps=12 training.validate_every=3 monitoring=quiet monitoring.every=1
     device=cpu optimization=none debug.capture.enabled=false
     """.split()
 UNFINISHED = ("limit", "stop_file", "memory", "signal", "policy", "error")
-
-
-class AtStep(Hook):
-    """Does something after step 4; the summary on disk at that time is kept."""
-
-    def __init__(self, action: Any) -> None:
-        self.action, self.meanwhile = action, "?"
-
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
-        if step.number != 4 or run.folder is None:
-            return None
-        self.meanwhile = json.loads((run.folder / "summary.json").read_text())["ended_by"]
-        result = self.action(run)
-        return result if isinstance(result, Verdict) else None
 
 
 def fail(run: Run) -> None:
@@ -78,21 +64,26 @@ def test_the_summary_names_what_ended_the_run(
 ) -> None:
     monkeypatch.setattr(limits, "CHECK_S", 0.0)
     monkeypatch.setattr(resources, "MIN_OWN_SHARE", 0.0)
-    hook = AtStep(ACTIONS[ended_by])
+    meanwhile: list[str | None] = []
+
+    def act(run: Run) -> Any:
+        meanwhile.append(Summary.read(tmp_path).ended_by)
+        return ACTIONS[ended_by](run)
+
     with build(compose([*QUICK, *OVERRIDES.get(ended_by, [])]), tmp_path) as built:
-        built.hooks.append(hook)
+        built.hooks.append(AtSteps(4, act))
         with suppress(Exception, KeyboardInterrupt):
             train(built)
     summary = Summary.read(tmp_path)
     assert summary.ended_by == ended_by
     assert summary.finished == (ended_by not in UNFINISHED)
     # limits end the run before the hook's step
-    assert hook.meanwhile in ((None, "?") if summary.steps < 4 else (None,))
+    assert meanwhile == [None] * (summary.steps >= 4)
 
 
 def test_a_request_to_stop_at_the_last_step_leaves_nothing_to_continue(tmp_path: Path) -> None:
     with build(compose([*QUICK, "training.steps=4"]), tmp_path) as built:
-        built.hooks.append(AtStep(ACTIONS["stop_file"]))
+        built.hooks.append(AtSteps(4, ACTIONS["stop_file"]))
         summary = train(built)
     assert (summary.steps, summary.ended_by, summary.finished) == (4, "done", True)
 
@@ -167,19 +158,16 @@ def test_a_comparison_names_the_rows_that_ended_early(tmp_path: Path) -> None:
     assert "the sweep's command again continues them" in early[0]
 
 
-class Infinite(Hook):
-    """Makes a weight infinite after step 4."""
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == 4:
-            next(run.model.parameters()).data.view(-1)[0] = float("inf")
+def make_a_weight_infinite(run: Run) -> None:
+    next(run.model.parameters()).data.view(-1)[0] = float("inf")
 
 
 def test_a_run_without_a_guard_that_ends_with_lost_weights_fails_and_begins_afresh(
     tmp_path: Path,
 ) -> None:
     typed = [*QUICK, "stability=off", "checkpoint.every=3", "checkpoint.resume=auto"]
-    for hooks in ([Infinite()], [Infinite()], []):
+    ruin = AtSteps(4, make_a_weight_infinite)
+    for hooks in ([ruin], [ruin], []):
         with build(compose(typed), tmp_path) as run:
             assert run.progress.step == 0
             run.hooks += hooks

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas.data import DataConfig
 from runner.core.train.last_state import NumpyState, PythonState
-from tests.runs import NOISY, config, rows
+from tests.runs import NOISY, AtSteps, config, interrupt, rows
 
 DEFAULT_HASH = "b96a6441f6abb7be98268e58a732b6b31acc91418b24e063009ef7cdfdd3c3ab"
 QUIET = ("training.steps=12", "training.validate_every=4", "checkpoint.keep=9",
@@ -235,7 +233,7 @@ def test_an_exception_between_two_updates_leaves_the_state_after_the_last_one(
     assert cut.state["planned"] is False
     if place in ("validation", "exit"):  # that of the whole run is of after its validation
         with made("checkpoint.every=100", folder=tmp_path / "before") as run:
-            run.hooks.append(Interrupts(step))
+            run.hooks.append(AtSteps(step, interrupt))
             with pytest.raises(Interrupted):
                 train(run)
         whole = stored(tmp_path / "before", step)
@@ -338,15 +336,6 @@ def test_build_train_and_evaluate_leave_the_callers_generators_as_they_were(
 
 def generators() -> list[Any]:
     return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]  # type: ignore[index,union-attr]
-
-
-class Interrupts(Hook):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.errors import Interrupted, UsageError
 from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
+from tests.runs import AtSteps
 
 SHORT = ["data=cancer", "model=mlp", "model.dropout=0.5", "training.steps=6", "device=cpu",
          "optimization=none", "monitoring.progress=false"]  # fmt: skip
@@ -138,14 +139,13 @@ def test_two_runs_may_be_open_at_once(
         assert torch.equal(weights(second), other_alone)
 
 
-class Failing(Hook):
-    def on_step(self, run: Run, step: Step) -> Verdict:
-        raise KeyboardInterrupt
+def press_ctrl_c(run: Run) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_training_that_failed_blocks_no_other_thread(config: RunConfig, alone: Tensor) -> None:
     with build(config) as run:
-        run.hooks.append(Failing())
+        run.hooks.append(AtSteps(1, press_ctrl_c))
         with pytest.raises(Interrupted):
             train(run)
     assert torch.equal(in_a_thread(lambda: trained(config)), alone)

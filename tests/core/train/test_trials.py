@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner import Summary, build, train
 from runner.core.build.build import Components
-from runner.core.interfaces.hook import Hook, Step, Verdict
+from runner.core.interfaces.hook import Verdict
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import TRIALS, Switch
 from runner.core.techniques import cost
@@ -50,18 +50,11 @@ class Slow(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-class StopAt(Hook):
-    """Ends the run long before its planned end."""
-
-    def on_step(self, run: Run, step: Step) -> Verdict:
-        return Verdict.STOP if step.number == MADE else Verdict.KEEP
-
-
 def trained(
     *overrides: str, slow_with: bool, folder: Path | None = None
 ) -> tuple[Summary, dict[str, Tensor], list[dict[str, Any]]]:
     config = runs.config(*RUN, *overrides)
-    given = Components(model=Slow(slow_with), hooks=[StopAt()])
+    given = Components(model=Slow(slow_with), hooks=[runs.AtSteps(MADE, lambda run: Verdict.STOP)])
     with build(config, folder, given) as run:
         summary = train(run)
         weights = {name: w.clone() for name, w in run.model.state_dict().items()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,17 @@ from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.train.metrics import StepMetricsReader
-from tests.core.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder
-from tests.runs import rows
+from tests.core.stability.faulty import (
+    LINE,
+    NOISY,
+    WATCHFUL,
+    Change,
+    anomalies,
+    faults,
+    faulty,
+    louder,
+)
+from tests.runs import AtSteps, interrupt, rows
 
 pytestmark = pytest.mark.usefixtures("my_package")
 
@@ -43,18 +52,29 @@ class Past(Hook):
             self.weights[step.number] = [p.detach().clone() for p in run.model.parameters()]
 
 
-class Back(Hook):
-    """Asks for a roll-back after some steps; without any, after each."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
-        return None if self.steps and step.number not in self.steps else Verdict.ROLLBACK
-
-
-def times(factor: float):  # type: ignore[no-untyped-def]
+def times(factor: float) -> Change:
     return lambda output: output * factor
+
+
+def roll_back(run: Run) -> Verdict:
+    return Verdict.ROLLBACK
+
+
+def ruin_weights(run: Run) -> None:
+    with torch.no_grad():
+        next(iter(run.model.parameters())).fill_(math.nan)
+
+
+def ruin_moments(run: Run) -> None:
+    next(iter(run.update.optimizer.state.values()))["exp_avg"].fill_(math.nan)
+
+
+def ruin_statistics(run: Run) -> None:
+    next(b for name, b in run.model.named_buffers() if "running_mean" in name).fill_(math.nan)
+
+
+def fail(run: Run) -> None:
+    raise OSError("of a hook")
 
 
 def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
@@ -111,26 +131,12 @@ def test_switched_off_nothing_is_skipped_but_it_is_written_down(tmp_path: Path) 
     assert summary.faults["weights"] == 15
 
 
-class Ruin(Hook):
-    """Writes NaN into the weights, again and again."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def due(self, step: int) -> bool:
-        return step in self.steps
-
-    def on_step(self, run: Run, step: Step) -> None:
-        with torch.no_grad():
-            next(iter(run.model.parameters())).fill_(math.nan)
-
-
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path) -> None:
     """The checkpoint of step 15 would have been one of NaN."""
     folder = tmp_path if where == "disk" else None
     with faulty([*WARM, "checkpoint.every=5", "monitoring.every=10"], folder) as run:
-        run.hooks.append(Ruin(12))
+        run.hooks.append(AtSteps(12, ruin_weights))
         summary = train(run)
         assert math.isfinite(summary.metrics["val/loss"])
         every = run.history.faults.values()
@@ -143,21 +149,57 @@ def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path
     assert summary.skipped_steps == 8
 
 
-def test_a_checkpoint_of_nan_is_passed_over(
+def test_a_checkpoint_that_is_not_finite_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    overrides = [*WARM, "checkpoint.every=5"]
-    with faulty(overrides, tmp_path) as run:
-        run.hooks += [Ruin(12), CutOff(13)]
-        with pytest.raises(Interrupted):
-            train(run)  # its last state is saved in any case
-    assert (tmp_path / "checkpoints/step_00000013").is_dir()
-    with faulty([*overrides, "checkpoint.resume=auto"], tmp_path) as run:
+    """That of step 15 has finite weights and a NaN in the optimizer's state."""
+    with faulty([*WARM, "checkpoint.every=5"], tmp_path) as run:
+        run.hooks.append(AtSteps(15, ruin_moments))
         summary = train(run)
-    assert summary.status == "done"
-    assert summary.faults["rollback"] == 1
-    assert "step 13 is not usable" in caplog.text
+    assert (summary.status, summary.faults["rollback"]) == ("done", 1)
+    assert "step 15 is not usable: the optimizer's state is not finite" in caplog.text
     assert "rolled back to step 10" in caplog.text
+
+
+@pytest.mark.parametrize(("action", "error"), [(interrupt, Interrupted), (fail, OSError)])
+def test_no_rollback_goes_to_a_checkpoint_of_an_interruption_or_an_exception(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    action: Callable[[Run], None],
+    error: type[Exception],
+) -> None:
+    """It rolls back to that of step 10, as the uninterrupted run does."""
+    with faulty([*WARM, "checkpoint.every=10"], tmp_path) as run:
+        run.hooks.append(AtSteps(13, action))
+        with pytest.raises(error):
+            train(run)
+    assert (tmp_path / "checkpoints/step_00000013").is_dir()
+    with faulty([*WARM, "checkpoint.every=10", "checkpoint.resume=auto"], tmp_path) as run:
+        run.hooks.append(AtSteps(16, ruin_weights))
+        summary = train(run)
+    assert (summary.status, summary.faults["rollback"]) == ("done", 1)
+    assert "rolled back to step 10" in caplog.text
+
+
+def test_statistics_of_a_bad_batch_are_restored_and_lost_ones_roll_back_at_once(
+    tmp_path: Path,
+) -> None:
+    """Inputs of 1e25 have a variance of Inf and normalise to 0."""
+    run_of_60 = [*NOISY, "training.steps=60", "checkpoint.every=10"]
+    for name, hook in (("restored", Loud(23)), ("lost", AtSteps(23, ruin_statistics))):
+        with faulty(run_of_60, tmp_path / name) as run:
+            run.hooks.append(hook)
+            summary = train(run)
+            assert all(b.isfinite().all() for b in run.model.buffers())
+        assert summary.status == "done"
+        bad = anomalies(tmp_path / name)
+        assert {row["kind"] for row in bad} == {"buffers"}
+        if name == "restored":
+            assert [(row["step"], row["action"]) for row in bad] == [(23, "skipped")]
+            assert "rollback" not in summary.faults
+        else:
+            assert (bad[0]["step"], bad[0]["action"]) == (24, "rolling back")
+            assert summary.faults == {"buffers": 7, "rollback": 1}
 
 
 def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
@@ -165,7 +207,7 @@ def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
 ) -> None:
     for _ in range(2):
         with faulty([*LINE, "training.steps=30", "checkpoint.resume=auto"], tmp_path) as run:
-            run.hooks.append(Ruin(*range(2, 31)))
+            run.hooks.append(AtSteps(range(2, 31), ruin_weights))
             with pytest.raises(GaveUp, match="the weights are not finite"):
                 train(run)
         assert Summary.read(tmp_path).status == "failed"
@@ -174,10 +216,9 @@ def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
         assert all(weight.isfinite().all() for weight in kept.model.values())
 
 
-def test_with_nothing_good_to_go_back_to_the_next_row_is_read() -> None:
+def test_a_rollback_without_a_finite_checkpoint_gives_up() -> None:
     with faulty(WARM) as run:
-        with torch.no_grad():
-            next(iter(run.model.parameters())).fill_(math.nan)
+        ruin_weights(run)
         with pytest.raises(GaveUp, match="no good checkpoint to roll back to"):
             train(run)
     assert run.progress.step == 10
@@ -187,10 +228,10 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
     tmp_path: Path,
 ) -> None:
     """Those of steps 45 to 55 hold the weights of step 44, from which there was no way on."""
-    at = dict.fromkeys(range(45, 61), louder)
+    at = dict.fromkeys(range(45, 61), times(math.nan))
     often = ["checkpoint.every=5", "checkpoint.keep=1", "training.steps=65"]
     often.append("debug.capture.enabled=false")
-    with faulty([*WARM, *WATCHFUL, *often], tmp_path, at) as run:
+    with faulty([*WARM, *often], tmp_path, at) as run:
         run.hooks.append(past := Past(40, 44, 60, 61))
         train(run)
         said = [f.message for f in run.history.faults.values() if f.kind == "rollback"]
@@ -201,11 +242,10 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
 
 def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_path: Path) -> None:
     """That of step 48 is the newest when a hook asks at step 70."""
-    at = dict.fromkeys(range(41, 60), louder)
+    at = dict.fromkeys(range(41, 51), times(math.nan))
     every = ["checkpoint.every=24", "checkpoint.keep=9", "training.steps=70"]
-    table = "stability.recovery=[{in_a_row:4,action:rollback},{action:skip}]"
-    with faulty([*WARM, *WATCHFUL, *every, table], tmp_path, at) as run:
-        run.hooks += [past := Past(24, 48), Back(70)]
+    with faulty([*WARM, *every, "stability.max_consecutive_skips=3"], tmp_path, at) as run:
+        run.hooks += [past := Past(24, 48), AtSteps(70, roll_back)]
         assert train(run).faults["rollback"] == 2
         assert same(past.weights[24], list(run.model.parameters()))
     assert not same(past.weights[24], past.weights[48])
@@ -213,8 +253,8 @@ def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_
 
 def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: Path) -> None:
     """The last, partial stretch is judged before, and not after."""
-    back = "stability.recovery=[{kind:any,action:rollback,factor:0.5}]"
-    steps = ["training.steps=47", "checkpoint.every=10", back]
+    steps = ["training.steps=47", "checkpoint.every=10", "stability.max_consecutive_skips=0"]
+    steps.append("stability.rollback_lr_factor=0.3")
     with faulty([*LINE, *steps], tmp_path, {45: times(math.nan)}) as run:
         summary = train(run)
         assert summary.faults["rollback"] == 1
@@ -222,7 +262,7 @@ def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: P
         saved = run.checkpointer.restore()
         assert saved is not None
         assert saved.step == 47
-        assert saved.state["update"]["backoff"] == run.update.backoff == 0.5
+        assert saved.state["update"]["backoff"] == run.update.backoff == 0.3
         state = run.model.state_dict()
         assert same([saved.model[name] for name in state], list(state.values()))
 
@@ -270,61 +310,43 @@ def test_an_overflow_at_a_scale_below_1_is_a_gradient_that_is_not_finite_and_cou
     assert run.progress.rollbacks == 2
 
 
-def test_the_scale_is_lowered_where_the_table_says_so() -> None:
-    table = "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]"
-    with faulty([*NOISY, *FP16, "monitoring.every=1", table]) as run:
-        summary = train(run)
-        scale = float(run.update.scale.value)  # type: ignore[union-attr]
-    assert scale == 1e8 / 16**summary.skipped_steps
-    assert 0 < summary.skipped_steps < 4
-
-
-class CutOff(Hook):
-    """As if the machine were wanted for something else."""
+class Loud(Hook):
+    """Inputs of one step beyond the square root of the largest float."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == self.step:
-            signal.raise_signal(signal.SIGTERM)
+    def due(self, step: int) -> bool:
+        return step == self.step
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        norm = next(m for m in run.model.modules() if isinstance(m, torch.nn.BatchNorm1d))
+        with torch.no_grad():
+            handle = norm.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 1e25,))
+        yield
+        handle.remove()
 
 
-class Rates(Hook):
-    """The learning rate of each update."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, float] = {}
-
-    def on_step(self, run: Run, step: Step) -> None:
-        self.seen[step.number] = run.update.lr_at(0)
-
-
-def test_a_lowered_rate_is_taken_back_after_its_steps() -> None:
-    table = "stability.recovery=[{action:lower_lr,factor:0.3,for_steps:7}]"
-    with faulty([*WARM, table], None, {11: times(math.nan), 13: times(math.nan)}) as run:
-        run.hooks.append(rates := Rates())
-        train(run)
-    low = [step for step, rate in rates.seen.items() if rate != 0.01]
-    assert low == list(range(21, 28))  # noticed at step 20, and once for both
-    assert rates.seen[21] == pytest.approx(0.003)
-
-
-def test_a_change_of_regime_is_accepted_after_one_roll_back(tmp_path: Path) -> None:
+def test_a_lasting_change_of_the_loss_is_the_new_baseline_and_never_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    """After 10 spikes in a row, from the end of the next report; also without any skip allowed."""
     at = dict.fromkeys(range(61, 201), lambda x: x + 1e3)
-    steps = "training.steps=200"
-    with faulty([*LINE, *WATCHFUL, steps, "checkpoint.every=20"], tmp_path, at) as run:
-        summary = train(run)
-    assert summary.status == "done"
-    assert summary.faults["rollback"] == 1
-    found = anomalies(tmp_path)
-    assert {row["kind"] for row in found} == {"spike"}
-    assert (found[0]["step"], found[-1]["step"]) == (61, 80)
+    long = [*LINE, *WATCHFUL, "training.steps=200", "checkpoint.every=20"]
+    for option, last in (("default", 90), ("strict", 80)):
+        with faulty([*long, f"stability={option}"], tmp_path / option, at) as run:
+            summary = train(run)
+        assert (summary.status, summary.faults.keys()) == ("done", {"spike"})
+        bad = [row for row in anomalies(tmp_path / option) if row["step"] <= 100]
+        assert [row["step"] for row in bad] == [*range(61, last + 1)]
+        accepted = [row["step"] for row in bad if row["action"] != "skipped"]
+        assert accepted == [61 if option == "strict" else 71]
 
 
 def test_strict_stops_at_the_first_bad_step_with_a_checkpoint(tmp_path: Path) -> None:
     with faulty([*WARM, "stability=strict"], tmp_path, {14: times(math.nan)}) as run:
-        with pytest.raises(GaveUp, match="step 14: the loss was nan; row 2 of stability.recovery"):
+        with pytest.raises(GaveUp, match="step 14: the loss was nan; not rolled back"):
             train(run)
     record = json.loads((tmp_path / "summary.json").read_text())
     assert (record["status"], record["steps"]) == ("failed", 20)
@@ -343,30 +365,29 @@ def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
     tmp_path: Path,
 ) -> None:
     at = {step: times(math.nan) for step in range(11, 61)}
-    table = ["stability.recovery=[{kind:any,action:skip}]", "stability.max_consecutive_skips=3"]
-    with faulty([*WARM, *table, "debug.capture.at_most=2"], tmp_path, at) as run:
+    limits = ["stability.max_rollbacks=0", "stability.max_consecutive_skips=3"]
+    with faulty([*WARM, *limits, "debug.capture.at_most=2"], tmp_path, at) as run:
         with pytest.raises(GaveUp) as caught:
             train(run)
     assert run.progress.consecutive_skips == 10  # the host learned late
     said = str(caught.value)
     assert "step 14: the loss was nan, 4 bad steps in a row" in said
-    assert "skipped a step 3 times (steps 11, 12, 13)" in said
+    assert "not rolled back (stability.max_rollbacks=0)" in said
     assert "replay.path=" in said and "step_00000011" in said
-    assert "max_rollbacks" not in said and "a row for kind: non_finite" in said
+    assert said.endswith("or raise stability.max_rollbacks")
 
 
 def test_a_hook_that_asks_too_often_is_refused() -> None:
     with faulty(WARM) as run:
-        run.hooks.append(Back())
+        run.hooks.append(AtSteps(range(60), roll_back))
         with pytest.raises(GaveUp, match="a hook requested a rollback.*rolled back 2 times"):
             train(run)
     assert run.progress.step == 3
 
 
-ROWS = "{kind:spike,action:lower_lr,for_steps:13,factor:0.3},{in_a_row:2,action:rollback}"
 ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5"]
-ROUGH.append(f"stability.recovery=[{ROWS},{{action:skip}}]")
-TROUBLE = dict.fromkeys((37, 38, 63, 77), louder) | dict.fromkeys((52, 61, 62), times(math.nan))
+ROUGH.append("stability.max_consecutive_skips=1")
+TROUBLE = dict.fromkeys((37, 38, 63, 83), louder) | dict.fromkeys((52, 61, 62), times(math.nan))
 
 
 class Late(StepMetricsReader):
@@ -391,7 +412,7 @@ def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outco
             reader.load(run.reader.state())
             run.reader = reader
         if cut is not None:
-            run.hooks.append(CutOff(cut))
+            run.hooks.append(AtSteps(cut, interrupt))
             with pytest.raises(Interrupted):
                 train(run)
             return None
