@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import UsageError
 from runner.core.interfaces.technique import RunParts
-from runner.core.record.summary import FINISHED_ENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
     from runner.core.train.metrics import StepMetricsReader
     from runner.core.train.timing import Stopwatch
     from runner.core.train.trials import Trials
+
+FINISHED_ENDS = ("done", "patience", "pruned", "hook")
+"""Values of `ended_by` of a run that `checkpoint.resume=auto` and a repeated sweep leave alone."""
 
 
 @dataclass(frozen=True)

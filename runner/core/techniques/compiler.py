@@ -25,6 +25,7 @@ from runner.core.device.capabilities import cpu_flags
 from runner.core.errors import DataError
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.nested import out_of_range
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import RunBuilder
 from runner.core.record.storage import user_cache
@@ -407,16 +408,6 @@ def add_token_check(builder: RunBuilder) -> None:
         return batch
 
     builder.placements.append(check_ids)
-
-
-def out_of_range(indices: Any, limit: int) -> bool:
-    """Whether any index is below 0 or not below `limit`. 2 µs; a host sync on a GPU."""
-    if not isinstance(indices, torch.Tensor) or not indices.numel():
-        return False
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
-        return False
-    low, high = indices.aminmax()
-    return bool(low.item() < 0 or high.item() >= limit)
 
 
 # -- hooks ----------------------------------------------------------------------------------------

@@ -33,14 +33,14 @@ from runner.core.format import count_noun, metric
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.objective import unknown_direction, unknown_metric
-from runner.core.interfaces.run import Run, check_run
+from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
 from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
 from runner.core.record import hydra_files
 from runner.core.record.console import restore_logging
 from runner.core.record.hydra_files import has_files, read_small_files
-from runner.core.record.summary import FINISHED_ENDS, FINISHED_STATUSES, Summary
+from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import resume_argument, summarize_error
 from runner.core.security.secrets import redact_errors
 from runner.core.train.baseline import record_baseline
