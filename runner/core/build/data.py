@@ -7,6 +7,7 @@ import os
 from ast import literal_eval
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 
 from runner import rooms
 from runner.core.checkpoint.checkpointer import Checkpointer
-from runner.core.config.run_config import RunConfig, flatten_config
+from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import BatchLoader, make_loader
 from runner.core.data.open import OpenOptions, open_data
@@ -31,7 +32,12 @@ from runner.core.errors import ConfigError, RunnerError
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.technique import Choice, RunBuilder, notice
 from runner.core.objectives.build import adapt_sizes
-from runner.core.record.data_digest import CHANGED_FIX, DataFiles, change_problem
+from runner.core.record.data_digest import (
+    CHANGED_FIX,
+    DataFiles,
+    change_problem,
+    stamp_arguments,
+)
 from runner.core.record.storage import read_file
 from runner.core.schemas.data import (
     LABELS_UNKNOWN,
@@ -46,6 +52,7 @@ from runner.core.security.files.policy import FilePolicy
 from runner.core.train.resume import check_own_data
 
 if TYPE_CHECKING:
+    from runner.core.build.draft import Draft
     from runner.core.data.split_paths import SplitPaths
 
 log = logging.getLogger("runner")
@@ -62,11 +69,47 @@ class RunData:
     preprocessing: Preprocessing
     hooks: list[Hook]  # the report on a table
     choices: list[Choice]
+    files: DataFiles  # and their digest
+    validation_stamp: str = ""  # digest of the files of the validation set
+    # training indices of a run with those settings, on the same data; None: unknown
+    trained_indices: Callable[[Mapping[str, str]], np.ndarray | None] = lambda settings: None
+
+
+def load_data(draft: Draft) -> RunData:
+    """Open the data, with the preprocessing of the resumed run, if any."""
+    config, user_data = draft.config, draft.components.data
+    stored = fitted = read_preprocessing(config, draft.checkpointer, draft.settings)
+    files = DataFiles(config.data)
+    if fitted is not None and user_data is None:
+        fitted = check_data_files(config, fitted, files)
+    # the split rule of the resumed or replayed run; old runs had only `random`
+    split_rule = draft.recorded.get("data.split", "random" if draft.resumes else None)
+    run_data = open_run_data(
+        config, user_data, files, draft.policy, fitted, split_rule, draft.resolve_target
+    )
+    draft.choices += run_data.choices
+    preprocessing = run_data.preprocessing
+    if fitted is None and draft.folder is not None and user_data is None:
+        preprocessing = replace(preprocessing, files=describe_files(files))
+    draft.checkpointer.preprocessing = preprocessing.dump()
+    stamp = "sha256" if "validation" in run_data.splits else "own"
+    run_data.validation_stamp = str(preprocessing.files.get(stamp, ""))
+    if config.data._target_ is not None and user_data is None and draft.folder is not None:
+        run_data.validation_stamp = stamp_arguments(config.data.arguments)
+    # None for data without files, such as the embedded
+    before = None if stored is None else stored.files.get("own")
+    if user_data is None and stored is not None and before == preprocessing.files.get("own"):
+        opening = OpenOptions(draft.policy, stored, split_rule=stored.split)
+        run_data.trained_indices = partial(
+            find_trained_indices, config, draft.settings, run_data, opening, draft.resolve_target
+        )
+    return run_data
 
 
 def open_run_data(
     config: RunConfig,
     user_data: Dataset | None,
+    files: DataFiles,
     policy: FilePolicy,
     fitted: Preprocessing | None,
     split_rule: str | None,
@@ -130,7 +173,7 @@ def open_run_data(
     replaced = {c.key for c in chosen} & {"data.target"}  # replaces a standardisation
     data.choices = (*(c for c in data.choices if c.key not in replaced), *chosen)
     preprocessing = fitted or Preprocessing.of(config.data, data)
-    return RunData(data, splits, evaluates_all, preprocessing, hooks, choices)
+    return RunData(data, splits, evaluates_all, preprocessing, hooks, choices, files)
 
 
 def _open_splits(
@@ -221,23 +264,24 @@ PATH_KEYS = ("validation_path", "test_path")
 
 def find_trained_indices(
     config: RunConfig,
-    settings: Mapping[str, str],
+    now: Mapping[str, Any],
     run_data: RunData,
     opening: OpenOptions,
     resolve: Resolve,
+    settings: Mapping[str, str],
 ) -> np.ndarray | None:
     """Return the training indices of a run with `settings`; None if they cannot be determined.
 
-    `run_data` are the same files, opened with another split. A user's data set is not opened again.
+    `now` are those of this run, and `run_data` are the same files, opened with another split. A
+    user's data set is not opened again.
     """
     from runner.core.data.split import split_samples
     from runner.core.data.user_dataset import UserDataset
 
-    now = {key: str(value) for key, value in flatten_config(config).items()}
     changed_keys = {
         key.removeprefix("data.")
         for key in settings.keys() & now.keys()
-        if key.startswith("data.") and settings[key] != now[key]
+        if key.startswith("data.") and settings[key] != str(now[key])
     } - {*LOADING_KEYS, "path", "shuffle", "drop_last", "sampler"}
     is_generated = config.data.kind == "synthetic" and "split_seed" in changed_keys
     if is_generated or not changed_keys <= {*SPLIT_KEYS, *PATH_KEYS}:
@@ -245,7 +289,7 @@ def find_trained_indices(
     if "validation" in run_data.splits:  # samples of another file, which has its own indices
         return None if changed_keys else np.zeros(0, np.int64)
     data, samples_key = run_data.data, "data.validation_samples"
-    same_split = not changed_keys and settings.get(samples_key) == now[samples_key]
+    same_split = not changed_keys and settings.get(samples_key) == str(now[samples_key])
     if same_split and isinstance(data, UserDataset):
         return None  # its samples have changed
     try:

@@ -96,7 +96,7 @@ class BatchChecks:
         policy: CheckPolicy = getattr(self.config, check)
         return policy
 
-    def tensors(self, batch: Batch) -> NamedTensors:
+    def checkable_tensors(self, batch: Batch) -> NamedTensors:
         """Return the dense, non-empty tensors of a batch by name, without reading values."""
         tensors: NamedTensors = {}
         for part, name in zip(batch, ("inputs", "target"), strict=True):
@@ -216,7 +216,7 @@ class BatchChecks:
 
     def make_harmless(self, batch: Batch) -> Batch:
         """Return the batch with labels and tokens outside their range set to 0; no host sync."""
-        tensors = self.tensors(batch)
+        tensors = self.checkable_tensors(batch)
         main, harmless = _main_leaf(tensors), dict[int, Tensor]()
         for leaf in ("target", main):
             tensor, count = tensors.get(leaf), self._index_count(leaf, main)
@@ -249,7 +249,7 @@ class Prescan:
             return False
         for rows in torch.split(self.rows, max(1, PRESCAN_CHUNK // width)):
             batch = self.inputs.index_select(0, rows), self.target.index_select(0, rows)
-            if find_problems(checks, checks.tensors(batch)):
+            if find_problems(checks, checks.checkable_tensors(batch)):
                 return False
             samples = batch[0].reshape(len(rows), -1)
             if width > 1:

@@ -266,24 +266,64 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from nested_targets(value, f"{key}.{i}")
 
 
+class WrittenConfig:
+    """What is written of a config: its hash and values, with secrets masked."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._tree = secrets.mask_config(asdict(config))  # the reference, not the secret
+
+    def hash(self) -> str:
+        """Return a sha256 of all keys that affect results; equal ones mean the same experiment."""
+        groups = self._tree.items()
+        tree = {
+            key: {**value} if isinstance(value, dict) else value
+            for key, value in groups
+            if key not in UNHASHED_KEYS
+        }
+        del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
+        for key in ("changed", *LIMIT_KEYS):
+            tree["data"].pop(key, None)
+        if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
+            del tree["training"]["sanity"]
+        if tree["training"]["monitor_mode"] is None:
+            del tree["training"]["monitor_mode"]
+        if tree["optimizer"]["ema_warmup"] is None:
+            del tree["optimizer"]["ema_warmup"]
+        # tools only observe, so they may be enabled on resume; hooks may act
+        tree["debug"] = {"hooks": tree["debug"]["hooks"]}
+        if tree["optimization"]["level"] != "auto":  # unused settings of a search
+            del tree["optimization"]["auto"]
+        return digest(tree)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the values as JSON, without job, sweep and security keys."""
+        tree = {key: value for key, value in self._tree.items() if key not in NON_RUN_KEYS}
+        tree["checkpoint"] = {**tree["checkpoint"], "resume": "none"}
+        values: dict[str, Any] = json.loads(json.dumps(tree, default=_json_default))
+        return values
+
+    def flat(self) -> dict[str, Any]:
+        """Return all values by dotted key, as on the command line."""
+        values: dict[str, Any] = {}
+
+        def walk(value: Any, path: str) -> None:
+            if isinstance(value, Mapping) and (value or not path):
+                for key, inner in value.items():
+                    walk(inner, f"{path}.{key}" if path else str(key))
+            else:
+                values[path] = value.name if isinstance(value, Enum) else value
+
+        walk(self._tree, "")
+        # a user's class replaces the option
+        for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
+            if target := values[f"{group}._target_"]:
+                values[f"{group}.{key}"] = str(target).rpartition(".")[2]
+        return values
+
+
 def config_hash(config: RunConfig) -> str:
-    """Return a sha256 of all keys that affect results; equal hashes mean the same experiment."""
-    full_tree = secrets.mask_config(asdict(config))  # hash the reference, not the secret
-    tree = {key: value for key, value in full_tree.items() if key not in UNHASHED_KEYS}
-    del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
-    for key in ("changed", *LIMIT_KEYS):
-        tree["data"].pop(key, None)
-    if tree["training"]["sanity"]:  # left out at its default, so that older hashes stay
-        del tree["training"]["sanity"]
-    if tree["training"]["monitor_mode"] is None:
-        del tree["training"]["monitor_mode"]
-    if tree["optimizer"]["ema_warmup"] is None:
-        del tree["optimizer"]["ema_warmup"]
-    # tools only observe, so they may be enabled on resume; hooks may act
-    tree["debug"] = {"hooks": tree["debug"]["hooks"]}
-    if tree["optimization"]["level"] != "auto":  # unused settings of a search
-        del tree["optimization"]["auto"]
-    return digest(tree)
+    """Return the hash of what is written of the config."""
+    return WrittenConfig(config).hash()
 
 
 def digest(value: Any) -> str:
@@ -293,31 +333,13 @@ def digest(value: Any) -> str:
 
 
 def config_to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the config as JSON values, without job, sweep and security keys."""
-    full_tree = secrets.mask_config(asdict(config))
-    tree = {key: value for key, value in full_tree.items() if key not in NON_RUN_KEYS}
-    tree["checkpoint"]["resume"] = "none"
-    values: dict[str, Any] = json.loads(json.dumps(tree, default=_json_default))
-    return values
+    """Return what is written of the config as JSON values, without keys that are of no run."""
+    return WrittenConfig(config).plain()
 
 
 def flatten_config(config: RunConfig) -> dict[str, Any]:
-    """Return all values by dotted key, as on the command line."""
-    values: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, Mapping) and (value or not path):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-        else:
-            values[path] = value.name if isinstance(value, Enum) else value
-
-    walk(secrets.mask_config(asdict(config)), "")
-    # a user's class replaces the option
-    for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
-        if target := values[f"{group}._target_"]:
-            values[f"{group}.{key}"] = str(target).rpartition(".")[2]
-    return values
+    """Return what is written of the config, by dotted key."""
+    return WrittenConfig(config).flat()
 
 
 def _json_default(value: Any) -> str:

@@ -58,11 +58,11 @@ def _step_bytes(builder: RunBuilder) -> tuple[int, int]:
 
     Bytes per sample are the difference in tensors saved for backward between two small steps.
     """
-    from runner.core.techniques.probe import saved_bytes, trial_step
+    from runner.core.techniques.probe import probe_step, saved_bytes
 
     model, samples = builder.model, min(FEW_SAMPLES, max(1, builder.batch_size // 2))
     small, large = (
-        saved_bytes(model, partial(trial_step, builder, n)) for n in (samples, 2 * samples)
+        saved_bytes(model, partial(probe_step, builder, n)) for n in (samples, 2 * samples)
     )
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     optimizer_bytes = gradient_bytes * (MOMENTS_PER_WEIGHT + builder.ema)

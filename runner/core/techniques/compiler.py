@@ -188,7 +188,7 @@ def replace_whole_step(run: Run, reason: str) -> None:
         if switch.name == "whole_step":
             switch.set_enabled(run, False)
     log.warning("optimization.whole_step: fell back: %s", reason)
-    if run.compilation is not None and not (run.trials and run.trials.is_rejected("compile")):
+    if run.compilation is not None and not run.is_rejected("compile"):
         run.compilation.set_enabled(run, True)
 
 
@@ -199,7 +199,7 @@ def drop_graphs(run: Run, reason: str) -> bool:
     """
     techniques, graph = [switch.name for switch in run.switches], run.step_graph
     whole_step = graph is not None or "whole_step" in techniques
-    if run.trials is not None and run.trials.is_rejected("whole_step"):
+    if run.is_rejected("whole_step"):
         whole_step = False
     whole_step = whole_step and "whole_step" not in run.fallback_reasons
     cuda_graphs = run.compilation is not None and run.compilation.restart_without_cuda_graphs()
