@@ -16,8 +16,8 @@ from torch import nn
 
 from runner import rooms
 from runner.core.build.data import LoaderFactory, RunData, load_data
-from runner.core.build.draft import Draft, start_draft
 from runner.core.build.hooks import attach_batch_validator, build_hooks, record_lost_worker
+from runner.core.build.setup import Setup, start_setup
 from runner.core.captures.run_captures import CaptureRecorder
 from runner.core.config.run_config import RunConfig, validate_config
 from runner.core.data.dataset import Dataset, has_rare_class
@@ -136,7 +136,7 @@ def build(
     generators = RandomGenerators()
     try:
         with ExitStack() as scope, translate_oom("while building the run"):
-            run = build_run(start_draft(config, folder, components, scope))
+            run = build_run(start_setup(config, folder, components, scope))
             run.scope = scope.pop_all()  # success: the run now owns the clean-up
         run.random = RandomGenerators()
     finally:
@@ -144,32 +144,32 @@ def build(
     return run
 
 
-def build_run(draft: Draft) -> Run:
+def build_run(setup: Setup) -> Run:
     """Run the steps in order; comments give the reasons for it."""
-    check_balance(draft)
+    check_balance(setup)
     had_gradients = torch.is_grad_enabled()
-    run_data = load_data(draft)  # with the resumed run's preprocessing
-    length = resolve_length(draft, run_data)
+    run_data = load_data(setup)  # with the resumed run's preprocessing
+    length = resolve_length(setup, run_data)
     loaders = LoaderFactory(
-        draft.config,
+        setup.config,
         run_data,
         length.batch_size,
-        draft.device.torch,
-        rank_slice=draft.world.local_slice if draft.world.is_shared else None,
+        setup.device.torch,
+        rank_slice=setup.world.local_slice if setup.world.is_shared else None,
     )
-    model = make_model(draft, run_data.data)
-    goal = make_goal(draft, run_data.data, model)
-    if had_gradients and draft.trains:
+    model = make_model(setup, run_data.data)
+    goal = make_goal(setup, run_data.data, model)
+    if had_gradients and setup.trains:
         warn_gradients_off("a constructor (of model, data or objective)")
-    builder = make_builder(draft, run_data.data, length, loaders, model, goal)
-    techniques, unapplied = apply_requested_techniques(draft, builder)
+    builder = make_builder(setup, run_data.data, length, loaders, model, goal)
+    techniques, unapplied = apply_requested_techniques(setup, builder)
     # techniques may have moved weights, or chosen an implementation
-    update, comparison = make_optimizer_step(draft, builder)
+    update, comparison = make_optimizer_step(setup, builder)
     train, validation, test = loaders.loaders(builder)
     step_graph = make_step_graph(builder, update, comparison)
     builder.choices += train.choices
-    draft.checkpointer.choices = {c.key: c.value for c in builder.choices}
-    config = draft.config
+    setup.checkpointer.choices = {c.key: c.value for c in builder.choices}
+    config = setup.config
     validate_every = config.training.validate_every or max(
         1, min(length.steps_per_epoch, length.total_steps // 5)
     )
@@ -177,10 +177,10 @@ def build_run(draft: Draft) -> Run:
         **builder.parts(),
         name=config.name,
         seed=config.seed,
-        config_hash=draft.config_hash,
-        settings=draft.settings,
-        folder=draft.folder,
-        started=draft.started,
+        config_hash=setup.config_hash,
+        settings=setup.settings,
+        folder=setup.folder,
+        started=setup.started,
         update=update,
         train=train,
         validation=validation,
@@ -190,8 +190,8 @@ def build_run(draft: Draft) -> Run:
         grace_s=config.checkpoint.grace_s,
         patience=config.training.patience,
         epochs=resolve_epochs(config),
-        make_lr_factors=partial(make_lr_factors, draft),
-        sanity=config.training.sanity and not draft.resumes,
+        make_lr_factors=partial(make_lr_factors, setup),
+        sanity=config.training.sanity and not setup.resumes,
         monitor=goal.monitor,
         higher_is_better=goal.higher_is_better,
         criterion=BestCriterion(
@@ -202,132 +202,132 @@ def build_run(draft: Draft) -> Run:
         trained_indices=run_data.trained_indices,
         report_every=config.monitoring.every,
         strict=config.optimization.strict,
-        recorder=Recorder(draft.record_folder, config.monitoring),
-        history=History(draft.folder),
-        checkpointer=draft.checkpointer,
-        hooks=make_hooks(draft, run_data, length.debug),
+        recorder=Recorder(setup.record_folder, config.monitoring),
+        history=History(setup.folder),
+        checkpointer=setup.checkpointer,
+        hooks=build_hooks(setup, run_data, length.debug),
         techniques=techniques,
         unapplied_techniques=unapplied,
-        stopwatch=Stopwatch(draft.device.torch),
-        reader=StepMetricsReader(draft.device.torch),
+        stopwatch=Stopwatch(setup.device.torch),
+        reader=StepMetricsReader(setup.device.torch),
         step_graph=step_graph,
         columns=run_data.preprocessing.describe_columns(run_data.data.choices),
-        distributed=draft.world.describe(),
+        distributed=setup.world.describe(),
         stability=StabilityController(
             config.stability, update, model, config.debug.on_anomaly is OnAnomaly["raise"]
         ),
     )
-    attach_batch_checks(draft, run)
-    resume(draft, run, builder.measure_gains)
-    if draft.trains:
-        run.choices += describe_lengths(draft, run)
-    run.captures = make_captures(draft, run)  # last: a resume captures nothing
+    attach_batch_checks(setup, run)
+    resume(setup, run, builder.measure_gains)
+    if setup.trains:
+        run.choices += describe_lengths(setup, run)
+    run.captures = make_captures(setup, run)  # last: a resume captures nothing
     return run
 
 
-def check_balance(draft: Draft) -> None:
+def check_balance(setup: Setup) -> None:
     """Raise ConfigError if sampler and loss both balance the classes of a new run."""
-    objective = draft.config.objective
+    objective = setup.config.objective
     has_own_loss = objective._target_ is not None or objective.kind == "model"
-    both = draft.config.data.sampler is not None and objective.class_weights == "balanced"
-    if not (both and draft.trains) or has_own_loss or draft.components.objective is not None:
+    both = setup.config.data.sampler is not None and objective.class_weights == "balanced"
+    if not (both and setup.trains) or has_own_loss or setup.components.objective is not None:
         return
     problem = "balanced evens out the classes a second time, after data.sampler=balanced"
     fix = "leave one of them out: objective.class_weights=null or data.sampler=null"
-    if not draft.resumes and not draft.components.choices:  # a replay has those of its run
+    if not setup.resumes and not setup.components.choices:  # a replay has those of its run
         raise ConfigError(CLASS_WEIGHTS, problem, fix)
     log.warning("%s %s; kept from the resumed run; for a new one %s", CLASS_WEIGHTS, problem, fix)
 
 
-def resolve_length(draft: Draft, run_data: RunData) -> Length:
+def resolve_length(setup: Setup, run_data: RunData) -> Length:
     """Resolve batch size, number of steps, and the intervals of debug tools."""
-    config, samples = draft.config, len(run_data.data.train)
+    config, samples = setup.config, len(run_data.data.train)
     if run_data.evaluates_all:  # few rows are no error if nothing is trained
         samples = max(samples, config.training.batch_size)
     batch_size, steps_per_epoch = resolve_batches(config, samples)
-    draft.world.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
-    local_batch_size = draft.world.max_local_samples(batch_size)
+    setup.world.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
+    local_batch_size = setup.world.max_local_samples(batch_size)
     total_steps, choices = resolve_steps(config, steps_per_epoch)
     debug, debug_choices = resolve_every(config.debug, total_steps)
-    draft.choices += [*choices, *debug_choices]
+    setup.choices += [*choices, *debug_choices]
     return Length(batch_size, local_batch_size, steps_per_epoch, total_steps, debug)
 
 
-def make_model(draft: Draft, data: Dataset) -> nn.Module:
+def make_model(setup: Setup, data: Dataset) -> nn.Module:
     """Build the model with its initial weights, and move it to the device."""
-    model = draft.components.model
+    model = setup.components.model
     if model is None:
-        model = _build_model(draft, data)
+        model = _build_model(setup, data)
     refuse_lazy(model)
-    draft.choices += data.match_dtype(model)
-    draft.choices += _load_weights(draft, model)
-    if draft.config.optimizer.freeze:
+    setup.choices += data.match_dtype(model)
+    setup.choices += _load_weights(setup, model)
+    if setup.config.optimizer.freeze:
         from runner.core.optim.fine_tuning import freeze
 
-        freeze(model, draft.config.optimizer.freeze)
+        freeze(model, setup.config.optimizer.freeze)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         trained, total = sum(n for n, on in sizes if on), sum(n for n, _ in sizes)
         reason = f"{trained:,} of {total:,} parameters are trained"
-        draft.choices.append(Choice("optimizer.freeze", f"{1 - trained / total:.1%}", reason))
-    return model.to(draft.device.torch)
+        setup.choices.append(Choice("optimizer.freeze", f"{1 - trained / total:.1%}", reason))
+    return model.to(setup.device.torch)
 
 
-def _load_weights(draft: Draft, model: nn.Module) -> list[Choice]:
+def _load_weights(setup: Setup, model: nn.Module) -> list[Choice]:
     """Load `model.weights`, unless the run resumes from a checkpoint.
 
     Returns the choice for the summary; for a resumed run, that of its start.
     """
-    path = draft.config.model.weights
-    if draft.resumes and WEIGHTS in draft.resumed_choices:
-        return [Choice(WEIGHTS, draft.resumed_choices[WEIGHTS], "kept from the resumed run")]
+    path = setup.config.model.weights
+    if setup.resumes and WEIGHTS in setup.resumed_choices:
+        return [Choice(WEIGHTS, setup.resumed_choices[WEIGHTS], "kept from the resumed run")]
     if path is None:
         return []
-    if draft.resumes:
+    if setup.resumes:
         reason = "not read: weights come from checkpoint.resume"
         log.info("%s: %s", WEIGHTS, reason)
         return [Choice(WEIGHTS, path, reason)]
     from runner.core.data.paths import existing_path  # imported only if used
     from runner.core.models.weights import load_initial_weights
 
-    excluded = draft.config.model.weights_except
-    return [load_initial_weights(model, existing_path(path, WEIGHTS), excluded, draft.policy)]
+    excluded = setup.config.model.weights_except
+    return [load_initial_weights(model, existing_path(path, WEIGHTS), excluded, setup.policy)]
 
 
-def _build_model(draft: Draft, data: Dataset) -> nn.Module:
+def _build_model(setup: Setup, data: Dataset) -> nn.Module:
     """Build the config's model; a Hugging Face one pretrained, unless weights come later."""
-    config, sizes = draft.config.model, data.sizes
-    if sizes.task == "classification" and elementwise_loss(draft.config.objective):
+    config, sizes = setup.config.model, data.sizes
+    if sizes.task == "classification" and elementwise_loss(setup.config.objective):
         sizes = replace(sizes, classes=1)
     if not isinstance(config, HuggingFaceConfig) or config._target_ is not None:
-        return build_model(config, sizes, draft.resolve_target)
+        return build_model(config, sizes, setup.resolve_target)
     from runner.core.data.paths import existing_path
 
     build_pretrained = rooms.find("model", "hf", "model=hf")
     folder = existing_path(config.path, "model.path")
-    random_init = draft.resumes or config.weights is not None or not config.pretrained
+    random_init = setup.resumes or config.weights is not None or not config.pretrained
     model: nn.Module
-    model, choices = build_pretrained(folder, sizes, None if random_init else draft.policy)
-    draft.choices += choices
+    model, choices = build_pretrained(folder, sizes, None if random_init else setup.policy)
+    setup.choices += choices
     return model
 
 
-def make_goal(draft: Draft, data: Dataset, model: nn.Module) -> Goal:
+def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
     """Build the objective, and choose the metric that decides the best checkpoint."""
-    config = draft.config
+    config = setup.config
     counts, weights = data.class_counts(), None
     requested = config.objective.class_weights is not None
     rare = config.data.sampler is None and counts is not None and has_rare_class(counts)
-    trains = draft.trains and draft.components.objective is None
-    chosen, target_input = _choose_objective_kind(draft, data, model)
+    trains = setup.trains and setup.components.objective is None
+    chosen, target_input = _choose_objective_kind(setup, data, model)
     has_own_loss = chosen._target_ is not None or chosen.kind == "model"
     if trains and not has_own_loss and (requested or rare):
         from runner.core.objectives.class_weights import choose_class_weights
 
         weights, choice = choose_class_weights(config.objective, data.sizes, counts)
-        weights = None if weights is None else weights.to(draft.device.torch)
-        draft.choices += choice
-    objective = draft.components.objective or build_objective(
-        chosen, data.sizes, draft.resolve_target, weights, model
+        weights = None if weights is None else weights.to(setup.device.torch)
+        setup.choices += choice
+    objective = setup.components.objective or build_objective(
+        chosen, data.sizes, setup.resolve_target, weights, model
     )
     if config.objective.metrics:
         from runner.core.objectives.named_metrics import build_named_metrics
@@ -335,32 +335,32 @@ def make_goal(draft: Draft, data: Dataset, model: nn.Module) -> Goal:
         ignored, sizes = config.objective.ignore_index, data.sizes
         named = build_named_metrics(config.objective.metrics, sizes, ignored)
         objective.named = named[0]
-        draft.choices += named[1]
+        setup.choices += named[1]
     monitor = resolve_monitor(objective, config.training.monitor)
     mode, rises = config.training.monitor_mode, objective.rises(monitor)
     higher_is_better = rises if mode is None else mode is MonitorMode.max
     if rises is not None and rises != higher_is_better:
         reason = f"{'higher' if rises else 'lower'} values of {monitor} are better"
         reason += ", but the others are kept as the best"
-        draft.choices.append(notice("training.monitor_mode", "min" if rises else "max", reason))
+        setup.choices.append(notice("training.monitor_mode", "min" if rises else "max", reason))
     return Goal(objective, target_input, monitor, higher_is_better)
 
 
 def _choose_objective_kind(
-    draft: Draft, data: Dataset, model: nn.Module
+    setup: Setup, data: Dataset, model: nn.Module
 ) -> tuple[ObjectiveConfig, TargetInput | None]:
     """Return the `objective` group; `auto` is `model` for a language model with labels inside.
 
     With `model`, forward also gets the target, if it names it.
     """
-    config, target_input = draft.config.objective, None
-    if draft.components.objective is not None or config._target_ is not None:
+    config, target_input = setup.config.objective, None
+    if setup.components.objective is not None or config._target_ is not None:
         return config, target_input
     if config.kind == "auto" and data.sizes.task == "language_modelling":
         parameters = inspect.signature(model.forward).parameters
         if "labels" in parameters and data.target_key() == "labels":
             reason = "the samples have `labels`, which the model's forward takes"
-            draft.choices.append(Choice("objective", "model", reason))
+            setup.choices.append(Choice("objective", "model", reason))
             log.info("objective=model: %s: its own loss is trained", reason)
             config = replace(config, kind="model")
     if config.kind == "model":
@@ -371,7 +371,7 @@ def _choose_objective_kind(
 
 
 def make_builder(
-    draft: Draft,
+    setup: Setup,
     data: Dataset,
     length: Length,
     loaders: LoaderFactory,
@@ -379,21 +379,21 @@ def make_builder(
     goal: Goal,
 ) -> RunBuilder:
     """Create the RunBuilder, which techniques read and change."""
-    config, user_optimizer = draft.config, draft.components.optimizer
+    config, user_optimizer = setup.config, setup.components.optimizer
     target_input = goal.target_input
     # techniques are measured only in our own loop, with one process
     can_measure = (
-        config.job.kind is JobKind.train and not draft.world.is_shared and user_optimizer is None
+        config.job.kind is JobKind.train and not setup.world.is_shared and user_optimizer is None
     )
-    move = make_batch_mover(draft.device.torch, pin=False, aside=False) or (lambda b: b)
+    move = make_batch_mover(setup.device.torch, pin=False, aside=False) or (lambda b: b)
     add_target = target_input or (lambda batch: batch)
     cls = (
         type(user_optimizer)
         if user_optimizer
-        else resolve_optimizer_class(config.optimizer, model, draft.resolve_target)
+        else resolve_optimizer_class(config.optimizer, model, setup.resolve_target)
     )
     builder = RunBuilder(
-        device=draft.device,
+        device=setup.device,
         sizes=data.sizes,
         model=model,
         forward=model,
@@ -401,7 +401,7 @@ def make_builder(
         objective=goal.objective,
         batch_size=length.local_batch_size,
         micro_batch=resolve_micro_batch(
-            config.training.micro_batch, length.local_batch_size, draft.recorded
+            config.training.micro_batch, length.local_batch_size, setup.recorded
         ),
         requested_micro_batch=config.training.micro_batch,
         requested_tf32=config.device.tf32,
@@ -412,53 +412,53 @@ def make_builder(
         placements=[target_input] if target_input else [],
         loader=lambda data_config: loaders.training_loader(config=data_config),
         total_steps=length.total_steps,
-        scope=draft.scope,
+        scope=setup.scope,
         ema=config.optimizer.ema is not None,
-        choices=draft.choices,
-        recorded=draft.recorded,
+        choices=setup.choices,
+        recorded=setup.recorded,
         recoveries=[halve_micro_batch],
-        world=draft.world,
+        world=setup.world,
         measure_gains=config.optimization.measure
         and not config.optimization.strict
         and can_measure,
     )
     if config.optimization.measure and can_measure:
-        builder.gains = measured_gains(draft, builder, length.batch_size)
+        builder.gains = measured_gains(setup, builder, length.batch_size)
     return builder
 
 
-def measured_gains(draft: Draft, builder: RunBuilder, batch_size: int) -> MeasuredGains:
+def measured_gains(setup: Setup, builder: RunBuilder, batch_size: int) -> MeasuredGains:
     """Return the cache of gains for this model, batch size, techniques and machine."""
     from runner.core.device.capabilities import cpu_name, usable_cores
     from runner.core.record.provenance import versions
     from runner.core.techniques.measured_gains import MeasuredGains
 
-    optimization = {**asdict(draft.config.optimization), "level": "", "auto": ""}
+    optimization = {**asdict(setup.config.optimization), "level": "", "auto": ""}
 
     def facts() -> list[Any]:
         model, threads = builder.model, torch.get_num_threads()
         weights = [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
-        micro_batch = draft.config.training.micro_batch
+        micro_batch = setup.config.training.micro_batch
         batch = [builder.sizes, batch_size, micro_batch]
         classes = [type(builder.objective).__name__, builder.optimizer_class.__name__]
-        machine = [cpu_name(), usable_cores(), draft.device.name, threads, versions()]
+        machine = [cpu_name(), usable_cores(), setup.device.name, threads, versions()]
         return [str(model), weights, batch, classes, optimization, machine]
 
     return MeasuredGains(facts)
 
 
 def apply_requested_techniques(
-    draft: Draft, builder: RunBuilder
+    setup: Setup, builder: RunBuilder
 ) -> tuple[list[tuple[str, Technique]], list[TechniqueStatus]]:
     """Apply the techniques in order; record a smaller micro-batch of the resumed run."""
-    recorded = draft.recorded
+    recorded = setup.recorded
     techniques, unapplied = apply_techniques(
-        draft.config.optimization, builder, draft.components.techniques, draft.resolve_target
+        setup.config.optimization, builder, setup.components.techniques, setup.resolve_target
     )
-    if draft.world.is_shared:  # last: layers are sharded after techniques have changed them
-        techniques += rooms.find("processes", "parallel")(draft.world, builder)
-        if draft.world.shards is not None:
-            draft.checkpointer.commit = draft.world.checkpoint_commit()
+    if setup.world.is_shared:  # last: layers are sharded after techniques have changed them
+        techniques += rooms.find("processes", "parallel")(setup.world, builder)
+        if setup.world.shards is not None:
+            setup.checkpointer.commit = setup.world.checkpoint_commit()
     undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
     if MICRO_BATCH in recorded and undecided:
         if builder.micro_batch == resolve_micro_batch(None, builder.batch_size, recorded):
@@ -467,12 +467,12 @@ def apply_requested_techniques(
 
 
 def make_optimizer_step(
-    draft: Draft, builder: RunBuilder
+    setup: Setup, builder: RunBuilder
 ) -> tuple[OptimizerStep, UpdateComparison | None]:
     """Create the OptimizerStep, with the config's optimizer or the caller's."""
-    config, user_optimizer, model = draft.config, draft.components.optimizer, builder.model
-    comparison, shards = None, draft.world.shards
-    factors = make_lr_factors(draft, builder.total_steps)
+    config, user_optimizer, model = setup.config, setup.components.optimizer, builder.model
+    comparison, shards = None, setup.world.shards
+    factors = make_lr_factors(setup, builder.total_steps)
     trained = model if shards is None else shards.local_rows
     names = None if shards is None else shards.by_name()
 
@@ -488,7 +488,7 @@ def make_optimizer_step(
     optimizer = user_optimizer or construct(requested)
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     options, shortcuts = requested, True
-    if requested or is_fused or draft.device.kind != "cpu":  # else it is torch's default
+    if requested or is_fused or setup.device.kind != "cpu":  # else it is torch's default
         from runner.core.optim.equivalence import UpdateComparison
 
         scheduled = len(set(factors)) > 1
@@ -500,9 +500,9 @@ def make_optimizer_step(
             sets_rate=user_optimizer is None,
             scheduled=scheduled,
         )
-        options, shortcuts = _select_implementation(draft, comparison)
+        options, shortcuts = _select_implementation(setup, comparison)
     if user_optimizer is not None:
-        adopt_optimizer(user_optimizer, options, draft.scope)
+        adopt_optimizer(user_optimizer, options, setup.scope)
     elif options != requested:
         optimizer = construct(options)
     update = OptimizerStep(
@@ -518,7 +518,7 @@ def make_optimizer_step(
         shortcuts=shortcuts,
     )
     if user_optimizer is not None:
-        sync_state(update, options, draft.scope)
+        sync_state(update, options, setup.scope)
     if update.has_modes:
         if shards is not None:
             problem = f"{type(optimizer).__name__} has an evaluation mode of its own"
@@ -536,37 +536,22 @@ def make_optimizer_step(
     return update, comparison
 
 
-def make_lr_factors(draft: Draft, steps: int) -> list[float]:
+def make_lr_factors(setup: Setup, steps: int) -> list[float]:
     """Return the schedule over so many steps; constant for a caller's optimizer."""
-    if draft.components.optimizer is not None:
+    if setup.components.optimizer is not None:
         return [1.0]
-    return lr_factors(draft.config.schedule, steps)
+    return lr_factors(setup.config.schedule, steps)
 
 
-def _select_implementation(draft: Draft, comparison: UpdateComparison) -> Implementation:
+def _select_implementation(setup: Setup, comparison: UpdateComparison) -> Implementation:
     """Return the first implementation with torch's default updates, and record the reason."""
     from runner.core.optim.equivalence import KEY
 
-    recorded = draft.recorded.get(KEY)
-    name, reason = draft.world.broadcast_choice(lambda: comparison.select(recorded))
+    recorded = setup.recorded.get(KEY)
+    name, reason = setup.world.broadcast_choice(lambda: comparison.select(recorded))
     if reason:
-        draft.choices.append(Choice(KEY, name, reason))
+        setup.choices.append(Choice(KEY, name, reason))
     return comparison.candidates[name]
-
-
-def make_hooks(draft: Draft, run_data: RunData, debug: DebugConfig) -> list[Hook]:
-    """Return all hooks of the run, in the order in which they are entered."""
-    hooks = build_hooks(
-        draft.config,
-        debug,
-        draft.settings,
-        draft.record_folder,
-        draft.resolve_target,
-        run_data.files,
-    )
-    if draft.world.is_shared:
-        hooks.insert(0, rooms.find("processes", "stats")())
-    return [*run_data.hooks, *hooks, *draft.components.hooks]
 
 
 def make_step_graph(
@@ -592,48 +577,48 @@ def make_step_graph(
     return None
 
 
-def attach_batch_checks(draft: Draft, run: Run) -> None:
+def attach_batch_checks(setup: Setup, run: Run) -> None:
     """Set up batch checks, reports of lost workers, and the closing of loaders and files."""
-    run.batch_validator = attach_batch_validator(draft.config, run, run.train)
-    if draft.config.data.bad_samples is BadSamples.drop:
+    run.batch_validator = attach_batch_validator(setup.config, run, run.train)
+    if setup.config.data.bad_samples is BadSamples.drop:
         from runner.core.train.bad_samples import BadSampleTracker
 
-        run.bad_samples = BadSampleTracker(run, draft.config.data, draft.trains)
-    draft.scope.callback(run.recorder.close)
-    draft.scope.callback(run.checkpointer.wait)
+        run.bad_samples = BadSampleTracker(run, setup.config.data, setup.trains)
+    setup.scope.callback(run.recorder.close)
+    setup.scope.callback(run.checkpointer.wait)
     for loader in filter(None, (run.validation, run.test, run.train)):
         loader.report_lost_workers(partial(record_lost_worker, run))
-        draft.scope.callback(loader.close)
+        setup.scope.callback(loader.close)
 
 
-def resume(draft: Draft, run: Run, measure_gains: bool) -> None:
+def resume(setup: Setup, run: Run, measure_gains: bool) -> None:
     """Restore a checkpoint, if configured; `auto` takes the run's own folder."""
-    resume, trains = draft.config.checkpoint.resume, draft.trains
+    resume, trains = setup.config.checkpoint.resume, setup.trains
     if resume != "none":
         if restore(run, None if resume == "auto" else Path(resume), trains) and trains:
             left = "" if run.progress.step < run.total_steps else ": no steps are left to train"
             log.info("continuing after step %s%s", f"{run.progress.step:,}", left)
-    if draft.world.is_rank_zero:
-        weights = None if trains else draft.config.model.weights
-        if draft.resumes:
-            source = draft.folder if resume == "auto" else Path(resume)
+    if setup.world.is_rank_zero:
+        weights = None if trains else setup.config.model.weights
+        if setup.resumes:
+            source = setup.folder if resume == "auto" else Path(resume)
             warn_changed_code(source or Path(), run.progress.step)
         elif weights is not None:
             warn_changed_code(Path(weights).expanduser(), None)
     if run.switches:
         from runner.core.train.gain_tests import prepare_gain_tests
 
-        prepare_gain_tests(run, draft.recorded.get(GAIN_TESTS, ()), measure_gains)
+        prepare_gain_tests(run, setup.recorded.get(GAIN_TESTS, ()), measure_gains)
     if run.step_graph is not None or run.compilation is not None:
         from runner.core.techniques.compiler import warn_graph_obstacle
 
         warn_graph_obstacle(run)
 
 
-def describe_lengths(draft: Draft, run: Run) -> list[Choice]:
+def describe_lengths(setup: Setup, run: Run) -> list[Choice]:
     """Return notices of a warm-up and of an average that are long for the run."""
-    choices, optimizer, steps = list[Choice](), draft.config.optimizer, run.total_steps
-    if (warmup := draft.config.schedule.warmup) > steps and draft.components.optimizer is None:
+    choices, optimizer, steps = list[Choice](), setup.config.optimizer, run.total_steps
+    if (warmup := setup.config.schedule.warmup) > steps and setup.components.optimizer is None:
         reason = f"longer than the run, {steps:,} steps: it does not reach optimizer.lr"
         choices.append(notice("schedule.warmup", f"{warmup:g}", reason))
     if optimizer.ema is None:
@@ -652,14 +637,14 @@ def describe_lengths(draft: Draft, run: Run) -> list[Choice]:
     return choices
 
 
-def make_captures(draft: Draft, run: Run) -> CaptureRecorder | None:
+def make_captures(setup: Setup, run: Run) -> CaptureRecorder | None:
     """Return the writer of bad steps for job=replay; None without a folder."""
-    capture, folder = draft.config.debug.capture, draft.folder
+    capture, folder = setup.config.debug.capture, setup.folder
     if folder is None or not capture.enabled or capture.at_most == 0:
         return None
     if run.update.shards is not None:
         log.info("debug.capture: off with fsdp: no process holds the full weights")
         return None
     parts = ("model", "data", "objective", "optimizer")
-    user_parts = [part for part in parts if getattr(draft.components, part) is not None]
-    return CaptureRecorder(capture, folder, draft.written.plain(), user_parts)
+    user_parts = [part for part in parts if getattr(setup.components, part) is not None]
+    return CaptureRecorder(capture, folder, setup.written.plain(), user_parts)

@@ -36,12 +36,13 @@ def load_checkpoint(
     before that. `check` raises CheckpointError for a state that cannot be restored.
     """
     facts = read_manifest(folder)
-    is_foreign = policy is not None and not is_in_run_tree(folder, policy)
-    for name, written in facts.files.items() if is_foreign else ():
-        sha256, size = hash_file(folder / name)
-        if sha256 != written.sha256:
-            raise damage_error(folder / name, size)
-    admitted = check_foreign_folder(folder, policy) if is_foreign else None
+    admitted, is_foreign = None, policy is not None and not is_in_run_tree(folder, policy)
+    if policy is not None and is_foreign:
+        for name, written in facts.files.items():
+            sha256, size = hash_file(folder / name)
+            if sha256 != written.sha256:
+                raise damage_error(folder / name, size)
+        admitted = check_foreign_folder(folder, policy)
     checked_files = facts.files if admitted is None else admitted.files
     for name, written in facts.files.items():
         if name not in checked_files or checked_files[name].sha256 != written.sha256:

@@ -17,7 +17,6 @@ from runner.core.count_limits import check_counts
 from runner.core.errors import ConfigError, UsageError
 from runner.core.schemas import data as data_config
 from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.checkpoint import CheckpointConfig
 from runner.core.schemas.checks import ChecksConfig
 from runner.core.schemas.data import LIMIT_KEYS, DataConfig
 from runner.core.schemas.debug import DebugConfig
@@ -43,7 +42,7 @@ from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig
 from runner.core.schemas.security import SecurityConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.schemas.sweep import SearchConfig, SweepConfig
-from runner.core.schemas.training import TrainingConfig
+from runner.core.schemas.training import CheckpointConfig, TrainingConfig
 from runner.core.security import secrets
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")

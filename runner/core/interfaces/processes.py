@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from runner.core.errors import ProcessLost
-    from runner.core.interfaces.batch import Batch
+    from runner.core.interfaces.shards import CheckpointCommitProtocol, ShardsProtocol
     from runner.core.optim.optimizer_step import OptimizerStep
-    from runner.core.record.storage import FileDigest
 
 T = TypeVar("T")
 
@@ -139,36 +138,3 @@ class WorldProtocol(Protocol):
 
 class OneProcess(WorldProtocol):
     """The World of a run in one process."""
-
-
-class ShardsProtocol(Protocol):
-    """This process's rows of every weight."""
-
-    names: set[str]  # in the state_dict
-
-    @property
-    def local_rows(self) -> nn.ParameterList: ...
-    def by_name(self, remove_duplicate: bool = True) -> dict[str, Tensor]: ...
-    def clear_gradients(self) -> None: ...
-    def set_local_gradients(self) -> None: ...
-    def all_agree(self, sound: bool) -> bool: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load(self, model: Mapping[str, Any]) -> None: ...
-    def select_update_rows(
-        self, update: Mapping[str, Any], trained: list[Tensor]
-    ) -> dict[str, Any]: ...
-    def map_micro_batches(
-        self, batch: Batch, samples: int, size: int, own: int, compute: Callable[[Batch], T]
-    ) -> list[T]: ...
-
-
-class CheckpointCommitProtocol(Protocol):
-    """Coordination of the processes that write one checkpoint."""
-
-    rank: int
-    size: int
-
-    def announce_folder(self, created: bool) -> None: ...
-    def await_folder(self) -> None: ...
-    def report(self, written: FileDigest | None, problem: str = "") -> None: ...
-    def collect_digests(self) -> list[FileDigest]: ...

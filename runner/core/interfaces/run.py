@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runner.core.device.leaks import LeakDetector
     from runner.core.interfaces.batch import ColumnUse
     from runner.core.interfaces.hook import Evaluation, Hook, Verdict
-    from runner.core.interfaces.processes import ShardsProtocol
+    from runner.core.interfaces.shards import ShardsProtocol
     from runner.core.interfaces.technique import Evidence, Technique, TechniqueStatus
     from runner.core.optim.optimizer_step import OptimizerStep
     from runner.core.optim.whole_step import StepGraph

@@ -185,7 +185,7 @@ def test_classes_evened_out_by_both_sampler_and_loss_are_refused_unless_the_run_
     with pytest.raises(ConfigError, match=problem):
         rare(*both, "checkpoint.resume=auto", folder=tmp_path / "new").__enter__()
     with monkeypatch.context() as older:
-        older.setattr("runner.core.build.build.check_balance", lambda draft: None)
+        older.setattr("runner.core.build.build.check_balance", lambda setup: None)
         with rare(*both, folder=tmp_path / "old") as run:
             train(run)
             weights = run.objective.loss.class_weights.tolist()

@@ -1,4 +1,4 @@
-"""A run that is being built: what all steps of the build read."""
+"""The start of a build: its processes, folder, device and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Draft:
-    """A run that is being built: what all steps read, and the choices to which they add."""
+class Setup:
+    """What all steps of a build read, and the choices to which they add."""
 
     started: float  # time.monotonic()
     config: RunConfig  # `auto` is resolved, and the device is that of this process
@@ -71,13 +71,12 @@ class Draft:
         return resolve(target, key, self.config.security.trusted_packages)
 
 
-def start_draft(
+def start_setup(
     config: RunConfig, folder: Path | None, components: Components, scope: ExitStack
-) -> Draft:
+) -> Setup:
     """Join the run's other processes, claim the folder and the device, and open checkpoints."""
     started, request = time.monotonic(), WrittenConfig(config)
-    requested = config
-    config = _resolve_auto(config, components)
+    requested, config = config, _resolve_auto(config, components)
     world = components.world or OneProcess()
     if config.distributed.kind is not DistributedKind.none:
         typed = f"distributed={config.distributed.kind.value}"
@@ -97,11 +96,22 @@ def start_draft(
         seed_everything(config.seed)
     policy = FilePolicy.of(config.security, run_tree_folders(own_folder))
     config_hash = request.hash()
-    checkpointer = _open_checkpoints(config, folder, config_hash, policy, world)
+    if not world.is_rank_zero:
+        world.barrier()  # rank 0 deletes remains of a crash
+    checkpointer = Checkpointer(
+        folder if config.checkpoint.enabled else None,  # that all processes share
+        config.checkpoint.keep,
+        config_hash,
+        policy,
+        best_first=config.job.kind in EVALUATION_JOBS,
+        writes=world.is_rank_zero,
+    )
+    if world.is_rank_zero:
+        world.barrier()
     resume = config.checkpoint.resume
     resumes = resume != "none" and (resume != "auto" or checkpointer.has_checkpoints)
     path = None if resume == "auto" else Path(resume)
-    return Draft(
+    return Setup(
         started=started,
         config=config,
         written=request if config is requested else WrittenConfig(config),
@@ -118,29 +128,6 @@ def start_draft(
         resumed_choices=checkpointer.recorded_choices(path) if resumes else {},
         choices=list(components.chosen),
     )
-
-
-def _open_checkpoints(
-    config: RunConfig,
-    folder: Path | None,
-    config_hash: str,
-    policy: FilePolicy,
-    world: WorldProtocol,
-) -> Checkpointer:
-    """Create the checkpointer of the folder that all processes share."""
-    if not world.is_rank_zero:
-        world.barrier()  # rank 0 deletes remains of a crash
-    checkpointer = Checkpointer(
-        folder if config.checkpoint.enabled else None,
-        config.checkpoint.keep,
-        config_hash,
-        policy,
-        best_first=config.job.kind in EVALUATION_JOBS,
-        writes=world.is_rank_zero,
-    )
-    if world.is_rank_zero:
-        world.barrier()
-    return checkpointer
 
 
 def _resolve_auto(config: RunConfig, components: Components) -> RunConfig:
