@@ -1,4 +1,4 @@
-"""Write the table of host waits in docs/architecture.md, from comments in the hot path's modules.
+"""Write the table of host waits in docs/host_waits.md, from comments in the hot path's modules.
 
 A line there that may read the device says `# host sync: why`; one that only looks like it, as it
 reads the host's own memory, says `# host sync: none, why` and is not in the table.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "architecture.md"
+TARGET = ROOT / "docs" / "host_waits.md"
 PATTERNS = (
     *(f"core/train/{name}.py" for name in ("step", "loop", "metrics", "timing")),
     "core/execution/evaluation.py",
@@ -77,7 +77,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """docs/architecture.md with the current table."""
+    """docs/host_waits.md with the current table."""
     before, _, rest = TARGET.read_text().partition(START)
     return before + START + table() + END + rest.partition(END)[2]
 

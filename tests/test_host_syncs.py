@@ -53,6 +53,6 @@ def test_a_line_that_reads_the_device_needs_a_reason(script: ModuleType, line: s
 
 
 def test_the_table_of_host_waits_in_the_docs_is_made_from_the_comments(script: ModuleType) -> None:
-    stale = "docs/architecture.md is stale: run python scripts/host_sync_docs.py"
+    stale = "docs/host_waits.md is stale: run python scripts/host_sync_docs.py"
     assert script.TARGET.read_text() == script.page(), stale
     assert "optim.gradients.coalesced_gradients" in script.table()

@@ -79,7 +79,7 @@ def create_training_pipeline(
     config = compose([f"optimization={level}", *overrides])
     default_name = not any(text.lstrip("+").startswith("name=") for text in overrides)
     config = with_components(config, model, data, rename=default_name)
-    dataset = make_dataset(CALLER, data, validation, config, own_loss=loss_fn is not None)
+    dataset = split_into_dataset(CALLER, data, validation, config, own_loss=loss_fn is not None)
     run_folder = None
     if record:
         timestamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
@@ -137,7 +137,7 @@ def dotted_class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def make_dataset(
+def split_into_dataset(
     caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
 ) -> Dataset:
     """Split a data set or tensors into train and validation. Raises UsageError or DataError."""

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.format import finite
+from runner.core.interfaces.run import FINISHED_ENDS
 from runner.core.record.storage import (
     guard_folder,
     make_folder,
     remove_file,
     replace_text,
 )
-from runner.core.record.summary import FINISHED_ENDS, FINISHED_STATUSES
+from runner.core.record.summary import FINISHED_STATUSES
 from runner.core.record.text import json_safe
 from runner.core.security.paths import check_links
 from runner.measure.benchmark.result import ArmResult, BenchmarkResult

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import logging
-import os
-from ast import literal_eval
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from runner import rooms
-from runner.core.checkpoint.checkpointer import Checkpointer
-from runner.core.config.run_config import RunConfig, flatten_config
+from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import BatchLoader, make_loader
 from runner.core.data.open import OpenOptions, open_data
 from runner.core.data.order import permutation
-from runner.core.data.preprocessing import NAME as PREPROCESSING
 from runner.core.data.preprocessing import (
     Preprocessing,
     check_predicts,
-    parse_preprocessing,
-    source_of,
 )
-from runner.core.errors import ConfigError, RunnerError
+from runner.core.errors import ConfigError
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.technique import Choice, RunBuilder, notice
 from runner.core.objectives.build import adapt_sizes
-from runner.core.record.data_digest import CHANGED_FIX, DataFiles, change_problem
-from runner.core.record.storage import read_file
+from runner.core.record.data_digest import (
+    DataFiles,
+    stamp_arguments,
+)
 from runner.core.schemas.data import (
     LABELS_UNKNOWN,
-    LOADING_KEYS,
     BadSamples,
-    DataChanged,
     FromFiles,
-    SplitRule,
 )
 from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
-from runner.core.security.files.policy import FilePolicy
-from runner.core.train.resume import check_own_data
 
 if TYPE_CHECKING:
+    from runner.core.build.setup import Setup
     from runner.core.data.split_paths import SplitPaths
 
 log = logging.getLogger("runner")
@@ -62,20 +54,59 @@ class RunData:
     preprocessing: Preprocessing
     hooks: list[Hook]  # the report on a table
     choices: list[Choice]
+    files: DataFiles  # and their digest
+    validation_stamp: str = ""  # digest of the files of the validation set
+    # training indices of a run with those settings, on the same data; None: unknown
+    trained_indices: Callable[[Mapping[str, str]], np.ndarray | None] = lambda settings: None
+
+
+def load_data(setup: Setup) -> RunData:
+    """Open the data, with the preprocessing of the resumed run, if any."""
+    config, user_data = setup.config, setup.components.data
+    files = DataFiles(config.data)
+    stored = fitted = None
+    if config.checkpoint.resume != "none" or not setup.trains:
+        from runner.core.build import trained_data  # imported only if used
+
+        stored = trained_data.read_preprocessing(config, setup.checkpointer, setup.settings)
+        fitted = stored
+        if stored is not None and user_data is None:
+            fitted = trained_data.check_data_files(config, stored, files)
+    # the split rule of the resumed or replayed run; old runs had only `random`
+    split_rule = setup.recorded.get("data.split", "random" if setup.resumes else None)
+    run_data = open_run_data(setup, files, fitted, split_rule)
+    setup.choices += run_data.choices
+    preprocessing = run_data.preprocessing
+    if fitted is None and setup.folder is not None and user_data is None:
+        preprocessing = replace(preprocessing, files=describe_files(files))
+    setup.checkpointer.preprocessing = preprocessing.dump()
+    stamp = "sha256" if "validation" in run_data.splits else "own"
+    run_data.validation_stamp = str(preprocessing.files.get(stamp, ""))
+    if config.data._target_ is not None and user_data is None and setup.folder is not None:
+        run_data.validation_stamp = stamp_arguments(config.data.arguments)
+    # None for data without files, such as the embedded
+    before = None if stored is None else stored.files.get("own")
+    if user_data is None and stored is not None and before == preprocessing.files.get("own"):
+        opening = OpenOptions(setup.policy, stored, split_rule=stored.split)
+        run_data.trained_indices = partial(
+            trained_data.find_trained_indices,
+            config,
+            setup.settings,
+            run_data,
+            opening,
+            setup.resolve_target,
+        )
+    return run_data
 
 
 def open_run_data(
-    config: RunConfig,
-    user_data: Dataset | None,
-    policy: FilePolicy,
-    fitted: Preprocessing | None,
-    split_rule: str | None,
-    resolve: Resolve,
+    setup: Setup, files: DataFiles, fitted: Preprocessing | None, split_rule: str | None
 ) -> RunData:
     """Open the data; check tables, which may leave out columns and rows.
 
     `fitted` and `split_rule` are the preprocessing and split rule of a resumed run.
     """
+    config, user_data, resolve = setup.config, setup.components.data, setup.resolve_target
     if fitted is not None and user_data is None:
         fitted.check_kind(config.data)
     predicts = config.job.kind is JobKind.predict
@@ -83,7 +114,9 @@ def open_run_data(
         check_predicts(fitted)
     split_rule = fitted.split if fitted else split_rule
     evaluates = config.job.kind in EVALUATION_JOBS
-    opening = OpenOptions(policy, fitted, evaluates, labelled=not predicts, split_rule=split_rule)
+    opening = OpenOptions(
+        setup.policy, fitted, evaluates, labelled=not predicts, split_rule=split_rule
+    )
     evaluates_all = opening.evaluates_all(config.data)
     split_paths: SplitPaths | None = None
     if user_data is None and "path" in vars(config.data):
@@ -130,7 +163,7 @@ def open_run_data(
     replaced = {c.key for c in chosen} & {"data.target"}  # replaces a standardisation
     data.choices = (*(c for c in data.choices if c.key not in replaced), *chosen)
     preprocessing = fitted or Preprocessing.of(config.data, data)
-    return RunData(data, splits, evaluates_all, preprocessing, hooks, choices)
+    return RunData(data, splits, evaluates_all, preprocessing, hooks, choices, files)
 
 
 def _open_splits(
@@ -149,130 +182,6 @@ def _open_splits(
             splits[split], more = open_split(split, path, config.data, fitted, resolve, opening)
             choices += more
     return splits, choices
-
-
-def read_preprocessing(
-    config: RunConfig, checkpointer: Checkpointer, settings: Mapping[str, Any]
-) -> Preprocessing | None:
-    """Read the preprocessing of the resumed run or of the evaluated weights; None without one."""
-    resume, weights = config.checkpoint.resume, config.model.weights
-    evaluates = config.job.kind in EVALUATION_JOBS
-    stored: tuple[Path, bytes] | None = None
-    if resume != "none":
-        path = None if resume == "auto" else Path(resume)
-        stored = checkpointer.read_preprocessing(path)
-        if stored is None and evaluates:
-            check_own_data(checkpointer.restore(path), settings)
-    elif evaluates and weights is not None:
-        path = Path(os.path.expanduser(weights))
-        sibling = (path if path.is_dir() else path.parent) / PREPROCESSING
-        if sibling.is_file():
-            stored = sibling, read_file(sibling)
-        elif path.is_dir():  # of a run's folder
-            stored = checkpointer.read_preprocessing(path)
-        if stored is None:
-            log.warning("%s: no %s next to it; fitted again on this data", path, PREPROCESSING)
-    if stored is None:
-        return None
-    return parse_preprocessing(stored[1], stored[0])
-
-
-def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles) -> Preprocessing:
-    """Return the preprocessing with the files that are trained on now.
-
-    ConfigError if a resumed or evaluated run's own files have changed, unless `data.changed` is
-    accept. Other paths are taken as meant.
-    """
-    data, before = config.data, fitted.files
-    trains = config.job.kind not in EVALUATION_JOBS
-    if not isinstance(data, FromFiles) or not files.paths:
-        return fitted
-    path = files.paths["data.path"]
-    if not before:
-        if fitted.source == source_of(data):
-            log.warning("%s is not checked for changes: the checkpoint has no digest of it", path)
-        return fitted
-    earlier, then = before.get("paths", {}), str(before.get("sha256"))
-    pairs = {key: (files.paths.get(key), earlier.get(key)) for key in {**earlier, **files.paths}}
-    other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    now = {} if other else describe_files(files)
-    if now.get("sha256", then) != then:
-        own = ["data.path"] if now["own"] != before.get("own") else []
-        keys = own or [key for key in files.paths if key != "data.path"]
-        what = " or ".join(files.paths[key] for key in keys)
-        problem = change_problem(files, "the run was trained on it", then, what)
-        if data.changed is not DataChanged.accept:
-            raise ConfigError(keys[0], problem, CHANGED_FIX)
-        log.warning("%s: %s (data.changed=accept)", keys[0], problem)
-    elif not other:
-        return fitted
-    elif trains:
-        for key, (new, old) in other.items():
-            log.warning("%s: the run was trained on %s, and is now on %s", key, old, new)
-    if not trains:
-        return fitted
-    return replace(fitted, source=source_of(data), files=describe_files(files))
-
-
-SPLIT_KEYS = ("validation", "split", "split_by", "split_seed", "folds", "fold", "split_folders")
-"""Keys of `data` that determine which samples are trained on."""
-PATH_KEYS = ("validation_path", "test_path")
-
-
-def find_trained_indices(
-    config: RunConfig,
-    settings: Mapping[str, str],
-    run_data: RunData,
-    opening: OpenOptions,
-    resolve: Resolve,
-) -> np.ndarray | None:
-    """Return the training indices of a run with `settings`; None if they cannot be determined.
-
-    `run_data` are the same files, opened with another split. A user's data set is not opened again.
-    """
-    from runner.core.data.split import split_samples
-    from runner.core.data.user_dataset import UserDataset
-
-    now = {key: str(value) for key, value in flatten_config(config).items()}
-    changed_keys = {
-        key.removeprefix("data.")
-        for key in settings.keys() & now.keys()
-        if key.startswith("data.") and settings[key] != now[key]
-    } - {*LOADING_KEYS, "path", "shuffle", "drop_last", "sampler"}
-    is_generated = config.data.kind == "synthetic" and "split_seed" in changed_keys
-    if is_generated or not changed_keys <= {*SPLIT_KEYS, *PATH_KEYS}:
-        return None
-    if "validation" in run_data.splits:  # samples of another file, which has its own indices
-        return None if changed_keys else np.zeros(0, np.int64)
-    data, samples_key = run_data.data, "data.validation_samples"
-    same_split = not changed_keys and settings.get(samples_key) == now[samples_key]
-    if same_split and isinstance(data, UserDataset):
-        return None  # its samples have changed
-    try:
-        keys = [key for key in (*SPLIT_KEYS, *PATH_KEYS) if f"data.{key}" in settings]
-        options: dict[str, Any] = {key: _parse_setting(key, settings) for key in keys}
-        before = replace(config.data, **options)
-        if isinstance(data, UserDataset):
-            return split_samples(opening, len(data.dataset), before, data.name)[0]
-        if "path" in vars(before):
-            from runner.core.data.split_paths import find_split_paths
-
-            paths = find_split_paths(before, opening)
-            trains_on_all = "validation" in paths.paths
-            opening = replace(opening, folder=paths.folder, trains_on_all=trains_on_all)
-        return open_data(before, resolve, opening).train
-    except (RunnerError, OSError, KeyError, ValueError, SyntaxError) as error:
-        log.debug("the earlier split is unknown: %s", error)
-        return None
-
-
-def _parse_setting(key: str, settings: Mapping[str, str]) -> Any:
-    text = settings[f"data.{key}"]
-    if text == "None":
-        return None
-    if key == "split":
-        return SplitRule[text]
-    return text if key in ("split_by", *PATH_KEYS) else literal_eval(text)
 
 
 def describe_files(files: DataFiles) -> dict[str, Any]:

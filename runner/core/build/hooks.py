@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner import rooms
 from runner.core.checks.batch import BatchChecks, DataSpec
@@ -23,34 +22,33 @@ from runner.core.hooks.resources import Resources
 from runner.core.hooks.slowdown import Slowdown
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
-from runner.core.record.data_digest import DataFiles
 from runner.core.schemas.debug import DebugConfig, enabled_tools
+
+if TYPE_CHECKING:
+    from runner.core.build.data import RunData
+    from runner.core.build.setup import Setup
 
 HOOKS_KEY = "debug.hooks"
 
 
-def build_hooks(
-    config: RunConfig,
-    debug: DebugConfig,
-    settings: Mapping[str, Any],
-    folder: Path | None,
-    resolve_target: Callable[[str, str], Any],
-    data_files: DataFiles | None = None,
-) -> list[Hook]:
-    """Construct the hooks of a run in `folder`; `settings` is the flat config. Raises ConfigError.
+def build_hooks(setup: Setup, run_data: RunData, debug: DebugConfig) -> list[Hook]:
+    """Construct the hooks of a run, in the order in which they are entered. Raises ConfigError.
 
     `debug` is the config's, with `every` adapted to the length of the run.
     """
-    hooks: list[Hook] = []
+    config, folder, resolve = setup.config, setup.record_folder, setup.resolve_target
+    stats = [rooms.find("processes", "stats")()] if setup.world.is_shared else []
+    hooks: list[Hook] = [*run_data.hooks, *stats]
     tools = load_debug_tools(debug)
     monitor = SystemMonitor(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None and config.monitoring.sinks:
         from runner.core.hooks.sinks import Sinks, make_sinks
 
-        sinks = make_sinks(config.monitoring.sinks, resolve_target)
-        hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, settings))
+        sinks = make_sinks(config.monitoring.sinks, resolve)
+        hooks.append(Sinks(sinks, config.monitoring.sink_timeout_s, setup.settings))
     if folder is not None:
-        hooks.append(Recording(config.monitoring, settings, monitor, bool(tools), data_files))
+        recorded = config.monitoring, setup.settings, monitor, bool(tools), run_data.files
+        hooks.append(Recording(*recorded))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, monitor))
     if config.stability.watch.enabled and config.stability.watch.watches_speed:
@@ -64,12 +62,10 @@ def build_hooks(
     if config.checks.model.enabled:  # before the tools, which add hooks to the model
         hooks.append(ModelCheck())
     hooks += tools
-    hooks += [
-        _make_user_hook(h, f"{HOOKS_KEY}.{i}", resolve_target) for i, h in enumerate(debug.hooks)
-    ]
+    hooks += [_make_user_hook(h, f"{HOOKS_KEY}.{i}", resolve) for i, h in enumerate(debug.hooks)]
     if config.monitoring.progress:
         hooks.append(ProgressDisplay(config.monitoring))
-    return hooks
+    return [*hooks, *setup.components.hooks]
 
 
 def attach_batch_validator(

@@ -26,7 +26,6 @@ from runner.core.checkpoint.snapshot import Copier, write_state, write_tensors
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import tensors, tree_map
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import TRIALS
 from runner.core.record import storage
 from runner.core.record.provenance import versions
 
@@ -138,8 +137,7 @@ def write_capture(
 
 
 def _choice_values(run: Run) -> dict[str, Any]:
-    trials = {} if run.trials is None else {TRIALS: run.trials.history()}
-    return {choice.key: choice.value for choice in run.choices} | trials
+    return {choice.key: choice.value for choice in run.choices} | run.measured_choices()
 
 
 def _choose_weights(

@@ -23,7 +23,7 @@ from runner.core.record import storage
 from runner.core.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
-    from runner.core.interfaces.processes import CheckpointCommitProtocol
+    from runner.core.interfaces.shards import CheckpointCommitProtocol
 
 __all__ = ["Checkpointer", "RestoredCheckpoint"]
 

@@ -36,12 +36,13 @@ def load_checkpoint(
     before that. `check` raises CheckpointError for a state that cannot be restored.
     """
     facts = read_manifest(folder)
-    is_foreign = policy is not None and not is_in_run_tree(folder, policy)
-    for name, written in facts.files.items() if is_foreign else ():
-        sha256, size = hash_file(folder / name)
-        if sha256 != written.sha256:
-            raise damage_error(folder / name, size)
-    admitted = None if policy is None else check_foreign_folder(folder, policy)
+    admitted, is_foreign = None, policy is not None and not is_in_run_tree(folder, policy)
+    if policy is not None and is_foreign:
+        for name, written in facts.files.items():
+            sha256, size = hash_file(folder / name)
+            if sha256 != written.sha256:
+                raise damage_error(folder / name, size)
+        admitted = check_foreign_folder(folder, policy)
     checked_files = facts.files if admitted is None else admitted.files
     for name, written in facts.files.items():
         if name not in checked_files or checked_files[name].sha256 != written.sha256:
@@ -66,11 +67,9 @@ def load_checkpoint(
         weights = merge_shards(tensors, state, str(folder))
         digests = "".join(facts.files[name].sha256 for name in names)
         digest = hashlib.sha256(digests.encode()).hexdigest()
+    trust = Trust.UNTRUSTED if is_foreign else Trust.CHECKED
     if admitted is not None:
         trust = admitted.trust
-    else:
-        is_ours = policy is None or is_in_run_tree(folder, policy)
-        trust = Trust.CHECKED if is_ours else Trust.UNTRUSTED
     model, differences = {**weights, **other_entries}, _differences(folder, facts)
     return RestoredCheckpoint(
         facts.step, model, state, folder, differences=differences, sha256=digest, trust=trust

@@ -23,7 +23,7 @@ from runner.core.errors import CheckpointError
 from runner.core.record.storage import write_file
 
 if TYPE_CHECKING:
-    from runner.core.interfaces.processes import CheckpointCommitProtocol
+    from runner.core.interfaces.shards import CheckpointCommitProtocol
 
 log = logging.getLogger("runner")
 INCONSISTENT = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)

@@ -95,7 +95,7 @@ class BatchChecks:
         policy: CheckPolicy = getattr(self.config, check)
         return policy
 
-    def tensors(self, batch: Batch) -> NamedTensors:
+    def checkable_tensors(self, batch: Batch) -> NamedTensors:
         """Return the dense, non-empty tensors of a batch by name, without reading values."""
         tensors: NamedTensors = {}
         for part, name in zip(batch, ("inputs", "target"), strict=True):
@@ -215,7 +215,7 @@ class BatchChecks:
 
     def make_harmless(self, batch: Batch) -> Batch:
         """Return the batch with labels and tokens outside their range set to 0; no host sync."""
-        tensors = self.tensors(batch)
+        tensors = self.checkable_tensors(batch)
         main, harmless = _main_leaf(tensors), dict[int, Tensor]()
         for leaf in ("target", main):
             tensor, count = tensors.get(leaf), self._index_count(leaf, main)
@@ -235,7 +235,7 @@ def is_clean_table(
         return False
     for chunk in torch.split(rows, max(1, SCAN_CHUNK // width)):
         batch = inputs.index_select(0, chunk), target.index_select(0, chunk)
-        if find_problems(checks, checks.tensors(batch)):
+        if find_problems(checks, checks.checkable_tensors(batch)):
             return False
         samples = batch[0].reshape(len(chunk), -1)
         if width > 1:

@@ -101,7 +101,7 @@ class BatchValidator:
         if self.table is not None and self._is_clean(self.table):
             self.outcome = BatchOutcome(step + 1)
             return batch
-        tensors, self.outcome = self.checks.tensors(batch), None
+        tensors, self.outcome = self.checks.checkable_tensors(batch), None
         if self._on_host(tensors):
             batch, self.outcome = self._validate(step + 1, batch, tensors)
         return batch
@@ -112,7 +112,7 @@ class BatchValidator:
             self._catch_up(number - LAG)
         outcome, self.outcome = self.outcome, None
         if outcome is None or outcome.number != number:
-            tensors = self.checks.tensors(batch)
+            tensors = self.checks.checkable_tensors(batch)
             if not self._on_host(tensors) and self.checks.form_finding(tensors) is None:
                 return self._admit_on_device(number, batch, tensors)
             batch, outcome = self._validate(number, batch, tensors)
@@ -166,7 +166,7 @@ class BatchValidator:
     ) -> tuple[Batch, BatchOutcome]:
         """Apply the policies; return the batch, a harmless one if it is vetoed, and the outcome."""
         if self.checks.reference is None:  # a resumed run may begin with a bad batch
-            self.checks.form_finding(self.checks.tensors(self.first_batch()))
+            self.checks.form_finding(self.checks.checkable_tensors(self.first_batch()))
         findings = find_problems(self.checks, tensors)
         if not findings:
             return batch, BatchOutcome(number)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any
@@ -17,7 +18,6 @@ from runner.core.count_limits import check_counts
 from runner.core.errors import ConfigError, UsageError
 from runner.core.schemas import data as data_config
 from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.checkpoint import CheckpointConfig
 from runner.core.schemas.checks import ChecksConfig
 from runner.core.schemas.data import LIMIT_KEYS, DataConfig
 from runner.core.schemas.debug import DebugConfig
@@ -43,7 +43,7 @@ from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig
 from runner.core.schemas.security import SecurityConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.schemas.sweep import SearchConfig, SweepConfig
-from runner.core.schemas.training import TrainingConfig
+from runner.core.schemas.training import CheckpointConfig, TrainingConfig
 from runner.core.security import secrets
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
@@ -297,27 +297,62 @@ DEFAULTS_NOT_HASHED: dict[str, dict[str, Any]] = {
 """Keys that are left out of the hash at their defaults, so that those of older configs stay."""
 
 
+class WrittenConfig:
+    """What is written of a config: its hash and values, with secrets masked."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._tree = secrets.mask_config(asdict(config))  # the reference, not the secret
+
+    def hash(self) -> str:
+        """Return a sha256 of all keys that affect results; equal ones mean the same experiment."""
+        tree = {k: deepcopy(x) for k, x in self._tree.items() if k not in UNHASHED_KEYS}
+        del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
+        for key in ("changed", *LIMIT_KEYS):
+            tree["data"].pop(key, None)
+        for key in ("slower", "cpu_above"):  # they only report
+            del tree["stability"]["watch"][key]
+        tree["stability"]["recovery"] = RECOVERY_ROWS if tree["stability"]["guard"] else []
+        # tools only observe, so they may be enabled on resume; hooks may act
+        tree["debug"] = {"hooks": tree["debug"]["hooks"]}
+        for group, defaults in DEFAULTS_NOT_HASHED.items():
+            values = tree
+            for name in group.split("."):
+                values = values[name]
+            for key in [key for key, default in defaults.items() if values[key] == default]:
+                del values[key]
+        if tree["optimization"]["level"] != "auto":  # unused settings of a search
+            del tree["optimization"]["auto"]
+        return digest(tree)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the values as JSON, without job, sweep and security keys."""
+        tree = {key: value for key, value in self._tree.items() if key not in NON_RUN_KEYS}
+        tree["checkpoint"] = {**tree["checkpoint"], "resume": "none"}
+        values: dict[str, Any] = json.loads(json.dumps(tree, default=_json_default))
+        return values
+
+    def flat(self) -> dict[str, Any]:
+        """Return all values by dotted key, as on the command line."""
+        values: dict[str, Any] = {}
+
+        def walk(value: Any, path: str) -> None:
+            if isinstance(value, Mapping) and (value or not path):
+                for key, inner in value.items():
+                    walk(inner, f"{path}.{key}" if path else str(key))
+            else:
+                values[path] = value.name if isinstance(value, Enum) else value
+
+        walk(self._tree, "")
+        # a user's class replaces the option
+        for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
+            if target := values[f"{group}._target_"]:
+                values[f"{group}.{key}"] = str(target).rpartition(".")[2]
+        return values
+
+
 def config_hash(config: RunConfig) -> str:
-    """Return a sha256 of all keys that affect results; equal hashes mean the same experiment."""
-    full_tree = secrets.mask_config(asdict(config))  # hash the reference, not the secret
-    tree = {key: value for key, value in full_tree.items() if key not in UNHASHED_KEYS}
-    del tree["checkpoint"]["resume"], tree["checkpoint"]["grace_s"]
-    for key in ("changed", *LIMIT_KEYS):
-        tree["data"].pop(key, None)
-    for key in ("slower", "cpu_above"):  # they only report
-        del tree["stability"]["watch"][key]
-    tree["stability"]["recovery"] = RECOVERY_ROWS if config.stability.guard else []
-    # tools only observe, so they may be enabled on resume; hooks may act
-    tree["debug"] = {"hooks": tree["debug"]["hooks"]}
-    for group, defaults in DEFAULTS_NOT_HASHED.items():
-        values = tree
-        for name in group.split("."):
-            values = values[name]
-        for key in [key for key, default in defaults.items() if values[key] == default]:
-            del values[key]
-    if tree["optimization"]["level"] != "auto":  # unused settings of a search
-        del tree["optimization"]["auto"]
-    return digest(tree)
+    """Return the hash of what is written of the config."""
+    return WrittenConfig(config).hash()
 
 
 def digest(value: Any) -> str:
@@ -327,31 +362,13 @@ def digest(value: Any) -> str:
 
 
 def config_to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the config as JSON values, without job, sweep and security keys."""
-    full_tree = secrets.mask_config(asdict(config))
-    tree = {key: value for key, value in full_tree.items() if key not in NON_RUN_KEYS}
-    tree["checkpoint"]["resume"] = "none"
-    values: dict[str, Any] = json.loads(json.dumps(tree, default=_json_default))
-    return values
+    """Return what is written of the config as JSON values, without keys that are of no run."""
+    return WrittenConfig(config).plain()
 
 
 def flatten_config(config: RunConfig) -> dict[str, Any]:
-    """Return all values by dotted key, as on the command line."""
-    values: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, Mapping) and (value or not path):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-        else:
-            values[path] = value.name if isinstance(value, Enum) else value
-
-    walk(secrets.mask_config(asdict(config)), "")
-    # a user's class replaces the option
-    for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
-        if target := values[f"{group}._target_"]:
-            values[f"{group}.{key}"] = str(target).rpartition(".")[2]
-    return values
+    """Return what is written of the config, by dotted key."""
+    return WrittenConfig(config).flat()
 
 
 def _json_default(value: Any) -> str:

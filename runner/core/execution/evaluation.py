@@ -22,7 +22,7 @@ from runner.core.models import modes
 from runner.core.random_state import exclusive_random_state
 
 if TYPE_CHECKING:
-    from runner.core.interfaces.processes import WorldProtocol
+    pass
 
 T = TypeVar("T")
 
@@ -38,8 +38,7 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
     if loader is None:
         raise UsageError("evaluate: the run has no test set; set data.test_path")
     totals: dict[str, Any] = {}
-    if run.world is not None:
-        run.world.broadcast_buffers(run.model)
+    run.world.broadcast_buffers(run.model)
     with inference(run, model) as forward:
         for number, batch in enumerate(loader.batches(0)):
             compute, samples = partial(_batch_sums, run, forward), loader.samples(number)
@@ -52,11 +51,11 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
                 part_sums = run.shards.map_micro_batches(
                     batch, samples, run.micro_batch, own, compute
                 )
-            if not loader.empty and (run.world is None or _has_own_samples(run.world, samples)):
+            if not loader.empty and _has_own_samples(run, samples):
                 totals = reduce(_add_sums, part_sums, totals)
-    if run.world is not None:
+    if run.is_shared:
         totals = tree_map(totals, lambda x: x.cpu())  # host sync: once per validation, to pickle
-        totals = reduce(_add_sums, run.world.all_gather(totals), {})
+        totals = reduce(_add_sums, run.gather(totals), {})
     values = run.objective.all_metrics(totals)
     metrics = {f"{split_name}/{name}": x for name, x in values.items()}
     confusion = run.objective.confusion(totals)
@@ -73,9 +72,9 @@ def _add_sums(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
     return {k: totals[k] + x for k, x in sums.items()} if totals and sums else totals or sums
 
 
-def _has_own_samples(world: WorldProtocol, samples: int) -> bool:
+def _has_own_samples(run: Run, samples: int) -> bool:
     """Whether this process has samples of the batch, not only a stand-in."""
-    own_part = world.local_slice(samples)
+    own_part = run.world.local_slice(samples)
     return bool(own_part.stop > own_part.start)  # host sync: none, a slice
 
 
@@ -94,7 +93,7 @@ def inference(run: Run, model: nn.Module | None = None) -> Iterator[Callable[...
             stack.enter_context(run.update.averaged())
         for context in run.contexts:
             stack.enter_context(context())
-        local_forward = None if run.world is None else run.world.validation_forward
+        local_forward = run.world.validation_forward
         yield (local_forward or run.forward) if model is None else model
 
 

@@ -26,12 +26,11 @@ from runner.core.interfaces.batch import (
     slice_rows,
     split_batch,
 )
-from runner.core.interfaces.nested import tensors, tree_map
+from runner.core.interfaces.nested import DeferredLogits, find_logits, tensors, tree_map
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import evaluation_mode
-from runner.core.objectives.model_output import DeferredLogits, find_logits
 from runner.core.preserved_state import preserve_random_state
 
 log = logging.getLogger("runner")

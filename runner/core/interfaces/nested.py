@@ -1,12 +1,15 @@
-"""Traversal of nested dicts, tuples and lists of tensors."""
+"""Nested dicts, tuples and lists of tensors, and the logits in a model's output."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from runner.core.format import join_names
 
@@ -55,3 +58,43 @@ def describe(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "(" + join_names(map(describe, value)) + ")"
     return f"a {type(value).__name__}"
+
+
+def out_of_range(indices: Any, limit: int) -> bool:
+    """Whether any index is below 0 or not below `limit`. 2 µs; a host sync on a GPU."""
+    if not isinstance(indices, Tensor) or not indices.numel():
+        return False
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+        return False
+    low, high = indices.aminmax()
+    return bool(low.item() < 0 or high.item() >= limit)
+
+
+@dataclass(frozen=True)
+class DeferredLogits:
+    """Deferred product of an output layer: hidden [..., width], weight [vocab, width]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    chunk: int  # tokens at a time
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits."""
+        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+
+    def compute(self) -> Tensor:
+        """Compute the logits, [..., vocab]."""
+        return F.linear(self.hidden, self.weight, self.bias)
+
+
+def find_logits(output: Any) -> Any:
+    """Return the logits of an output: itself, its `logits`, or the first of a tuple."""
+    if isinstance(output, Tensor | DeferredLogits):
+        return output
+    if isinstance(output, dict):
+        return output.get("logits")
+    # a named tuple may have `logits` anywhere, a plain one has them first
+    first = output[0] if isinstance(output, tuple | list) and output else None
+    return getattr(output, "logits", first)

@@ -60,7 +60,7 @@ class Objective(ABC):
 
     def used_tensors(self, output: Any) -> list[Any]:
         """Return the tensors of the output that are part of the loss."""
-        from runner.core.objectives.model_output import find_logits
+        from runner.core.interfaces.nested import find_logits  # imports torch
 
         return [find_logits(output)]
 

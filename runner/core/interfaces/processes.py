@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from runner.core.interfaces.batch import split_batch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from runner.core.errors import ProcessLost
-    from runner.core.interfaces.batch import Batch
+    from runner.core.interfaces.shards import CheckpointCommitProtocol, ShardsProtocol
     from runner.core.optim.optimizer_step import OptimizerStep
-    from runner.core.record.storage import FileDigest
 
 T = TypeVar("T")
 
@@ -26,82 +27,114 @@ class PlaceProtocol(Protocol):
     def attempt(self) -> int: ...  # 0 until all are restarted
 
 
+class FirstAttempt:
+    """The place of the only process."""
+
+    attempt = 0
+
+
 class WorldProtocol(Protocol):
-    """The processes that train one model, from the view of one; all have to make each call."""
+    """The processes that train one model, from the view of one; all have to make each call.
 
-    rank: int
-    size: int
-    lost: bool  # another process has ended: no more collectives
-    usable_samples: list[int] | None  # of the current batch, by rank, if some were left out
-    validation_forward: Callable[..., Any] | None
-    no_sync: Callable[[], AbstractContextManager[None]]
+    Values and bodies are those of a run in one process.
+    """
+
+    is_shared: bool = False  # by several processes
+    rank: int = 0
+    size: int = 1
+    lost: bool = False  # another process has ended: no more collectives
+    usable_samples: list[int] | None = None  # of the current batch, by rank, if some were left out
+    validation_forward: Callable[..., Any] | None = None
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
-    def place(self) -> PlaceProtocol: ...
+    def place(self) -> PlaceProtocol:
+        return FirstAttempt()
+
     @property
-    def shards(self) -> ShardsProtocol | None: ...
+    def shards(self) -> ShardsProtocol | None:
+        return None
+
     @property
-    def is_rank_zero(self) -> bool: ...
+    def is_rank_zero(self) -> bool:
+        return True
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        return "none"
+
     @property
-    def faults(self) -> Counter[str]: ...
+    def faults(self) -> Counter[str]:
+        return Counter()
+
     @property
-    def has_stalled_device(self) -> bool: ...
-    def describe(self) -> dict[str, Any]: ...
-    def local_slice(self, samples: int) -> slice: ...
-    def max_local_samples(self, samples: int) -> int: ...
-    def micro_batch_slices(self, samples: int, micro_batch: int, own: int) -> list[slice]: ...
+    def has_stalled_device(self) -> bool:
+        return False
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def local_slice(self, samples: int) -> slice:
+        return slice(0, samples)
+
+    def max_local_samples(self, samples: int) -> int:
+        return samples
+
+    def micro_batch_slices(self, samples: int, micro_batch: int, own: int) -> list[slice]:
+        return split_batch(own, micro_batch)
+
     def begin_micro_batch(
         self, samples: int, micro_batch: int, number: int, is_stand_in: bool
-    ) -> None: ...
-    def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None: ...
-    def folder(self, folder: Path) -> Path: ...
-    def unsupported_reason(self, technique: str) -> str | None: ...
-    def checkpoint_commit(self) -> CheckpointCommitProtocol: ...
-    def total_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float: ...
+    ) -> None:
+        return
+
+    def check_batches(self, samples: int, batch_size: int, drop_last: bool) -> None:
+        return
+
+    def folder(self, folder: Path) -> Path:
+        return folder
+
+    def unsupported_reason(self, technique: str) -> str | None:
+        return None
+
+    def checkpoint_commit(self) -> CheckpointCommitProtocol | None:
+        return None
+
+    def total_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
+        return weight
+
     def measure_step(
         self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-    def broadcast_buffers(self, model: nn.Module) -> None: ...
-    def all_reduce_max(self, *numbers: int) -> list[int]: ...
-    def all_gather(self, value: T) -> list[T]: ...
-    def union(self, numbers: list[int]) -> tuple[list[int], ProcessLost | None]: ...
-    def broadcast_choice(self, decide: Callable[[], T]) -> T: ...
-    def barrier(self) -> None: ...
-    def means_loss(self, error: BaseException) -> bool: ...
-    def leave(self, error: BaseException) -> None: ...
-    def translate_lost(self) -> AbstractContextManager[None]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return loss, *update.measure(loss)  # the veto counts once hooks have been called
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        return
+
+    def all_reduce_max(self, *numbers: int) -> list[int]:
+        return [*numbers]
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def union(self, numbers: list[int]) -> tuple[list[int], ProcessLost | None]:
+        return numbers, None
+
+    def broadcast_choice(self, decide: Callable[[], T]) -> T:
+        return decide()
+
+    def barrier(self) -> None:
+        return
+
+    def means_loss(self, error: BaseException) -> bool:
+        return False
+
+    def leave(self, error: BaseException) -> None:
+        return
+
+    def translate_lost(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
-class ShardsProtocol(Protocol):
-    """This process's rows of every weight."""
-
-    names: set[str]  # in the state_dict
-
-    @property
-    def local_rows(self) -> nn.ParameterList: ...
-    def by_name(self, remove_duplicate: bool = True) -> dict[str, Tensor]: ...
-    def clear_gradients(self) -> None: ...
-    def set_local_gradients(self) -> None: ...
-    def all_agree(self, sound: bool) -> bool: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load(self, model: Mapping[str, Any]) -> None: ...
-    def select_update_rows(
-        self, update: Mapping[str, Any], trained: list[Tensor]
-    ) -> dict[str, Any]: ...
-    def map_micro_batches(
-        self, batch: Batch, samples: int, size: int, own: int, compute: Callable[[Batch], T]
-    ) -> list[T]: ...
-
-
-class CheckpointCommitProtocol(Protocol):
-    """Coordination of the processes that write one checkpoint."""
-
-    rank: int
-    size: int
-
-    def announce_folder(self, created: bool) -> None: ...
-    def await_folder(self) -> None: ...
-    def report(self, written: FileDigest | None, problem: str = "") -> None: ...
-    def collect_digests(self) -> list[FileDigest]: ...
+class OneProcess(WorldProtocol):
+    """The World of a run in one process."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.core.errors import UsageError
-from runner.core.interfaces.technique import RunParts
-from runner.core.record.summary import FINISHED_ENDS
+from runner.core.interfaces.technique import GAIN_TESTS, RunParts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from runner.core.device.leaks import LeakDetector
     from runner.core.interfaces.batch import ColumnUse
     from runner.core.interfaces.hook import Evaluation, Hook, Verdict
-    from runner.core.interfaces.processes import ShardsProtocol
+    from runner.core.interfaces.shards import ShardsProtocol
     from runner.core.interfaces.technique import Evidence, Technique, TechniqueStatus
     from runner.core.optim.optimizer_step import OptimizerStep
     from runner.core.optim.whole_step import StepGraph
@@ -35,9 +34,13 @@ if TYPE_CHECKING:
     from runner.core.stability.controller import StabilityController
     from runner.core.train.bad_samples import BadSampleTracker
     from runner.core.train.best import BestCriterion
+    from runner.core.train.gain_tests import GainTests
     from runner.core.train.metrics import StepMetricsReader
     from runner.core.train.timing import Stopwatch
-    from runner.core.train.trials import Trials
+
+T = TypeVar("T")
+FINISHED_ENDS = ("done", "patience", "pruned", "hook")
+"""Values of `ended_by` of a run that `checkpoint.resume=auto` and a repeated sweep leave alone."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Run(RunParts):
     reader: StepMetricsReader
     stability: StabilityController
     step_graph: StepGraph | None = None  # makes steps in one graph
-    trials: Trials | None = None  # of techniques whose gain is measured
+    gain_tests: GainTests | None = None  # of techniques whose gain is measured
     batch_validator: BatchValidator | None = None  # checks each batch before its step
     captures: CaptureRecorder | None = None  # writes bad steps for job=replay
     bad_samples: BadSampleTracker | None = None  # counts those that data.bad_samples=drop omits
@@ -137,6 +140,11 @@ class Run(RunParts):
     random: RandomGenerators | None = None  # the run's own; None: they are in use
 
     @property
+    def rank(self) -> int:
+        """The number of this process among those that train it."""
+        return self.world.rank
+
+    @property
     def epoch(self) -> float:
         """The passes over the training set so far."""
         return self.train.epochs_before(self.progress.step)
@@ -144,12 +152,30 @@ class Run(RunParts):
     @property
     def shards(self) -> ShardsProtocol | None:
         """This process's shards of the weights; None unless they are sharded."""
-        return None if self.world is None else self.world.shards
+        return self.world.shards
 
     @property
     def writes(self) -> bool:
         """Whether this process writes the record: the only one, or the first of several."""
-        return self.folder is not None and (self.world is None or self.world.is_rank_zero)
+        return self.folder is not None and self.world.is_rank_zero
+
+    def is_rejected(self, name: str) -> bool:
+        """Whether a technique's gain was measured in the run, and it is not used."""
+        return self.gain_tests is not None and self.gain_tests.is_rejected(name)
+
+    def measured_evidence(self, name: str) -> Evidence | None:
+        """Return a technique's evidence so far, with its gain if that was measured."""
+        evidence = self.evidence.get(name)
+        return evidence if self.gain_tests is None else self.gain_tests.evidence(name, evidence)
+
+    def switch_techniques(self, step: int) -> None:
+        """Switch techniques whose gain is measured on or off, as planned for `step`."""
+        if self.gain_tests is not None:
+            self.gain_tests.enter(self, step)
+
+    def measured_choices(self) -> dict[str, Any]:
+        """Return the state of all measurements of gains, for a checkpoint or a capture."""
+        return {} if self.gain_tests is None else {GAIN_TESTS: self.gain_tests.history()}
 
     def request_stop(self, ended_by: str, reason: str) -> None:
         """End training after this step; of several causes one that finishes the run counts."""
@@ -158,13 +184,27 @@ class Run(RunParts):
 
     def largest_local_batch(self, samples: int) -> int:
         """Return the largest number of samples of a batch that one process has."""
-        return samples if self.world is None else self.world.max_local_samples(samples)
+        return self.world.max_local_samples(samples)
 
     def worst_verdict(self, verdict: Verdict) -> Verdict:
         """Return the worst verdict of all processes."""
-        return (
-            verdict if self.world is None else type(verdict)(self.world.all_reduce_max(verdict)[0])
-        )
+        return type(verdict)(self.world.all_reduce_max(verdict)[0])
+
+    def holds_for_any(self, condition: bool) -> bool:
+        """Whether the condition holds in any process."""
+        return bool(self.world.all_reduce_max(int(condition))[0])
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of each process, by rank."""
+        return self.world.all_gather(value)
+
+    def wait_for_others(self) -> None:
+        """Wait until all processes have come as far."""
+        self.world.barrier()
+
+    def leave_others(self, error: BaseException) -> None:
+        """Tell the other processes that this one ends by the error."""
+        self.world.leave(error)
 
     @contextmanager
     def own_random_state(self) -> Iterator[None]:

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from runner.core.interfaces.processes import OneProcess
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRIALS = "optimization.trials"  # key in checkpoints of the results of runner.core.train.trials
-TRIAL_SHARE = 0.02  # share of a run's steps that trials may take
-MIN_TRIAL_STEPS = 27  # steps: three to settle, six pairs of two blocks, of two steps each
+GAIN_TESTS = "optimization.trials"  # key in checkpoints of the results of gain tests
+GAIN_TEST_SHARE = 0.02  # share of a run's steps that they may take
+MIN_GAIN_TEST_STEPS = 27  # steps: three to settle, six pairs of two blocks, of two steps each
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Switch:
 
     name: str
     set_enabled: Callable[[Run, bool], None]
-    initially_on: bool = True  # whether it is on before its trial
+    initially_on: bool = True  # whether it is on before its gain test
     on: bool = True
     discard: Callable[[Run], None] | None = None  # called once the technique is rejected
 
@@ -132,7 +134,7 @@ class RunParts:
     micro_batch: int  # samples per backward
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
-    world: WorldProtocol | None = None  # of several processes that train it
+    world: WorldProtocol = field(default_factory=OneProcess)  # the processes that train it
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     compilation: Compilation | None = None
@@ -146,6 +148,11 @@ class RunParts:
     fallback_reasons: dict[str, str] = field(default_factory=dict)  # by technique given up
     switches: list[Switch] = field(default_factory=list)  # of techniques whose gain is measured
     gains: MeasuredGains | None = None  # of earlier runs; None if none are measured
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes train it."""
+        return self.world.is_shared
 
 
 @dataclass(kw_only=True)
@@ -175,7 +182,11 @@ class RunBuilder(RunParts):
         """Return the fields that the finished run takes over, by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunParts)}
 
-    def add_trial(
+    def unsupported_reason(self, technique: str) -> str | None:
+        """Return why the run's processes do not support a technique; None if they do."""
+        return self.world.unsupported_reason(technique)
+
+    def add_switch(
         self,
         name: str,
         set_enabled: Callable[[Run, bool], None],
@@ -184,15 +195,15 @@ class RunBuilder(RunParts):
         min_steps: int = 0,
         discard: Callable[[Run], None] | None = None,
     ) -> bool:
-        """Register a trial of a technique's gain; False if the run does not measure it.
+        """Register a technique whose gain the run tests; False if the run does not measure it.
 
-        A run is too short if all trials together would take more than TRIAL_SHARE of its steps, or
-        if it has fewer than `min_steps`. `set_enabled` switches the technique; `initially_on` is
-        its state before the trial. `discard` frees what a rejected one holds. A resumed or replayed
-        run has the trials that it had before.
+        A run is too short if all tests together would take more than GAIN_TEST_SHARE of its steps,
+        or if it has fewer than `min_steps`. `set_enabled` switches the technique; `initially_on` is
+        its state before the test. `discard` frees what a rejected one holds. A resumed or replayed
+        run has the tests that it had before.
         """
         fits_run = self.total_steps >= self._steps_to_measure
-        if not self._had_trial(name) and not (
+        if not self._was_tested(name) and not (
             self.measure_gains and fits_run and self.total_steps >= min_steps
         ):
             if self.measure_gains and not fits_run:
@@ -204,7 +215,7 @@ class RunBuilder(RunParts):
     def skip_reason(self, name: str) -> str | None:
         """Return why a level does not use a technique whose gain it cannot measure, or None.
 
-        In a run that is too short for its trial it is used if an earlier run found it faster.
+        In a run that is too short for its test it is used if an earlier run found it faster.
         """
         if self.gains is not None:
             self.gains.fix_path()
@@ -212,7 +223,7 @@ class RunBuilder(RunParts):
         can_measure = self.measure_gains and self.total_steps >= self._steps_to_measure
         # a resumed run without this key is of a version that used it
         undecided = self.measure_gains and "optimization.measure" not in self.recorded
-        if can_measure or self._had_trial(name) or not (undecided or key in self.recorded):
+        if can_measure or self._was_tested(name) or not (undecided or key in self.recorded):
             return None
 
         def decide() -> tuple[bool, str]:
@@ -225,13 +236,13 @@ class RunBuilder(RunParts):
         used = self.choose(key, decide)
         return None if used else next(c.reason for c in self.choices if c.key == key)
 
-    def _had_trial(self, name: str) -> bool:
-        return any(trial["name"] == name for trial in self.recorded.get(TRIALS, ()))
+    def _was_tested(self, name: str) -> bool:
+        return any(test["name"] == name for test in self.recorded.get(GAIN_TESTS, ()))
 
     @property
     def _steps_to_measure(self) -> int:
-        """The least steps of a run that has room for one more trial."""
-        return math.ceil((len(self.switches) + 1) * MIN_TRIAL_STEPS / TRIAL_SHARE)
+        """The least steps of a run that has room for one more test."""
+        return math.ceil((len(self.switches) + 1) * MIN_GAIN_TEST_STEPS / GAIN_TEST_SHARE)
 
     @property
     def _too_few_steps(self) -> str:
@@ -246,7 +257,7 @@ class RunBuilder(RunParts):
         if key in self.recorded:
             value, reason = self.recorded[key], "kept from the resumed run"
         else:
-            value, reason = decide() if self.world is None else self.world.broadcast_choice(decide)
+            value, reason = self.world.broadcast_choice(decide)
         self.choices.append(Choice(key, value, reason))
         return value
 

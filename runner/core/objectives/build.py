@@ -168,14 +168,14 @@ def _build_custom(
     if not callable(loss):
         fix = "define __call__(output, target)"
         raise ConfigError(TARGET_KEY, f"{target} is not callable", fix)
-    _check_call(loss, target, arguments)
+    _check_loss_arguments(loss, target, arguments)
     from runner.core.objectives.custom import CustomObjective
 
     loss = partial(loss, **arguments) if arguments else loss
     return CustomObjective(loss, target, elementwise=bool(elementwise_loss(config)))
 
 
-def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
+def _check_loss_arguments(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         inspect.signature(function).bind(None, None, **arguments)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core.objectives.model_output import DeferredLogits
+from runner.core.interfaces.nested import DeferredLogits
 
 
 class OutputLayer(nn.Module):
@@ -44,6 +44,21 @@ def defer_logits(layer: nn.Module, chunk: int) -> None:
 def restore_forward(layer: nn.Module) -> None:
     """Restore the forward of the layer's class."""
     layer.__dict__.pop("forward", None)
+
+
+def mean_cross_entropy(logits: DeferredLogits, target: Tensor, ignore_index: int) -> Tensor:
+    """Return the mean loss over targets other than `ignore_index`, 0-d, in fp32 or better.
+
+    NaN with gradients of 0 if there are none, as in torch.
+    """
+    kind, dtype = logits.hidden.device.type, logits.hidden.dtype
+    if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(kind)  # as in a linear layer
+    hidden, target = logits.hidden.flatten(0, -2), target.flatten()
+    loss: Tensor = _MeanCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, logits.weight, logits.bias, target, ignore_index, logits.chunk, dtype
+    )
+    return loss
 
 
 class _MeanCrossEntropy(torch.autograd.Function):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.core.errors import ConfigError, DataError, UsageError
-from runner.core.objectives.model_output import DeferredLogits
+from runner.core.interfaces.nested import DeferredLogits
 
 NO_IGNORED_INDEX = -(2**31)  # never a target; torch's default would silently drop every -100
 
@@ -57,8 +57,11 @@ class CrossEntropy:
 
     def mean_deferred(self, logits: DeferredLogits, target: Tensor) -> Tensor:
         """Return the mean loss over deferred logits; `target` has their leading shape."""
+        # imported only where logits are deferred
+        from runner.core.objectives.chunked_cross_entropy import mean_cross_entropy
+
         try:
-            return logits.mean_cross_entropy(target, self.loss_ignore_index)
+            return mean_cross_entropy(logits, target, self.loss_ignore_index)
         except (IndexError, RuntimeError, ValueError) as error:
             rows = torch.Size((target.numel(), logits.shape[-1]))
             if (problem := self.find_problem(rows, target.flatten())) is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import LABEL_KEYS, Batch
-from runner.core.interfaces.nested import describe, named_leaves
+from runner.core.interfaces.nested import describe, find_logits, named_leaves
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives import model_output
 from runner.core.objectives.language_modelling import MAX_EXPONENT
@@ -93,7 +93,7 @@ class ModelLossObjective(Objective):
         losses = {"loss": _total(parts), **{PART + n: x for n, x in parts.items() if n != "loss"}}
         for name, loss in losses.items():
             sums[name] = model_output.sum_float64(loss.detach().double() * weight)
-        logits = model_output.find_logits(output)
+        logits = find_logits(output)
         if self.predicts_tokens and isinstance(logits, Tensor) and isinstance(target, Tensor):
             logits = logits[:, :-1] if self.shifts and logits.ndim == 3 else logits
             compared = self._compared_target(target)

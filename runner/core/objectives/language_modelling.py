@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from runner.core.errors import ConfigError
+from runner.core.interfaces.nested import DeferredLogits, find_logits
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives import model_output
 from runner.core.objectives.cross_entropy import CrossEntropy
-from runner.core.objectives.model_output import DeferredLogits, find_logits
 
 BYTE_VOCAB = 256  # a vocabulary of this size is assumed to be bytes
 LOGITS_PER_SLICE = 2**24  # logits tallied at once: 128 MB with their fp32 copy and softmax

@@ -1,66 +1,17 @@
-"""Logits in a model's output, also deferred ones, and sums over batches."""
+"""Values of the logits in a model's output, and sums over batches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from runner.core.errors import ConfigError, DataError
+from runner.core.interfaces.nested import DeferredLogits, find_logits
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 MAX_KEPT_VALUES = 2**22  # limit of the values in `TensorRows`: 16 MB
-
-
-@dataclass(frozen=True)
-class DeferredLogits:
-    """Deferred product of an output layer: hidden [..., width], weight [vocab, width]."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    chunk: int  # tokens at a time
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the logits."""
-        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
-
-    def compute(self) -> Tensor:
-        """Compute the logits, [..., vocab]."""
-        return F.linear(self.hidden, self.weight, self.bias)
-
-    def mean_cross_entropy(self, target: Tensor, ignore_index: int) -> Tensor:
-        """Return the mean loss over targets other than `ignore_index`, 0-d, in fp32 or better.
-
-        NaN with gradients of 0 if there are none, as in torch.
-        """
-        kind = self.hidden.device.type
-        dtype = self.hidden.dtype
-        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(kind)  # as in a linear layer
-        # imported only where logits are deferred
-        from runner.core.objectives.chunked_cross_entropy import _MeanCrossEntropy
-
-        hidden, target = self.hidden.flatten(0, -2), target.flatten()
-        loss: Tensor = _MeanCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, target, ignore_index, self.chunk, dtype
-        )
-        return loss
-
-
-def find_logits(output: Any) -> Any:
-    """Return the logits of an output: itself, its `logits`, or the first of a tuple."""
-    if isinstance(output, Tensor | DeferredLogits):
-        return output
-    if isinstance(output, dict):
-        return output.get("logits")
-    # a named tuple may have `logits` anywhere, a plain one has them first
-    first = output[0] if isinstance(output, tuple | list) and output else None
-    return getattr(output, "logits", first)
 
 
 def logits(output: Any) -> Tensor:

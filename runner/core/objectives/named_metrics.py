@@ -172,9 +172,9 @@ def _construct_metric(name: str, factory: Any, arguments: Mapping[str, Any], siz
         warnings.simplefilter("ignore")  # about memory, and about so few samples
         try:
             metric = factory(**arguments)
-            trial = metric.clone()
-            trial.update(*_samples(sizes))
-            value = trial.compute()
+            copy = metric.clone()
+            copy.update(*_samples(sizes))
+            value = copy.compute()
         except Exception as error:
             reason = str(error).partition("\n")[0]
             problem = f"{name} does not fit: {reason}"

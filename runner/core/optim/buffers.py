@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.core.checkpoint.finite_checks import is_statistic
 
-TRIAL_STEPS = 2  # in which all frozen parameters are watched by value
+WATCHED_STEPS = 2  # in which all frozen parameters are watched by value
 MAX_COPIED_BYTES = 2**28
 LARGEST = torch.finfo(torch.float32).max
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -230,12 +230,12 @@ class FrozenParameters:
         self.last: list[tuple[Tensor, int, int]] = []
         size = sum(p.nbytes for p in self._tensors())
         self.saves = 0
-        self.trial_steps = TRIAL_STEPS if size <= MAX_COPIED_BYTES else 0
+        self.watched_steps = WATCHED_STEPS if size <= MAX_COPIED_BYTES else 0
 
     @property
     def undecided(self) -> bool:
         """Whether it is not yet known which of them move."""
-        return len(self.slots) > 0 and self.saves <= self.trial_steps
+        return len(self.slots) > 0 and self.saves <= self.watched_steps
 
     def current(self) -> list[Tensor]:
         """Return those that move."""
@@ -257,7 +257,7 @@ class FrozenParameters:
             if not same:
                 self.moved.add(number)
         self.last = now
-        numbers = self.moved if self.saves >= self.trial_steps else range(len(tensors))
+        numbers = self.moved if self.saves >= self.watched_steps else range(len(tensors))
         self.saved = {number: tensors[number].detach().clone() for number in numbers}
         self.saves += 1
 

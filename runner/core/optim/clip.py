@@ -45,7 +45,7 @@ class GradientClipper:
 
         `scale` is the loss scale. Sparse gradients must be coalesced.
         """
-        gradients = [[_values(g) for g, _ in group if g is not None] for group in groups]
+        gradients = [[dense_values(g) for g, _ in group if g is not None] for group in groups]
         all_gradients = [gradient for group in gradients for gradient in group]
         if scale is not None and (self.adaptive or self.value):
             torch._foreach_div_(all_gradients, scale)
@@ -69,7 +69,7 @@ class GradientClipper:
             for (gradient, weight), is_adaptive in zip(group, mask, strict=True):
                 if gradient is None or not is_adaptive:
                     continue
-                gradients.append(_values(gradient))
+                gradients.append(dense_values(gradient))
                 rows = gradient.indices()[0] if gradient.is_sparse else None
                 weights.append(weight.detach() if rows is None else weight.detach()[rows])
         if not gradients:
@@ -100,7 +100,8 @@ def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def _values(gradient: Tensor) -> Tensor:
+def dense_values(gradient: Tensor) -> Tensor:
+    """Return a gradient's values as a dense tensor; of a sparse one those that are stored."""
     return gradient.values() if gradient.is_sparse else gradient
 
 

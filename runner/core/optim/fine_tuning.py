@@ -15,7 +15,7 @@ from runner.core.schemas.optimizer import OptimizerConfig
 
 
 def pop_groups(
-    config: OptimizerConfig, rest: dict[str, Tensor], decays: bool
+    config: OptimizerConfig, rest: dict[str, Tensor], has_weight_decay: bool
 ) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
     """Yield parameters, popped from `rest`, and options of each of `optimizer.groups`.
 
@@ -24,7 +24,7 @@ def pop_groups(
     for number, group in enumerate(config.groups):
         matched = match_names(group["match"], rest, f"optimizer.groups.{number}.match", "trained")
         options = {"lr_share": group["lr"] / config.lr} if "lr" in group else {}
-        if "weight_decay" in group and decays:
+        if "weight_decay" in group and has_weight_decay:
             options["weight_decay"] = group["weight_decay"]
         yield [rest.pop(name) for name in matched], options
 

@@ -122,12 +122,12 @@ def build_optimizer(
     arguments = {"lr": config.lr, **config.options, **options}
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("model", "has no parameter that requires a gradient", "nothing to train")
-    decays = "weight_decay" in accepted
-    if decays:
+    has_weight_decay = "weight_decay" in accepted
+    if has_weight_decay:
         arguments["weight_decay"] = config.weight_decay
     elif config.weight_decay:
         log.info("optimizer.weight_decay is not used: %s has no weight decay", cls.__name__)
-    groups = _parameter_groups(config, names or dict(model.named_parameters()), decays)
+    groups = _parameter_groups(config, names or dict(model.named_parameters()), has_weight_decay)
     stand_ins = [{**g, "params": [_stand_in(p) for p in g["params"][:4]]} for g in groups]
     try:
         with skip_compiler_import():
@@ -172,16 +172,17 @@ def _refuse_closure(make: Callable[[], Optimizer], name: str) -> None:
 
 
 def _parameter_groups(
-    config: OptimizerConfig, names: Mapping[str, Tensor], decays: bool
+    config: OptimizerConfig, names: Mapping[str, Tensor], has_weight_decay: bool
 ) -> list[dict[str, Any]]:
     """Return the parameter groups: those of `optimizer.groups`, then the rest."""
     rest = {name: p for name, p in names.items() if p.requires_grad}
-    exempt_vectors = decays and any(p.ndim >= 2 for p in rest.values())  # vectors alone do decay
+    # vectors alone do decay
+    exempt_vectors = has_weight_decay and any(p.ndim >= 2 for p in rest.values())
     groups: list[dict[str, Any]] = []
     if config.groups:
         from runner.core.optim.fine_tuning import pop_groups
 
-        for parameters, options in pop_groups(config, rest, decays):
+        for parameters, options in pop_groups(config, rest, has_weight_decay):
             decay = options.get("weight_decay", config.weight_decay)
             groups += _split_decayed(parameters, options, exempt_vectors and decay > 0)
     return groups + _split_decayed([*rest.values()], {}, exempt_vectors and config.weight_decay > 0)

@@ -30,7 +30,7 @@ from runner.core.optim.origin import is_torch_class, skip_compiler_import, uses_
 from runner.core.schemas.stability import StabilityConfig
 
 if TYPE_CHECKING:
-    from runner.core.interfaces.processes import ShardsProtocol
+    from runner.core.interfaces.shards import ShardsProtocol
     from runner.core.optim.clip import GradientClipper
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from runner.core.errors import DataError
 from runner.core.interfaces.batch import Batch, batch_size_of, call_model
+from runner.core.interfaces.nested import out_of_range
 from runner.core.interfaces.objective import Objective
 from runner.core.optim.fused_kernel import FusedKernel, KernelGroup
 from runner.core.optim.gradients import disable_autocast, tensor_norms
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.techniques import compiler
 
 Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
@@ -80,7 +80,7 @@ class StepGraph:
             return False
         if size != self.samples or update.kernel is None or not update.has_single_lr:
             return False
-        return self.index_limit is None or not compiler.out_of_range(batch[1], self.index_limit)
+        return self.index_limit is None or not out_of_range(batch[1], self.index_limit)
 
     def check(self) -> None:
         """Raise DataError if a target was out of range since the last check. Host sync."""

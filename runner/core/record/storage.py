@@ -234,7 +234,7 @@ def open_folder(folder: Path, create: bool = False) -> Iterator[int]:
 
 
 def safe_opener(path: str | Path, flags: int) -> int:
-    """Open a file to write, never world-writable; for `open(opener=…)`.
+    """Open a file to write, never writable by others; for `open(opener=…)`.
 
     A link in its place is replaced by the file. Raises what `open_folder` raises.
     """

@@ -13,6 +13,7 @@ from typing import Any
 from runner.core.errors import StorageError
 from runner.core.interfaces.batch import ColumnUse
 from runner.core.interfaces.hook import Cost
+from runner.core.interfaces.run import FINISHED_ENDS
 from runner.core.interfaces.technique import Choice, TechniqueStatus
 from runner.core.record.storage import read_record, safe_opener, write_json
 from runner.core.record.text import dataclass_from_json
@@ -20,8 +21,6 @@ from runner.core.record.text import dataclass_from_json
 SUMMARY_FILE = "summary.json"
 FINISHED_STATUSES = ("done", "stopped")
 """Statuses of a run that ended normally and is not run again; others are failures with a reason."""
-FINISHED_ENDS = ("done", "patience", "pruned", "hook")
-"""Values of `ended_by` of a run that `checkpoint.resume=auto` and a repeated sweep leave alone."""
 ENDS = {
     **dict.fromkeys(("interrupted", "killed"), "signal"),
     "done": "done",

@@ -131,7 +131,7 @@ class ChildProcess:
             raise self._describe_exit() from None
         self.has_answered = True
         if isinstance(answer, RequestFailure):
-            raise WorkerFailure(answer.status, f"{answer.reason}{self._log_hint()}")
+            raise WorkerFailure(answer.status, f"{answer.reason}{self._log_path_text()}")
         return answer
 
     def request_exit(self) -> None:
@@ -167,7 +167,7 @@ class ChildProcess:
     def _describe_exit(self) -> WorkerFailure:
         """Return how a process ended that sent no answer. Raises UnguardedScript."""
         self.process.join(EXIT_TIMEOUT_S)
-        code, hint = self.process.exitcode, self._log_hint()
+        code, hint = self.process.exitcode, self._log_path_text()
         if code == UNGUARDED_EXIT_CODE and not self.has_answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
             raise UnguardedScript(
@@ -180,7 +180,7 @@ class ChildProcess:
             return WorkerFailure("oom", f"killed by the system: out of memory{hint}")
         return WorkerFailure("killed", f"killed by {signal.Signals(-code).name}{hint}")
 
-    def _log_hint(self) -> str:
+    def _log_path_text(self) -> str:
         return f"; see {self.log}" if self.log is not None and self.log.exists() else ""
 
 

@@ -95,7 +95,7 @@ def check_subfolder(key: str, inner: str, folder: Path) -> None:
 
 @contextmanager
 def restrict_umask() -> Iterator[None]:
-    """While entered, new files are not world-writable, whatever the umask."""
+    """While entered, new files are not writable by others, whatever the umask."""
     previous = os.umask(OTHERS_WRITE)
     os.umask(previous | OTHERS_WRITE)
     try:
@@ -170,7 +170,7 @@ def _parents_to_check(folder: Path) -> list[Path]:
 
 
 def _others_may_replace(folder: Path) -> bool:
-    """Whether it is world-writable without the sticky bit, so that others may rename files."""
+    """Whether others may write to it and rename files: it has no sticky bit."""
     try:
         mode = folder.stat().st_mode
     except OSError:

@@ -68,11 +68,11 @@ def step_bytes(
     Bytes per sample are the difference in tensors saved for backward between two small steps;
     `outputs` is that of `saved_bytes`.
     """
-    from runner.core.techniques.probe import saved_bytes, trial_step
+    from runner.core.techniques.probe import probe_step, saved_bytes
 
     model, samples = builder.model, min(FEW_SAMPLES, max(1, builder.batch_size // 2))
     small, large = (
-        saved_bytes(model, partial(trial_step, builder, n), outputs=outputs)
+        saved_bytes(model, partial(probe_step, builder, n), outputs=outputs)
         for n in (samples, 2 * samples)
     )
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)

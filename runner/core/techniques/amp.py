@@ -45,12 +45,12 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
 
     if reason := builder.skip_reason("amp"):
         return reason
-    builder.add_trial("amp", set_enabled)
+    builder.add_switch("amp", set_enabled)
     dtype = _choose_dtype(config, builder)
     if dtype is torch.float16:
         builder.loss_scale = config.initial_scale
     # FSDP frees gathered weights after each block: autocast must not cache 16-bit copies
-    cache_weights = builder.world is None or builder.world.kind != "fsdp"
+    cache_weights = builder.world.kind != "fsdp"
     autocast.append(
         partial(torch.autocast, builder.device.kind, dtype=dtype, cache_enabled=cache_weights)
     )

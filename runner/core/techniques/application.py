@@ -38,8 +38,8 @@ def apply_techniques(
             not_applied.append(TechniqueStatus(name, False, False, "not requested"))
             continue
         status, reason = "not applicable", technique.unavailable(builder.device)
-        if builder.world is not None and reason is None:
-            reason = builder.world.unsupported_reason(name)
+        if reason is None:
+            reason = builder.unsupported_reason(name)
         try:
             if reason is None:
                 status, reason = "skipped", technique.apply(builder)

@@ -92,7 +92,7 @@ def apply(config: Attention, builder: RunBuilder) -> str | None:
             stack.enter_context(use_kernel(name, run.model))
 
     stack.enter_context(use_kernel(name, builder.model))
-    builder.add_trial("attention", set_enabled)
+    builder.add_switch("attention", set_enabled)
     return None
 
 

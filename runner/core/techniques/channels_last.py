@@ -22,7 +22,7 @@ def apply(config: ChannelsLast, builder: RunBuilder) -> str | None:
     memory_order = MemoryOrder()
     builder.model.to(memory_format=NHWC)  # type: ignore[call-overload]
     builder.placements.append(memory_order.convert)
-    builder.add_trial("channels_last", memory_order.set_enabled)
+    builder.add_switch("channels_last", memory_order.set_enabled)
     return None
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.core.interfaces.batch import batch_size_of
+from runner.core.interfaces.nested import DeferredLogits, find_logits
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.objectives.chunked_cross_entropy import OutputLayer, defer_logits, restore_forward
-from runner.core.objectives.model_output import DeferredLogits, find_logits
 from runner.core.schemas.optimization import ChunkedLoss
 from runner.core.techniques import probe
 

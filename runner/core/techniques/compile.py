@@ -58,7 +58,7 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     # both are measured, so each compiles
     if builder.whole_step_options is None or whole_step_measured:
         min_steps = 2 * minimum_steps(builder) if whole_step_measured else 0
-        measured = builder.add_trial(
+        measured = builder.add_switch(
             "compile", compilation.set_enabled, initially_on=False, min_steps=min_steps,
             discard=compilation.discard,
         )  # fmt: skip
@@ -100,7 +100,7 @@ def engaged(config: Compile, run: Run) -> Evidence:
         return Evidence(False, reason or "nothing was compiled")
     facts = {"mode": compilation.mode, **compiler.compilation_facts()}
     compiler.store_seconds(run, facts)
-    graphs = [facts["graphs"]] if run.world is None else run.world.all_gather(facts["graphs"])
+    graphs = run.gather(facts["graphs"])
     if not min(graphs):  # agreed by all processes, since the dry runs below need all of them
         causes = facts.get("failed") or [compiler.graph_obstacle(run, eager=True)]
         return Evidence(False, shorten("; ".join(filter(None, ["no graph", *causes])), 300), facts)

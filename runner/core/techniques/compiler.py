@@ -25,6 +25,7 @@ from runner.core.device.capabilities import cpu_flags
 from runner.core.errors import DataError
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.nested import out_of_range
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import RunBuilder
 from runner.core.record.storage import user_cache
@@ -188,7 +189,7 @@ def replace_whole_step(run: Run, reason: str) -> None:
         if switch.name == "whole_step":
             switch.set_enabled(run, False)
     log.warning("optimization.whole_step: fell back: %s", reason)
-    if run.compilation is not None and not (run.trials and run.trials.is_rejected("compile")):
+    if run.compilation is not None and not run.is_rejected("compile"):
         run.compilation.set_enabled(run, True)
 
 
@@ -199,7 +200,7 @@ def drop_graphs(run: Run, reason: str) -> bool:
     """
     techniques, graph = [switch.name for switch in run.switches], run.step_graph
     whole_step = graph is not None or "whole_step" in techniques
-    if run.trials is not None and run.trials.is_rejected("whole_step"):
+    if run.is_rejected("whole_step"):
         whole_step = False
     whole_step = whole_step and "whole_step" not in run.fallback_reasons
     cuda_graphs = run.compilation is not None and run.compilation.restart_without_cuda_graphs()
@@ -408,16 +409,6 @@ def add_token_check(builder: RunBuilder) -> None:
         return batch
 
     builder.placements.append(check_ids)
-
-
-def out_of_range(indices: Any, limit: int) -> bool:
-    """Whether any index is below 0 or not below `limit`. 2 µs; a host sync on a GPU."""
-    if not isinstance(indices, torch.Tensor) or not indices.numel():
-        return False
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
-        return False
-    low, high = indices.aminmax()
-    return bool(low.item() < 0 or high.item() >= limit)
 
 
 # -- hooks ----------------------------------------------------------------------------------------

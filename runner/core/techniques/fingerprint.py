@@ -14,7 +14,7 @@ from runner.core.device import numerics
 from runner.core.errors import UsageError
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder, Technique
-from runner.core.techniques.probe import OperatorObserver, enter_contexts, saved_bytes, trial_step
+from runner.core.techniques.probe import OperatorObserver, enter_contexts, probe_step, saved_bytes
 
 if TYPE_CHECKING:
     from runner.core.device.device import Device
@@ -92,7 +92,7 @@ def _step_effects(builder: RunBuilder) -> dict[str, Any]:
         operators[str(operator), getattr(output, "dtype", None)] += 1
 
     def step() -> None:
-        loss, gradients = trial_step(builder, min(SAMPLES, builder.micro_batch))
+        loss, gradients = probe_step(builder, min(SAMPLES, builder.micro_batch))
         numbers.extend(float(t.double().sum()) for t in (loss, *gradients) if t is not None)
 
     try:

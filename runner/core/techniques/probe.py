@@ -90,7 +90,7 @@ def forward(builder: RunBuilder, inputs: Inputs) -> Any:
         return call_model(builder.forward, inputs)
 
 
-def trial_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
+def probe_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return loss and gradients over training samples, uncompiled.
 
     The model is restored afterwards; its exceptions propagate.

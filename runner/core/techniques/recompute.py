@@ -26,11 +26,11 @@ from runner.core.preserved_state import NotRestorable
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Recompute, RecomputePolicy
 from runner.core.techniques.accumulation import MIB, step_bytes, usable_bytes
-from runner.core.techniques.probe import dry_run_step, repeated_blocks, saved_bytes, trial_step
+from runner.core.techniques.probe import dry_run_step, probe_step, repeated_blocks, saved_bytes
 
 KEY = "optimization.recompute"
 NOTHING = "nothing"  # recomputed, as the step fits
-SAMPLES = 4  # in the trial steps that are compared
+SAMPLES = 4  # in the steps that are compared
 SAVING_RATIO = 0.9  # of the bytes saved without it: less counts as a saving
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def apply(config: Recompute, builder: RunBuilder) -> str | None:
     try:
         with ExitStack() as scope:
             recomputed.wrap(scope)
-            trial_step(builder, min(builder.micro_batch, SAMPLES))
+            probe_step(builder, min(builder.micro_batch, SAMPLES))
     except NotRestorable:
         raise
     except Exception as error:  # such as a model with blocks that can run only once

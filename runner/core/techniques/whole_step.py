@@ -30,7 +30,7 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
     """Store compile options in the builder; the graph is made once there is an optimizer."""
     if builder.micro_batch < builder.batch_size:
         return f"micro-batches of {builder.micro_batch}: the step is several backward passes"
-    if builder.world is not None:
+    if builder.is_shared:
         return "gradients go to other processes in the middle of the step"
     if builder.recompute is not None:
         return "recompute needs separate forward and backward graphs"
@@ -55,7 +55,7 @@ def apply(config: WholeStep, builder: RunBuilder) -> str | None:
     # the graph uses this optimizer's state, and the optimizer runs steps outside of the graph
     builder.optimizer_options.update(fused)
     holder = GraphHolder()
-    builder.add_trial("whole_step", holder.set_enabled, initially_on=False, discard=holder.discard)
+    builder.add_switch("whole_step", holder.set_enabled, initially_on=False, discard=holder.discard)
     return None
 
 

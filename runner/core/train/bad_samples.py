@@ -35,8 +35,8 @@ class BadSampleTracker:
         if usable is None:
             return False
         bad, empty = usable.last.bad, loader.empty
-        if run.world is not None:
-            gathered = run.world.all_gather((bad, len(usable.last.indices)))
+        if run.is_shared:
+            gathered = run.gather((bad, len(usable.last.indices)))
             bad = {index: text for each, _ in gathered for index, text in each.items()}
             run.world.usable_samples = [count for _, count in gathered]
             empty = not any(run.world.usable_samples)

@@ -67,7 +67,7 @@ def build_summary(
         columns=run.columns,
         distributed=run.distributed,
     )
-    if run.world is not None:  # the other processes of the run are not told apart
+    if run.is_shared:  # the other processes of the run are not told apart
         summary.throughput.other_cpu_share = None
     run.history.write()
     if run.folder is not None and run.writes:
@@ -100,8 +100,7 @@ def _count_faults(run: Run) -> dict[str, int]:
     faults = Counter(run.history.counts)
     faults.update(run.recorder.faults)
     faults.update(run.checkpointer.faults)
-    if run.world is not None:
-        faults.update(run.world.faults)
+    faults.update(run.world.faults)
     return dict(faults)
 
 
@@ -119,7 +118,7 @@ def collect_evidence(run: Run) -> None:
         safe=large_parameters(run.model),
     ):  # fmt: skip
         for name, technique in run.techniques:
-            if run.trials is not None and run.trials.is_rejected(name):
+            if run.is_rejected(name):
                 continue
             try:
                 run.evidence[name] = technique.engaged(run)
@@ -131,9 +130,8 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
     """A row per technique: requested, engaged, and the evidence collected so far."""
     rows = {row.name: row for row in run.unapplied_techniques}
     for name, _ in run.techniques:
-        evidence, fallback_reason = run.evidence.get(name), run.fallback_reasons.get(name, "")
-        if run.trials is not None:
-            evidence = run.trials.evidence(name, evidence)
+        evidence = run.measured_evidence(name)
+        fallback_reason = run.fallback_reasons.get(name, "")
         if evidence is None:
             reason = fallback_reason or "the run ended before evidence was collected"
             status = "fell back" if fallback_reason else ""
@@ -143,7 +141,7 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
             continue
         status = "fell back" if fallback_reason else evidence.status or "failed"
         status = "engaged" if evidence.engaged else status
-        status = "skipped" if run.trials and run.trials.is_rejected(name) else status
+        status = "skipped" if run.is_rejected(name) else status
         rows[name] = TechniqueStatus(
             name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
         )

@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 from runner.core.errors import ConfigError, RunnerError
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Batch, call_model, slice_rows
-from runner.core.interfaces.nested import named_leaves, tensors
+from runner.core.interfaces.nested import find_logits, named_leaves, tensors
 from runner.core.interfaces.run import Run
-from runner.core.objectives.model_output import find_logits
 from runner.core.preserved_state import large_parameters, preserve_state
 
 log = logging.getLogger("runner")

@@ -79,8 +79,7 @@ class GracePeriod:
     def _record(self, error: Interrupted) -> None:
         """Close the record of the run without reading state that the step may be changing."""
         run = self.run
-        if run.world is not None:
-            run.world.leave(error)
+        run.leave_others(error)
         run.checkpointer.join()
         problem = f"its step did not end within checkpoint.grace_s={run.grace_s:g}"
         reason = f"{error}{self.resume_hint()}; {problem}"

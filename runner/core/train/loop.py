@@ -33,14 +33,14 @@ from runner.core.format import count_noun, metric
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.objective import unknown_direction, unknown_metric
-from runner.core.interfaces.run import Run, check_run
+from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
 from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
 from runner.core.record import hydra_files
 from runner.core.record.console import restore_logging
 from runner.core.record.hydra_files import has_files, read_small_files
-from runner.core.record.summary import FINISHED_ENDS, FINISHED_STATUSES, Summary
+from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import resume_argument, summarize_error
 from runner.core.security.secrets import redact_errors
 from runner.core.train.baseline import record_baseline
@@ -89,7 +89,7 @@ def train(run: Run) -> Summary:
     read_ended = partial(_read_ended_summary, run)
     previous: Summary | None = None
     if is_over:
-        previous = read_ended() if run.world is None else run.world.broadcast_choice(read_ended)
+        previous = run.world.broadcast_choice(read_ended)
     if previous is not None:
         log.info("this run already ended at step %d; to continue: training.steps=…", previous.steps)
         return previous  # its record stays as it is
@@ -97,8 +97,8 @@ def train(run: Run) -> Summary:
         hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset, run.event_position)
     run.record_offset = run.event_position = None
-    if run.trials is not None:
-        run.trials.plan(run)
+    if run.gain_tests is not None:
+        run.gain_tests.plan(run)
     build_summary(run, "running", required=True)
     status, reason, ended_by = "failed", "a hook swallowed an exception", "error"
     try:
@@ -146,8 +146,7 @@ def _keep_folder(run: Run, all_files: bool = True) -> None:
     if all_files or run.loss:
         lost |= run.checkpointer.is_lost or run.recorder.is_deleted
         lost |= run.folder is not None and not has_files(run.folder, run.small_files)
-    if run.world is not None:
-        lost = bool(run.world.all_reduce_max(int(lost))[0])  # host sync: none, on the host
+    lost = run.holds_for_any(lost)
     if lost:
         from runner.core.train.lost_folder import recover_folder  # imported only if needed
 
@@ -195,7 +194,7 @@ def _train(run: Run) -> None:
     after_step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     if text := enter_training(run.model):
         run.choices.append(Choice("model.train", "training mode", text))
-    distributed = run.world is not None
+    distributed = run.is_shared
     make_grace_period = partial(_make_grace_period, run)
     with InterruptHandler(_signal_notice(run), distributed, make_grace_period) as interrupts:
         interrupts.warn_overridden()
@@ -237,7 +236,7 @@ def _train(run: Run) -> None:
                     verdict = max(verdict, _process_reports(run))
                 signal_number = interrupts.received
                 interrupts.warn_replaced()
-                if run.world is not None:
+                if distributed:
                     worst, number = run.world.all_reduce_max(verdict, signal_number or 0)
                     verdict, signal_number = Verdict(worst), number or None
                 stopwatch.stop(samples)
@@ -387,23 +386,22 @@ def _save_and_stop(
 
 def _leave_world(run: Run, error: BaseException) -> None:
     """Stop waiting for the other processes of the run, if there are any."""
-    if run.world is not None:
-        run.world.leave(error)
+    run.leave_others(error)
 
 
 def _has_stalled_device(run: Run) -> bool:
     """Whether the device may wait forever for a lost process; see `World.has_stalled_device`."""
-    return run.world is not None and run.world.has_stalled_device
+    return run.world.has_stalled_device
 
 
 def _means_lost_process(run: Run, error: BaseException) -> bool:
     """Whether the error means that another process has ended or does not answer."""
-    return run.world is not None and run.world.means_loss(error)
+    return run.world.means_loss(error)
 
 
 def _translate_lost(run: Run) -> AbstractContextManager[None]:
     """Return a context that raises ProcessLost for errors that mean it, e.g. NCCL's at a read."""
-    return nullcontext() if run.world is None else run.world.translate_lost()
+    return run.world.translate_lost()
 
 
 def _signal_notice(run: Run) -> str:
@@ -444,7 +442,7 @@ def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler, last_state:
         _handle_last_report(run)
     validates = step > 0 and (is_last or step % run.validate_every == 0)
     saves = step % run.checkpoint_every == 0
-    if validates or saves or run.world is None and step % run.report_every == 0:
+    if validates or saves or not run.is_shared and step % run.report_every == 0:
         _keep_folder(run, validates or saves)
     if validates and progress.validated_step < step:
         run.stopwatch.pause()
@@ -533,7 +531,7 @@ def _process_reports(run: Run, wait: bool = False) -> Verdict:
             run.batch_validator.read(report.last)  # no wait: those steps have ended
             run.stability.vetoed += run.batch_validator.take_vetoed()
             # each process saw its part of a batch
-            if run.world is not None and process_lost is None:
+            if run.is_shared and process_lost is None:
                 run.stability.vetoed, process_lost = run.world.union(run.stability.vetoed)
         run.stability.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
@@ -566,7 +564,7 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
     run.stopwatch.pause()
     if verdict is Verdict.STOP:
         cause = run.stopped_by, run.stop_reason
-        causes = [cause] if run.world is None else run.world.all_gather(cause)
+        causes = run.gather(cause)
         # of the first process with one: a limit may be reached in another one than rank 0
         run.stopped_by, run.stop_reason = next(
             (known for known in causes if known[1]), ("hook", "a hook requested a stop")

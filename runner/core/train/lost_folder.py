@@ -28,8 +28,7 @@ def recover_folder(run: Run) -> None:
     if run.folder is not None:
         lost |= not owns_folder(run.folder)
         _recreate_files(run, run.folder, lost)
-    if run.world is not None:
-        lost = bool(run.world.all_reduce_max(int(lost))[0])
+    lost = run.holds_for_any(lost)
     if lost and not run.checkpointer.in_memory:
         is_best = run.progress.best_step == run.progress.step > 0
         if not is_best:

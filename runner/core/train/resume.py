@@ -23,7 +23,7 @@ from runner.core.data.order import Segment
 from runner.core.errors import CheckpointError, ConfigError, SecurityError
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Progress, Run
-from runner.core.interfaces.technique import TRIALS, Choice
+from runner.core.interfaces.technique import Choice
 from runner.core.record.text import shorten
 from runner.core.schemas.data import LIMIT_KEYS, LOADING_KEYS
 from runner.core.train.best import (
@@ -66,7 +66,7 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
     weights are copied; files are written in the background.
     """
     if run.saved_step < run.progress.step or best:
-        if run.world is not None and run.world.lost and run.shards is not None:
+        if run.world.lost and run.shards is not None:
             log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
             return
         if not final and not run.stability.has_finite_weights():
@@ -76,9 +76,8 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would replace the one to roll back to
         run.checkpointer.suspect_steps = _steps_to_replay(run, bad, run.captures is not None)
-        if run.trials is not None:
-            # a new dict: a checkpoint of the old one may be in the making
-            run.checkpointer.choices = run.checkpointer.choices | {TRIALS: run.trials.history()}
+        # a new dict: a checkpoint of the old one may be in the making
+        run.checkpointer.choices = run.checkpointer.choices | run.measured_choices()
         is_due = run.progress.step % run.checkpoint_every == 0 or run.saved_step < 0
         planned = not failed and (best or is_due)  # else of an early end
         _note_unplanned(run, planned)
@@ -288,7 +287,7 @@ def inherit_best(run: Run) -> None:
     source, run.parent_best = run.parent_best, None
     if source is not None:
         copy = partial(run.checkpointer.inherit, source)
-        problem = copy() if run.world is None else run.world.broadcast_choice(copy)
+        problem = run.world.broadcast_choice(copy)
         if problem:
             restart_best(run.progress, f"cannot be copied ({problem})")
 
@@ -315,9 +314,8 @@ def _continue_epochs(run: Run, state: Mapping[str, Any]) -> None:
         return
     progress.segments = [list(segment) for segment in train.segments]
     segment, order = train.segments[-1], train.fetch.order
-    if run.world is not None:
-        left = len(order.indices) - segment.sample
-        run.world.check_batches(left, train.batch_size, order.drop_last)
+    left = len(order.indices) - segment.sample
+    run.world.check_batches(left, train.batch_size, order.drop_last)
     if run.epochs is not None:
         run.total_steps = max(1, segment.steps_until(run.epochs))
         run.update.set_factors(run.make_lr_factors(run.total_steps))
@@ -401,8 +399,7 @@ def restore_last_good_checkpoint(run: Run) -> bool:
     """
     progress, update = run.progress, run.update
     run.checkpointer.wait()
-    if run.world is not None:
-        run.world.barrier()  # until rank 0 has written the last one
+    run.wait_for_others()  # until rank 0 has written the last one
     restored = _find_good_checkpoint(run)
     if restored is None:
         return False

@@ -14,7 +14,7 @@ from torch import Tensor
 from runner.core.data.order import mix
 from runner.core.errors import UsageError
 from runner.core.execution.recovery import is_device_error, is_out_of_memory, suppress_device_errors
-from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows, split_batch
+from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.text import summarize_error
@@ -35,12 +35,12 @@ def make_step(
     if empty and run.bad_samples is not None:
         return run.bad_samples.make_skipped_step(), Verdict.KEEP
     due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
-    trials = run.trials
-    if trials is None or trials.finished:
+    tests = run.gain_tests
+    if tests is None or tests.finished:
         return _make_step(run, batch, due)
-    start, full_size = trials.start(run), run.train.batch_size
+    start, full_size = tests.start(run), run.train.batch_size
     result = _make_step(run, batch, due)
-    trials.end(run, start, regular=not due and run.train.samples(run.progress.step) == full_size)
+    tests.end(run, start, regular=not due and run.train.samples(run.progress.step) == full_size)
     return result
 
 
@@ -110,7 +110,7 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
             step.skipped = torch.ones_like(step.skipped)
             run.stability.vetoed.append(step.number)
     validator = run.batch_validator
-    if run.world is None and validator is not None and validator.veto is not None:
+    if not run.is_shared and validator is not None and validator.veto is not None:
         step.skipped = torch.maximum(step.skipped, validator.veto)
     run.update.apply(step.grad_norm, step.skipped)
     run.stopwatch.split("optimizer")
@@ -162,7 +162,7 @@ def forward_backward(run: Run, batch: Batch) -> Step:
     number = run.progress.step + 1
     run.device.reseed(step_seed(run, number))  # dropout depends on this alone, so resume is exact
     run.update.begin()
-    if run.world is None and run.micro_batch >= batch_size_of(batch[1]):
+    if not run.is_shared and run.micro_batch >= batch_size_of(batch[1]):
         loss = _forward(run, batch)
         run.stopwatch.split("forward")
         (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
@@ -172,16 +172,14 @@ def forward_backward(run: Run, batch: Batch) -> Step:
         run.stopwatch.split("backward")
     else:
         loss = _accumulate(run, batch)
-    if run.world is not None:
-        veto = None if run.batch_validator is None else run.batch_validator.veto
-        return Step(number, *run.world.measure_step(run.update, loss, veto))
-    norm, skipped = run.update.measure(loss)
-    return Step(number, loss, norm, skipped)
+    veto = None if run.batch_validator is None else run.batch_validator.veto
+    return Step(number, *run.world.measure_step(run.update, loss, veto))
 
 
 def step_seed(run: Run, number: int) -> int:
     """Return the random seed of a step; it differs by process."""
-    return mix(run.seed, number) if run.world is None else mix(run.seed, number, run.world.rank)
+    own = (run.rank,) if run.is_shared else ()
+    return mix(run.seed, number, *own)
 
 
 def _accumulate(run: Run, batch: Batch) -> Tensor:
@@ -190,11 +188,10 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     Each part is weighted by its share of samples or tokens, so parts of different sizes and masked
     targets give the same mean as the whole batch.
     """
-    own_samples, world = batch_size_of(batch[1]), run.world
+    samples = own_samples = batch_size_of(batch[1])
+    world = run.world
     batch_weight: Tensor | float = run.objective.weight(batch[1])
-    if world is None:
-        parts = split_batch(own_samples, run.micro_batch)
-    else:
+    if run.is_shared:
         samples = run.train.samples(run.progress.step)
         own_samples = 0 if run.train.empty else own_samples
         # other processes may drop some of their samples
@@ -203,18 +200,17 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
             # filled on the device: a copy from pageable memory is a host wait
             batch_weight = torch.full((), batch_weight, dtype=dtype, device=run.device.torch)
         batch_weight = world.total_weight(batch_weight, own_samples, samples)
-        parts = world.micro_batch_slices(samples, run.micro_batch, own_samples)
+    parts = world.micro_batch_slices(samples, run.micro_batch, own_samples)
     total = torch.zeros((), dtype=torch.float32, device=run.device.torch)
     for number, part_slice in enumerate(parts, 1):
         empty = part_slice.start == part_slice.stop
         part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
         weight = run.update.zero if empty else run.objective.weight(part[1])
-        if world is not None:
-            world.begin_micro_batch(samples, run.micro_batch, number - 1, is_stand_in=empty)
+        world.begin_micro_batch(samples, run.micro_batch, number - 1, is_stand_in=empty)
         with _gradient_sync(run, last=number == len(parts)):
             loss = _weighted_loss(_forward(run, part), weight, batch_weight)
             run.stopwatch.split("forward")
-            summed = loss if world is None else loss * world.size  # gradients are averaged
+            summed = loss * world.size if run.is_shared else loss  # gradients are averaged
             (summed if run.update.scale is None else summed * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach()
         run.stopwatch.split("backward")
@@ -233,9 +229,7 @@ def _weighted_loss(loss: Tensor, weight: Tensor | float, batch_weight: Tensor | 
 
 def _gradient_sync(run: Run, last: bool) -> AbstractContextManager[None]:
     """Return a context that synchronises gradients with the last micro-batch only."""
-    if run.world is None or last:
-        return nullcontext()
-    return run.world.no_sync()
+    return nullcontext() if last else run.world.no_sync()
 
 
 def _forward(run: Run, batch: Batch) -> Tensor:
@@ -275,7 +269,7 @@ def warn_gradients_off(code: str) -> None:
 def _is_regular_size(run: Run, samples: int) -> bool:
     """Whether a full batch or one of its micro-batches has this number of samples."""
     full_size = run.train.batch_size
-    if run.world is None:
+    if not run.is_shared:
         return samples in (run.micro_batch, full_size // -(-full_size // run.micro_batch))
     parts = run.world.micro_batch_slices(full_size, run.micro_batch, full_size)
     return samples in {part.stop - part.start for part in parts}

@@ -22,8 +22,7 @@ def evaluate_test_set(run: Run) -> None:
     """
     if run.test is None:
         return
-    if run.world is not None:
-        run.world.barrier()  # until rank 0 has written the best one
+    run.wait_for_others()  # until rank 0 has written the best one
     with _best_weights(run) as step:
         run.test_metrics = evaluate(run, test=True).metrics
     run.tested = {"step": step, "samples": len(run.test.fetch.order.indices)}

@@ -136,8 +136,7 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
         if run.batch_validator is not None and state.get("inputs") is not None:
             run.batch_validator.load(state["inputs"])  # which samples are excluded
         restore_random_state(state["random"])
-        if run.trials is not None:
-            run.trials.enter(run, checkpoint.step + 1)
+        run.switch_techniques(checkpoint.step + 1)
         _run_steps(run, capture)
         model, update = run.model.state_dict(), run.update.state()
         buffers = _unsaved_buffers(run.model, model)
@@ -176,8 +175,7 @@ def _load_state(run: Run, capture: Capture) -> None:
             buffer.copy_(capture.buffers[name])
     load_progress(run, {**deepcopy(dict(capture.progress)), "step": capture.step - 1})
     restore_random_state(capture.random)
-    if run.trials is not None:
-        run.trials.enter(run, capture.step)
+    run.switch_techniques(capture.step)
 
 
 def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:

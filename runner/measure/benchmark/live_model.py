@@ -28,7 +28,7 @@ from runner.core.record.storage import guard_folder, make_folder
 from runner.core.schemas.benchmark import LEVELS, BenchmarkConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.security.child_process import UnguardedScript, exit_if_imported
-from runner.loops.pipeline import dotted_class_name, make_dataset, with_components
+from runner.loops.pipeline import dotted_class_name, split_into_dataset, with_components
 from runner.measure import comparison, table
 from runner.measure.auto.resolve import resolve_arms
 from runner.measure.benchmark.arms import Arm, check_budget, compose_arms
@@ -80,7 +80,9 @@ def benchmark_optimizations(
     )
     arm_overrides = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
     built_arms = compose_arms(settings, arm_overrides, others=len(named_techniques))
-    dataset = make_dataset(CALLER, data, validation, built_arms[0].config, loss_fn is not None)
+    dataset = split_into_dataset(
+        CALLER, data, validation, built_arms[0].config, loss_fn is not None
+    )
     built_arms = [  # no command line trains this model on these data
         replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
         for arm in built_arms

@@ -62,7 +62,7 @@ class RunProbe(Hook):
         self._set_checkpoint_interval(run)
         if step.number == self.kill_at:
             run.checkpointer.wait()
-            if run.world is None or run.world.rank == self.kill_rank:
+            if not run.is_shared or run.rank == self.kill_rank:
                 os.kill(os.getpid(), signal.SIGKILL)
         return Verdict.STOP if step.number == self.stop_at else Verdict.KEEP
 

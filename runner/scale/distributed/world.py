@@ -42,6 +42,8 @@ STACKS_SHARE = 0.8  # share of the timeout after which a process writes its stac
 class World:
     """The processes that train one model, from the view of one of them."""
 
+    is_shared = True
+
     def __init__(self, place: RankInfo, config: DistributedConfig, device: torch.device) -> None:
         """Join the others. Raises ProcessLost if one does not come within the timeout."""
         self.place, self.rank, self.size = place, place.rank, place.size

@@ -2,11 +2,13 @@
 
 `earlier_version.tar.xz` has checkpoints of steps 5 and 16 of a run of 16 steps, a capture of step
 5, and in `ends.safetensors` the state of that run at step 16, and at step 24 after it was resumed
-by that version with `training.epochs=3`.
+by that version with `training.epochs=3`. `earlier_sweep.tar.xz` has a finished sweep of the version
+whose modules were not in rooms.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,18 +18,25 @@ from safetensors.torch import load_file
 
 from runner import build, compose, train
 from runner.core.checkpoint.manifest import read_manifest
+from runner.core.config.groups import CONF
 from runner.core.interfaces.run import Run
 from runner.core.train.step import forward_backward
 from runner.diagnose.replay.capture_reader import open_capture
 from runner.diagnose.replay.reopen import reopen_run
+from tests import forks
 
 ARCHIVE = Path(__file__).parent / "earlier_version.tar.xz"
+SWEEP_ARCHIVE = Path(__file__).parent / "earlier_sweep.tar.xz"
 RUN = [
     "data=cancer", "model=mlp", "model.width=3", "training.batch_size=60", "schedule=cosine",
     "optimization=none", "optimizer.ema=0.9", "optimizer.groups=[{match: '*.bias', lr: 0.005}]",
     "device.threads=1", "monitoring.progress=false", "monitoring.tensorboard=false",
     "checkpoint.keep=9", "checkpoint.every=5", "training.validate_every=6",
     "checkpoint.resume=auto",
+]  # fmt: skip
+SWEEP = [
+    "data=cancer", "model.width=3", "training.steps=3", "checkpoint.enabled=false",
+    "optimization=none", "optimizer.lr=0.1,0.01", "monitoring.tensorboard=false",
 ]  # fmt: skip
 
 
@@ -90,3 +99,17 @@ def test_an_earlier_capture_reopens_to_the_same_loss_and_gradient_norm(earlier: 
     tolerance = 0.0 if capture.manifest.versions["torch"] == torch.__version__ else 1e-5
     numbers = (float(step.loss), float(step.grad_norm))
     assert numbers == pytest.approx((capture.loss, capture.grad_norm), rel=tolerance, abs=0)
+
+
+def test_an_earlier_sweep_is_found_and_its_jobs_run_again_as_the_code_changed(
+    tmp_path: Path,
+) -> None:
+    shutil.unpack_archive(SWEEP_ARCHIVE, tmp_path, filter="data")
+    (folder,) = (tmp_path / "outputs/sweeps").glob("*/*")
+    summaries = [(folder / number / "summary.json").read_bytes() for number in "01"]
+    repeated = forks.run(tmp_path, ("-m", *SWEEP), {**os.environ, "PYTHONPATH": str(CONF.parent)})
+    assert repeated.returncode == 0, repeated.stderr
+    assert [*(tmp_path / "outputs/sweeps").glob("*/*")] == [folder]
+    for number, summary in zip("01", summaries, strict=True):
+        assert (folder / ".earlier" / f"{number}-1" / "summary.json").read_bytes() == summary
+        assert (folder / number / "summary.json").read_bytes() != summary

@@ -34,7 +34,7 @@ def checks_after(first: Any, spec: DataSpec = DEFAULT, **options: Any) -> BatchC
 
 
 def found(checks: BatchChecks, batch: Any) -> list[str]:
-    return [one.check for one in find_problems(checks, checks.tensors(batch))]
+    return [one.check for one in find_problems(checks, checks.checkable_tensors(batch))]
 
 
 def put(x: Tensor, value: Any) -> Tensor:
@@ -72,7 +72,7 @@ def test_the_flag_on_the_device_agrees_with_the_findings(what: str) -> None:
     stops = dict.fromkeys(("not_finite", "range", "labels", "constant"), CheckPolicy.stop)
     checks = checks_after((X, Y), schema=SchemaConfig(low=-100, high=100), **stops)
     for batch, bad in (((X, Y), 0.0), (BAD[what][0], 1.0)):
-        tensors = checks.tensors(batch)
+        tensors = checks.checkable_tensors(batch)
         limits = checks.limits(tensors)
         flag = checks.veto(limits, checks.measure(tensors, limits))
         assert flag is not None and flag.item() == bad
@@ -82,7 +82,7 @@ def test_the_flag_on_the_device_agrees_with_the_findings(what: str) -> None:
 def test_values_of_every_dtype_are_compared_with_the_range(dtype: str) -> None:
     x = (X.abs() * 3).clamp(0, 20).to(getattr(torch, dtype))
     checks = checks_after((x, Y), schema=SchemaConfig(low=-1, high=21))
-    (finding,) = find_problems(checks, checks.tensors((put(x, 100), Y)))
+    (finding,) = find_problems(checks, checks.checkable_tensors((put(x, 100), Y)))
     assert finding.check == "range"
     assert finding.bad is not None and finding.bad.nonzero().flatten().tolist() == [3]
     if x.is_floating_point() or x.is_complex():

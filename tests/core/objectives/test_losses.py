@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from runner import train
 from runner.core.build.arguments import InMemoryDataset
-from runner.core.build.build import Components, _Build
+from runner.core.build.build import Components
 from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
@@ -185,7 +185,7 @@ def test_classes_evened_out_by_both_sampler_and_loss_are_refused_unless_the_run_
     with pytest.raises(ConfigError, match=problem):
         rare(*both, "checkpoint.resume=auto", folder=tmp_path / "new").__enter__()
     with monkeypatch.context() as older:
-        older.setattr(_Build, "check_balance", lambda self: None)
+        older.setattr("runner.core.build.build.check_balance", lambda setup: None)
         with rare(*both, folder=tmp_path / "old") as run:
             train(run)
             weights = run.objective.loss.class_weights.tolist()

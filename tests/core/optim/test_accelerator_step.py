@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner
 from runner.core.interfaces.batch import Batch
+from runner.core.interfaces.processes import OneProcess
 from runner.core.optim.buffers import BufferSnapshot
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
@@ -145,7 +146,9 @@ def make_run(net: Net, update: OptimizerStep, parts: int) -> Any:
         train=SimpleNamespace(samples=lambda step: 8),
         seed=0,
         contexts=[],
-        world=None,
+        world=OneProcess(),
+        is_shared=False,
+        batch_validator=None,
         compilation=None,
         uninspected=False,
         bad_samples=None,

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from runner import evaluate, train
 from runner.core.errors import DataError
-from runner.core.objectives.chunked_cross_entropy import defer_logits
+from runner.core.interfaces.nested import DeferredLogits
+from runner.core.objectives.chunked_cross_entropy import defer_logits, mean_cross_entropy
 from runner.core.objectives.language_modelling import LanguageModellingObjective
-from runner.core.objectives.model_output import DeferredLogits
 from runner.core.train.step import forward_backward
 from tests import runs
 
@@ -53,7 +53,7 @@ def gradients(loss: Tensor, case: Sample, upstream: float = 1.0) -> list[Tensor]
 
 
 def chunked(case: Sample, chunk: int, upstream: float = 1.0) -> list[Tensor]:
-    loss = DeferredLogits(*case[:3], chunk).mean_cross_entropy(case[3], -100)
+    loss = mean_cross_entropy(DeferredLogits(*case[:3], chunk), case[3], -100)
     return gradients(loss, case, upstream)
 
 

@@ -16,7 +16,7 @@ from runner.scale.distributed.world import World
 @dataclass
 class Break(Technique):
     def apply(self, builder: RunBuilder) -> str | None:
-        if builder.world is not None:
+        if builder.world.is_shared:
             self.plant(builder)
         return None
 

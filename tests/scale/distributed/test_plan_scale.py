@@ -39,7 +39,7 @@ class Wire(Hook):
         if step.number == LAST:
             state = [t for s in run.update.optimizer.state.values() for t in s.values()]
             weights = sum(p.nbytes for g in run.update.optimizer.param_groups for p in g["params"])
-            rank = 0 if run.world is None else run.world.rank
+            rank = run.world.rank
             facts = {
                 "sent": self.sent / (LAST - FIRST),
                 "weights": weights,

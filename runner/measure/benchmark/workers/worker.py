@@ -123,7 +123,7 @@ def planned_techniques(config: RunConfig, payload: bytes) -> dict[str, str]:
     del parts["metrics"]
     try:
         with build(config, None, Components(**parts)) as run:
-            switches = run.trials.switches if run.trials is not None else {}
+            switches = {switch.name for switch in run.switches}
             planned = {name: TRIED if name in switches else ENGAGED for name, _ in run.techniques}
             skipped = {row.name: row.reason for row in run.unapplied_techniques if row.requested}
             return planned | skipped

@@ -1,6 +1,6 @@
-"""Trials of a technique's gain: blocks of training steps with and without it, then a decision.
+"""Tests of a technique's gain: blocks of training steps with and without it, then a decision.
 
-The steps of each trial are planned at the start, so whether a step uses the technique is a function
+The steps of each test are planned at the start, so whether a step uses the technique is a function
 of the step alone, and the same in a resumed run and a replay. Timings and decisions are in every
 checkpoint, and take precedence on resume.
 """
@@ -17,25 +17,25 @@ from typing import Any, NamedTuple
 
 from runner.core.errors import CheckpointError
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import TRIAL_SHARE, Choice, Evidence, Switch
+from runner.core.interfaces.technique import GAIN_TEST_SHARE, Choice, Evidence, Switch
 
 log = logging.getLogger("runner")
 
-WARM_UP_STEPS = 5  # steps of a process before the first trial
+WARM_UP_STEPS = 5  # steps of a process before the first test
 SETTLING_STEPS = 3  # steps before the first block, for a technique that compiles in them
 MIN_PAIRS, PAIRS = 6, 10  # of blocks; fewer than six give no 95 % interval
 MAX_BLOCK_STEPS = 40  # steps; the first of each is not timed
-# (pairs, ratio): a trial ends after that many pairs if all are below the ratio
+# (pairs, ratio): a test ends after that many pairs if all are below the ratio
 EARLY_STOP_RATIOS = ((1, 0.25), (2, 0.5))
 MIN_GAIN = 0.02  # less, with an interval that includes 1, counts as no gain
 ALPHA = 0.05
-TRIAL_ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
-"""Order of the trials: compiling ones last, as they capture what the others decide.
+TEST_ORDER = ("channels_last", "amp", "attention", "compile", "whole_step")
+"""Order of the tests: compiling ones last, as they capture what the others decide.
 Techniques that are not listed follow."""
 
 
 class GainEstimate(NamedTuple):
-    """Result of a trial: milliseconds per step, and the speed-up by the technique."""
+    """Result of a test: milliseconds per step, and the speed-up by the technique."""
 
     with_ms: float
     without_ms: float
@@ -73,8 +73,8 @@ class GainEstimate(NamedTuple):
 
 
 @dataclass
-class Trial:
-    """The steps of a technique's trial, and the fastest step of each block so far."""
+class GainTest:
+    """The steps of a technique's test, and the fastest step of each block so far."""
 
     name: str
     first: int  # step
@@ -90,7 +90,7 @@ class Trial:
 
     @property
     def last(self) -> int:
-        """The last step of the trial."""
+        """The last step of the test."""
         return self.first + self.settling + 2 * self.pairs * self.block - 1
 
     def block_position(self, step: int) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Trial:
         return divmod(step - self.first - self.settling, self.block) if inside else (-1, 0)
 
     def uses_technique(self, step: int, initially_on: bool) -> bool:
-        """Whether `step` uses the technique; `initially_on` applies before the trial."""
+        """Whether `step` uses the technique; `initially_on` applies before the test."""
         if step < self.first:
             return initially_on
         if step > self.last:
@@ -124,7 +124,7 @@ class Trial:
         ]
 
     def stop_early(self, step: int) -> None:
-        """End the trial at `step` if the technique is clearly slower (EARLY_STOP_RATIOS)."""
+        """End the test at `step` if the technique is clearly slower (EARLY_STOP_RATIOS)."""
         block, position = self.block_position(step)
         timed, ratios = block // 2 + 1, [without / used for used, without in self.pair_times()]
         if block % 2 and position == self.block - 1 and timed < self.pairs and len(ratios) == timed:
@@ -163,53 +163,53 @@ def _interval_rank(n: int) -> int:
     return rank
 
 
-class Trials:
-    """The trials of a run, in sequence; nothing is timed before `plan`."""
+class GainTests:
+    """The tests of a run, in sequence; nothing is timed before `plan`."""
 
     def __init__(self, switches: Iterable[Switch], recorded: Sequence[Mapping[str, Any]]) -> None:
         self.switches = {switch.name: switch for switch in switches}
-        trials = [_parse_trial(row) for row in recorded]
-        self.trials = [trial for trial in trials if trial.name in self.switches]
-        self.is_timing, self.step_budget = False, 0  # steps that all trials may take
-        self.finished = False  # no later step is part of a trial
+        tests = [_parse_test(row) for row in recorded]
+        self.tests = [test for test in tests if test.name in self.switches]
+        self.is_timing, self.step_budget = False, 0  # steps that all tests may take
+        self.finished = False  # no later step is part of a test
 
     def plan(self, run: Run) -> None:
-        """Plan trials for techniques that have none, and start timing."""
+        """Plan tests for techniques that have none, and start timing."""
         self.is_timing = True
-        order = [*TRIAL_ORDER, *(name for name in self.switches if name not in TRIAL_ORDER)]
+        order = [*TEST_ORDER, *(name for name in self.switches if name not in TEST_ORDER)]
         new = [name for name in order if name in self.switches and self.find(name) is None]
-        step = max([run.progress.step + WARM_UP_STEPS, *(trial.last for trial in self.trials)]) + 1
+        step = max([run.progress.step + WARM_UP_STEPS, *(test.last for test in self.tests)]) + 1
         share = self.step_budget // max(1, len(new))
         pairs = PAIRS if share >= SETTLING_STEPS + 2 * PAIRS * 3 else MIN_PAIRS
         block = min(MAX_BLOCK_STEPS, (share - SETTLING_STEPS) // (2 * pairs))
         for name in new:
             settling = 0 if self.switches[name].initially_on else SETTLING_STEPS
-            trial = Trial(name, step, block, pairs, settling)
-            if block > 1 and trial.last < run.total_steps:
-                self.trials.append(trial)
-                step = trial.last + 1
+            test = GainTest(name, step, block, pairs, settling)
+            if block > 1 and test.last < run.total_steps:
+                self.tests.append(test)
+                step = test.last + 1
         self.finished = False
 
-    def find(self, name: str) -> Trial | None:
-        """Return a technique's trial, or None."""
-        return next((trial for trial in self.trials if trial.name == name), None)
+    def find(self, name: str) -> GainTest | None:
+        """Return a technique's test, or None."""
+        return next((test for test in self.tests if test.name == name), None)
 
     def is_rejected(self, name: str) -> bool:
         """Whether the technique was measured and rejected."""
-        trial = self.find(name)
-        return trial is not None and trial.used is False
+        test = self.find(name)
+        return test is not None and test.used is False
 
     def enter(self, run: Run, step: int) -> None:
         """Switch each technique on or off for `step`."""
         for name, switch in self.switches.items():
-            trial = self.find(name)
+            test = self.find(name)
             on = switch.initially_on
-            if trial is not None:
-                on = trial.uses_technique(step, on)
+            if test is not None:
+                on = test.uses_technique(step, on)
             if on is not switch.on:
                 switch.set_enabled(run, on)
                 switch.on = on
-        self.finished = all(step > trial.last for trial in self.trials)
+        self.finished = all(step > test.last for test in self.tests)
 
     def start(self, run: Run) -> float:
         """Return the start time of a step that may be timed. Host sync."""
@@ -217,39 +217,39 @@ class Trials:
         return perf_counter()
 
     def end(self, run: Run, started: float, regular: bool) -> None:
-        """Record the time of a `regular` step, decide at a trial's end, and switch for the next."""
+        """Record the time of a `regular` step, decide at a test's end, and switch for the next."""
         step = run.progress.step + 1
-        trial = next((t for t in self.trials if t.first <= step <= t.last), None)
-        if trial is not None and self.is_timing:
+        test = next((t for t in self.tests if t.first <= step <= t.last), None)
+        if test is not None and self.is_timing:
             run.device.synchronize()
-            if regular and trial.name not in run.fallback_reasons:
-                trial.record_time(step, perf_counter() - started)
-            trial.stop_early(step)
-            if step == trial.last and (added_steps := trial.extend()):
-                for following in self.trials[self.trials.index(trial) + 1 :]:
+            if regular and test.name not in run.fallback_reasons:
+                test.record_time(step, perf_counter() - started)
+            test.stop_early(step)
+            if step == test.last and (added_steps := test.extend()):
+                for following in self.tests[self.tests.index(test) + 1 :]:
                     following.first += added_steps
-            elif step == trial.last:
-                estimate = trial.estimate()
-                trial.used = estimate is None or estimate.faster
+            elif step == test.last:
+                estimate = test.estimate()
+                test.used = estimate is None or estimate.faster
                 if estimate is not None:
-                    run.choices.append(make_choice(trial, estimate))
-                    log.info("optimization.%s: %s", trial.name, estimate.reason)
+                    run.choices.append(make_choice(test, estimate))
+                    log.info("optimization.%s: %s", test.name, estimate.reason)
                     if run.gains is not None:
                         row = [estimate.with_ms, estimate.without_ms, estimate.faster]
-                        run.gains.store(trial.name, row)
+                        run.gains.store(test.name, row)
         self.enter(run, step + 1)
-        if trial is not None and self.is_timing and trial.used is False and step == trial.last:
-            discard = self.switches[trial.name].discard
+        if test is not None and self.is_timing and test.used is False and step == test.last:
+            discard = self.switches[test.name].discard
             if discard is not None:
                 discard(run)
 
     def evidence(self, name: str, evidence: Evidence | None) -> Evidence | None:
-        """Return the evidence with the figures of the technique's trial, once that is decided."""
-        trial = self.find(name)
-        estimate = None if trial is None or trial.used is None else trial.estimate()
-        if trial is None or estimate is None:
+        """Return the evidence with the figures of the technique's test, once that is decided."""
+        test = self.find(name)
+        estimate = None if test is None or test.used is None else test.estimate()
+        if test is None or estimate is None:
             return evidence
-        if not trial.used:
+        if not test.used:
             return Evidence(False, estimate.reason, estimate.facts())
         if evidence is None:
             return None
@@ -257,37 +257,37 @@ class Trials:
         return Evidence(evidence.engaged, evidence.reason, facts)
 
     def history(self) -> list[dict[str, Any]]:
-        """Return all trials as dicts, for the checkpoint."""
-        return [asdict(trial) for trial in self.trials]
+        """Return all tests as dicts, for the checkpoint."""
+        return [asdict(test) for test in self.tests]
 
     def choices(self) -> list[Choice]:
         """Return the decisions so far, with figures."""
-        pairs = [(trial, trial.estimate()) for trial in self.trials if trial.used is not None]
-        return [make_choice(trial, estimate) for trial, estimate in pairs if estimate is not None]
+        pairs = [(test, test.estimate()) for test in self.tests if test.used is not None]
+        return [make_choice(test, estimate) for test, estimate in pairs if estimate is not None]
 
 
-def prepare_trials(run: Run, recorded: Sequence[Mapping[str, Any]], enabled: bool) -> None:
-    """Create the run's trials, and switch techniques for the next step as recorded."""
-    run.trials = trials = Trials(run.switches, recorded)
-    trials.step_budget = int(TRIAL_SHARE * run.total_steps) if enabled else 0
-    run.choices += trials.choices()
-    trials.enter(run, run.progress.step + 1)
+def prepare_gain_tests(run: Run, recorded: Sequence[Mapping[str, Any]], enabled: bool) -> None:
+    """Create the run's tests, and switch techniques for the next step as recorded."""
+    run.gain_tests = tests = GainTests(run.switches, recorded)
+    tests.step_budget = int(GAIN_TEST_SHARE * run.total_steps) if enabled else 0
+    run.choices += tests.choices()
+    tests.enter(run, run.progress.step + 1)
 
 
-def _parse_trial(row: Mapping[str, Any]) -> Trial:
-    """Parse a trial of a checkpoint. Raises CheckpointError."""
+def _parse_test(row: Mapping[str, Any]) -> GainTest:
+    """Parse a test of a checkpoint. Raises CheckpointError."""
     try:
-        trial = Trial(**row)
-        numbers = (trial.first, trial.block, trial.pairs, trial.settling + 1)
+        test = GainTest(**row)
+        numbers = (test.first, test.block, test.pairs, test.settling + 1)
         valid = all(type(n) is int and 0 < n < 2**31 for n in numbers)
-        valid = valid and len(trial.fastest) == 2 * trial.pairs
-        if valid and all(x is None or type(x) is float for x in trial.fastest):
-            return trial
+        valid = valid and len(test.fastest) == 2 * test.pairs
+        if valid and all(x is None or type(x) is float for x in test.fastest):
+            return test
     except TypeError:
         pass
-    raise CheckpointError("the checkpoint's technique trials are corrupt; start a new run")
+    raise CheckpointError("the checkpoint's gain tests are corrupt; start a new run")
 
 
-def make_choice(trial: Trial, estimate: GainEstimate) -> Choice:
+def make_choice(test: GainTest, estimate: GainEstimate) -> Choice:
     """Return the decision as a choice."""
-    return Choice(f"optimization.{trial.name}.enabled", bool(trial.used), estimate.reason)
+    return Choice(f"optimization.{test.name}.enabled", bool(test.used), estimate.reason)

@@ -19,10 +19,10 @@ from runner import Summary, build, train
 from runner.core.build.build import Components
 from runner.core.interfaces.hook import Verdict
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import TRIALS, Switch
+from runner.core.interfaces.technique import GAIN_TESTS, Switch
 from runner.core.techniques import cost
+from runner.core.train.gain_tests import GainTest, GainTests
 from runner.core.train.step import make_step
-from runner.core.train.trials import Trial, Trials
 from tests import runs
 
 STEPS, MADE = 1400, 60  # 2 % of them are 28
@@ -58,7 +58,7 @@ def trained(
     with build(config, folder, given) as run:
         summary = train(run)
         weights = {name: w.clone() for name, w in run.model.state_dict().items()}
-        return summary, weights, [] if run.trials is None else run.trials.history()
+        return summary, weights, [] if run.gain_tests is None else run.gain_tests.history()
 
 
 def test_a_technique_that_is_slower_here_is_dropped_with_both_figures_and_resume_is_exact(
@@ -75,9 +75,9 @@ def test_a_technique_that_is_slower_here_is_dropped_with_both_figures_and_resume
     assert [float(ms) for ms in said.groups()] == pytest.approx(figures, rel=0.01)
     (choice,) = [c for c in summary.choices if c.key == "optimization.amp.enabled"]
     assert choice.value is False
-    (trial,) = history  # each seventh step is of a smaller batch, and not timed
-    assert (trial["first"], trial["block"]) == (6, 2)
-    assert 7 <= trial["pairs"] <= 12
+    (gain_test,) = history  # each seventh step is of a smaller batch, and not timed
+    assert (gain_test["first"], gain_test["block"]) == (6, 2)
+    assert 7 <= gain_test["pairs"] <= 12
     for step in (10, 50):  # while it is measured, and after it was decided
         place = tmp_path / f"from_{step}"
         shutil.copytree(tmp_path / "once", place, symlinks=True)
@@ -112,7 +112,7 @@ def test_what_is_asked_for_alone_or_strictly_is_used_and_nothing_is_timed(
     overrides: tuple[str, ...],
 ) -> None:
     with runs.opened(*RUN, *overrides) as run:
-        assert run.trials is None
+        assert run.gain_tests is None
         assert len(run.contexts) == 1
 
 
@@ -133,7 +133,7 @@ def test_a_run_too_short_to_measure_uses_only_what_was_measured_before_and_says_
         assert choice.value is False
         assert "1,350" in choice.reason
     with runs.opened(*CNN, "optimization=advanced", "training.steps=20") as run:
-        assert run.trials is None
+        assert run.gain_tests is None
         assert "too few to measure" in skipped(run, "channels_last")
         assert dict(run.techniques).keys() <= {"system", "fused_optimizer", "tf32"}
 
@@ -171,7 +171,7 @@ def test_laying_weights_out_anew_between_steps_changes_no_more_than_rounding() -
         config.optimization.compile.enabled = False
         config.stability.clip_norm = None
         turns, seen = 0, []
-        recorded = {TRIALS: [{"name": "channels_last", "first": 2, "block": 2, "pairs": 4,
+        recorded = {GAIN_TESTS: [{"name": "channels_last", "first": 2, "block": 2, "pairs": 4,
                               "settling": 0}]} if not overrides else {}  # fmt: skip
         with build(config, given=Components(choices=recorded)) as run:
             run.model.train()
@@ -197,22 +197,22 @@ def test_compiled_levels_are_tried_one_after_another_and_short_runs_wait_for_non
     monkeypatch.setattr(compiler.Compilation, "start", lambda _: began.append("compile"))
     ultra = (*RUN, "optimization=ultra", "training.steps=5400")
     with runs.opened(*ultra) as run:  # a second of work
-        assert run.trials is None
+        assert run.gain_tests is None
         rows = {row.name: row.reason for row in run.unapplied_techniques}
         assert "run too short (5,400 steps" in rows["compile"]
         assert "run too short (5,400 steps" in rows["whole_step"]
     monkeypatch.setattr(cost, "COLD_COMPILE_S", 1e-4)  # as if it took no time
     with runs.opened(*ultra) as run:
-        assert run.trials is not None
+        assert run.gain_tests is not None
         assert run.step_graph is None
-        assert not began  # steps are eager until their trial
-        run.trials.plan(run)
-        one, two = run.trials.trials
+        assert not began  # steps are eager until their gain_test
+        run.gain_tests.plan(run)
+        one, two = run.gain_tests.tests
         assert (one.name, two.name, two.first) == ("compile", "whole_step", one.last + 1)
-        run.trials.enter(run, two.first)
+        run.gain_tests.enter(run, two.first)
         assert run.step_graph is not None
         two.used = False
-        run.trials.enter(run, two.last + 1)
+        run.gain_tests.enter(run, two.last + 1)
         assert run.step_graph is None
     with runs.opened(*ultra, "optimization.measure=false") as run:
         assert run.step_graph is not None
@@ -223,20 +223,20 @@ def test_a_rejected_technique_is_discarded_once_and_an_accepted_one_never(slower
     discarded: list[int] = []
     with runs.opened(*RUN, "optimization=none") as run:
         switch = Switch("own", lambda *_: None, discard=lambda r: discarded.append(r.progress.step))
-        trials = Trials([switch], [])
-        trials.is_timing, trials.finished = True, False
-        trials.trials = [Trial("own", first=1, block=2, pairs=6, settling=0)]
-        while not trials.finished:
-            on = trials.trials[0].uses_technique(run.progress.step + 1, True)
-            trials.end(run, time.perf_counter() - (2.0 if on is slower else 1.0), regular=True)
+        gain_tests = GainTests([switch], [])
+        gain_tests.is_timing, gain_tests.finished = True, False
+        gain_tests.tests = [GainTest("own", first=1, block=2, pairs=6, settling=0)]
+        while not gain_tests.finished:
+            on = gain_tests.tests[0].uses_technique(run.progress.step + 1, True)
+            gain_tests.end(run, time.perf_counter() - (2.0 if on is slower else 1.0), regular=True)
             run.progress.step += 1
-        assert trials.trials[0].used is not slower
-        last = trials.trials[0].last
+        assert gain_tests.tests[0].used is not slower
+        last = gain_tests.tests[0].last
     assert discarded == ([last - 1] if slower else [])
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_whole_step_that_was_given_up_is_dropped_in_any_block_of_its_trial(
+def test_a_whole_step_that_was_given_up_is_dropped_in_any_block_of_its_gain_test(
     on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.core.techniques import compiler
@@ -244,8 +244,8 @@ def test_a_whole_step_that_was_given_up_is_dropped_in_any_block_of_its_trial(
     monkeypatch.setattr(compiler.Compilation, "start", lambda _: None)
     monkeypatch.setattr(cost, "COLD_COMPILE_S", 1e-4)  # as if it took no time
     with runs.opened(*RUN, "optimization=ultra", "training.steps=5400") as run:
-        assert run.trials is not None
-        switch = run.trials.switches["whole_step"]
+        assert run.gain_tests is not None
+        switch = run.gain_tests.switches["whole_step"]
         switch.set_enabled(run, True)
         graph = weakref.ref(run.step_graph)
         switch.set_enabled(run, on)
@@ -259,12 +259,12 @@ def test_a_whole_step_that_was_given_up_is_dropped_in_any_block_of_its_trial(
         assert run.fallback_reasons["whole_step"] == "no memory"
 
 
-def test_a_hopeless_trial_ends_early() -> None:
-    trial = Trial("amp", first=11, block=3, pairs=6, settling=0)
+def test_a_hopeless_gain_test_ends_early() -> None:
+    gain_test = GainTest("amp", first=11, block=3, pairs=6, settling=0)
     for step in range(11, 17):
-        trial.record_time(step, 1.0 if trial.uses_technique(step, True) else 0.1)
-        trial.stop_early(step)
-    assert (trial.used, trial.last) == (False, 16)
+        gain_test.record_time(step, 1.0 if gain_test.uses_technique(step, True) else 0.1)
+        gain_test.stop_early(step)
+    assert (gain_test.used, gain_test.last) == (False, 16)
 
 
 @pytest.mark.parametrize(
@@ -277,15 +277,15 @@ def test_a_hopeless_trial_ends_early() -> None:
     ],
 )
 def test_the_faster_is_kept_by_the_interval_of_the_pairs(gains: list[float], kept: bool) -> None:
-    trial = Trial("compile", first=1, block=2, pairs=6, settling=3)
+    gain_test = GainTest("compile", first=1, block=2, pairs=6, settling=3)
     for number, gain in enumerate(gains):
         for block in (2 * number, 2 * number + 1):
             step = 4 + 2 * block + 1
-            trial.record_time(step - 1, 9.0)  # the first of a block is not timed
-            trial.record_time(step, 1.0 if trial.uses_technique(step, False) else gain)
-    estimate = trial.estimate()
+            gain_test.record_time(step - 1, 9.0)  # the first of a block is not timed
+            gain_test.record_time(step, 1.0 if gain_test.uses_technique(step, False) else gain)
+    estimate = gain_test.estimate()
     assert estimate is not None
     assert estimate.faster is kept
     assert estimate.low == min(gains)
     assert estimate.high == max(gains)
-    assert copy.deepcopy(trial).estimate() == estimate
+    assert copy.deepcopy(gain_test).estimate() == estimate
