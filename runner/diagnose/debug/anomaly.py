@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from runner.core.interfaces.nested import tensors
 from runner.core.interfaces.run import Run
 from runner.core.models import modes
 from runner.core.schemas.debug import DebugConfig
-from runner.core.train.timing import SETTLING
 from runner.diagnose.debug.source_line import location_in_trace, read_source_line
 from runner.diagnose.debug.tool import DebugTool
 
@@ -49,8 +47,6 @@ class AnomalyTool(DebugTool):
         self.first_error: Exception | None = None  # the error of the step's first attempt
         self.culprits: Counter[str] = Counter()
         self.last_step_non_finite = False
-        self.start_step = 0  # step before the first of this process
-        self.shared_steps: set[int] = set()  # steps that other tools inspected too
 
     def state(self) -> dict[str, Any]:
         """Return how often each operation or module was at fault."""
@@ -63,7 +59,7 @@ class AnomalyTool(DebugTool):
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Capture autograd's warnings, and register the recovery of failed steps."""
-        self.trace, self.start_step = ModuleTrace(run.model), run.progress.step
+        self.trace = ModuleTrace(run.model)
         run.recoveries.insert(0, self._recover)
         try:
             with warnings.catch_warnings():  # once per run: entering makes Python repeat warnings
@@ -78,9 +74,6 @@ class AnomalyTool(DebugTool):
     def around(self, run: Run) -> Iterator[None]:
         """Run the step in anomaly mode, with hooks on every module."""
         self.inspections += 1
-        step = run.progress.step + 1
-        if any(isinstance(h, DebugTool) and h is not self and h.due(step) for h in run.hooks):
-            self.shared_steps.add(step)
         self.last_warning, self.first_error = "", None
         trace = self.trace or ModuleTrace(run.model)
         with trace.install_hooks(), torch.autograd.set_detect_anomaly(True):
@@ -150,7 +143,7 @@ class AnomalyTool(DebugTool):
 
     def _find_forward_fault(self, run: Run, trace: ModuleTrace) -> tuple[str, str] | None:
         """Return message and key for a non-finite batch or forward output; None for neither."""
-        name, bad_samples = "input", trace.count_bad_inputs()  # waits
+        name, bad_samples = "input", _count_bad_samples(trace.inputs)  # waits
         culprit = None if bad_samples is not None else trace.first_bad_output()  # waits
         if bad_samples is None and culprit is None:
             target = run.train.at(run.progress.step)[1]
@@ -187,32 +180,12 @@ class AnomalyTool(DebugTool):
             raise GaveUp(f"step {step}: {message} (debug.on_anomaly=raise)") from None
 
     def cost(self, run: Run) -> Cost | None:
-        """Return the findings, and the slowdown of its steps."""
-        slowdown, self.seconds = self._measure_slowdown(run)
+        """Return the findings; how much longer its steps take is not known."""
         finding = self.finding or "no NaN or Inf" if self.inspections else "no step was checked"
         finding += "; every step" if self.every == 1 else f"; every {self.every} steps"
         if run.step_graph is not None or (run.compilation is not None and run.compilation.mode):
             finding += ", uncompiled"
-        if slowdown:
-            finding += f"; such a step takes {slowdown:.1f} times as long"
-        is_known = slowdown > 0 or not self.inspections
-        return Cost(self.name, self.inspections, self.seconds if is_known else None, finding)
-
-    def _measure_slowdown(self, run: Run) -> tuple[float, float]:
-        """Return (slowdown factor, total seconds) of its steps against the others; 0 if unknown.
-
-        Steps that other tools inspected are excluded.
-        """
-        checked: list[float] = []
-        others: list[float] = []
-        for number, seconds in run.stopwatch.numbered_step_seconds():
-            step = self.start_step + number + 1
-            if step > self.start_step + SETTLING and step not in self.shared_steps:
-                (checked if step % self.every == 0 else others).append(seconds)
-        if not checked or not others:
-            return 0.0, 0.0
-        usual, extra = median(others), median(checked) - median(others)
-        return max(1.0, 1 + extra / usual), max(0.0, extra * self.inspections)
+        return Cost(self.name, self.inspections, None if self.inspections else 0.0, finding)
 
 
 def _module_label(name: str) -> str:
@@ -277,10 +250,6 @@ class ModuleTrace:
     def clear(self) -> None:
         """Discard the records of a step that is repeated."""
         self.inputs, self.outputs, self.operations = [], [], []
-
-    def count_bad_inputs(self) -> tuple[int, int] | None:
-        """Return (non-finite samples, samples) of the model's inputs, or None; synchronises."""
-        return _count_bad_samples(self.inputs)
 
     def first_bad_output(self) -> tuple[str, str] | None:
         """Return the first module with a non-finite output, and NaN or Inf; synchronises."""

@@ -13,10 +13,7 @@ from runner.core.format import metric
 from runner.core.record.console import facts_table, plain_text
 from runner.core.record.markdown import code, escape, table
 from runner.core.record.text import json_safe
-from runner.diagnose.replay.results import Ratio, Replay, StepPhase, TensorStats
-
-MAX_ROWS = 8  # rows of a table
-HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
+from runner.diagnose.replay.results import Replay, StepPhase
 
 
 def as_dict(replay: Replay) -> dict[str, Any]:
@@ -30,7 +27,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
     numbers = f"loss {metric(replay.loss)}, gradient norm {metric(replay.grad_norm)}"
     first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
     first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
-    not_finite = "not finite: " if first and cause.phase is not StepPhase.spike else ""
+    not_finite = "not finite: " if first else ""
     technique = "not searched" if blame is None else blame.verdict
     if cause.phase is StepPhase.weights and blame is None:
         technique += ": the fault is older than this step"
@@ -65,26 +62,12 @@ def terminal_report(replay: Replay) -> RenderableType:
 
 
 def markdown(replay: Replay) -> str:
-    """Return the report as Markdown, for replay.md."""
-    cause = replay.found
+    """Return the same as Markdown, for replay.md; replay.json has all numbers."""
     parts = [
         f"# Step {replay.step} of {escape(replay.run)}",
-        f"**{escape(cause.cause or 'Not found.')}**",
+        f"**{escape(replay.found.cause or 'Not found.')}**",
         table(("", ""), facts(replay)),
     ]
-    sizes = ("", "this step", "healthy", "times")
-    trials = [] if replay.blame is None else replay.blame.trials
-    for title, heading, rows in (
-        ("Inputs and outputs", HEADING, _tensor_rows(replay)),
-        ("Gradient norms", sizes, _ratio_rows(cause.gradients)),
-        ("Loss by sample (number in the batch)", sizes, _ratio_rows(cause.losses)),
-        (
-            "Trials",
-            ("switched off", "the step is", "loss", "gradient norm"),
-            [(" and ".join(t.off), *_attempt_cells(t.attempt)) for t in trials],
-        ),
-    ):
-        parts += [f"## {title}", table(heading, rows)] if rows else []
     if replay.advice:
         parts += ["## What to do next", "\n".join(f"- {escape(step)}" for step in replay.advice)]
     if replay.script:
@@ -100,30 +83,6 @@ def describe_reproduction(replay: Replay) -> str:
     numbers = f"loss {metric(attempt.loss)}, gradient norm {metric(attempt.grad_norm)}"
     answer = f"yes{', in the same numbers' * replay.same}" if replay.reproduced else "no"
     return f"{answer}: {attempt.error or numbers}"
-
-
-def _attempt_cells(attempt: Any) -> tuple[str, str, str]:
-    verdict = attempt.failed or ("bad" if attempt.bad else "good")
-    return verdict, metric(attempt.loss), metric(attempt.grad_norm)
-
-
-def _tensor_rows(replay: Replay) -> list[tuple[str, ...]]:
-    inputs = [
-        _tensor_row(s, s.name if s.name.startswith("input") else f"input: {s.name}")
-        for s in replay.found.inputs[:MAX_ROWS]
-    ]
-    return inputs + [_tensor_row(s, s.name) for s in replay.found.outputs[:MAX_ROWS]]
-
-
-def _tensor_row(s: TensorStats, name: str) -> tuple[str, ...]:
-    shape = "x".join(map(str, s.shape)) or "scalar"
-    numbers = (s.minimum, s.maximum, s.mean, s.std)
-    dtype = s.dtype.replace("bfloat16", "bf16").replace("float", "fp")
-    return (name, shape, dtype, *map(metric, numbers), str(s.not_finite))
-
-
-def _ratio_rows(ratios: Sequence[Ratio]) -> list[tuple[str, ...]]:
-    return [(r.name, *map(metric, (r.bad, r.healthy, r.times))) for r in ratios[:MAX_ROWS]]
 
 
 def _list_numbers(numbers: Sequence[int]) -> str:

@@ -12,9 +12,11 @@ import torch
 
 from runner import train
 from runner.core.captures.manifest import CapturedWeights, list_captures
+from runner.core.train.step import forward_backward
 from runner.diagnose.replay.capture_reader import open_capture
+from runner.diagnose.replay.reopen import reopen_run
 from tests import runs
-from tests.diagnose.captures.captured_runs import OURS, Taker, trained
+from tests.diagnose.captures.captured_runs import OURS, TRUSTED, Taker, trained
 
 POISON = "+data.poison=[50,90]"
 SHORT = "training.steps=8"
@@ -69,13 +71,18 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert "trusted" not in text and str(tmp_path) not in text
 
 
-def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
-    tmp_path: Path,
+def test_without_a_checkpoint_before_the_step_its_batch_is_captured_without_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(tmp_path, Taker([6]), "checkpoint.enabled=false", SHORT)
     (capture,) = map(open_capture, list_captures(tmp_path))
     assert capture.manifest.weights is CapturedWeights.later
-    assert capture.manifest.checkpoint is None and capture.model is not None
+    assert (capture.manifest.checkpoint, capture.model, capture.update) == (None, None, None)
+    assert sorted(path.name for path in capture.path.iterdir()) == ["manifest.json", "state.pt"]
+    with reopen_run(capture, trusted=TRUSTED) as (run, batch):
+        assert torch.equal(batch[0], capture.batch[0]) and run.progress.step == 5
+        forward_backward(run, batch)
+    assert "repeated with newly initialised ones" in caplog.text
 
 
 def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
     _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3, 4)))
     assert summary.skipped_steps == 2
     assert [fault["steps"] for fault in anomalies(tmp_path)] == [[4]]
-    assert "every 2 steps; such a step takes" in finding(summary)
+    assert finding(summary).endswith("every 2 steps")
 
 
 def test_another_error_stays_what_it_is() -> None:
@@ -265,10 +265,9 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
     assert "uncompiled" in finding(Summary.read(tmp_path))
 
 
-@pytest.mark.parametrize(("every", "known"), [(1, False), (4, True)])
-def test_the_cost_of_checking_every_step_is_unknown(every: int, known: bool) -> None:
-    typed = ("data=cancer", "optimization=none", "training.steps=12", "debug=anomaly")
-    summary = runs.trained(*typed, f"debug.anomaly.every={every}")
+def test_the_cost_of_checking_steps_is_unknown() -> None:
+    typed = ("data=cancer", "optimization=none", "training.steps=2", "debug=anomaly")
+    summary = runs.trained(*typed)
     (cost,) = (row for row in summary.tools if row.name == "anomaly")
-    assert (cost.seconds is not None) == known
-    assert ("cost unknown" in _format_tool(cost, summary)) != known
+    assert cost.seconds is None
+    assert "cost unknown" in _format_tool(cost, summary)

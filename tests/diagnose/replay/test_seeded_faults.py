@@ -46,7 +46,7 @@ FAULTS = {
     "exploding gradient": Seeded(
         [ONE, "+model.part=grows", "training.steps=80", *SPIKE,
          "stability.spike.watch=grad_norm", "data.shuffle=false"],
-        "spike", "skipped", "part", "spike", words="gradient",
+        "spike", "skipped", "", "spike", words="gradient",
     ),
     "fp16 overflow": Seeded(
         [ONE, "+model.part=overflows", *FP16], "overflow", "skipped", "part", "forward", "amp"
