@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +18,6 @@ from tests.diagnose.captures.captured_runs import OURS, TRUSTED, Taker, trained
 
 POISON = "+data.poison=[50,90]"
 SHORT = "training.steps=8"
-
-
-def faults(folder: Path) -> Any:
-    return json.loads((folder / "debug" / "history.json").read_text())["faults"]
 
 
 def test_a_healthy_run_writes_nothing_and_ends_in_the_bits_of_one_that_captures_nothing(
@@ -53,7 +47,7 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert "captured; to inspect it" in lines[fault + 1]  # after the line about the step
     assert sum("captured; to" in line for line in lines) == 1
     assert summary.skipped_steps > 2
-    kept = [fault["capture"] for fault in faults(tmp_path) if fault["kind"] == "non_finite"]
+    kept = [fault["capture"] for fault in runs.faults(tmp_path, "non_finite")]
     assert str(list_captures(tmp_path)[0].relative_to(tmp_path)) == kept[0]
     assert len(list_captures(tmp_path)) == 2
     again = trained(tmp_path, None, *bounded, "training.steps=48", "checkpoint.resume=auto")
@@ -61,7 +55,7 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert len(list_captures(tmp_path)) == 2
 
     capture = open_capture(tmp_path / kept[0])  # what was bad, and where it is from
-    first = next(fault for fault in faults(tmp_path) if fault["kind"] == "non_finite")
+    first = runs.faults(tmp_path, "non_finite")[0]
     assert (capture.manifest.kind, capture.step) == ("non_finite", first["steps"][0])
     assert capture.loss is not None and capture.loss != capture.loss
     bad = [i for i, x in enumerate(capture.batch[0]) if x.isnan().any()]
@@ -123,7 +117,7 @@ def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(tmp_path: 
     (capture,) = map(open_capture, list_captures(tmp_path))
     assert (capture.step, capture.manifest.kind, capture.loss) == (5, "exception", None)
     assert capture.manifest.weights is CapturedWeights.then
-    (fault,) = faults(tmp_path)
+    (fault,) = runs.faults(tmp_path)
     assert fault["capture"] == "debug/captures/step_00000005" and "Traceback" in fault["traceback"]
 
 
