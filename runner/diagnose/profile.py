@@ -30,7 +30,7 @@ from runner.core.interfaces.batch import Inputs, call_model
 from runner.core.interfaces.nested import tensors
 from runner.core.preserved_state import large_parameters, preserve_state
 from runner.core.random_state import exclusive_random_state
-from runner.core.techniques.flop_counter import count_flops
+from runner.core.techniques.cost import count_flops
 from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
 from runner.core.techniques.probe import enter_contexts, profile_step, saved_bytes
 from runner.diagnose.debug.profile import is_operator

@@ -22,7 +22,7 @@ from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.models import modes
 from runner.core.models.modes import enter_training
-from runner.core.techniques.flop_counter import count_flops
+from runner.core.techniques.cost import count_flops
 from runner.core.train.step import forward_backward, make_step
 from runner.measure.parity.numerics import perturb_weights, to_fp64
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.core.interfaces.batch import call_model
-from runner.core.techniques.flop_counter import count_flops
+from runner.core.techniques.cost import count_flops
 from tests import runs
 
 
