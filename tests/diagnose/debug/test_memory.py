@@ -18,8 +18,14 @@ from runner.core.errors import OutOfMemory
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
-from runner.diagnose.debug.memory import count_objects, find_growth
-from runner.diagnose.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
+from runner.diagnose.debug.memory import (
+    BATCH,
+    LOSS,
+    PARTS,
+    SavedTensors,
+    count_objects,
+    find_growth,
+)
 from tests import runs
 
 QUICK = ["device.threads=1", "optimization=none"]
