@@ -82,7 +82,7 @@ class AnomalyTool(DebugTool):
         error, norm = self.error, step.grad_norm.item()  # waits, as autograd has
         if not math.isfinite(norm):
             cause = _trace(run)
-        elif error is not None:  # all processes of a run trace the step, or none
+        elif error is not None:
             cause = Cause(StepPhase.nowhere, "")
         else:
             return
@@ -136,7 +136,7 @@ class AnomalyTool(DebugTool):
 
 def _trace(run: Run) -> Cause:
     """Repeat the running step with every operation traced; gradients and random state stay."""
-    if run.shards is not None:  # a traced operation would need the whole weights
+    if run.world is not None:  # one process may end early, and the others would wait for it
         return Cause(StepPhase.nowhere, "")
     gradients = [parameter.grad for parameter in run.model.parameters()]
     run.update.abandon()  # the buffers are again those before the step
@@ -168,4 +168,7 @@ def _describe(run: Run, cause: Cause, error: Exception | None) -> tuple[str, str
     culprit = next((f"the gradient of {name}" for name in bad), "the loss")
     if cause.phase is StepPhase.norm and culprit == "the loss":
         return cause.cause, "the gradient norm"
-    return f"{culprit} is not finite, but backward produced no NaN", culprit
+    hint = "but backward produced no NaN"
+    if run.world is not None:
+        hint = "job=replay of the step's capture names the module"
+    return f"{culprit} is not finite, {hint}", culprit

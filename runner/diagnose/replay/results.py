@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from runner.diagnose.debug.source_line import SourceLine
+from runner.diagnose.replay.source_line import SourceLine
 
 FINITE, INF, NAN = 0, 1, 2
 LARGE_WEIGHT = 1e3  # initial weights are around 1; those of a learning model stay below 100
@@ -52,11 +52,6 @@ class Ratio:
     name: str
     bad: float
     healthy: float | None = None
-
-    @property
-    def times(self) -> float | None:
-        """The ratio of bad to healthy; None if unknown."""
-        return self.bad / self.healthy if self.healthy else None
 
 
 @dataclass

@@ -21,7 +21,6 @@ from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
 from runner.core.techniques import compiler
 from runner.core.train.step import forward_backward
-from runner.diagnose.debug.source_line import location_in_trace, raising_line, read_source_line
 from runner.diagnose.replay.attempt import one_line_error
 from runner.diagnose.replay.capture_reader import Capture
 from runner.diagnose.replay.results import (
@@ -33,6 +32,7 @@ from runner.diagnose.replay.results import (
     non_finite_state,
     tensor_stats,
 )
+from runner.diagnose.replay.source_line import location_in_trace, raising_line, read_source_line
 from runner.diagnose.replay.tracer import ModuleFrame, NonFiniteEvent, Tracer, name_arguments
 
 MAX_SAMPLES = 4096  # above this number, losses per sample are not computed

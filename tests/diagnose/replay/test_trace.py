@@ -128,7 +128,7 @@ def test_a_spike_states_loss_and_norm_to_their_medians_and_the_samples_of_highes
     loss, norm = cause.values
     assert (loss.bad, norm.bad) == (capture.loss, capture.grad_norm)
     assert (loss.healthy, norm.healthy) == (capture.medians["loss"], capture.medians["grad_norm"])
-    assert (norm.times or 0) > 10 and f"(median {metric(norm.healthy)})" in cause.cause
+    assert norm.bad > 10 * (norm.healthy or 0) and f"(median {metric(norm.healthy)})" in cause.cause
     assert cause.samples
     assert {capture.samples[i] for i in cause.samples} <= ROWS
     assert cause.losses[0].bad == max(row.bad for row in cause.losses)
