@@ -43,7 +43,7 @@ NAMES = {
         "tokens": "datasets.tokens:tokens",
         "arrays": "core.data.arrays:arrays",
     },
-    "debug": {"out_of_memory": "diagnose.debug.memory_breakdown:write_oom_report"},
+    "debug": {"out_of_memory": "diagnose.debug.memory:write_oom_report"},
     "export": {
         "check": "datasets.export:check_export_packages",
         "write": "datasets.export:export",

@@ -71,6 +71,23 @@ def status(summary: Summary, name: str) -> TechniqueStatus:
     return next(row for row in summary.techniques if row.name == name)
 
 
+def finding(summary: Summary, tool: str) -> str:
+    """A debug tool's finding in a summary."""
+    return next(row.finding for row in summary.tools if row.name == tool)
+
+
+def debug_file(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a run's `debug` folder."""
+    content: dict[str, Any] = json.loads((folder / f"debug/{name}.json").read_text())
+    return content
+
+
+def faults(folder: Path, kind: str = "") -> list[dict[str, Any]]:
+    """The faults in a run's history, all or those of a kind."""
+    every: list[dict[str, Any]] = debug_file(folder, "history")["faults"]
+    return [fault for fault in every if kind in ("", fault["kind"])]
+
+
 def rows(folder: Path, *splits: str) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl, but for those about the machine; or of these splits."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()

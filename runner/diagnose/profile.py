@@ -30,7 +30,8 @@ from runner.core.interfaces.batch import Inputs, call_model
 from runner.core.interfaces.nested import tensors
 from runner.core.preserved_state import large_parameters, preserve_state
 from runner.core.random_state import exclusive_random_state
-from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, call_flops, peak_flops
+from runner.core.techniques.cost import count_flops
+from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
 from runner.core.techniques.probe import enter_contexts, profile_step, saved_bytes
 from runner.diagnose.debug.profile import is_operator
 from runner.diagnose.memory import table_text
@@ -125,7 +126,7 @@ def profile_model(
             with peak_memory(device) as peak_usage:
                 run_call()
             memory["peak"] = peak_usage.on_device - peak_usage.on_device_before
-        flops = call_flops(run_call, grad=backward)
+        flops, _ = count_flops(run_call, grad=backward)
         with enter_contexts(contexts):
             dtype = _product_dtype(module, device)
         peak = peak_flops(device, dtype)

@@ -263,12 +263,12 @@ class StepCaptures:
         batch, random_states = self.recent[step]
         module, update, rows = self.guarded.model, self.guarded.update, run.reader.since(step)
         loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
-        model = module.state_dict()
+        model, then = module.state_dict(), run.progress.step == step
         manifest = CaptureManifest(
             step=step,
             kind=kind,
             message=message,
-            weights=CapturedWeights.then if run.progress.step == step else CapturedWeights.later,
+            weights=CapturedWeights.then if then else CapturedWeights.later,
             name="a hand-written loop",
             given=["model", "data", "objective", "optimizer"],
             micro_batch=batch_size_of(batch[1]),
@@ -284,7 +284,7 @@ class StepCaptures:
             "loss": loss,
             "grad_norm": norm,
             "buffers": {n: b for n, b in module.named_buffers() if n not in model},
-            "update": update.state(),
+            "update": update.state() if then else None,
             "random": random_states,
             "random_then": False,
             "progress": {"step": step},

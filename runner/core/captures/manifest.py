@@ -3,7 +3,7 @@
 debug/captures/step_00000123/
     manifest.json      kind of fault, the run's config, sha256 of the files beside it
     state.pt           batch, indices of its samples, loss, random state, optimizer state
-    model.safetensors  weights and buffers; absent if they follow from the checkpoint
+    model.safetensors  weights and buffers, if they are those of the step
     checkpoint/        hard links to the last checkpoint before the step
 """
 
@@ -32,7 +32,7 @@ class CapturedWeights(Enum):
 
     then = "then"  # of the step itself: nothing was updated since
     again = "again"  # none: they are recomputed from the linked checkpoint
-    later = "later"  # of a later step, as there was no checkpoint before this one
+    later = "later"  # none: they changed since the step, and no checkpoint is older
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,12 @@ def read_manifest(folder: Path) -> CaptureManifest:
     try:  # values of other types are errors here, not in later text
         manifest = dataclass_from_json(CaptureManifest, body)
         # names in the file are never used as paths
-        recomputed = manifest.weights is CapturedWeights.again
-        if set(manifest.files) != ({STATE} if recomputed else {STATE, MODEL}):
+        allowed = {
+            CapturedWeights.then: [{STATE, MODEL}],
+            CapturedWeights.again: [{STATE}],
+            CapturedWeights.later: [{STATE}, {STATE, MODEL}],  # earlier versions stored weights
+        }
+        if set(manifest.files) not in allowed[manifest.weights]:
             raise ValueError
     except (TypeError, KeyError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: not the manifest of a capture") from None

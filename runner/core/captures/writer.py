@@ -53,18 +53,24 @@ def take_capture(
     loss, grad_norm = (reports[0][0], reports[0][1]) if reports else (None, None)
     batch = _contiguous(run.train.at(step - 1) if batch is None else batch)
     previous = run.checkpointer.newest_before(step)
-    weights = _choose_weights(recorder, run, unchanged, previous, _tensor_bytes(batch))
-    if weights is None:
+    free_bytes = recorder.config.mb * MIB - _used_bytes(recorder.folder / FOLDER)
+    free_bytes -= _tensor_bytes(batch)
+    if free_bytes < 0:
         limit = f"is left of debug.capture.mb={recorder.config.mb:g}"
         recorder.warn(f"step {step} not captured for job=replay: it needs more than {limit}")
         return None
-    model, generators = run.model.state_dict(), random_state()
+    model, generators, update = run.model.state_dict(), random_state(), run.update.state()
+    if unchanged and _tensor_bytes([model, update]) <= free_bytes:
+        weights = CapturedWeights.then
+    else:
+        weights = CapturedWeights.later if previous is None else CapturedWeights.again
     checkpoint = None if previous is None else checkpoints.read_manifest(previous).step
     state: dict[str, Any] = {
         "batch": batch,
         "samples": run.train.indices(step - 1),
         "loss": loss,
         "grad_norm": grad_norm,
+        "medians": {n: usual.median for n, usual in run.stability.spikes.baselines.items()},
         "buffers": {n: b for n, b in run.model.named_buffers() if n not in model},
         "update": None,
         "random": generators,
@@ -73,9 +79,9 @@ def take_capture(
         "remedy": run.stability.last_remedy_step,
         "skipped": [n for n in run.reader.skipped if (checkpoint or 0) < n < step],
     }
-    if weights is not CapturedWeights.again:
-        overflows = sum(not np.isfinite(row[1]) for row in reports or ()) if unchanged else 0
-        state["update"] = _restore_scale(run.update.state(), overflows)
+    if weights is CapturedWeights.then:
+        overflows = sum(not np.isfinite(row[1]) for row in reports or ())
+        state["update"] = _restore_scale(update, overflows)
     manifest = CaptureManifest(
         step=step,
         kind=kind,
@@ -113,10 +119,10 @@ def write_capture(
     checkpoint exists. Raises OSError.
     """
     name = step_name(manifest.step)
-    recomputed = manifest.weights is CapturedWeights.again
-    snapshot = Copier(reuse=False).take({} if recomputed else dict(model), dict(state))
+    has_weights = manifest.weights is CapturedWeights.then
+    snapshot = Copier(reuse=False).take(dict(model) if has_weights else {}, dict(state))
     writers = {checkpoints.STATE: write_state}
-    if not recomputed:
+    if has_weights:
         writers[checkpoints.MODEL] = write_tensors
     temporary = folder / FOLDER / f".tmp-{name}"
     storage.remove_folder(temporary, ignore_errors=True)
@@ -138,19 +144,6 @@ def write_capture(
 
 def _choice_values(run: Run) -> dict[str, Any]:
     return {choice.key: choice.value for choice in run.choices} | run.measured_choices()
-
-
-def _choose_weights(
-    recorder: CaptureRecorder, run: Run, unchanged: bool, previous: Path | None, batch_bytes: int
-) -> CapturedWeights | None:
-    """Choose which weights to write; None if debug.capture.mb leaves no room for needed ones."""
-    free_bytes = recorder.config.mb * MIB - _used_bytes(recorder.folder / FOLDER) - batch_bytes
-    fits = _tensor_bytes([run.model.state_dict(), run.update.state()]) <= free_bytes
-    if free_bytes < 0 or (previous is None and not fits):
-        return None
-    if previous is None and not unchanged:
-        return CapturedWeights.later
-    return CapturedWeights.then if unchanged and fits else CapturedWeights.again
 
 
 def _used_bytes(root: Path) -> int:

@@ -16,19 +16,21 @@ class LoadMonitor:
     few per cent only; use the median over blocks.
     """
 
-    def __init__(self, pid: int | None = None) -> None:
-        self.pid, self.start = pid, _read_counters(pid)
+    def __init__(self, pid: int | None = None, count_nice: bool = True) -> None:
+        """Without `count_nice`, processes of positive niceness do not count."""
+        self.pid, self.count_nice = pid, count_nice
+        self.start = _read_counters(pid, count_nice)
 
     def other_cpu_share(self) -> float | None:
         """Return the share of the CPUs used by other processes since creation; None if unknown."""
-        start, end = self.start, _read_counters(self.pid)
+        start, end = self.start, _read_counters(self.pid, self.count_nice)
         if start is None or end is None or end[0] <= start[0]:
             return None
         seconds, busy, own = (b - a for a, b in zip(start, end, strict=True))
         return min(1.0, max(0.0, (busy - own) / (seconds * len(os.sched_getaffinity(0)))))
 
 
-def _read_counters(pid: int | None) -> tuple[float, float, float] | None:
+def _read_counters(pid: int | None, count_nice: bool) -> tuple[float, float, float] | None:
     """Return (time, busy time of our CPUs, CPU time of our processes), all in seconds.
 
     None if the process has ended or the system is not Linux.
@@ -41,7 +43,8 @@ def _read_counters(pid: int | None) -> tuple[float, float, float] | None:
     except (OSError, AttributeError, psutil.Error):
         return None
     own_cpus = [cpu for number, cpu in enumerate(cpus) if number in cores]
-    busy = sum(cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq for cpu in own_cpus)
+    busy = sum(cpu.user + cpu.system + cpu.irq + cpu.softirq for cpu in own_cpus)
+    busy += sum(cpu.nice for cpu in own_cpus) if count_nice else 0.0
     own_seconds = 0.0
     for process in {os.getpid(): psutil.Process(), **processes}.values():
         with suppress(psutil.Error):  # it ended meanwhile; its parent has its times

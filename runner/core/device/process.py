@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from time import monotonic, process_time, sleep
+from time import sleep
 
 from runner.core.device.capabilities import allowed_cores, usable_cores
+from runner.core.device.load import LoadMonitor
 from runner.core.errors import ConfigError
 
 
@@ -52,12 +53,9 @@ def busy_cores(seconds: float = 0.2) -> float:
 
     Measures for `seconds`. Processes with positive niceness yield to this one and do not count.
     """
-    if sys.platform != "linux":
-        return 0.0
-    before, own, start = _core_seconds(), process_time(), monotonic()
+    monitor = LoadMonitor(count_nice=False)
     sleep(seconds)
-    others = _core_seconds() - before - (process_time() - own)
-    return max(0.0, others / (monotonic() - start))
+    return (monitor.other_cpu_share() or 0.0) * len(allowed_cores() or ())
 
 
 def free_threads(requested: int, busy: float) -> int:
@@ -68,21 +66,6 @@ def free_threads(requested: int, busy: float) -> int:
     """
     cores = len(allowed_cores() or ()) or usable_cores()
     return max((requested + 1) // 2, min(requested, round(cores - busy)))
-
-
-def _core_seconds() -> float:
-    """Return the busy seconds of this process's cores, except nice time, from /proc/stat."""
-    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    try:
-        rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-    except OSError:
-        return 0.0
-    ticks = 0
-    for name, *fields in rows:
-        if name in cores:
-            user, _nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, fields[:7])
-            ticks += user + system + interrupts + soft_interrupts
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _apply_to_threads(apply: Callable[[int], None]) -> None:

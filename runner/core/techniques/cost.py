@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -52,28 +54,8 @@ def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
     with ExitStack() as stack:
         stack.enter_context(probe.preserve_builder_state(builder))
         stack.enter_context(modes.evaluation_mode(builder.model))
-        stack.enter_context(torch.no_grad())
-        if builder.compilation is not None:  # else the counting would be compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        with (counter := ProductCounter()):
-            call_model(builder.model, inputs)
-        flop, products = counter.flop, counter.products
-        if counter.uncounted or scripted:
-            flop, products = _count_dispatched(builder, inputs)
+        flop, products = count_flops(partial(call_model, builder.model, inputs), exact=scripted)
     return ForwardCost(flop / 1e6 * builder.micro_batch / batch_size_of(target), products)
-
-
-def _count_dispatched(builder: RunBuilder, inputs: Any) -> tuple[int, int]:
-    """Return FLOP and number of products by torch's FlopCounterMode, which sees each operator."""
-    from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-    products: list[object] = []
-    with (
-        probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
-        FlopCounterMode(display=False) as counter,
-    ):
-        call_model(builder.model, inputs)
-    return counter.get_total_flops(), sum(operator in flop_registry for operator in products)
 
 
 def compile_break_even(builder: RunBuilder, cold: bool = False) -> tuple[int, str]:
@@ -162,14 +144,47 @@ def step_seconds(builder: RunBuilder) -> float:
     return 3 * min(seconds)
 
 
-# -- FLOP of matrix products, convolutions and attention, from shapes ------------------------------
+# -- FLOP of matrix products, convolutions and attention ------------------------------------------
+
+
+def count_flops(
+    call: Callable[[], Any], grad: bool = False, exact: bool = False
+) -> tuple[int, int]:
+    """Return FLOP (a multiply-add is two) and number of products of a call, uncompiled.
+
+    Counted from the arguments of functions; by torch's counter if one of them cannot be counted so,
+    with `exact` (for scripted code) and with `grad` (for a backward). The call is then repeated.
+    """
+    if not (grad or exact):
+        compiled = "torch._dynamo" in sys.modules
+        uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with uncompiled, torch.no_grad(), _ProductCounter() as counter:
+            call()
+        if not counter.uncounted:
+            return counter.flop, counter.products
+    # a dispatch mode, which imports 800 modules (2 s, once)
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    products: list[object] = []
+    with (
+        torch.set_grad_enabled(grad),
+        torch.compiler.set_stance("force_eager"),
+        sdpa_kernel([SDPBackend.MATH]),  # attention as products: the counter misses flash on a CPU
+        probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
+        FlopCounterMode(display=False) as torch_counter,
+    ):
+        call()
+    flop = int(torch_counter.get_total_flops())
+    return flop, sum(operator in flop_registry for operator in products)
+
 
 UNCOUNTED_FUNCTIONS = {
     "bilinear", "cdist", "chain_matmul", "einsum", "gru", "gru_cell", "inner", "kron", "lstm",
     "lstm_cell", "multi_dot", "multi_head_attention_forward", "outer", "rnn_relu", "rnn_relu_cell",
     "rnn_tanh", "rnn_tanh_cell", "tensordot",
 }  # fmt: skip
-"""Functions with products inside that ProductCounter does not see."""
+"""Functions with products inside that _ProductCounter does not see."""
 
 
 def _matmul_flop(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
@@ -200,12 +215,8 @@ FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
 }
 
 
-class ProductCounter(TorchFunctionMode):
-    """Context that counts FLOP (a multiply-add is two) and products.
-
-    torch's FlopCounterMode needs a dispatch mode, which imports 800 modules (2 s, once). This one
-    sees functions called from Python, and lists those that it cannot count in `uncounted`.
-    """
+class _ProductCounter(TorchFunctionMode):
+    """Counts functions called from Python; `uncounted` are those whose products it cannot see."""
 
     def __init__(self) -> None:
         super().__init__()

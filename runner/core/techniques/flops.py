@@ -1,39 +1,19 @@
-"""Count a call's FLOPs with torch's counter; look up or measure a device's peak FLOP/s."""
+"""Look up or measure a device's peak FLOP/s."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from timeit import repeat
-from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from runner.core.device import numerics
 from runner.core.device.device import Device
 
 T = 1e12
 MAX_SIZE, REPEATS, SLOW_S = 2048, 5, 0.05
-
-
-def call_flops(function: Callable[[], Any], grad: bool = True) -> int:
-    """Count FLOPs of matmul, convolution and attention in a call; a multiply-add counts as two.
-
-    Runs eagerly with attention as plain products, since torch's counter misses compiled graphs and
-    CPU flash attention.
-    """
-    with (
-        torch.set_grad_enabled(grad),
-        torch.compiler.set_stance("force_eager"),
-        sdpa_kernel([SDPBackend.MATH]),
-        FlopCounterMode(display=False) as counter,
-    ):
-        function()
-    return int(counter.get_total_flops())
 
 
 @dataclass(frozen=True)

@@ -139,10 +139,6 @@ class DeviceStopwatch(Stopwatch):
         self.interval.ends_window = True
         return partial(self._elapsed_until, self.interval)
 
-    def numbered_step_seconds(self) -> list[tuple[int, float]]:
-        """Return number, from 0, and seconds of each sampled step."""
-        return [(number, seconds) for number, seconds, _ in self.sampled_steps]
-
     def _signed_step_seconds(self, first: int) -> np.ndarray:
         rows = [row for row in self.sampled_steps if row[0] >= first]
         return np.array([-s if inspected else s for _, s, inspected in rows], np.float32)

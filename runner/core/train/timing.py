@@ -123,11 +123,6 @@ class Stopwatch:
         first = max(first, self.count - MAX_DURATIONS)
         return np.abs(self.durations[np.arange(first, self.count) % MAX_DURATIONS])
 
-    def numbered_step_seconds(self) -> list[tuple[int, float]]:
-        """Return number, from 0, and seconds of each kept step; on an accelerator sampled ones."""
-        seconds = self.step_seconds().tolist()  # host sync: none, of NumPy
-        return list(enumerate(seconds, self.count - len(seconds)))
-
     def settled_step_seconds(self) -> np.ndarray:
         """Return the seconds of the steps after the first SETTLING, or of all if there are none.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from types import MethodType
+from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -89,23 +89,22 @@ def check_model_gradients(
             model_copy = _copy_as_double(model, train)
             calls, output, target = _record_forward(model_copy, batch)
         except Inconclusive as error:
-            model_class = type(model).__name__
-            return [GradientCheck(model_class, model_class, UNCHECKED, reason=str(error))]
+            kind = type(model).__name__
+            return [GradientCheck(kind, kind, UNCHECKED, reason=str(error))]
         deadline = time.monotonic() + config.budget_s
         if objective is not None and not {OBJECTIVE, name} & {*config.skip}:
             loss = _FixedTargetLoss(objective, target)
-            checks.append(_check_module(loss, ((output,), {}), OBJECTIVE, name, config, deadline))
+            check = GradientCheck(OBJECTIVE, name, UNCHECKED)
+            checks.append(_check_module(loss, ((output,), {}), check, config, deadline))
         for path in _choose_modules(model_copy, calls, config):
             module = model_copy.get_submodule(path)
-            module_class = type(module).__name__
             wrong = [c.name for c in checks if c.result == WRONG and _contains(path, c.name)]
+            kind = type(module).__name__
+            check = GradientCheck(path or kind, kind, UNCHECKED)
             if wrong:
-                reason = f"contains {wrong[0]}, which is wrong"
-                check = GradientCheck(path or module_class, module_class, UNCHECKED, reason=reason)
+                checks.append(replace(check, reason=f"contains {wrong[0]}, which is wrong"))
             else:
-                label, arguments = path or module_class, calls[path]
-                check = _check_module(module, arguments, label, module_class, config, deadline)
-            checks.append(check)
+                checks.append(_check_module(module, calls[path], check, config, deadline))
     return checks
 
 
@@ -167,13 +166,12 @@ def _copy_as_double(model: nn.Module, train: bool) -> nn.Module:
     if needed_bytes > 0.5 * memory.available_bytes():
         gib = needed_bytes / 2**30
         raise Inconclusive(f"a float64 copy would take {gib:.1f} GiB of host memory")
-    replaced_forwards = {}
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if forward is not None and not (
-            isinstance(forward, MethodType) and forward.__self__ is module
-        ):
-            replaced_forwards[module] = vars(module).pop("forward")
+    replaced_forwards = {
+        module: vars(module).pop("forward")
+        for module in model.modules()
+        if getattr(vars(module).get("forward"), "__self__", None) is not module
+        and "forward" in vars(module)
+    }
     try:
         model_copy = deepcopy(model).to("cpu")
     except Exception as error:  # copying fails with many exception types
@@ -204,17 +202,15 @@ def _record_forward(model: nn.Module, batch: Batch) -> tuple[dict[str, CallArgum
 
 
 def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, CallArguments]) -> Any:
-    def make_hook(path: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(path, (_detach(args), _detach(kwargs)))
-
-        return record
+    def record(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(path, (_detach(args), _detach(kwargs)))
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with ExitStack() as scope:
         for path, module in modes.hookable(model):
-            hook = module.register_forward_pre_hook(make_hook(path), prepend=True, with_kwargs=True)
-            scope.callback(hook.remove)
+            hook = partial(record, path)
+            handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            scope.callback(handle.remove)
         _seed_generators()
         output = call_model(model, inputs)
     with torch.no_grad():
@@ -253,12 +249,12 @@ def _seed_generators() -> None:
 def _check_module(
     module: nn.Module,
     arguments: CallArguments,
-    name: str,
-    class_name: str,
+    check: GradientCheck,
     config: GradcheckConfig,
     deadline: float,
 ) -> GradientCheck:
-    start, check = time.monotonic(), GradientCheck(name, class_name, UNCHECKED)
+    """Return the check with its result, within the budget."""
+    start = time.monotonic()
     if start > deadline:
         return replace(check, reason=f"budget_s={config.budget_s:g} was used up")
     try:
@@ -297,7 +293,12 @@ def _find_mismatch(
 
     values = tuple(leaves.values())
     first, second = compute(*values), compute(*values)
-    _check_outputs(first, second)
+    if not any(output.requires_grad for output in first):
+        raise Inconclusive("none of its outputs needs a gradient")
+    if not all(bool(output.isfinite().all()) for output in first):
+        raise Inconclusive("its outputs are not finite")
+    if any(not torch.allclose(a, b, REPEAT_TOLERANCE) for a, b in zip(first, second, strict=True)):
+        raise Inconclusive("two calls with the same inputs and random numbers differ")
     # normalise, so that small gradients are checked as strictly as large ones
     scales = [float(output.detach().abs().pow(2).mean().sqrt()) or 1.0 for output in first]
 
@@ -320,15 +321,6 @@ def _find_mismatch(
     index, numerical, analytical = match.groups()
     numbers = f"analytical {float(analytical):.3g}, numerical {float(numerical):.3g}"
     return list(leaves)[int(index)], numbers
-
-
-def _check_outputs(first: list[Tensor], second: list[Tensor]) -> None:
-    if not any(output.requires_grad for output in first):
-        raise Inconclusive("none of its outputs needs a gradient")
-    if not all(bool(output.isfinite().all()) for output in first):
-        raise Inconclusive("its outputs are not finite")
-    if any(not torch.allclose(a, b, REPEAT_TOLERANCE) for a, b in zip(first, second, strict=True)):
-        raise Inconclusive("two calls with the same inputs and random numbers differ")
 
 
 def _move_off_kinks(leaf: Tensor) -> Tensor:
@@ -375,8 +367,7 @@ class GradcheckTool(DebugTool):
         roots, device = (run.model, run.objective), run.device.torch
         unchanged = run.model.parameters()
         with self.count_inspection(), preserve_state(*roots, device=device, safe=unchanged):
-            # the host waits for weights and batch
-            batch = run.train.peek()
+            batch = run.train.peek()  # the host waits for it
             self.checks = check_model_gradients(
                 run.model, batch, run.objective, config, name, train=True
             )
@@ -385,7 +376,10 @@ class GradcheckTool(DebugTool):
 
     def _report(self, run: Run) -> None:
         wrong = [check for check in self.checks if check.result == WRONG]
-        self.finding = self._summary(wrong)
+        unchecked = sum(check.result == UNCHECKED for check in self.checks)
+        self.finding = f"{len(self.checks) - unchecked} checked, {len(wrong)} wrong"
+        self.finding += f": {', '.join(check.name for check in wrong)}" if wrong else ""
+        self.finding += f"; {unchecked} could not be checked" if unchecked else ""
         ends_run = self.config.on_anomaly.name == "raise"
         for check in wrong:
             if check.name in self.reported and not ends_run:
@@ -409,9 +403,3 @@ class GradcheckTool(DebugTool):
                 f"debug.gradcheck.skip=[{wrong[0].name}]; "
                 "debug.on_anomaly=record trains anyway"
             )
-
-    def _summary(self, wrong: list[GradientCheck]) -> str:
-        unchecked = sum(check.result == UNCHECKED for check in self.checks)
-        text = f"{len(self.checks) - unchecked} checked, {len(wrong)} wrong"
-        text += f": {', '.join(check.name for check in wrong)}" if wrong else ""
-        return text + (f"; {unchecked} could not be checked" if unchecked else "")

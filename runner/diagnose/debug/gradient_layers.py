@@ -196,17 +196,18 @@ def _classify(
         return LayerState.NO_GRADIENT
     if layer.non_finite:
         return LayerState.NOT_FINITE
-    max_norm, max_ratio = config.exploding.absolute, config.exploding.relative
-    relative = max_ratio * usual_norm if max_ratio is not None and usual_norm else None
-    limits = [max_norm, relative, math.inf]
+    limits = [config.exploding.absolute, _product(config.exploding.relative, usual_norm), math.inf]
     if any(layer.norm > limit for limit in limits if limit is not None):
         return LayerState.EXPLODING
-    min_rms, min_share = config.vanishing.absolute, config.vanishing.relative
-    limits = [min_rms, min_share * median_rms if min_share is not None else None]
+    limits = [config.vanishing.absolute, _product(config.vanishing.relative, median_rms)]
     # a bias before a normalisation legitimately has only a noise gradient: check weights only
     if layer.dimensions > 1 and any(layer.rms < limit for limit in limits if limit is not None):
         return LayerState.VANISHING
     return LayerState.FINE
+
+
+def _product(factor: float | None, value: float | None) -> float | None:
+    return factor * value if factor is not None and value else None
 
 
 def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -101,15 +102,12 @@ class GradientsTool(DebugTool):
         """Continue the rows and counts."""
         self.layer_rows.extend(state["rows"][0])
         self.unit_rows.extend(state["rows"][1])
-        self.layers = [
-            Layer(**{**row, "state": LayerState(row["state"])}) for row in state["layers"]
-        ]
-        norms = state["norms"].items()
+        rows = state["layers"]
+        self.layers = [Layer(**{**row, "state": LayerState(row["state"])}) for row in rows]
+        norms, faulty = state["norms"].items(), state["faulty"].items()
         self.norm_history = {name: deque(values, NORM_HISTORY) for name, values in norms}
         self.vanishing_counts, self.untrained = Counter(state["vanishing"]), state["untrained"]
-        self.faulty_layers = {
-            LayerState(fault): dict.fromkeys(names) for fault, names in state["faulty"].items()
-        }
+        self.faulty_layers = {LayerState(fault): dict.fromkeys(names) for fault, names in faulty}
         self.zero_counts = state["zeros"]
 
     @contextmanager
@@ -154,8 +152,7 @@ class GradientsTool(DebugTool):
         if inspection is None:
             return
         with self.count_inspection(), torch.no_grad():
-            layers = self._read_layers(inspection)
-            self._classify(run, inspection.step, layers)
+            self._classify(run, inspection.step, self._read_layers(inspection))
             self._write_scalars(run, inspection.step)
             if self.detector is not None and not self.detector.layers:
                 self.detector, self.eager = None, False  # no ReLUs
@@ -164,29 +161,32 @@ class GradientsTool(DebugTool):
         """Read weights, updates, skip flag, dead units and statistics in one transfer."""
         weights = stacked_norms(inspection.old_weights)
         torch._foreach_sub_(inspection.old_weights, [p.detach() for _, p in inspection.named])
-        flag = inspection.skipped.reshape(1).float()
-        parts = [weights, stacked_norms(inspection.old_weights), flag]
-        detector = self.detector if self.detector is not None and self.detector.layers else None
-        if detector is not None:
-            parts.append(detector.count_dead(inspection.skipped))
+        updates = stacked_norms(inspection.old_weights)
+        units = self.detector.layers if self.detector is not None else {}
+        parts = [weights, updates, inspection.skipped.reshape(1).float()]
+        if self.detector is not None and units:
+            parts.append(self.detector.count_dead(inspection.skipped))
         if inspection.statistics is not None:
             parts.append(inspection.statistics.flatten())
         numbers = iter(torch.cat([part.to(weights.device) for part in parts]).tolist())  # waits
-        sizes = [next(numbers) for _ in inspection.named]
-        updates = [next(numbers) for _ in inspection.named]
-        skipped = next(numbers) > 0
-        self.dead_units = {}
-        if detector is not None:
-            self.dead_units = detector.counts_by_layer([next(numbers) for _ in detector.layers])
-        layers = build_layers(inspection.named, list(numbers), sizes)
-        return layers if skipped else list(map(_with_update, layers, updates))
+        old_norms, update_norms = (list(islice(numbers, len(weights))) for _ in range(2))
+        skipped, dead = next(numbers) > 0, list(islice(numbers, len(units)))
+        self.dead_units = {} if self.detector is None else self.detector.counts_by_layer(dead)
+        layers = build_layers(inspection.named, list(numbers), old_norms)
+        if skipped:
+            return layers
+        return [
+            replace(layer, update_ratio=update / layer.weight_norm)
+            if layer.norm is not None and layer.weight_norm
+            else layer
+            for layer, update in zip(layers, update_norms, strict=True)
+        ]
 
     # -- verdicts ------------------------------------------------------------------------------
 
     def _classify(self, run: Run, step: int, layers: list[Layer]) -> None:
-        usual_norms = {
-            n: median(x) for n, x in self.norm_history.items() if len(x) >= MIN_INSPECTIONS
-        }
+        history = self.norm_history.items()
+        usual_norms = {n: median(norms) for n, norms in history if len(norms) >= MIN_INSPECTIONS}
         is_first = not self.layers
         self.layers = classify_layers(layers, self.settings, usual_norms)
         for layer in self.layers:
@@ -207,13 +207,10 @@ class GradientsTool(DebugTool):
         """Record the layer's fault; vanishing counts after MIN_INSPECTIONS in a row."""
         if layer.norm is not None and math.isfinite(layer.norm):
             self.norm_history.setdefault(layer.name, deque(maxlen=NORM_HISTORY)).append(layer.norm)
-        state = layer.state
-        consecutive = self.vanishing_counts[layer.name] + 1 if state is LayerState.VANISHING else 0
-        self.vanishing_counts[layer.name] = consecutive
-        if (
-            state not in (LayerState.NOT_FINITE, *REPORTED_STATES)
-            or 0 < consecutive < MIN_INSPECTIONS
-        ):
+        state, count = layer.state, self.vanishing_counts[layer.name]
+        self.vanishing_counts[layer.name] = count + 1 if state is LayerState.VANISHING else 0
+        is_fault = state in (LayerState.NOT_FINITE, *REPORTED_STATES)
+        if not is_fault or 0 < self.vanishing_counts[layer.name] < MIN_INSPECTIONS:
             return
         names = self.faulty_layers.setdefault(state, {})
         names[layer.name] = None
@@ -225,10 +222,8 @@ class GradientsTool(DebugTool):
 
     def _dead_layers(self) -> DeadUnitCounts:
         """Return the layers in which the share of dead units is a fault."""
-        share = self.settings.dead_share
-        return {
-            n: (dead, size) for n, (dead, size) in self.dead_units.items() if dead >= share * size
-        }
+        share, counts = self.settings.dead_share, self.dead_units.items()
+        return {name: (dead, units) for name, (dead, units) in counts if dead >= share * units}
 
     def _report_untrained(self, run: Run, inspections: int) -> None:
         """Report once the parameters that never had a gradient."""
@@ -266,16 +261,8 @@ class GradientsTool(DebugTool):
             picture = draw_gradient_flow(self.layers, step)
             run.recorder.image("gradients/flow", picture, step)
             run.recorder.save_image(PLOT_FILE, picture)
-        layers, units = list(self.layer_rows), list(self.unit_rows)
-        self.write_json(
-            run.folder, FILE, {"finding": self.finding, "layers": layers, "units": units}
-        )
-
-
-def _with_update(layer: Layer, update: float) -> Layer:
-    if layer.norm is None or not layer.weight_norm:
-        return layer
-    return replace(layer, update_ratio=update / layer.weight_norm)
+        rows = {"layers": list(self.layer_rows), "units": list(self.unit_rows)}
+        self.write_json(run.folder, FILE, {"finding": self.finding, **rows})
 
 
 @dataclass

@@ -99,9 +99,7 @@ class StepMeasurements:
 
 def find_bottlenecks(measured: StepMeasurements) -> list[str]:
     """Return the conclusions, most important first; never empty."""
-    split = measured.split if measured.host_bound else {}
-    texts = [*_operator_verdicts(measured), *_phase_verdicts(measured, split)]
-    if texts:
+    if texts := [*_operator_bottlenecks(measured), *_phase_bottlenecks(measured)]:
         return texts
     parts = sorted(measured.split.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
@@ -109,38 +107,42 @@ def find_bottlenecks(measured: StepMeasurements) -> list[str]:
     return [f"no bottleneck: {operators}{shares}" if shares else "too few steps for a result"]
 
 
-def _operator_verdicts(measured: StepMeasurements) -> Iterator[str]:
-    many_small = (
-        measured.operators >= MANY_OPERATORS
-        and measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
-    )
-    if many_small and measured.host_bound and not measured.waits_for_data:
+def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
+    small = measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
+    operator, share = measured.operator, measured.operator_share
+    if (
+        measured.host_bound
+        and small
+        and measured.operators >= MANY_OPERATORS
+        and not measured.waits_for_data
+    ):
         fix = "a larger training.batch_size"
         if "whole_step" not in {*measured.techniques, *measured.not_applied}:
             fix = "optimization.whole_step.enabled=true"
         busy = "" if measured.busy is None else f", the device busy {measured.busy:.0%} of the time"
         yield f"host-bound: {measured.operators:,.0f} small operators a step{busy}: {fix}"
-    elif (share := measured.python_share) > LARGE_OPERATOR_SHARE:
+    elif measured.python_share > LARGE_OPERATOR_SHARE:
         phases = {k: v for k, v in measured.split.items() if k not in ("data", "other")}
         phase = max(phases, key=lambda name: phases[name], default="step")
         yield (
-            f"{share:.0%} of step time is spent in Python outside of torch's operators, most in "
-            f"{PHASE_NAMES.get(phase, phase)}: debug.profile.stacks=true shows where in the trace"
+            f"{measured.python_share:.0%} of step time is spent in Python outside of torch's "
+            f"operators, most in {PHASE_NAMES.get(phase, phase)}: "
+            "debug.profile.stacks=true shows where in the trace"
         )
-    elif WAIT_ROW.match(measured.operator) and measured.operator_share > LARGE_OPERATOR_SHARE:
+    elif share > LARGE_OPERATOR_SHARE and WAIT_ROW.match(operator):
         yield (
             f"waiting for the other processes takes {measured.operator_ms:.3g} ms a step "
-            f"({measured.operator}): the slowest one, or the network, is the limit"
+            f"({operator}): the slowest one, or the network, is the limit"
         )
-    elif not measured.waits_for_data and measured.operator_share > LARGE_OPERATOR_SHARE:
-        text = f"{measured.operator} takes {measured.operator_share:.0%} of the operators' time, "
-        text += f"{measured.operator_ms:.3g} ms a step"
-        if "amp" not in measured.techniques and not measured.operator.startswith(COMPILED_GRAPH):
-            text += "; 16 bits may help: optimization.amp.enabled=true"
-        yield text
+    elif share > LARGE_OPERATOR_SHARE and not measured.waits_for_data:
+        may_help = "amp" not in measured.techniques and not operator.startswith(COMPILED_GRAPH)
+        fix = "; 16 bits may help: optimization.amp.enabled=true" if may_help else ""
+        times = f"{share:.0%} of the operators' time, {measured.operator_ms:.3g} ms a step"
+        yield f"{operator} takes {times}{fix}"
 
 
-def _phase_verdicts(measured: StepMeasurements, split: dict[str, float]) -> Iterator[str]:
+def _phase_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
+    split = measured.split if measured.host_bound else {}
     if (share := split.get("data", 0.0)) > DATA_WAIT_SHARE:
         fix = f"raise data.workers (now {measured.workers})"
         if measured.workers >= measured.cores:
@@ -152,9 +154,9 @@ def _phase_verdicts(measured: StepMeasurements, split: dict[str, float]) -> Iter
         fix = "raise monitoring.every and debug.every"
         yield f"{share:.0%} of step time is spent between steps, in hooks and the record: {fix}"
     if (share := split.get("optimizer", 0.0)) > LONG_PHASE_SHARE:
-        fused = "fused_optimizer" in measured.techniques
         fix = "optimization.fused_optimizer.enabled=true"
-        fix = "a larger training.batch_size needs fewer updates" if fused else fix
+        if "fused_optimizer" in measured.techniques:
+            fix = "a larger training.batch_size needs fewer updates"
         yield f"the optimizer takes {share:.0%} of a step: {fix}"
 
 
@@ -166,16 +168,16 @@ class ProfileTool(DebugTool):
     """
 
     name: ClassVar[str] = "profile"
+    SAVED = ("named_step", "trace_file", "trace_start", "trace_steps", "operators", "busy")
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
         self.settings = config.profile
-        self.next_step = math.inf  # step after which it has to act
+        self.next_step: float | None = None  # step after which it acts; None: not planned yet
         self.window: ProfilerWindow | None = None
         self.operators: list[dict[str, Any]] = []
         self.busy: float | None = None
         self.trace_file, self.named_step = "", 0  # first step of the first window
-        self.resumed = False  # next_step is that of the run that is continued
         self.trace_start, self.trace_steps = 0, 0  # of the trace
         self.totals = SectionTotals()
         self.seconds_before: dict[str, float] = {}  # stopwatch at the start of the window
@@ -186,25 +188,22 @@ class ProfileTool(DebugTool):
 
     def due(self, step: int) -> bool:
         """Whether the window starts, runs or ends at this step."""
-        return step >= self.next_step
+        return self.next_step is not None and step >= self.next_step
 
     def state(self) -> dict[str, Any]:
         """Return the trace, and the step after which a window opens, also for one that is open."""
         next_step = self.window.first if self.window is not None else self.next_step
-        names = ("named_step", "trace_file", "trace_start", "trace_steps", "operators", "busy")
-        return {"next_step": next_step, **{name: getattr(self, name) for name in names}}
+        return {"next_step": next_step, **{name: getattr(self, name) for name in self.SAVED}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Profile the same steps, or none again."""
-        self.resumed, self.next_step = True, state["next_step"]
-        self.trace_file, self.named_step = state["trace_file"], state["named_step"]
-        self.trace_start, self.trace_steps = state["trace_start"], state["trace_steps"]
-        self.operators, self.busy = state["operators"], state["busy"]
+        for name in ("next_step", *self.SAVED):
+            setattr(self, name, state[name])
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Collect sections during the session; write the results at the end."""
-        if not self.resumed:
+        if self.next_step is None:
             step, window = run.progress.step, self.settings.warmup + self.settings.steps
             latest = run.total_steps - step - window
             self.next_step = step + min(self.settings.start, max(1, latest))
@@ -236,11 +235,8 @@ class ProfileTool(DebugTool):
         self.other_tools_seconds = sum(tool.seconds for tool in tools)
 
     def _start_window(self, run: Run, step: int) -> None:
-        if self.is_resting(step):
-            self.next_step = math.inf
-            return
-        if run.strict:  # the techniques' proof uses its own profiler
-            self.next_step = step + 1
+        if self.is_resting(step) or run.strict:  # the techniques' proof uses its own profiler
+            self.next_step = step + 1 if run.strict else math.inf
             return
         steps, start_step = place_window(run, step, self.settings.warmup, self.settings.steps)
         self.next_step = max(start_step, step + 1)
@@ -307,39 +303,33 @@ class ProfileTool(DebugTool):
         Other debug tools mostly run between steps; all their time is subtracted there, which may be
         too much.
         """
-        seconds_by_phase = {
-            p: max(0.0, run.stopwatch.phase_seconds[p] - self.excluded[p]) for p in PHASES
-        }
-        seconds_by_phase["other"] = max(0.0, seconds_by_phase["other"] - self.other_tools_seconds)
-        if not any(seconds_by_phase.values()):
-            seconds_by_phase = dict(run.stopwatch.phase_seconds)
+        outside = {p: max(0.0, run.stopwatch.phase_seconds[p] - self.excluded[p]) for p in PHASES}
+        outside["other"] = max(0.0, outside["other"] - self.other_tools_seconds)
         speed = run.stopwatch.throughput(None)
         if run.stopwatch.on_accelerator and any(speed.split.values()):
-            seconds_by_phase = speed.split  # by the device, without profiled steps
-        total = sum(seconds_by_phase.values())
+            outside = speed.split  # by the device, without profiled steps
+        elif not any(outside.values()):
+            outside = dict(run.stopwatch.phase_seconds)
+        total = sum(outside.values())
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
-        measured = StepMeasurements(
-            split={phase: seconds / total for phase, seconds in seconds_by_phase.items()}
-            if total
-            else {},
+        names = [name for name, _ in run.techniques if name not in run.fallback_reasons]
+        steps = self.trace_steps or 1
+        largest = self.operators[0] if self.operators else {"name": "", "seconds": 0.0}
+        return StepMeasurements(
+            split={phase: seconds / total for phase, seconds in outside.items()} if total else {},
             step_ms=speed.step_ms.p50,
+            operators=sum(row["calls"] for row in self.operators) / steps,
+            operator=largest["name"],
+            operator_share=largest["seconds"] / (self._operator_seconds() or 1.0),
+            operator_ms=largest["seconds"] / steps * 1e3,
+            operators_ms=self._operator_seconds() / steps * 1e3,
             busy=self.busy,
             workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
             in_memory=bool(workers and "in memory" in workers.reason),
             cores=run.device.cores,
-            techniques=sorted(
-                name for name, _ in run.techniques if name not in run.fallback_reasons
-            ),
+            techniques=sorted(names),
             not_applied=sorted(row.name for row in run.unapplied_techniques if row.requested),
         )
-        if self.operators:
-            largest = self.operators[0]
-            measured.operators = sum(row["calls"] for row in self.operators) / self.trace_steps
-            measured.operator = largest["name"]
-            measured.operator_ms = largest["seconds"] / self.trace_steps * 1e3
-            measured.operator_share = largest["seconds"] / (self._operator_seconds() or 1.0)
-            measured.operators_ms = self._operator_seconds() / self.trace_steps * 1e3
-        return measured
 
     def _operator_seconds(self) -> float:
         return float(sum(row["seconds"] for row in self.operators))
@@ -347,10 +337,10 @@ class ProfileTool(DebugTool):
     def _write_results(self, run: Run, collected: float) -> None:
         """Write the final verdict to TensorBoard and two files."""
         self._update_verdicts(run)
-        text = "\n".join(f"- {markdown.escape(verdict)}" for verdict in self.verdicts)
-        run.recorder.text("profile/verdict", text, run.progress.step)
+        step, lines = run.progress.step, [f"- {markdown.escape(text)}" for text in self.verdicts]
+        run.recorder.text("profile/verdict", "\n".join(lines), step)
         if self.operators:
-            run.recorder.text("profile/trace", self._operator_table(), run.progress.step)
+            run.recorder.text("profile/trace", self._operator_table(), step)
         record = {
             "verdicts": self.verdicts,
             "facts": asdict(self.measurements),
@@ -366,47 +356,41 @@ class ProfileTool(DebugTool):
 
     def markdown(self, collected: float) -> str:
         """Return the report as Markdown; sections were collected for `collected` seconds."""
-        lines = ["# Profile", "", *(f"- {markdown.escape(text)}" for text in self.verdicts), ""]
         split = [("a step", f"{self.measurements.step_ms:.3g} ms")]
         split += [
             (PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.measurements.split.items() if v
         ]
-        lines += ["## Time of a step", "", markdown.table(("", ""), split), ""]
-        lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
+        parts = [
+            "# Profile",
+            "\n".join(f"- {markdown.escape(text)}" for text in self.verdicts),
+            f"## Time of a step\n\n{markdown.table(('', ''), split)}",
+            "Of the steps that were not profiled, without the time of debug tools.",
+        ]
         if self.operators:
             last = self.trace_start + self.trace_steps - 1
-            lines += [
-                f"## Steps {self.trace_start} to {last}, profiled",
-                "",
-                self._operator_table(),
-            ]
+            parts += [f"## Steps {self.trace_start} to {last}, profiled", self._operator_table()]
         if self.trace_file:
-            lines += ["", f"To be opened in ui.perfetto.dev: `{self.trace_file}`"]
+            parts.append(f"To be opened in ui.perfetto.dev: `{self.trace_file}`")
         if self.totals.rows:
             rows = [
                 (f"{t.name} {t.category}".strip(), float(t.calls), t.seconds)
                 for t in self.totals.by_time()
             ]
-            lines += ["", "## Sections", "", _time_table("section", rows, collected or 1.0), ""]
-            lines += ["Of this process; sections in data workers are not seen."]
-        return "\n".join(lines).rstrip() + "\n"
+            parts += ["## Sections", _time_table("section", rows, collected or 1.0)]
+            parts.append("Of this process; sections in data workers are not seen.")
+        return "\n\n".join(parts) + "\n"
 
     def _operator_table(self) -> str:
         """Return a table of the slowest operators by self time."""
         steps = max(1, self.trace_steps)
-        rows = [
-            (row["name"], row["calls"] / steps, row["seconds"] / steps)
-            for row in self.operators[:MAX_OPERATORS]
-        ]
+        slowest = self.operators[:MAX_OPERATORS]
+        rows = [(row["name"], row["calls"] / steps, row["seconds"] / steps) for row in slowest]
         return _time_table("operator", rows, self._operator_seconds() / steps or 1.0)
 
 
 def _time_table(heading: str, rows: Iterable[tuple[str, float, float]], total_s: float) -> str:
     """Format names, calls and seconds with their share of `total_s` as a Markdown table."""
-    cells = [
-        (name, f"{calls:,.4g}" if calls else "", f"{s * 1e3:,.3g}", f"{s / total_s:.1%}")
-        for name, calls, s in rows
-    ]
+    cells = [(n, f"{calls:,.4g}", f"{s * 1e3:,.3g}", f"{s / total_s:.1%}") for n, calls, s in rows]
     return markdown.table((heading, "calls", "ms", "share"), cells)
 
 
@@ -467,18 +451,18 @@ class ProfilerWindow:
         on_gpu = self.run.device.kind == "cuda"
         self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
         events = list(self.profiler.key_averages())
-        kernels = [
-            e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation
-        ]
         operators = [
             {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
             for e in events
             if is_operator(e)
         ]
-        operators.sort(key=lambda row: -row["seconds"])
-        busy_seconds = sum(e.self_device_time_total for e in kernels) / 1e6
-        known = kernels and self.seconds
-        return operators, min(1.0, busy_seconds / self.seconds) if known else None
+        kernels = [
+            e.self_device_time_total / 1e6
+            for e in events
+            if e.device_type != DeviceType.CPU and not e.is_user_annotation
+        ]
+        busy = min(1.0, sum(kernels) / self.seconds) if kernels and self.seconds else None
+        return sorted(operators, key=lambda row: -row["seconds"]), busy
 
 
 def is_operator(event: Any) -> bool:
@@ -503,20 +487,15 @@ def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int
     The window is moved or shortened to avoid validations, checkpoints and other tools' steps. If
     there is no such place, it contains them.
     """
-    tool_intervals = [
-        hook.every
-        for hook in run.hooks
-        if isinstance(hook, DebugTool) and overrides_event(hook, "around") and hook.every > 2
-    ]
-    # after every n-th step there is a pause
-    pause_intervals = [run.validate_every, run.checkpoint_every]
-    available = [interval - 1 - warmup for interval in (*pause_intervals, *tool_intervals)]
+    tools = [h for h in run.hooks if isinstance(h, DebugTool) and overrides_event(h, "around")]
+    inspections = [tool.every for tool in tools if tool.every > 2]  # of each n-th step
+    pauses = [run.validate_every, run.checkpoint_every]  # after each n-th step
+    available = [interval - 1 - warmup for interval in (*pauses, *inspections)]
     steps = min([steps, *(count for count in available if count > 0)])
     for first in range(step, min(step + SEARCH_STEPS, run.total_steps - warmup - steps) + 1):
         window = range(first, first + warmup + steps)
-        pauses = any(number % interval == 0 for number in window for interval in pause_intervals)
-        if not pauses and not any(
-            (n + 1) % interval == 0 for n in window for interval in tool_intervals
+        if all(n % interval for n in window for interval in pauses) and all(
+            (n + 1) % interval for n in window for interval in inspections
         ):
             return steps, first
     return steps, step

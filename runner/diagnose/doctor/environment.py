@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -67,19 +66,11 @@ def _version(name: str) -> str | None:
 
 
 def read_requirements() -> tuple[list[str], str]:
-    """Return the project's requirements and Python range, from pyproject.toml or the wheel.
-
-    Both are empty if neither exists, as in a copied folder.
-    """
+    """Return the installed project's requirements and Python range; empty for a copied folder."""
     try:
-        file = Path(__file__).parents[3] / "pyproject.toml"
-        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        return list(project["dependencies"]), str(project["requires-python"])
-    except OSError:
-        pass
-    try:
-        wheel = metadata.metadata(DISTRIBUTION)["Requires-Python"]
-        return metadata.requires(DISTRIBUTION) or [], str(wheel or "")
+        python_range = metadata.metadata(DISTRIBUTION)["Requires-Python"]
+        requirements = metadata.requires(DISTRIBUTION) or []
+        return [r for r in requirements if "extra ==" not in r], str(python_range or "")
     except metadata.PackageNotFoundError:
         return [], ""
 

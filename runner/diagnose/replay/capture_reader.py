@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Capture:
     samples: list[int]  # indices in the data set
     loss: float | None  # as reported; None: not reported, such as after an exception
     grad_norm: float | None  # before clipping
-    model: Mapping[str, Any] | None  # state_dict; None: it follows from the checkpoint
+    model: Mapping[str, Any] | None  # state_dict; None: see `manifest.weights`
     buffers: Mapping[str, Tensor]  # non-persistent ones
     update: Mapping[str, Any] | None  # state of `runner.core.optim.optimizer_step.OptimizerStep`
     random: Mapping[str, Any]  # of torch, python and numpy
@@ -42,6 +42,7 @@ class Capture:
     progress: Mapping[str, Any]  # of the run at the time of the capture
     remedy: int  # step of the last remedy before this capture
     skipped: list[int]  # steps without an update between the checkpoint and this one
+    medians: Mapping[str, float] = field(default_factory=dict)  # of recent losses and norms
     policy: FilePolicy | None = None  # for reading its checkpoint from another run tree
 
     @property
@@ -90,12 +91,13 @@ def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
             raise ValueError
         state["batch"] = tuple(state["batch"])
         return Capture(path, manifest, model=model, policy=policy, **state)
-    except (LookupError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise CheckpointError(f"{path / STATE}: not written by the runner") from None
 
 
 def _has_plain_numbers(state: Mapping[str, Any]) -> bool:
-    """Return whether steps, indices, loss and grad_norm are plain numbers."""
+    """Return whether steps, indices, losses and norms are plain numbers."""
     counts = [state["remedy"], *state["samples"], *state["skipped"]]
     numbers = [n for n in (state["loss"], state["grad_norm"]) if n is not None]
+    numbers += state.get("medians", {}).values()
     return all(type(n) is int for n in counts) and all(type(n) in (float, int) for n in numbers)

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from runner.core.captures.manifest import list_captures
 from runner.core.config.run_config import RunConfig
-from runner.core.interfaces.batch import Batch
-from runner.core.interfaces.run import Run
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import replace_text
 from runner.diagnose.replay.attempt import has_same_numbers, is_spike
@@ -28,8 +26,12 @@ from runner.diagnose.replay.results import (
     StepPhase,
     largest_weight,
 )
-from runner.diagnose.replay.spike import explain_spike
-from runner.diagnose.replay.trace import find_bad_weights, trace_compiled, trace_step
+from runner.diagnose.replay.trace import (
+    explain_spike,
+    find_bad_weights,
+    trace_compiled,
+    trace_step,
+)
 
 log = logging.getLogger("runner")
 
@@ -139,13 +141,14 @@ class Investigation:
     def _trace(self, blame: Blame | None) -> tuple[Cause, str, list[str]]:
         """Trace the plainest run that is still bad; return cause, its techniques, those off."""
         cause, label, without = Cause(StepPhase.nowhere, ""), "", list[str]()
+        capture = self.capture
         for without in self._sets_to_disable(blame):
             # uncompiled first, since operations in compiled code cannot be traced
             off = {*without, *(name for name in self.techniques if name in COMPILING_TECHNIQUES)}
-            with reopen_run(self.capture, trusted=self.trusted, without=off) as (run, batch):
+            with reopen_run(capture, trusted=self.trusted, without=off) as (run, batch):
                 log.info("replay: checking every operation of the step")
-                if is_spike(self.capture):
-                    cause = explain_spike(run, batch, self._healthy_batch(run))
+                if is_spike(capture):
+                    cause = explain_spike(run, batch, capture)
                 else:
                     cause = trace_step(run, batch)
                     if cause.phase is StepPhase.nowhere and off != set(without):
@@ -170,17 +173,6 @@ class Investigation:
             return [names]
         rewriting = [name for name in names if name in REWRITING_TECHNIQUES]
         return [rewriting, []] if rewriting else [[]]
-
-    def _healthy_batch(self, run: Run) -> Batch | None:
-        """Return the previous batch, or for the first step the next one; None if unavailable."""
-        before = self.capture.step - 2  # the loader counts from 0
-        try:
-            return run.train.at(before if before >= 0 else self.capture.step)
-        except Exception as error:  # the data may no longer exist
-            log.info("replay: no other batch to compare with: %s", error)
-            return None
-        finally:
-            run.train.close()
 
     def _write_script(self, replay: Replay, without: Sequence[str]) -> None:
         finding = (

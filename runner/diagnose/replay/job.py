@@ -5,26 +5,31 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from runner.core.captures.manifest import find_capture
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import ConfigError, NotVerified, StorageError, WorkerFailure
+from runner.core.format import metric
 from runner.core.masking import mask_nested
-from runner.core.record import provenance, storage
-from runner.core.record.console import print_stdout
+from runner.core.record import markdown, provenance, storage
+from runner.core.record.console import facts_table, plain_text, print_stdout
 from runner.core.record.summary import Summary
+from runner.core.record.text import json_safe
 from runner.core.security.child_process import ChildContext, ChildProcess
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.secrets import environment_access, permitted_variables
-from runner.diagnose.replay import page
 from runner.diagnose.replay.attempt import make_attempt, one_line_error
 from runner.diagnose.replay.capture_reader import open_capture
 from runner.diagnose.replay.investigation import Investigation
 from runner.diagnose.replay.reopen import config_of, reopen_run, with_weights
-from runner.diagnose.replay.results import Attempt, Replay
+from runner.diagnose.replay.results import Attempt, Replay, StepPhase
 
 
 def main(config: RunConfig, folder: Path) -> Replay:
@@ -47,8 +52,8 @@ def main(config: RunConfig, folder: Path) -> Replay:
             capture, folder, attempt, trusted, attribute, seconds, capture_folder
         ).investigate()
     try:
-        storage.write_json(folder / "replay.json", page.as_dict(replay))
-        storage.replace_text(folder / "replay.md", page.markdown(replay))
+        storage.write_json(folder / "replay.json", _as_dict(replay))
+        storage.replace_text(folder / "replay.md", markdown_report(replay))
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror}") from error
     problem = "" if replay.reproduced else f"step {replay.step} does not reproduce"
@@ -62,12 +67,10 @@ def main(config: RunConfig, folder: Path) -> Replay:
         faults={replay.kind: 1},
         wall_seconds=time.monotonic() - start,
     ).write(folder)
-    print_stdout(page.terminal_report(mask_nested(replay)))
+    print_stdout(terminal_report(mask_nested(replay)))
     print_stdout("", f"as a page: {folder / 'replay.md'}", soft_wrap=True)
     if problem:
-        raise NotVerified(
-            f"{problem}: {page.describe_reproduction(replay)}; {folder / 'replay.md'}"
-        )
+        raise NotVerified(f"{problem}: {_describe_reproduction(replay)}; {folder / 'replay.md'}")
     return replay
 
 
@@ -114,3 +117,82 @@ def _send_attempt(
 ) -> None:
     with environment_access(readable):
         child.pipe.send(make_captured_attempt(path, trusted, without))
+
+
+# -- the report: for the terminal (80 columns), and as replay.md ----------------------------------
+
+
+def _as_dict(replay: Replay) -> dict[str, Any]:
+    """Return all results as plain values; NaN and Inf become text."""
+    return {"verdict": replay.verdict, **json_safe(asdict(replay), str)}
+
+
+def _facts(replay: Replay) -> list[tuple[str, str]]:
+    """Return the short report as (name, value) lines."""
+    cause, blame = replay.found, replay.blame
+    numbers = f"loss {metric(replay.loss)}, gradient norm {metric(replay.grad_norm)}"
+    first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
+    first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
+    not_finite = "not finite: " if first else ""
+    technique = "not searched" if blame is None else blame.verdict
+    if cause.phase is StepPhase.weights and blame is None:
+        technique += ": the fault is older than this step"
+    lines = [
+        ("step", f"{replay.step} of {replay.run} ({replay.kind.replace('_', ' ')})"),
+        ("recorded", replay.message if replay.kind == "exception" else numbers),
+        ("reproduced", _describe_reproduction(replay)),
+        ("where", cause.cause or "not found"),
+        ("module", f"{cause.module or 'the model itself'} ({cause.kind})" if cause.kind else ""),
+        ("weights", cause.grown),
+        ("operation", cause.operation),
+        ("line", f"{cause.line}  {cause.line.source.strip()}" if cause.line else ""),
+        ("gradients", f"{not_finite}{first}"),
+        ("samples", f"{_list_numbers(replay.samples)} of the data set" if replay.samples else ""),
+        ("looked at", replay.seen),
+        ("technique", technique),
+        *(("note", note) for note in cause.notes),
+    ]
+    if replay.script:
+        lines.append(("script", f"{replay.script} repeats the step; exit code 3: it is bad"))
+    return [line for line in lines if line[1]]
+
+
+def terminal_report(replay: Replay) -> RenderableType:
+    """Return the report for a terminal, without tables; names are escaped."""
+    cause = "bold red" if replay.reproduced else ""
+    about = facts_table(((*row, cause if row[0] == "where" else "") for row in _facts(replay)), 11)
+    parts: list[RenderableType] = [Text("replay of a bad step", style="bold cyan"), about]
+    for step in replay.advice:
+        parts += [Text(), plain_text(step)]
+    return Group(*parts)
+
+
+def markdown_report(replay: Replay) -> str:
+    """Return the same as Markdown, for replay.md; replay.json has all numbers."""
+    parts = [
+        f"# Step {replay.step} of {markdown.escape(replay.run)}",
+        f"**{markdown.escape(replay.found.cause or 'Not found.')}**",
+        markdown.table(("", ""), _facts(replay)),
+    ]
+    if replay.advice:
+        parts += [
+            "## What to do next",
+            "\n".join(f"- {markdown.escape(step)}" for step in replay.advice),
+        ]
+    if replay.script:
+        parts += ["To repeat the step:", markdown.code(f"python {replay.script}", "sh")]
+    return "\n\n".join(parts) + "\n"
+
+
+def _describe_reproduction(replay: Replay) -> str:
+    """State whether the step is bad again, and its numbers."""
+    attempt = replay.attempt
+    if attempt.failed:
+        return f"not known: {attempt.failed}"
+    numbers = f"loss {metric(attempt.loss)}, gradient norm {metric(attempt.grad_norm)}"
+    answer = f"yes{', in the same numbers' * replay.same}" if replay.reproduced else "no"
+    return f"{answer}: {attempt.error or numbers}"
+
+
+def _list_numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:10])) + (" …" if len(numbers) > 10 else "")

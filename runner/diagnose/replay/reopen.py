@@ -22,7 +22,7 @@ from runner.core.config.composing import config_from_plain
 from runner.core.config.run_config import RunConfig
 from runner.core.config.variants import keep_techniques, without_side_effects
 from runner.core.data.loader import make_batch_mover
-from runner.core.errors import CheckpointError, UsageError
+from runner.core.errors import UsageError
 from runner.core.execution.evaluation import evaluate
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Hook, Step, Verdict
@@ -121,8 +121,12 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
     """Return the capture in the state before the step, repeating earlier steps if needed."""
     if capture.as_it_was or capture.manifest.checkpoint is None:
         if not capture.as_it_was:
-            reason = "weights or random state are of a later step, and no earlier checkpoint exists"
-            log.warning("%s: %s", capture.path, reason)
+            problem = "its random state is of a later step"
+            if capture.manifest.weights is not CapturedWeights.then:
+                problem = "the step's weights were not captured, as no checkpoint was before it"
+            if capture.model is None:
+                problem += "; it is repeated with newly initialised ones"
+            log.warning("%s: %s", capture.path, problem)
         return capture
     checkpoint = capture.checkpoint()
     state = checkpoint.state
@@ -161,16 +165,15 @@ def _run_steps(run: Run, capture: Capture) -> None:
 
 def _load_state(run: Run, capture: Capture) -> None:
     """Load weights, buffers, optimizer and random state before the step; set train mode."""
-    if capture.model is None or capture.update is None:
-        raise CheckpointError(f"{capture.path}: has neither weights nor a checkpoint")
     enter_training(run.model)
-    # copied, since an optimizer updates loaded tensors in place
-    copied = Copier(reuse=False).take(dict(capture.model), {"update": dict(capture.update)})
-    update = copied.state["update"]
-    if run.update.scale is None:  # without amp there is no loss scale
-        update["scale"] = []
-    load_weights(run, capture.path, copied.model, update)
-    for name, buffer in _unsaved_buffers(run.model, capture.model).items():
+    if capture.model is not None and capture.update is not None:
+        # copied, since an optimizer updates loaded tensors in place
+        copied = Copier(reuse=False).take(dict(capture.model), {"update": dict(capture.update)})
+        update = copied.state["update"]
+        if run.update.scale is None:  # without amp there is no loss scale
+            update["scale"] = []
+        load_weights(run, capture.path, copied.model, update)
+    for name, buffer in run.model.named_buffers():
         if name in capture.buffers:
             buffer.copy_(capture.buffers[name])
     load_progress(run, {**deepcopy(dict(capture.progress)), "step": capture.step - 1})

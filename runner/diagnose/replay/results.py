@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from runner.diagnose.debug.source_line import SourceLine
+from runner.diagnose.replay.source_line import SourceLine
 
 FINITE, INF, NAN = 0, 1, 2
 LARGE_WEIGHT = 1e3  # initial weights are around 1; those of a learning model stay below 100
@@ -47,16 +47,11 @@ class TensorStats:
 
 @dataclass
 class Ratio:
-    """A value of the bad step, compared with a healthy step."""
+    """A value of the bad step, compared with a usual one."""
 
     name: str
     bad: float
     healthy: float | None = None
-
-    @property
-    def times(self) -> float | None:
-        """The ratio of bad to healthy; None if unknown."""
-        return self.bad / self.healthy if self.healthy else None
 
 
 @dataclass
@@ -74,8 +69,8 @@ class Cause:
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order
     grown: str = ""  # an unusually large weight, as text
     samples: list[int] = field(default_factory=list)  # indices within the batch
-    gradients: list[Ratio] = field(default_factory=list)  # norms by parameter, largest first
-    losses: list[Ratio] = field(default_factory=list)  # per sample, largest first
+    values: list[Ratio] = field(default_factory=list)  # of a spike: loss and norm, to their medians
+    losses: list[Ratio] = field(default_factory=list)  # per sample, largest first, to their median
     notes: list[str] = field(default_factory=list)
 
 
@@ -165,14 +160,6 @@ def tensor_stats(name: str, tensor: Tensor) -> TensorStats:
         result.minimum, result.maximum = float(finite.min()), float(finite.max())
         result.mean, result.std = float(finite.mean()), float(finite.std(correction=0))
     return result
-
-
-def rms(tensor: Tensor) -> float:
-    """Return the root mean square; 0 for integers."""
-    values = _float_values(tensor)
-    if values is None or not values.numel():
-        return 0.0
-    return float(values.abs().float().square().mean().sqrt())
 
 
 def non_finite_samples(tensor: Tensor) -> list[int]:

@@ -30,15 +30,17 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
     """Repeat a captured step with every operation traced, to find where it went bad.
 
     `path` is the capture's folder, `model` has the same architecture (a copy gets the step's
-    weights), `loss_fn(output, target)` is the loop's loss. Random generators start from their state
-    at the end of the previous step, the device's too if the model is on the same kind of device.
-    Raises CheckpointError, SecurityError or UsageError.
+    weights, if the capture has them), `loss_fn(output, target)` is the loop's loss. Random
+    generators start from their state at the end of the previous step, the device's too if the model
+    is on the same kind of device. Raises CheckpointError, SecurityError or
+    UsageError.
     """
     check_model_arguments("replay_step", model, loss_fn=loss_fn)
     capture = open_capture(Path(path))
     model_copy, (inputs, target) = deepcopy(model), capture.batch
     try:
-        model_copy.load_state_dict(dict(capture.model or {}))
+        if capture.model is not None:
+            model_copy.load_state_dict(dict(capture.model))
         for name, buffer in capture.buffers.items():
             model_copy.get_buffer(name).copy_(buffer)
     except (RuntimeError, AttributeError) as error:

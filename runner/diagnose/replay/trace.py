@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runner.core.interfaces.batch import Batch, batch_size_of
+from runner.core.data.order import mix
+from runner.core.format import metric
+from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.nested import named_leaves
 from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
 from runner.core.techniques import compiler
 from runner.core.train.step import forward_backward
-from runner.diagnose.debug.source_line import location_in_trace, raising_line, read_source_line
 from runner.diagnose.replay.attempt import one_line_error
+from runner.diagnose.replay.capture_reader import Capture
 from runner.diagnose.replay.results import (
     Cause,
+    Ratio,
     StepPhase,
     finiteness,
     non_finite_samples,
     non_finite_state,
     tensor_stats,
 )
+from runner.diagnose.replay.source_line import location_in_trace, raising_line, read_source_line
 from runner.diagnose.replay.tracer import ModuleFrame, NonFiniteEvent, Tracer, name_arguments
+
+MAX_SAMPLES = 4096  # above this number, losses per sample are not computed
+MAX_LISTED = 10  # samples
+HIGH_LOSS = 3.0  # ratio of a sample's loss to the batch's median above which it is named
 
 TrackModules = Callable[[Tracer], AbstractContextManager[None]]
 
@@ -43,7 +52,7 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
     if cause is not None:
         return cause
     enter_training(run.model)
-    tracer = Tracer(run.model, batch_tensors(batch))
+    tracer = Tracer(run.model, _batch_tensors(batch))
     bad_gradients: list[str] = []  # parameters with a bad gradient, in backward order
 
     def record_gradient(name: str, gradient: Tensor) -> None:
@@ -52,7 +61,7 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
 
     try:
         with ExitStack() as stack:
-            hook_gradients(run.model, stack, record_gradient)
+            _hook_gradients(run.model, stack, record_gradient)
             stack.enter_context(track_modules(tracer))
             stack.enter_context(tracer)
             step = forward_backward(run, batch)
@@ -60,17 +69,12 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
     except Exception as error:
         return _exception_cause(error, tracer)
     finally:
-        discard_step(run)
+        run.update.abandon()  # restores the buffers
+        for parameter in run.model.parameters():
+            parameter.grad = None
 
 
-def discard_step(run: Run) -> None:
-    """Restore the buffers and clear the gradients."""
-    run.update.abandon()
-    for parameter in run.model.parameters():
-        parameter.grad = None
-
-
-def hook_gradients(
+def _hook_gradients(
     model: nn.Module, stack: ExitStack, record: Callable[[str, Tensor], object]
 ) -> None:
     """Call `record(name, gradient)` for each parameter, in backward order."""
@@ -98,12 +102,51 @@ def find_bad_weights(model: nn.Module) -> Cause | None:
     return cause
 
 
-def module_label(name: str, module: nn.Module) -> str:
+def explain_spike(run: Run, batch: Batch, capture: Capture) -> Cause:
+    """State loss and gradient norm against their medians, and the samples with the highest loss."""
+    numbers = {"loss": capture.loss, "grad_norm": capture.grad_norm}
+    values = [Ratio(n, x, capture.medians.get(n)) for n, x in numbers.items() if x is not None]
+    texts = [f"{r.name} {metric(r.bad)} (median {metric(r.healthy)})" for r in values]
+    losses = _sample_losses(run, batch)
+    highest = sorted(losses.items(), key=lambda pair: -pair[1])[:MAX_LISTED]
+    usual = median(losses.values()) if losses else 0.0
+    return Cause(
+        StepPhase.spike,
+        f"loss and gradients are finite but large: {', '.join(texts)}",
+        samples=[i for i, loss in highest if loss > HIGH_LOSS * usual],
+        losses=[Ratio(f"sample {i}", loss, usual) for i, loss in highest],
+        values=values,
+    )
+
+
+def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
+    """Return the loss per sample, from one forward; {} if it cannot be computed."""
+    samples, losses = batch_size_of(batch[1]), dict[int, float]()
+    if samples > MAX_SAMPLES:
+        return {}
+    enter_training(run.model)
+    run.device.reseed(mix(run.seed, run.progress.step + 1))
+    run.update.begin()  # saves the buffers
+    try:
+        with torch.no_grad(), ExitStack() as stack, suppress(Exception):  # needs all samples
+            for context in run.contexts:
+                stack.enter_context(context())
+            output = call_model(run.forward, batch[0])
+            for i in range(samples):
+                row = slice(i, i + 1)
+                losses[i] = float(run.objective(slice_rows(output, row), slice_rows(batch[1], row)))
+    finally:
+        run.update.abandon()
+    complete = len(losses) == samples
+    return {i: x for i, x in losses.items() if math.isfinite(x)} if complete else {}
+
+
+def _module_label(name: str, module: nn.Module) -> str:
     """Format a module's name with its class."""
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def batch_tensors(batch: Batch) -> dict[str, Tensor]:
+def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
     """Return the batch's tensors by name; inputs are named as in the model's call."""
     inputs: Any = batch[0]
     if not isinstance(inputs, dict):
@@ -115,7 +158,7 @@ def _state_cause(phase: StepPhase, model: nn.Module, problem: str) -> Cause:
     what, owner, numbers = non_finite_state(model)[0]
     module = model.get_submodule(owner)
     values = f"{numbers.not_finite} of {math.prod(numbers.shape)} values"
-    text = f"{what} of {module_label(owner, module)} {problem}: {values}"
+    text = f"{what} of {_module_label(owner, module)} {problem}: {values}"
     return Cause(phase, text, owner, type(module).__name__, outputs=[numbers])
 
 
@@ -126,7 +169,7 @@ def _exception_cause(error: Exception, tracer: Tracer) -> Cause:
     cause = Cause(StepPhase.exception, f"outside the model: {text}")
     if frame is not None:
         text += " in the backward" if tracer.raised is None else ""
-        cause.cause = f"{module_label(frame.name, frame.module)} raised {text}"
+        cause.cause = f"{_module_label(frame.name, frame.module)} raised {text}"
         _add_module(cause, frame)
     cause.line = raising_line(error.__traceback__)
     return cause
@@ -170,7 +213,7 @@ def _event_cause(batch: Batch, event: NonFiniteEvent) -> Cause:
     if event.batch_tensor:
         return _input_cause(batch, event.batch_tensor)
     frame, numbers = event.frame, event.outputs[0]
-    owner = "the objective" if frame is None else module_label(frame.name, frame.module)
+    owner = "the objective" if frame is None else _module_label(frame.name, frame.module)
     values = math.prod(numbers.shape)
     made = event.kind + (f" ({numbers.not_finite} of {values} values)" if values > 1 else "")
     if event.backward:
@@ -195,7 +238,7 @@ def _add_module(cause: Cause, frame: ModuleFrame) -> None:
 
 
 def _input_cause(batch: Batch, name: str) -> Cause:
-    tensor = batch_tensors(batch)[name]
+    tensor = _batch_tensors(batch)[name]
     samples = non_finite_samples(tensor)
     rows = ", ".join(map(str, samples[:10])) + (" …" if len(samples) > 10 else "")
     return Cause(

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from runner.core.interfaces.nested import named_leaves
 from runner.core.models import modes
-from runner.diagnose.debug.source_line import SourceLocation, current_location
 from runner.diagnose.replay.results import (
     FINITE,
     INF,
@@ -39,6 +38,7 @@ from runner.diagnose.replay.results import (
     non_finite_samples,
     tensor_stats,
 )
+from runner.diagnose.replay.source_line import SourceLocation, current_location
 
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 """Operations that return uninitialised memory."""

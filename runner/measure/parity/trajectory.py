@@ -22,7 +22,7 @@ from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.models import modes
 from runner.core.models.modes import enter_training
-from runner.core.techniques.flops import call_flops
+from runner.core.techniques.cost import count_flops
 from runner.core.train.step import forward_backward, make_step
 from runner.measure.parity.numerics import perturb_weights, to_fp64
 
@@ -392,6 +392,6 @@ def step_flops(run: Run) -> float:
     # fails for a model with a fixed batch size
     with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         with modes.evaluation_mode(run.model):  # keeps statistics, allows a single sample
-            forward_flops = call_flops(lambda: call_model(run.forward, sample), grad=False)
+            forward_flops, _ = count_flops(lambda: call_model(run.forward, sample))
     weights = sum(parameter.numel() for parameter in run.model.parameters())
     return 3.0 * batch_size_of(target) * max(forward_flops, 2 * weights)

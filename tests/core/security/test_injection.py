@@ -31,7 +31,7 @@ from runner.core.record.history import History
 from runner.core.record.summary import CheckpointPaths, Summary
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.files.provenance import Assessment, FileFacts
-from runner.diagnose.replay import page as replay_page
+from runner.diagnose.replay import job as replay_job
 from runner.diagnose.replay.results import (
     Attempt,
     Blame,
@@ -165,14 +165,14 @@ def faulty(tmp_path: Path) -> Path:
 
 SCREENS = {
     "summary": lambda folder: run_report.RunSummaryTable(summary(), folder),
-    "replay": lambda folder: replay_page.terminal_report(replay()),
+    "replay": lambda folder: replay_job.terminal_report(replay()),
     "comparison": lambda folder: table.ComparisonScreen(comparison()),
     "failures": lambda folder: table.ComparisonScreen(failed_comparison()),
     "scan": lambda folder: scan.render_terminal(scanned(), 30),
 }
 PAGES = {
     "summary": lambda folder: run_report.render_report(summary(), folder),
-    "replay": lambda folder: replay_page.markdown(replay()),
+    "replay": lambda folder: replay_job.markdown_report(replay()),
     "comparison": lambda folder: page.render_markdown(comparison()),
     "failures": lambda folder: page.render_markdown(failed_comparison()),
     "config": lambda folder: md.code(HOSTILE, "yaml"),

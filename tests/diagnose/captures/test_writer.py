@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from runner import train
 from runner.core.captures.manifest import CapturedWeights, list_captures
+from runner.core.train.step import forward_backward
 from runner.diagnose.replay.capture_reader import open_capture
+from runner.diagnose.replay.reopen import reopen_run
 from tests import runs
-from tests.diagnose.captures.captured_runs import OURS, Taker, trained
+from tests.diagnose.captures.captured_runs import OURS, TRUSTED, Taker, trained
 
 POISON = "+data.poison=[50,90]"
 SHORT = "training.steps=8"
-
-
-def faults(folder: Path) -> Any:
-    return json.loads((folder / "debug" / "history.json").read_text())["faults"]
 
 
 def test_a_healthy_run_writes_nothing_and_ends_in_the_bits_of_one_that_captures_nothing(
@@ -51,7 +47,7 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert "captured; to inspect it" in lines[fault + 1]  # after the line about the step
     assert sum("captured; to" in line for line in lines) == 1
     assert summary.skipped_steps > 2
-    kept = [fault["capture"] for fault in faults(tmp_path) if fault["kind"] == "non_finite"]
+    kept = [fault["capture"] for fault in runs.faults(tmp_path, "non_finite")]
     assert str(list_captures(tmp_path)[0].relative_to(tmp_path)) == kept[0]
     assert len(list_captures(tmp_path)) == 2
     again = trained(tmp_path, None, *bounded, "training.steps=48", "checkpoint.resume=auto")
@@ -59,7 +55,7 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert len(list_captures(tmp_path)) == 2
 
     capture = open_capture(tmp_path / kept[0])  # what was bad, and where it is from
-    first = next(fault for fault in faults(tmp_path) if fault["kind"] == "non_finite")
+    first = runs.faults(tmp_path, "non_finite")[0]
     assert (capture.manifest.kind, capture.step) == ("non_finite", first["steps"][0])
     assert capture.loss is not None and capture.loss != capture.loss
     bad = [i for i, x in enumerate(capture.batch[0]) if x.isnan().any()]
@@ -69,13 +65,18 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
     assert "trusted" not in text and str(tmp_path) not in text
 
 
-def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
-    tmp_path: Path,
+def test_without_a_checkpoint_before_the_step_its_batch_is_captured_without_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(tmp_path, Taker([6]), "checkpoint.enabled=false", SHORT)
     (capture,) = map(open_capture, list_captures(tmp_path))
     assert capture.manifest.weights is CapturedWeights.later
-    assert capture.manifest.checkpoint is None and capture.model is not None
+    assert (capture.manifest.checkpoint, capture.model, capture.update) == (None, None, None)
+    assert sorted(path.name for path in capture.path.iterdir()) == ["manifest.json", "state.pt"]
+    with reopen_run(capture, trusted=TRUSTED) as (run, batch):
+        assert torch.equal(batch[0], capture.batch[0]) and run.progress.step == 5
+        forward_backward(run, batch)
+    assert "repeated with newly initialised ones" in caplog.text
 
 
 def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(tmp_path: 
     (capture,) = map(open_capture, list_captures(tmp_path))
     assert (capture.step, capture.manifest.kind, capture.loss) == (5, "exception", None)
     assert capture.manifest.weights is CapturedWeights.then
-    (fault,) = faults(tmp_path)
+    (fault,) = runs.faults(tmp_path)
     assert fault["capture"] == "debug/captures/step_00000005" and "Traceback" in fault["traceback"]
 
 

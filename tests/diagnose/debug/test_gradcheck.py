@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -255,7 +254,7 @@ def test_our_own_models_and_objectives_pass_and_train_the_same_weights(
         with runs.opened(*short, *more, folder=tmp_path / str(len(ends))) as run:
             train(run)
             ends.append({n: t.clone() for n, t in run.model.state_dict().items()})
-    checks = json.loads((tmp_path / "0/debug/gradcheck.json").read_text())["checks"]
+    checks = runs.debug_file(tmp_path / "0", "gradcheck")["checks"]
     assert len(checks) > 1 and {check["result"] for check in checks} == {"passed"}
     assert all(torch.equal(t, ends[1][name]) for name, t in ends[0].items())
 
@@ -267,8 +266,7 @@ def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
         summary = train(run)
     assert summary.status == "done" and summary.steps == 4
     assert summary.faults["wrong_gradient"] == 1
-    history = json.loads((tmp_path / "debug/history.json").read_text())
-    (fault,) = [f for f in history["faults"] if f["kind"] == "wrong_gradient"]
+    (fault,) = runs.faults(tmp_path, "wrong_gradient")
     assert fault["severity"] == "error" and "tail.scale (Scaling)" in fault["message"]
     assert "gradient of by is wrong: analytical " in fault["message"]
     assert "tail.scale (Scaling)" in caplog.text

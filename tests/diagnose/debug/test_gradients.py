@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,8 @@ def run_of(
         return run, train(run)
 
 
-def finding(summary: Summary) -> str:
-    return next(tool.finding for tool in summary.tools if tool.name == "gradients")
-
-
-def recorded(folder: Path, name: str = "gradients") -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / f"debug/{name}.json").read_text())
-    return content
-
-
 def rows(folder: Path, kind: str = "layers") -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = recorded(folder)[kind]
+    content: list[dict[str, Any]] = runs.debug_file(folder, "gradients")[kind]
     return content
 
 
@@ -175,11 +165,11 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
     caplog.set_level("INFO", "runner")
     _, summary = run_of([*LOOKING, "optimization=basic"], tmp_path, model)
     assert summary.status == "done"
-    assert "left_out.weight and 1 more: no gradient" in finding(summary)
-    assert "layers.1: 20 of 32 units dead" in finding(summary)
+    assert "left_out.weight and 1 more: no gradient" in runs.finding(summary, "gradients")
+    assert "layers.1: 20 of 32 units dead" in runs.finding(summary, "gradients")
     assert summary.faults["no_gradient"] == 1
     assert summary.faults["dead_units"] == 3  # fewer than 128 samples would say too little
-    faults = recorded(tmp_path, "history")["faults"]
+    faults = runs.faults(tmp_path)
     assert [f["kind"] for f in faults].count("dead_units") == 1
     (line,) = [r.getMessage() for r in caplog.records if "left_out" in r.getMessage()]
     assert "no gradient in any of 3 checks: left_out.weight and left_out.bias" in line
@@ -200,8 +190,8 @@ def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path: Path) -> 
     torch.manual_seed(0)
     hidden = [m for _ in range(10) for m in (nn.Linear(16, 16), nn.Sigmoid())]
     _, summary = run_of(LOOKING, tmp_path, Net(nn.Linear(64, 16), *hidden, nn.Linear(16, 10)))
-    assert " more: vanishing" in finding(summary)
-    faults = recorded(tmp_path, "history")["faults"]
+    assert " more: vanishing" in runs.finding(summary, "gradients")
+    faults = runs.faults(tmp_path)
     named = {f["message"].split(":")[0] for f in faults if f["kind"] == "vanishing_gradient"}
     assert "layers.1.weight" in named
     assert "layers.22.weight" not in named
@@ -233,7 +223,7 @@ def test_an_exploding_gradient_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Exploding(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
     _, summary = run_of([*LOOKING, "stability=off"], tmp_path, model)
-    assert " more: exploding" in finding(summary)
+    assert " more: exploding" in runs.finding(summary, "gradients")
     assert summary.faults["exploding_gradient"] > 0
 
 
@@ -277,7 +267,11 @@ def test_too_few_looks_are_said_and_a_short_run_has_enough(
 ) -> None:
     short = [*DIGITS, "model=mlp", "optimization=none", "debug=gradients", *overrides]
     _, summary = run_of(short, tmp_path)
-    assert finding(summary) == recorded(tmp_path)["finding"] == found
+    assert (
+        runs.finding(summary, "gradients")
+        == runs.debug_file(tmp_path, "gradients")["finding"]
+        == found
+    )
     if "training.steps=60" in overrides:
         assert next(tool.looks for tool in summary.tools if tool.name == "gradients") == 6
 
@@ -294,7 +288,7 @@ def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
     states = {row["layer"]: (row["state"], row["update_ratio"]) for row in rows(tmp_path)}
     assert states["layers.3.bias"] == ("not finite", None)
     assert states["layers.1.weight"] == ("fine", None)
-    assert finding(summary) == "layers.3.bias: not finite"
+    assert runs.finding(summary, "gradients") == "layers.3.bias: not finite"
 
 
 def test_it_rests_after_max_iterations_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from runner import Summary, train
+from runner import train
 from runner.core.errors import OutOfMemory
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
-from runner.diagnose.debug.memory import count_objects, find_growth
-from runner.diagnose.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
+from runner.diagnose.debug.memory import (
+    BATCH,
+    LOSS,
+    PARTS,
+    SavedTensors,
+    count_objects,
+    find_growth,
+)
 from tests import runs
 
 QUICK = ["device.threads=1", "optimization=none"]
@@ -36,22 +41,13 @@ GPT = [
 LOOK = ["debug=memory", "debug.every=5"]
 
 
-def record(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "debug/memory.json").read_text())
-    return content
-
-
-def finding(summary: Summary) -> str:
-    return next(tool.finding for tool in summary.tools if tool.name == "memory")
-
-
 def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path: Path) -> None:
     with runs.opened(*CNN, "training.steps=30", "debug=memory", folder=tmp_path) as run:
         summary = train(run)
         own, buffers = (
             sum(t.nbytes for t in of()) for of in (run.model.parameters, run.model.buffers)
         )
-    rows = record(tmp_path)["account"]["rows"]
+    rows = runs.debug_file(tmp_path, "memory")["account"]["rows"]
     total = {part: sum(row[part] for row in rows) for part in PARTS}
     assert total["parameters"] == total["gradients"] == total["average"] == own
     assert 2 * own <= total["optimizer"] < 2.01 * own  # two moments, and the numbers of steps
@@ -67,7 +63,7 @@ def test_the_account_is_of_a_full_batch(tmp_path: Path) -> None:
     # of 60 samples 48 are trained on: batches of 32 and 16, by turns
     ragged = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memory"]
     runs.trained(*ragged, "training.steps=10", "debug.every=4", folder=tmp_path)
-    assert record(tmp_path)["account"]["samples"] == 32
+    assert runs.debug_file(tmp_path, "memory")["account"]["samples"] == 32
 
 
 def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -> None:
@@ -95,7 +91,7 @@ def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path: Path) ->
     kept = []
     for folder, more in (("plain", []), ("recomputed", full)):
         runs.trained(*GPT, "training.steps=2", *LOOK, *more, folder=tmp_path / folder)
-        rows = record(tmp_path / folder)["account"]["rows"]
+        rows = runs.debug_file(tmp_path / folder, "memory")["account"]["rows"]
         kept.append(sum(row["activations"] for row in rows if row["name"].startswith("blocks")))
     assert kept[1] < kept[0] / 4
 
@@ -117,13 +113,12 @@ def test_a_leak_is_named_by_the_tensors_that_became_more(
     with runs.opened(*MLP, *LOOK, "training.steps=600", folder=tmp_path) as run:
         run.hooks.append(Hoard(mapped, 400_000))
         summary = train(run)
-    faults = json.loads((tmp_path / "debug/history.json").read_text())["faults"]
-    leak = next(fault for fault in faults if fault["kind"] == "leak")
+    leak = runs.faults(tmp_path, "leak")[0]
     assert "more tensors [100000] float32 on cpu" in leak["action"]
-    assert record(tmp_path)["grown"][0]["bytes"] > 50e6
-    assert finding(summary).startswith("leak: the process grows by ")
-    assert " KB a step; " in finding(summary)
-    assert "more tensors [100000] float32" in finding(summary), "the largest growth"
+    assert runs.debug_file(tmp_path, "memory")["grown"][0]["bytes"] > 50e6
+    assert runs.finding(summary, "memory").startswith("leak: the process grows by ")
+    assert " KB a step; " in runs.finding(summary, "memory")
+    assert "more tensors [100000] float32" in runs.finding(summary, "memory"), "the largest growth"
     assert summary.faults["leak"] == 1, "one leak, however often longer windows find it"
 
 
@@ -202,4 +197,4 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
 def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_path: Path) -> None:
     runs.trained(*CNN, "device=cuda", "training.steps=12", *LOOK, folder=tmp_path)
     assert (tmp_path / "debug/memory_snapshot.pickle").stat().st_size > 1000
-    assert record(tmp_path)["account"]["peak"] > 0
+    assert runs.debug_file(tmp_path, "memory")["account"]["peak"] > 0

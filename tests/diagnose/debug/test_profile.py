@@ -187,7 +187,7 @@ class Lopsided(nn.Module):
 
 def test_operators_and_sections_are_in_tables_and_trace(tmp_path: Path) -> None:
     profiled(*OWN, folder=tmp_path, model=Lopsided())
-    content = json.loads((tmp_path / "debug/profile.json").read_text())
+    content = runs.debug_file(tmp_path, "profile")
     operators = {row["name"]: row for row in content["trace"]["operators"]}
     assert content["trace"]["steps"] == 5
     assert operators["aten::addmm"]["calls"] == 3 * 5, "no validation is in the window"

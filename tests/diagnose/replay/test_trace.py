@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.core.format import metric
 from runner.core.train.step import forward_backward
 from runner.diagnose.replay.attempt import make_attempt
 from runner.diagnose.replay.results import StepPhase
-from runner.diagnose.replay.spike import explain_spike
-from runner.diagnose.replay.trace import trace_compiled, trace_step
+from runner.diagnose.replay.trace import explain_spike, trace_compiled, trace_step
 from runner.diagnose.replay.tracer import Tracer
 from tests.diagnose.replay.faulty_models import Fuses, OnlyCompiled, Through
 from tests.diagnose.replay.replays import POISON, ROWS, Captured, line_of, opened
@@ -117,17 +117,21 @@ def test_a_fault_of_the_traced_graph_alone_has_its_line_too(captured: Captured) 
     assert cause.cause == "only the compiler's generated code is bad: its graph is good"
 
 
-def test_a_spike_is_brought_back_to_the_module_that_grew_and_its_samples(
+def test_a_spike_states_loss_and_norm_to_their_medians_and_the_samples_of_highest_loss(
     captured: Captured,
 ) -> None:
     spike = ["stability.spike.at_least=5", "stability.spike.floor=0"]
     long = ["training.steps=40", "training.validate_every=40", "+data.samples=200"]
     with opened(captured(POISON, "+model.part=grows", *long, *spike)) as (run, batch, capture):
-        cause = explain_spike(run, batch, run.train.at(capture.step - 2))
-    assert (cause.phase, cause.module, cause.kind) == (StepPhase.spike, "part", "Grows")
+        cause = explain_spike(run, batch, capture)
+    assert (cause.phase, cause.module) == (StepPhase.spike, "")
+    loss, norm = cause.values
+    assert (loss.bad, norm.bad) == (capture.loss, capture.grad_norm)
+    assert (loss.healthy, norm.healthy) == (capture.medians["loss"], capture.medians["grad_norm"])
+    assert norm.bad > 10 * (norm.healthy or 0) and f"(median {metric(norm.healthy)})" in cause.cause
     assert cause.samples
     assert {capture.samples[i] for i in cause.samples} <= ROWS
-    assert cause.gradients[0].bad > 10 * (cause.gradients[0].healthy or 0.0)
+    assert cause.losses[0].bad == max(row.bad for row in cause.losses)
 
 
 def test_a_look_leaves_the_run_as_it_was(captured: Captured) -> None:
@@ -139,7 +143,7 @@ def test_a_look_leaves_the_run_as_it_was(captured: Captured) -> None:
     with opened(path) as (run, batch, capture):
         before = copies(run.model.state_dict().values())
         trace_step(run, batch)
-        explain_spike(run, batch, run.train.at(1))
+        explain_spike(run, batch, capture)
         after = copies(run.model.state_dict().values())
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert all(p.grad is None for p in run.model.parameters())
