@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,9 @@ from typing import Any
 from runner.core.data.paths import suggestion
 from runner.core.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES, examples
 from runner.core.errors import ConfigError, DataError, with_fix
-from runner.core.format import join_names, nearest
+from runner.core.format import join_names
 from runner.core.interfaces.technique import Choice
-from runner.core.record.column_overrides import (
-    list_value,
-    mapping_override,
-    mapping_value,
-    quote_name,
-)
-from runner.core.record.provenance import changed_command
+from runner.core.record.column_overrides import list_value, mapping_override
 from runner.core.schemas.data import BadSamples, ColumnType, DataConfig, Missing, Tabular
 from runner.datasets.cells import MAX_CELL_CHARS, CellKind
 
@@ -32,16 +27,15 @@ IGNORE_KEY = "data.ignore"
 TARGET_KEY = "data.target"
 UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
-MAX_DROPPED = 0.5  # share of rows that a suggested command may drop
-MAX_COMMAND_CHARS = 2_000  # characters; a longer command is left out
+MAX_DROPPED = 0.5  # share of rows that advice may drop
 
 
 @dataclass
 class TableProblems:
-    """Problems of a table, and the command that reads it in spite of them.
+    """Problems of a table, and the keys that read it in spite of them.
 
-    `needed` are column names by config key. An absent column is replaced by the one with the
-    nearest name, so that its cells are checked as well.
+    `needed` are column names by config key. Absent columns are left out of it, so that the cells of
+    the others are checked as well.
     """
 
     path: Path
@@ -92,29 +86,16 @@ class TableProblems:
             return
         lists = {IGNORE_KEY: self.ignore, TYPES_KEY: self.types, FORMATS_KEY: self.formats}
         configured = [*self.needed.items(), *((k, n) for k, names in lists.items() for n in names)]
-        if absent := [(key, name) for key, name in configured if name not in names]:
-            self._replace(absent, names)
-
-    def _replace(self, absent: list[tuple[str, str]], names: Sequence[str]) -> None:
-        names = [name for name in names if name not in self.needed.values()]
-        near = dict.fromkeys(
-            suggestion(n, names, "its columns are") for _, n in absent[:MAX_EXAMPLES]
-        )
-        more = f", nor {join_names(f'{n!r} ({k})' for k, n in absent[1:])}" if absent[1:] else ""
-        self.columns = f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"
-        self.absent = absent
-        for key, name in absent:
-            replacement = nearest(name, names)
-            if key in self.needed:
-                self.needed[key] = replacement or ""
-                self.avoidable &= replacement is not None
-            elif key == IGNORE_KEY:
-                self.ignore = [replacement or "" if n == name else n for n in self.ignore]
-            elif key == TYPES_KEY and (kind := self.types.pop(name)):
-                self.types |= {replacement: kind} if replacement else {}
-            elif key == FORMATS_KEY and (form := self.formats.pop(name)):
-                self.formats |= {replacement: form} if replacement else {}
-        self.ignore = [name for name in self.ignore if name]
+        self.absent = [(key, name) for key, name in configured if name not in names]
+        if self.absent:
+            others = [name for name in names if name not in self.needed.values()]
+            near = dict.fromkeys(
+                suggestion(n, others, "its columns are") for _, n in self.absent[:MAX_EXAMPLES]
+            )
+            nor = join_names(f"{n!r} ({k})" for k, n in self.absent[1:])
+            more = f", nor {nor}" if nor else ""
+            self.columns = f"has no column {self.absent[0][1]!r}{more}; {'; '.join(near)}"
+            self.needed = {key: name for key, name in self.needed.items() if name in names}
 
     def add_unreadable(self, types: Mapping[str, Any]) -> None:
         """Record columns whose cells are not single numbers, times or texts."""
@@ -189,32 +170,24 @@ class TableProblems:
                 types = {
                     n: "date" if k is CellKind.times else "number" for n, k in self.wrong.items()
                 }
-                override = mapping_override(TYPES_KEY, {**self._type_names(), **types})
+                override = mapping_override(TYPES_KEY, types)
                 ways.append(f"read such cells as missing values with {override}")
-        command = changed_command(changes) if self.avoidable else ""
-        if command and len(command) <= MAX_COMMAND_CHARS:
-            ways.append(f"or run with {command}" if ways else f"run with {command}")
+        if changes and self.avoidable:
+            overrides = shlex.join(f"{key}={value}" for key, value in changes.items())
+            ways.append(f"{'or ' * bool(ways)}use {overrides}")
         return ", ".join(ways)
 
-    def _type_names(self) -> dict[str, str]:
-        return {name: kind.name for name, kind in self.types.items()}
-
     def _changes(self) -> dict[str, str]:
-        """Return the overrides that avoid the problems."""
-        absent, max_share, total = dict(self.absent), self.config.most_bad, max(self.total, 1)
-        changes = {key: quote_name(self.needed[key]) for key in absent if key in self.needed}
-        if self.unreadable or IGNORE_KEY in absent:
+        """Return the keys, and their values, that avoid the problems of rows and types."""
+        changes, total = dict[str, str](), max(self.total, 1)
+        if self.unreadable:
             changes[IGNORE_KEY] = list_value([*self.ignore, *self.unreadable])
-        if TYPES_KEY in absent:
-            changes[f"+{TYPES_KEY}"] = mapping_value(self._type_names())
-        if FORMATS_KEY in absent:
-            changes[f"+{FORMATS_KEY}"] = mapping_value(self.formats)
         bad, gaps = len(self.bad) / total, len(self.gaps) / total
         if gaps and (not self.drops[MISSING_KEY] or bad + gaps >= 1):
-            changes[MISSING_KEY] = "drop" if gaps <= max_share else "mean"
+            changes[MISSING_KEY] = "drop" if gaps <= self.config.most_bad else "mean"
         if bad and not self.drops[BAD_SAMPLES_KEY]:
             changes[BAD_SAMPLES_KEY] = "drop"
-        if bad > max_share:
+        if bad > self.config.most_bad:
             changes["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
             self.avoidable &= bad <= MAX_DROPPED
         return changes
