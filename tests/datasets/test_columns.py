@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from pyarrow import parquet
 from rich.console import Console
 
 from runner.core.data.dataset import TensorsDataset
@@ -22,36 +21,10 @@ from runner.core.jobs import run_report as report
 from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular
 from runner.datasets.tabular import tabular
 from tests import runs
+from tests.datasets.tables import Columns, applied, chosen, opened
+from tests.datasets.tables import write_columns as write
 
-Columns = dict[str, list[Any]]
 ROWS = 240
-
-
-def write(path: Path, columns: Columns) -> Path:
-    """As csv or parquet, with a target `y`."""
-    columns = {**columns, "y": ["no", "yes"] * (len(next(iter(columns.values()))) // 2)}
-    if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.table(columns), path)
-        return path
-    cells = [["" if cell is None else str(cell) for cell in column] for column in columns.values()]
-    lines = [",".join(row) for row in zip(*cells, strict=True)]
-    path.write_text("\n".join([",".join(columns), *lines, ""]))
-    return path
-
-
-def opened(path: Path, **changes: Any) -> TensorsDataset:
-    return tabular(Tabular(path=str(path), target="y", **changes))
-
-
-def applied(source: TensorsDataset, path: Path, **changes: Any) -> TensorsDataset:
-    """Other data as those that `source` was fitted on."""
-    config = Tabular(path=str(path), target="y", **changes)
-    saved = Preprocessing.of(Tabular(path="train", target="y"), source).dump()
-    return tabular(config, OpenOptions(fitted=parse_preprocessing(saved, path), evaluates=True))
-
-
-def chosen(source: TensorsDataset, key: str) -> str:
-    return "; ".join(f"{c.value}: {c.reason}" for c in source.choices if c.key == key)
 
 
 def titles(source: TensorsDataset) -> list[str]:

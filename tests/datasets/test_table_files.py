@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from runner.core.data.dataset import TensorsDataset
 from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import Preprocessing
 from runner.core.device import memory
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular
@@ -28,6 +28,7 @@ from runner.datasets import table_files
 from runner.datasets.cells import CellKind, CellRules
 from runner.datasets.tabular import tabular
 from runner.datasets.text import text
+from tests.datasets.tables import applied, opened, values
 from tests.runs import config
 
 HEADER = "größe;preis;name;y\n"
@@ -44,10 +45,6 @@ def write(folder: Path, content: str | bytes, name: str = "t.csv") -> str:
 def read_file(path: Path) -> table_files._CsvFile:
     rules = CellRules()
     return table_files._CsvFile(path, Tabular(), lambda names, _: [*names], lambda _: rules)
-
-
-def opened(path: str | Path, **changes: Any) -> TensorsDataset:
-    return tabular(Tabular(path=str(path), target="y", **changes))
 
 
 def chosen(source: TensorsDataset) -> dict[str, Any]:
@@ -191,14 +188,6 @@ def column(tmp_path: Path, cells: list[str], sep: str = ";", **keys: Any) -> Ten
     return opened(write(tmp_path, "\n".join([f"x{sep}y", *lines])), **keys)
 
 
-def values(source: TensorsDataset) -> list[float]:
-    """The numbers of the column, before they were standardised."""
-    (one,) = source.columns
-    assert not one.values, "is texts"
-    numbers = source.inputs[:, 0].double() * one.deviation + one.mean
-    return [round(v, 3) for v in numbers.tolist()]
-
-
 DECLARED = {"types": {"x": ColumnType.number}}
 GROUPS: list[tuple[list[str], dict[str, Any], list[float]]] = [
     (["1,234", "999", "1,234,567.5"], {"thousands": "comma"}, [1234, 999, 1234567.5]),
@@ -274,19 +263,17 @@ AS_TRAINED = [  # a file of the training, a new one, and what its numbers are
 def test_numbers_of_new_files_are_read_as_trained(
     trained: list[str], cells: list[str], separator: str, numbers: Any, tmp_path: Path
 ) -> None:
-    config, source = Tabular(path="train.csv", target="y"), column(tmp_path, trained)
-    fitted = Preprocessing.of(config, source)
+    source = column(tmp_path, trained)
     rows = [f"{cells[i % 2]}{separator}{'ab'[i % 2]}" for i in range(30)]
-    new = replace(config, path=write(tmp_path, "\n".join([f"x{separator}y", *rows]), "new.csv"))
-    opening = OpenOptions(fitted=parse_preprocessing(fitted.dump(), tmp_path), evaluates=True)
+    new = write(tmp_path, "\n".join([f"x{separator}y", *rows]), "new.csv")
     if isinstance(numbers, str):
         with pytest.raises(DataError, match=numbers):
-            tabular(new, opening)
+            applied(source, new)
         return
-    assert values(tabular(new, opening))[:2] == pytest.approx(numbers, rel=1e-4)
-    stated = replace(new, decimal="point", thousands="comma")
+    assert values(applied(source, new))[:2] == pytest.approx(numbers, rel=1e-4)
     if cells[0] == "1,234":
-        assert values(tabular(stated, opening))[0] == pytest.approx(1234, rel=1e-4)
+        stated = applied(source, new, decimal="point", thousands="comma")
+        assert values(stated)[0] == pytest.approx(1234, rel=1e-4)
 
 
 # -- compression -----------------------------------------------------------------------------------

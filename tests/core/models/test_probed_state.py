@@ -1,4 +1,4 @@
-"""Probing before training leaves no trace: at the default level a run is a plain loop to the bit."""
+"""Probing leaves no trace: a run at the default level is a plain loop, to the bit."""
 
 from __future__ import annotations
 
