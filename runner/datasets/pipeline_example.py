@@ -16,13 +16,13 @@ SIGNS = {"comma": ",", "point": ".", "space": " \u00a0\u202f", "apostrophe": "'â
 
 def parse_cell(cell: str, column: dict[str, Any]) -> float:
     """Return a cell's input value; NaN if it is missing."""
-    cell, part, form = cell.strip(), column["part"], column["format"] or {}
+    cell, part, form = cell.strip(), column["part"], column.get("format") or {}
     if cell.lower() in ("", "na", "n/a", "nan", "none", "null") or cell in column["missing"]:
         return float("nan")
     if part == "missing":
         return 0.0  # only whether there is a value
     if part:
-        iso = re.match(r"\d{4}-\d\d-\d\d", cell) or not column["form"]
+        iso = re.match(r"\d{4}-\d\d-\d\d", cell) or not column.get("form")
         time = datetime.fromisoformat(cell) if iso else datetime.strptime(cell, column["form"])
         time = time.astimezone(timezone.utc) if time.tzinfo else time  # noqa: UP017
         days = time.toordinal() - 719_163  # since 1970

@@ -39,7 +39,7 @@ def opened(path: str | Path, target: str = "y", **changes: Any) -> TensorsDatase
 def applied(source: TensorsDataset, path: str | Path, **changes: Any) -> TensorsDataset:
     """Open other data with the preprocessing that was fitted on `source`."""
     config = Tabular(path=str(path), target="y", **changes)
-    saved = Preprocessing.of(config, source).dump()
+    saved = Preprocessing.of(Tabular(path="train", target="y"), source).dump()
     fitted = parse_preprocessing(saved, Path(path))
     return tabular(config, OpenOptions(fitted=fitted, evaluates=True))
 
