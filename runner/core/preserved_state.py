@@ -104,13 +104,10 @@ def preserve_state(
     snapshot = _StateSnapshot(roots, safe, is_data)
     if complete and snapshot.opaque:
         raise NotRestorable(f"it holds {snapshot.opaque[0]}, whose state cannot be restored")
-    random_states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with preserve_random_state(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            random.setstate(random_states[0])
-            np.random.set_state(random_states[1])
             with torch.no_grad():
                 for restore in snapshot.restorers:
                     restore()

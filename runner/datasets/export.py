@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,16 +18,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.core.checkpoint.snapshot import Copier, write_tensors
 from runner.core.data.preprocessing import NAME as PREPROCESSING
-from runner.core.data.preprocessing import parse_preprocessing
+from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.core.errors import ConfigError, RunnerError, StorageError, install_command
 from runner.core.execution.evaluation import copy_standalone_model
-from runner.core.interfaces.batch import Inputs, batch_size_of, call_model, slice_rows
+from runner.core.interfaces.batch import Column, Inputs, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.run import Run
+from runner.core.objectives.model_output import class_logits, logits
 from runner.core.record.library_files import private_folder
 from runner.core.record.storage import HashedFile, replace_text, write_file
 from runner.core.record.text import shorten
 from runner.core.schemas.jobs import ExportKind
-from runner.datasets.pipeline import RawInputModel, has_pipeline, raw_inputs
+from runner.datasets.cells import MISSING_FLAG
 
 log = logging.getLogger("runner")
 
@@ -100,7 +101,9 @@ def _write_export(
             raw, pipeline = raw_inputs(preprocessing, inputs), path.with_stem("pipeline")
             _write_traced(run, program, raw, samples, kind, pipeline)
             entry["pipeline"] = f"{Path(entry['file']).parent}/{pipeline.name}"
-            _write_example_script(path.parent)
+            if kind is ExportKind.export and preprocessing.columns:
+                example = Path(__file__).with_name("pipeline_example.py").read_text("utf-8")
+                replace_text(path.with_name("pipeline_example.py"), example)
     if preprocessing_json:  # unchanged, since it is read back
         write_file(path.with_name(PREPROCESSING), partial(_write_bytes, preprocessing_json))
     entry["bytes"] = os.path.getsize(path)
@@ -131,13 +134,6 @@ def _write_tensors(path: Path, state: dict[str, Any]) -> None:
         problem = f"safetensors does not hold {', '.join(missing)}"
         raise ConfigError(EXPORT_KEY, problem, "use evaluate.export=export")
     write_file(path, partial(write_tensors, snapshot))
-
-
-def _write_example_script(folder: Path) -> None:
-    from runner.datasets import pipeline_example
-
-    text = Path(pipeline_example.__file__).read_text(encoding="utf-8")
-    replace_text(folder / "pipeline_example.py", text)
 
 
 def _example_batch(run: Run) -> tuple[Inputs, int]:
@@ -263,3 +259,109 @@ def _root_cause(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {shorten(lines[0], 200) if lines else ''}"
+
+
+# -- a model with its preprocessing as one module --------------------------------------------------
+
+
+class RawInputModel(nn.Module):
+    """Returns class probabilities, or values in the target's unit, from raw inputs.
+
+    Tables: unscaled numbers, float64 [batch, columns], NaN where missing, and category indices,
+    int64 [batch, columns], any invalid index for an unknown category. Images: uint8 [batch,
+    channels, height, width].
+    """
+
+    means: Tensor
+    deviations: Tensor
+    fills: Tensor
+
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
+        super().__init__()
+        self.model, self.sizes = model, preprocessing.sizes
+        self.columns, self.pixel_range = preprocessing.columns, preprocessing.pixel_range
+        numbers = number_columns(self.columns)
+        fills = [c.mean if c.fill is None else c.fill for c in numbers]
+        for name, values in (
+            ("means", [c.mean for c in numbers]),
+            ("deviations", [c.deviation for c in numbers]),
+            ("fills", fills),
+        ):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
+
+    def forward(self, raw: Tensor, categories: Tensor | None = None) -> Tensor:
+        """Return the predictions, float32 [batch, classes] or [batch, values]."""
+        inputs = self._images(raw) if categories is None else self._inputs(raw, categories)
+        output = logits(call_model(self.model, inputs)).double()
+        if self.sizes.task == "classification":
+            return class_logits(output, self.sizes.classes).softmax(1).float()
+        values: Tensor = self.sizes.in_target_unit(output)
+        # len() would make the batch size static
+        return values.reshape(values.shape[0], -1).float()
+
+    def _images(self, raw: Tensor) -> Tensor:
+        """Scale the pixels by their own depth: uint8 by 255, others by the trained range."""
+        if not self.pixel_range or raw.dtype is torch.uint8:
+            return raw.float() / 255
+        low, high = self.pixel_range
+        return (raw.float() - low) / ((high - low) or 1.0)
+
+    def _inputs(self, numbers: Tensor, categories: Tensor) -> Tensor:
+        """Encode a table's columns as in training."""
+        missing = numbers.isnan()
+        scaled = torch.where(missing, self.fills, numbers.double())
+        scaled = (scaled - self.means) / self.deviations
+        numeric_columns = number_columns(self.columns)
+        indices = {column.name: index for index, column in enumerate(numeric_columns)}
+        parts, category = [], 0
+        for column in self.columns:
+            if column.values:
+                known = torch.arange(len(column.values))
+                one_hot = categories[:, category : category + 1] == known
+                parts += [one_hot, ~one_hot.any(1, keepdim=True)]
+                category += 1
+            elif column.part == MISSING_FLAG:
+                parts.append(missing[:, indices[column.name]].unsqueeze(1))
+            else:
+                parts.append(scaled[:, numeric_columns.index(column)].unsqueeze(1))
+        return torch.cat([part.float() for part in parts], 1)
+
+
+def number_columns(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns for which the pipeline takes a number.
+
+    A missing-value indicator is one only if its number is not an input itself.
+    """
+    names = {column.name for column in columns if column.part != MISSING_FLAG}
+    return [c for c in columns if not c.values and (c.part != MISSING_FLAG or c.name not in names)]
+
+
+def has_pipeline(preprocessing: Preprocessing) -> bool:
+    """Whether raw inputs have a standard form: tables and images."""
+    return bool(preprocessing.columns) or preprocessing.kind == "images"
+
+
+def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ...]:
+    """Invert the preprocessing approximately; missing values become NaN."""
+    columns = preprocessing.columns
+    if preprocessing.pixel_range:
+        low, high = preprocessing.pixel_range
+        return (inputs * ((high - low) or 1.0) + low,)
+    if not columns:
+        return ((inputs * 255).round().to(torch.uint8),)
+    cells = dict(
+        zip(columns, torch.split(inputs.double(), [c.width for c in columns], 1), strict=True)
+    )
+    categories = [cells[column].argmax(1) for column in columns if column.values]
+    missing_masks = {c.name: cells[c][:, 0] > 0 for c in columns if c.part == MISSING_FLAG}
+    numbers = [
+        (cells[column][:, 0] * column.deviation + column.mean).masked_fill(
+            missing_masks.get(column.name, torch.tensor(False)), torch.nan
+        )
+        for column in number_columns(columns)
+    ]
+    count = len(inputs)
+    return (
+        torch.stack(numbers, 1) if numbers else torch.zeros(count, 0, dtype=torch.float64),
+        torch.stack(categories, 1) if categories else torch.zeros(count, 0, dtype=torch.int64),
+    )

@@ -15,7 +15,7 @@ from runner.core.errors import ConfigError
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.technique import Choice
-from runner.core.models.stored_weights import list_names, read_weights
+from runner.core.models.weights import list_names, read_weights
 from runner.core.security.files.policy import FilePolicy
 from runner.datasets.hugging_face_files import (
     import_transformers,

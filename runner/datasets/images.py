@@ -6,13 +6,12 @@ import logging
 import math
 import mmap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from runner.core.errors import BadSample, ConfigError, DataError
 from runner.core.interfaces.batch import Batch, RowNames, Sizes
 from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import BadSamples, Images
-from runner.datasets.augment import blend, rand_augment
 from runner.datasets.saved_dataset import SavedImages, is_saved
 
 if TYPE_CHECKING:
@@ -44,15 +42,20 @@ MAX_RANGE = 2_000  # training images that are decoded for the range of 16-bit an
 MAX_LISTED, MAX_NAMED = 20_000, 20  # files that are searched for bad ones, and named
 MAX_DECODED = 2**28  # pixels that this search decodes: a few seconds; headers are all read
 MARGIN = 1.125  # ratio of the shorter side to the side of a random crop
-HEADER = np.dtype([("crc", np.uint32), ("height", np.uint32), ("width", np.uint32)])
+HEADER = np.dtype([("height", np.uint32), ("width", np.uint32)])
+LEVELS = 30  # the largest data.magnitude
+TRANSLATION = 150 / 331  # of the side, at the largest magnitude
+ROTATION = 30.0  # degrees, likewise
+SHEAR = 0.3
+CONTRAST = 0.9  # added to or subtracted from the factor 1
 
 
 class ImageCache:
     """Decoded pixels ([height, width, channels]) in memory shared by all processes.
 
-    The memory is mapped before workers are forked. An entry is valid only if its checksum matches,
-    so no lock is needed, and a process that dies while writing leaves no entry. The first images
-    are cached, as many as fit into `limit` bytes.
+    The memory is mapped before workers are forked. An entry's size is written after its pixels, so
+    no lock is needed, and a process that dies while writing leaves no entry. The first images are
+    cached, as many as fit into `limit` bytes.
     """
 
     def __init__(self, sizes: np.ndarray, channels: int, limit: int, dtype: Any = np.uint8) -> None:
@@ -76,11 +79,8 @@ class ImageCache:
         head = self.pixels[start : start + HEADER.itemsize].view(HEADER)[0]
         height, width = int(head["height"]), int(head["width"])
         size = height * width * self.channels * self.dtype.itemsize
-        start += HEADER.itemsize
-        if not size or start + size > self.starts[index + 1]:
-            return None
-        pixels: np.ndarray = self.pixels[start : start + size]
-        if crc32(pixels.data) != head["crc"]:
+        pixels: np.ndarray = self.pixels[start + HEADER.itemsize :][:size]
+        if not size:
             return None
         shaped: np.ndarray = pixels.view(self.dtype).reshape(height, width, self.channels)
         return shaped
@@ -92,7 +92,7 @@ class ImageCache:
         if index >= self.capacity or start + HEADER.itemsize + flat.size > self.starts[index + 1]:
             return
         self.pixels[start + HEADER.itemsize :][: flat.size] = flat
-        head = np.array([(crc32(flat.data), *pixels.shape[:2])], HEADER)
+        head = np.array([pixels.shape[:2]], HEADER)
         self.pixels[start : start + HEADER.itemsize] = head.view(np.uint8)
 
 
@@ -417,3 +417,93 @@ def _open(source: Any) -> Image:
         file.close()
         raise Image.DecompressionBombError(f"{file.width} by {file.height} pixels")
     return file
+
+
+# -- augmentation beyond crop and flip -------------------------------------------------------------
+
+
+def rand_augment(image: Image, rng: np.random.Generator, count: int, magnitude: float) -> Image:
+    """Apply `count` operations, drawn with replacement, at strength `magnitude` of 30."""
+    strength = magnitude / LEVELS
+    for _ in range(count):
+        name = NAMES[int(rng.integers(len(NAMES)))]
+        sign = 1.0 if rng.random() < 0.5 else -1.0
+        image = OPERATIONS[name](image, strength, sign)
+    return image
+
+
+def _affine(image: Image, *matrix: float) -> Image:
+    from PIL.Image import Resampling, Transform
+
+    return image.transform(image.size, Transform.AFFINE, matrix, Resampling.NEAREST)
+
+
+def _enhancement(kind: str) -> Callable[[Image, float, float], Image]:
+    def operation(image: Image, strength: float, sign: float) -> Image:
+        from PIL import ImageEnhance
+
+        changed: Image = getattr(ImageEnhance, kind)(image).enhance(1 + sign * CONTRAST * strength)
+        return changed
+
+    return operation
+
+
+def _image_op(
+    kind: str, strength_argument: Callable[[float], int] | None = None
+) -> Callable[..., Image]:
+    def operation(image: Image, strength: float, sign: float) -> Image:
+        from PIL import ImageOps
+
+        arguments = () if strength_argument is None else (strength_argument(strength),)
+        changed: Image = getattr(ImageOps, kind)(image, *arguments)
+        return changed
+
+    return operation
+
+
+OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
+    "identity": lambda image, strength, sign: image,
+    "shear_x": lambda image, s, sign: _affine(image, 1, sign * SHEAR * s, 0, 0, 1, 0),
+    "shear_y": lambda image, s, sign: _affine(image, 1, 0, 0, sign * SHEAR * s, 1, 0),
+    "shift_x": lambda image, s, sign: _affine(
+        image, 1, 0, sign * TRANSLATION * s * image.width, 0, 1, 0
+    ),
+    "shift_y": lambda i, s, sign: _affine(i, 1, 0, 0, 0, 1, sign * TRANSLATION * s * i.height),
+    "rotate": lambda image, strength, sign: image.rotate(sign * ROTATION * strength),
+    "brightness": _enhancement("Brightness"),
+    "color": _enhancement("Color"),
+    "contrast": _enhancement("Contrast"),
+    "sharpness": _enhancement("Sharpness"),
+    "posterize": _image_op("posterize", lambda strength: 8 - round(4 * strength)),
+    "solarize": _image_op("solarize", lambda strength: round(256 * (1 - strength))),
+    "autocontrast": _image_op("autocontrast"),
+    "equalize": _image_op("equalize"),
+}
+NAMES = tuple(OPERATIONS)
+
+
+def blend(
+    image: np.ndarray, other: np.ndarray, rng: np.random.Generator, mixup: float, cutmix: float
+) -> tuple[np.ndarray, float]:
+    """Blend two images [height, width, channels]; return float32 pixels and the first's share.
+
+    By mixup or CutMix, whose beta parameter is above 0, or by either at random if both are.
+    """
+    use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
+    alpha = cutmix if use_cutmix else mixup
+    share = float(rng.beta(alpha, alpha))
+    first, second = image.astype(np.float32), other.astype(np.float32)
+    if not use_cutmix:
+        return share * first + (1 - share) * second, share
+    height, width = image.shape[:2]
+    side = np.sqrt(1 - share)
+    rows, columns = (_random_slice(n, side, rng) for n in (height, width))
+    first[rows, columns] = second[rows, columns]
+    pasted = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return first, 1 - pasted / (height * width)
+
+
+def _random_slice(length: int, share: float, rng: np.random.Generator) -> slice:
+    """Return a slice of `share` of the length around a random centre, clipped to the image."""
+    centre, half = rng.integers(length), int(length * share) // 2
+    return slice(max(0, int(centre) - half), min(length, int(centre) + half))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,6 @@ GROUP_SIGNS = f",._{SPACES}{APOSTROPHES}"
 LIKE_A_NUMBER = rf"^\s*[+-]?[\d{GROUP_SIGNS}]*\d([eE][+-]?\d+)?\s*$"
 DOTTED_DATE = r"^\s*\d{1,2}\.\d{1,2}\.\d{4}\s*$"  # 31.05.2024, in a file with other numbers
 CODE = r"^\s*[+-]?0\d+\s*$"  # with leading zeros, such as a ZIP code
-UNIT_SIGNS = "€$£¥₹%"
-UNIT_SHARE = 0.99  # of a column's cells that must be numbers with the same sign
-UNIT = rf"^\s*([+-]?{{0}}\s*[+-]?[\d{GROUP_SIGNS}]*\d|[+-]?[\d{GROUP_SIGNS}]*\d\s*{{0}})\s*$"
 DECIMAL = r"^\s*[+-]?\d*{}\d+([eE][+-]?\d+)?\s*$"
 GROUPED = r"^\s*[+-]?[1-9]\d{{0,2}}({}\d{{3}})+([.,]\d+)?\s*$"
 # 1,234.5 and 1,234,567 can be read in one way only, unlike 1,234
@@ -91,11 +87,11 @@ def convert_numbers(
     """Rewrite numbers in text columns in Python's notation; return their formats, and choices.
 
     Text columns become dictionary-encoded, so that each text is parsed once. Each column has a
-    format of its own: that of its `rules`, or of its cells. A currency sign or % is stripped if
-    nearly all cells have it, other units only from a column that is declared as numbers. Without
-    `config` (parquet) only units are stripped. A thousands separator is recognised if a number such
-    as 1,234.5 needs it and all numbers fit it; a decimal comma if commas do not separate cells, no
-    number has a decimal point, and a number such as 12,5 has no other reading.
+    format of its own: that of its `rules`, or of its cells. Units, currency and per-cent signs are
+    stripped from a column that is declared as numbers; without `config` (parquet) nothing else. A
+    thousands separator is recognised if a number such as 1,234.5 needs it and all numbers fit it,
+    spaces and apostrophes only in a column that is declared; a decimal comma if commas do not
+    separate cells, no number has a decimal point, and a number such as 12,5 has no other reading.
     """
     import pyarrow
 
@@ -106,11 +102,9 @@ def convert_numbers(
         is_text = is_text_column(cells) and rule.kind in (CellKind.any, CellKind.numbers)
         if not is_text or (config is None and not (rule.declared or rule.format)):
             continue
-        column, known = _encode_column(name, cells), rule.format or NumberFormat()
+        column, known, unit = _encode_column(name, cells), rule.format or NumberFormat(), ""
         if rule.declared or rule.format:
             unit = _strip_unit(column, known.unit if rule.format else None)
-        else:
-            unit = _strip_sign(column, choices)
         decimal, thousands = known.decimal, known.thousands
         looks_numeric = rule.kind is CellKind.numbers or _looks_numeric(column, rule.most_bad)
         if config is not None and looks_numeric:
@@ -118,7 +112,8 @@ def convert_numbers(
             if any(set_signs):
                 decimal, thousands = (sign or "" for sign in set_signs)
             elif not decimal and not thousands:
-                decimal, thousands = _recognise_signs(column, choices)
+                pairs = SIGN_PAIRS if rule.declared else SIGN_PAIRS[:2]
+                decimal, thousands = _recognise_signs(column, pairs, choices)
             decimal = "," if thousands == "." else decimal
             _remove_thousands(column, thousands)
             if not decimal and thousands != ",":
@@ -178,19 +173,6 @@ def _encode_column(name: str, column: Any) -> _EncodedColumn:
     return _EncodedColumn(name, encoded, counts * is_present)
 
 
-def _strip_sign(column: _EncodedColumn, choices: list[Choice]) -> str:
-    """Strip a sign such as € or % that nearly all cells have, and return it."""
-    total = int(column.counts.sum())
-    for sign in UNIT_SIGNS if total else "":
-        pattern = UNIT.format(re.escape(sign))
-        if column.count(pattern) >= UNIT_SHARE * total:
-            reason = f"its cells are numbers with {sign}, such as {column.example(pattern)}"
-            choices.append(Choice("data.types", f"{column.name}: number", reason))
-            column.replace(pattern, rf"\s*{re.escape(sign)}\s*", "")
-            return sign
-    return ""
-
-
 def _strip_unit(column: _EncodedColumn, unit: str | None) -> str:
     """Write numbers with `unit` plainly (None: the most frequent unit), and return the unit."""
     import pyarrow
@@ -218,19 +200,22 @@ def _looks_numeric(column: _EncodedColumn, share: float) -> bool:
     return numbers > column.count(CODE) * numbers and numbers >= (1 - share) * column.counts.sum()
 
 
-def _recognise_signs(column: _EncodedColumn, choices: list[Choice]) -> tuple[str, str]:
-    """Return decimal and thousands signs of a column; "": none, or ambiguous."""
+def _recognise_signs(
+    column: _EncodedColumn, pairs: Sequence[tuple[str, str]], choices: list[Choice]
+) -> tuple[str, str]:
+    """Return decimal and thousands signs of a column, of these pairs; "": none, or ambiguous."""
     candidates = []
-    for thousands, decimal in SIGN_PAIRS:
+    for thousands, decimal in pairs:
         patterns = [p.format(thousands, decimal) for p in (WITH_DECIMALS, MANY_GROUPS)]
-        if len(thousands) > 1:  # 12 345 678 may be a telephone number
-            patterns.pop()
+        if len(thousands) > 1:  # of a declared column: 12 345 678 may be a telephone number
+            patterns.append(GROUPED.format(f"[{thousands}]"))
         evidence = [column.example(pattern) for pattern in patterns if column.count(pattern)]
         readable_number = NUMBER_WITH_SIGNS.format(thousands, decimal)
         if evidence and not column.count(LIKE_A_NUMBER, readable_number):
             candidates.append((decimal, thousands, evidence[0]))
-    if len(candidates) == 1:
+    if len({thousands for _, thousands, _ in candidates}) == 1:
         decimal, thousands, example = candidates[0]
+        decimal = decimal if len(candidates) == 1 else ""  # 1 234 fits both
         reason = f"column {column.name!r} holds numbers such as {example}"
         choices.append(Choice("data.thousands", sign_word(thousands[0]), reason))
         if decimal == ",":

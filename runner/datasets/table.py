@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+import shlex
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +14,23 @@ from typing import Any
 import numpy as np
 
 from runner.core.data.labels import class_name
-from runner.core.data.paths import existing_path
+from runner.core.data.paths import existing_path, suggestion
 from runner.core.data.preprocessing import Preprocessing
-from runner.core.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES
-from runner.core.errors import ConfigError, DataError
+from runner.core.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES, examples
+from runner.core.errors import ConfigError, DataError, with_fix
+from runner.core.format import join_names
 from runner.core.interfaces.batch import Column, NumberFormat, RowNames
 from runner.core.interfaces.technique import Choice, notice
-from runner.core.record.column_overrides import mapping_override
-from runner.core.schemas.data import ColumnType, Missing, SplitRule, Tabular, Text
+from runner.core.record.column_overrides import list_value, mapping_override
+from runner.core.schemas.data import (
+    BadSamples,
+    ColumnType,
+    DataConfig,
+    Missing,
+    SplitRule,
+    Tabular,
+    Text,
+)
 from runner.datasets.cells import (
     DATE_PARTS,
     MAX_CELL_CHARS,
@@ -36,7 +49,6 @@ from runner.datasets.cells import (
 )
 from runner.datasets.date_format import DATE_EXAMPLES, describe_form, guess_form, parse_time
 from runner.datasets.number_format import is_text_column
-from runner.datasets.problems import FORMATS_KEY, IGNORE_KEY, MISSING_KEY, TYPES_KEY, TableProblems
 from runner.datasets.saved_dataset import is_saved
 from runner.datasets.table_files import TableContent, is_blank, limit_cells, read_content
 
@@ -50,6 +62,14 @@ KIND_BY_TYPE = {
 MEASURED = (ColumnType.number, ColumnType.date)
 Note = tuple[str, str, str]
 """What is said of a column's cells, and the key and value that read them otherwise."""
+MISSING_KEY = "data.missing"
+TYPES_KEY = "data.types"
+FORMATS_KEY = "data.date_formats"
+IGNORE_KEY = "data.ignore"
+TARGET_KEY = "data.target"
+UNUSED_COLUMNS = "columns that the model does not use:"
+MAX_KINDS = 10  # kinds of bad rows, in a message
+MAX_DROPPED = 0.5  # share of rows that advice may drop
 
 
 @dataclass(frozen=True)
@@ -333,3 +353,169 @@ def describe_notes(table: Table, left_out: Container[str] = ()) -> Iterator[Choi
         if value:
             note = f"{note}; with {mapping_override(key, {name: value})} it is {effect}"
         yield notice(TYPES_KEY, f"{name}: {use}", note)
+
+
+# -- problems of a table, collected while it is read and raised as one error -----------------------
+
+
+@dataclass
+class TableProblems:
+    """Problems of a table, and the keys that read it in spite of them.
+
+    `needed` are column names by config key. Absent columns are left out of it, so that the cells of
+    the others are checked as well.
+    """
+
+    path: Path
+    config: DataConfig
+    needed: dict[str, str]
+    ignore: list[str] = field(default_factory=list)
+    types: dict[str, ColumnType] = field(default_factory=dict)
+    formats: dict[str, str] = field(default_factory=dict)  # of dates, for strptime
+    wrong: dict[str, CellKind] = field(default_factory=dict)  # columns with cells of another type
+    word: str = "line"  # what a row is called
+    total: int = 0  # rows
+    bad: dict[int, str] = field(default_factory=dict)  # rows that data.bad_samples=drop drops
+    gaps: dict[int, str] = field(default_factory=dict)  # rows that data.missing=drop drops
+    columns_fixed: bool = False  # the columns are those the model was trained on
+    absent: list[tuple[str, str]] = field(default_factory=list)  # by the key that names them
+    columns: str = ""  # which are absent
+    unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
+    kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
+    avoidable: bool = True  # by other config values
+    has_bad_cells: bool = False  # a problem is that of a column, which can be left out
+
+    def __post_init__(self) -> None:
+        gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
+        self.drops = {
+            BAD_SAMPLES_KEY: self.config.bad_samples is BadSamples.drop,
+            MISSING_KEY: gaps,
+        }
+
+    def check_names(self, names: Sequence[str], trained: Sequence[str]) -> None:
+        """Check the file's column `names` against the configured ones, or those `trained` on."""
+        for name, count in Counter(names).items():
+            if count > 1:
+                what = f"are called {name[:MAX_CELL_CHARS]!r}" if name else "have no name"
+                fix = "give each a unique name in the first line"
+                raise DataError(f"data.path: {self.path}: {count} columns {what}; {fix}")
+        names = [name for name in names if name]
+        if trained:
+            self.columns_fixed = True
+            if missing := [name for name in dict.fromkeys(trained) if name not in names]:
+                problem = f"lacks {join_names(map(repr, missing))}, which the model was trained on"
+                others = [name for name in names if name not in trained]
+                fix = f"; {suggestion(missing[0], others, UNUSED_COLUMNS)}"
+                if self.needed.get(TARGET_KEY) in missing:
+                    problem += "; job=predict needs no target"
+                self.columns, self.avoidable = f"{problem}{fix if others else ''}", False
+            return
+        if self.absent:  # the file is opened a second time
+            return
+        lists = {IGNORE_KEY: self.ignore, TYPES_KEY: self.types, FORMATS_KEY: self.formats}
+        configured = [*self.needed.items(), *((k, n) for k, names in lists.items() for n in names)]
+        self.absent = [(key, name) for key, name in configured if name not in names]
+        if self.absent:
+            others = [name for name in names if name not in self.needed.values()]
+            near = dict.fromkeys(
+                suggestion(n, others, "its columns are") for _, n in self.absent[:MAX_EXAMPLES]
+            )
+            nor = join_names(f"{n!r} ({k})" for k, n in self.absent[1:])
+            more = f", nor {nor}" if nor else ""
+            self.columns = f"has no column {self.absent[0][1]!r}{more}; {'; '.join(near)}"
+            self.needed = {key: name for key, name in self.needed.items() if name in names}
+
+    def add_unreadable(self, types: Mapping[str, Any]) -> None:
+        """Record columns whose cells are not single numbers, times or texts."""
+        self.unreadable |= {name: str(arrow)[:MAX_CELL_CHARS] for name, arrow in types.items()}
+        needed = not types.keys().isdisjoint(self.needed.values())
+        self.avoidable &= not types or (isinstance(self.config, Tabular) and not needed)
+
+    def add_rows(self, key: str, problems: Mapping[int, str]) -> None:
+        """Record problems of rows; they are dropped if the config key `key` says so."""
+        rows = self.bad if key == BAD_SAMPLES_KEY else self.gaps
+        for row, text in problems.items():
+            rows.setdefault(row, text)
+            self.has_bad_cells |= text.startswith(", column")
+            if not self.drops[key]:
+                kind = re.sub(": .* is ", ": is ", text)
+                self.kinds.setdefault(kind, (text, []))[1].append(row)
+
+    def raise_if_any(self, cause: DataError | None = None) -> None:
+        """Raise all problems, if any, as one error; `cause` is the error that ended the reading."""
+        rows = [*self._rows()]
+        types = join_names(f"{name!r} of type {arrow}" for name, arrow in self.unreadable.items())
+        unreadable = f"cannot read the columns {types}" if types else ""
+        texts = [self.columns, unreadable, "" if cause is None else str(cause), *rows]
+        texts = [text for text in texts if text]
+        if cause is not None and len(texts) == 1:
+            raise cause
+        if not texts:
+            return
+        self.avoidable &= cause is None
+        text = f"{self.path}{'' if self.columns else ':'} {'; '.join(texts)}"
+        fix = self._fix(bool(rows))
+        if self.absent:
+            raise ConfigError(self.absent[0][0], text, fix)
+        raise DataError(with_fix(text, fix))
+
+    def dropped_choices(self) -> tuple[Choice, ...]:
+        """Return the choices that report the dropped rows."""
+        return tuple(
+            Choice(key, f"{len(rows):,} of {self.total:,} left out", self._examples(rows), True)
+            for key, rows in ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, self.gaps))
+            if rows
+        )
+
+    def _rows(self) -> Iterator[str]:
+        """Yield a text for each kind of row problem: cells first, then whole rows."""
+        kinds = sorted(self.kinds.values(), key=lambda kind: (", column" not in kind[0], kind[1]))
+        for text, rows in kinds[:MAX_KINDS]:
+            others = ", ".join(map(str, rows[1:MAX_EXAMPLES])) + ", …" * (len(rows) > MAX_EXAMPLES)
+            more = f" ({len(rows):,} {self.word}s in all: also {others})" if rows[1:] else ""
+            yield f"{self.word} {rows[0]}{text}{more}"
+        if len(kinds) > MAX_KINDS:
+            yield f"and {len(kinds) - MAX_KINDS:,} more kinds of bad rows"
+        if self.drops[BAD_SAMPLES_KEY] and len(self.bad) > self.config.most_bad * self.total:
+            limit = f"more than data.most_bad={self.config.most_bad:g}"
+            count = f"{len(self.bad):,} of {self.total:,} rows cannot be used"
+            yield f"{count}, {limit}: {self._examples(self.bad)}"
+        elif self.gaps and self.drops[MISSING_KEY] and len(self.bad | self.gaps) >= self.total:
+            yield f"no row is without a missing value: {self._examples(self.gaps)}"
+
+    def _examples(self, rows: Mapping[int, str]) -> str:
+        return examples({number: f"{self.word} {number}{rows[number]}" for number in rows})
+
+    def _fix(self, rows: bool) -> str:
+        changes = self._changes()
+        ways = ["correct them"] if rows or self.unreadable else []
+        if changes.get(MISSING_KEY) == "drop":
+            ways.append(f"fill missing values with {MISSING_KEY}=mean")
+        can_ignore = isinstance(self.config, Tabular) and not self.columns_fixed
+        if rows and can_ignore and self.has_bad_cells:
+            ways.append(f"leave out a column with {IGNORE_KEY}")
+            if self.wrong:
+                types = {
+                    n: "date" if k is CellKind.times else "number" for n, k in self.wrong.items()
+                }
+                override = mapping_override(TYPES_KEY, types)
+                ways.append(f"read such cells as missing values with {override}")
+        if changes and self.avoidable:
+            overrides = shlex.join(f"{key}={value}" for key, value in changes.items())
+            ways.append(f"{'or ' * bool(ways)}use {overrides}")
+        return ", ".join(ways)
+
+    def _changes(self) -> dict[str, str]:
+        """Return the keys, and their values, that avoid the problems of rows and types."""
+        changes, total = dict[str, str](), max(self.total, 1)
+        if self.unreadable:
+            changes[IGNORE_KEY] = list_value([*self.ignore, *self.unreadable])
+        bad, gaps = len(self.bad) / total, len(self.gaps) / total
+        if gaps and (not self.drops[MISSING_KEY] or bad + gaps >= 1):
+            changes[MISSING_KEY] = "drop" if gaps <= self.config.most_bad else "mean"
+        if bad and not self.drops[BAD_SAMPLES_KEY]:
+            changes[BAD_SAMPLES_KEY] = "drop"
+        if bad > self.config.most_bad:
+            changes["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
+            self.avoidable &= bad <= MAX_DROPPED
+        return changes

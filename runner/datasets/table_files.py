@@ -475,18 +475,16 @@ class _CsvFile:
         and a line break after an odd number of quotes is in a cell. Otherwise any may be.
         `before` is the byte before `chars`.
         """
-        places = np.flatnonzero((chars == QUOTE) | (chars == NEWLINE))
-        is_quote = chars[places] == QUOTE
-        quotes = places[is_quote]
+        quotes, lines = np.flatnonzero(chars == QUOTE), np.flatnonzero(chars == NEWLINE)
         if not self.has_line_breaks:
             previous = chars[quotes[self.quotes % 2 :: 2] - 1]
             if len(previous) and quotes[self.quotes % 2] == 0:
                 previous[0] = before
             opens = _byte_set(self.separator + '\n"')[previous]
-            is_odd = (self.quotes + np.cumsum(is_quote)) % 2 == 1
-            self.has_line_breaks = bool((is_odd & ~is_quote).any() or not opens.all())
+            quotes_before = self.quotes + np.searchsorted(quotes, lines)  # each line break
+            self.has_line_breaks = bool((quotes_before % 2).any() or not opens.all())
         self.quotes += len(quotes)
-        self.lines += len(places) - len(quotes)
+        self.lines += len(lines)
 
     def _split(self, record: bytes) -> list[str]:
         """Return the cells of a record."""

@@ -48,8 +48,15 @@ from runner.datasets.cells import (
     extract_part,
     missing_cells,
 )
-from runner.datasets.problems import MISSING_KEY, TYPES_KEY
-from runner.datasets.table import MEASURED, Table, describe_notes, read_table, split_values
+from runner.datasets.table import (
+    MEASURED,
+    MISSING_KEY,
+    TYPES_KEY,
+    Table,
+    describe_notes,
+    read_table,
+    split_values,
+)
 from runner.datasets.table_files import check_memory
 
 FLOAT32_BYTES = 4  # bytes of a float32

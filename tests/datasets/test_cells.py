@@ -17,7 +17,7 @@ from pyarrow import parquet
 from runner.core.data.arrays import arrays
 from runner.core.data.dataset import TensorsDataset, fit_target_scale, target_array
 from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import Preprocessing
 from runner.core.errors import ConfigError, DataError, RunnerError
 from runner.core.interfaces.batch import Column
 from runner.core.jobs import run_report as report
@@ -28,6 +28,7 @@ from runner.datasets.date_format import guess_form
 from runner.datasets.table_checks import CheckedTable, check_table
 from runner.datasets.tabular import tabular
 from tests import runs
+from tests.datasets.tables import applied, opened, values, write_columns
 
 ROWS = 120
 RNG = np.random.default_rng(0)
@@ -36,31 +37,11 @@ NUMBERS = RNG.normal(40, 9, ROWS).round(2).tolist()
 
 def write(folder: Path, name: str = "t.csv", **columns: list[Any]) -> Path:
     """A csv of the columns, with a target `y` if there is none."""
-    columns = columns if "y" in columns else {**columns, "y": ["no", "yes"] * (ROWS // 2)}
-    path = folder / name
-    rows = [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
-    path.write_text("\n".join([",".join(columns), *rows, ""]))
-    return path
-
-
-def opened(path: Path, target: str = "y", **changes: Any) -> TensorsDataset:
-    return tabular(Tabular(path=str(path), target=target, **changes))
-
-
-def applied(source: TensorsDataset, path: Path, **changes: Any) -> TensorsDataset:
-    config = Tabular(path=str(path), target="y", **changes)
-    saved = Preprocessing.of(config, source).dump()
-    return tabular(config, OpenOptions(fitted=parse_preprocessing(saved, path), evaluates=True))
+    return write_columns(folder / name, columns)
 
 
 def notices(source: TensorsDataset) -> str:
     return "\n".join(f"{c.key}: {c.value}: {c.reason}" for c in source.choices if c.is_notice)
-
-
-def values(source: TensorsDataset, place: int = 0) -> np.ndarray:
-    column = source.columns[place]
-    assert not column.values, "is texts"
-    return source.inputs[:, place].double().numpy() * column.deviation + column.mean
 
 
 # -- numbers ---------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from pyarrow import parquet
 from rich.console import Console
 
 from runner.core.data.dataset import TensorsDataset
@@ -22,36 +21,10 @@ from runner.core.jobs import run_report as report
 from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular
 from runner.datasets.tabular import tabular
 from tests import runs
+from tests.datasets.tables import Columns, applied, chosen, opened
+from tests.datasets.tables import write_columns as write
 
-Columns = dict[str, list[Any]]
 ROWS = 240
-
-
-def write(path: Path, columns: Columns) -> Path:
-    """As csv or parquet, with a target `y`."""
-    columns = {**columns, "y": ["no", "yes"] * (len(next(iter(columns.values()))) // 2)}
-    if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.table(columns), path)
-        return path
-    cells = [["" if cell is None else str(cell) for cell in column] for column in columns.values()]
-    lines = [",".join(row) for row in zip(*cells, strict=True)]
-    path.write_text("\n".join([",".join(columns), *lines, ""]))
-    return path
-
-
-def opened(path: Path, **changes: Any) -> TensorsDataset:
-    return tabular(Tabular(path=str(path), target="y", **changes))
-
-
-def applied(source: TensorsDataset, path: Path, **changes: Any) -> TensorsDataset:
-    """Other data as those that `source` was fitted on."""
-    config = Tabular(path=str(path), target="y", **changes)
-    saved = Preprocessing.of(Tabular(path="train", target="y"), source).dump()
-    return tabular(config, OpenOptions(fitted=parse_preprocessing(saved, path), evaluates=True))
-
-
-def chosen(source: TensorsDataset, key: str) -> str:
-    return "; ".join(f"{c.value}: {c.reason}" for c in source.choices if c.key == key)
 
 
 def titles(source: TensorsDataset) -> list[str]:
@@ -129,22 +102,30 @@ def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
     assert source.inputs[:3].argmax(1).tolist() == [2, 1, 0]
 
 
-def test_numbers_with_one_sign_of_money_or_per_cent_are_numbers(tmp_path: Path) -> None:
+def test_numbers_with_signs_are_numbers_only_if_they_are_declared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     amounts = [round(age) + 2 for age in numbers()]
     columns: Columns = {
         "price": [f"{amount} €" for amount in amounts],
         "paid": [f"$ {amount}.25" if amount % 2 else f"-${amount}.25" for amount in amounts],
         "share": [None, *(f"{amount / 4}%" for amount in amounts[1:])],
-        "mixed": [f"{'€$'[i % 2]} {i % 40}" for i in range(ROWS)],
+        "area": [f"{amount % 9 + 1} 0{amount}" for amount in amounts],
     }
-    source = opened(write(tmp_path / "a.csv", columns))
-    price, paid, share, *_, mixed = source.columns
+    path = write(tmp_path / "a.csv", columns)
+    plain = opened(path)
+    assert all(column.values for column in plain.columns)
+    for name in columns:
+        assert f"'+data.types={{{name}: number}}'" in caplog.text
+    declared: Any = {"types": dict.fromkeys(columns, ColumnType.number)}
+    source = opened(path, **declared)
+    price, paid, share, *_, area = source.columns
     seen = np.array(amounts)[source.train]
     assert price.mean == pytest.approx(seen.mean())
     assert paid.mean == pytest.approx(np.where(seen % 2, seen + 0.25, -seen - 0.25).mean())
     assert share.name == "share" and share.deviation == pytest.approx(seen.std() / 4, rel=0.01)
-    assert mixed.name == "mixed" and "€ 0" in mixed.values
-    assert "price: number: its cells are numbers with €, such as " in chosen(source, "data.types")
+    assert area.mean == pytest.approx((1000 * (seen % 9 + 1) + seen).mean())
+    assert "without its unit, '€'" in chosen(source, "data.types")
     answer = applied(source, write(tmp_path / "b.csv", {n: c[:2] for n, c in columns.items()}))
     assert answer.inputs.tolist() == source.inputs[:2].tolist()
 

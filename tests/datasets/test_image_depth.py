@@ -15,8 +15,8 @@ from runner.core.data.open import OpenOptions
 from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import BadSamples, Images, Text
+from runner.datasets.export import RawInputModel, raw_inputs
 from runner.datasets.images import ImageFolder
-from runner.datasets.pipeline import RawInputModel, raw_inputs
 from runner.datasets.text import text
 from runner.datasets.tokenizer import Tokenizer
 

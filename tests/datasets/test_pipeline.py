@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-import runpy
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from PIL import Image
 from torch import nn
 
 import runner
-from runner.core.data.preprocessing import Preprocessing
+from runner.core.data.open import OpenOptions
+from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
 from runner.core.interfaces.batch import Column, Sizes
 from runner.core.jobs import evaluate
 from runner.core.schemas.jobs import ExportKind
-from runner.datasets.export import _trace_program
-from runner.datasets.pipeline import RawInputModel, raw_inputs
+from runner.datasets.export import RawInputModel, _trace_program, raw_inputs
+from runner.datasets.images import ImageFolder
+from runner.datasets.tabular import tabular
 from tests import runs
 from tests.core.data.strangers import STRANGERS, known, probabilities
 
@@ -105,15 +107,26 @@ def exported(
     return folder / "exports", evaluate.main(runs.config(*asked), folder).export
 
 
-def answers_of_example(
-    exports: Path, capsys: pytest.CaptureFixture[str], *arguments: object
-) -> np.ndarray:
-    """What pipeline_example.py prints, as numbers."""
-    example = runpy.run_path(str(exports / "pipeline_example.py"))
-    capsys.readouterr()
-    example["main"]([*map(str, arguments)])
-    lines = capsys.readouterr().out.split()
-    return np.array([[float(number) for number in line.split(",")] for line in lines])
+def run_example(exports: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run pipeline_example.py in a process in which the runner cannot be imported."""
+    script = str(exports / "pipeline_example.py")
+    code = "import runpy, sys; sys.modules['runner'] = None; runpy.run_path(sys.argv[0], None, %r)"
+    program = code.replace("sys.argv[0]", repr(script)) % "__main__"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def fitted(run: Path) -> Preprocessing:
+    return parse_preprocessing((run / "checkpoints/best/preprocessing.json").read_bytes(), run)
+
+
+def answers_of_onnx(exports: Path, *inputs: np.ndarray) -> np.ndarray:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(exports / "pipeline.onnx")
+    names = [node.name for node in session.get_inputs()]
+    answers: np.ndarray = session.run(None, dict(zip(names, inputs, strict=True)))[0]
+    return answers
 
 
 def shares(run: Path, overrides: tuple[str, ...], data: Path) -> np.ndarray:
@@ -131,15 +144,12 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "kind", [ExportKind.export, pytest.param(ExportKind.onnx, marks=needs_onnx)]
-)
-def test_a_table_with_gaps_and_unknown_categories_is_answered_as_the_run_does(
-    kind: ExportKind, orders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_example_answers_a_table_without_the_runner_as_the_run_does(
+    orders: Path, tmp_path: Path
 ) -> None:
     overrides = (*ORDERS, f"data.path={orders / 'train.csv'}")
-    exports, summary = exported(orders / "run", overrides, kind, tmp_path)
-    assert summary["pipeline"] == f"exports/pipeline.{kind.name.replace('export', 'pt2')}"
+    exports, summary = exported(orders / "run", overrides, ExportKind.export, tmp_path)
+    assert summary["pipeline"] == "exports/pipeline.pt2"
     read = json.loads((exports / "preprocessing.json").read_text(encoding="utf-8"))
     columns = [(column["name"], column["part"]) for column in read["columns"]]
     assert [c for c in columns if c[0] in ("fest", "tag")] == [
@@ -147,23 +157,46 @@ def test_a_table_with_gaps_and_unknown_categories_is_answered_as_the_run_does(
         ("tag", "missing"),
     ]
     assert (read["decimal"], read["thousands"]) == ("comma", "point")
-    program = (exports / "pipeline_example.py").read_text(encoding="utf-8")
-    assert not re.search(r"(import|from) runner", program)  # it needs none
     assert summary["files"] == sorted(path.name for path in exports.iterdir())
     utf8 = write_orders(tmp_path / "utf8.csv", "utf-8", "OXB", 50)
     new = write_orders(tmp_path / "new.csv", "cp1252", "OXB", 50)
-    printed = answers_of_example(exports, capsys, utf8, 50)
+    printed = np.loadtxt(run_example(exports, utf8, 50).stdout.splitlines(), delimiter=",")
     np.testing.assert_allclose(printed, shares(orders / "run", overrides, new), atol=1e-5)
     utf8.write_text(utf8.read_text().replace(",", "."))
-    with pytest.raises(ValueError, match="is no number as the training file writes them"):
-        answers_of_example(exports, capsys, utf8, 50)
+    assert "is no number as the training file writes them" in run_example(exports, utf8, 50).stderr
+
+
+def test_the_example_reads_units_dates_and_decimal_commas_of_each_column(tmp_path: Path) -> None:
+    lines = ["weight;when;size;y"]
+    for i in range(60):
+        day = f"{1 + i % 28:02}.{1 + i % 12:02}.2024"
+        lines.append(f"{i % 9},5 kg;{day};{i % 7},25;{'ab'[i % 9 > 4]}")
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(lines) + "\n")
+    table = ("data=tabular", f"data.path={path}", "data.target=y", "+data.types={weight: number}")
+    runs.trained(*table, *USUAL, folder=tmp_path / "run")
+    exports, _ = exported(tmp_path / "run", (*table, *USUAL), ExportKind.export, tmp_path / "job")
+    printed = np.loadtxt(run_example(exports, path, 60).stdout.splitlines(), delimiter=",")
+    np.testing.assert_allclose(printed, shares(tmp_path / "run", (*table, *USUAL), path), atol=1e-5)
+
+
+@needs_onnx
+def test_a_table_in_onnx_is_answered_as_the_run_does(orders: Path, tmp_path: Path) -> None:
+    overrides = (*ORDERS, f"data.path={orders / 'train.csv'}")
+    exports, summary = exported(orders / "run", overrides, ExportKind.onnx, tmp_path)
+    assert summary["pipeline"] == "exports/pipeline.onnx"
+    config: Any = runs.config(*overrides).data
+    preprocessing = fitted(orders / "run")
+    source = tabular(config, OpenOptions(fitted=preprocessing, evaluates=True))
+    raw = raw_inputs(preprocessing, source.inputs)
+    answers = answers_of_onnx(exports, *(x.numpy() for x in raw))
+    expected = shares(orders / "run", overrides, orders / "train.csv")
+    np.testing.assert_allclose(answers, expected, atol=1e-5)
 
 
 @pytest.mark.slow
 @needs_onnx
-def test_images_are_answered_as_the_run_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_are_answered_as_the_run_does(tmp_path: Path) -> None:
     rng, new = np.random.default_rng(0), tmp_path / "new"
     for number in range(24):
         path = tmp_path / "train" / ("dark", "light")[number % 2] / f"{number:02}.png"
@@ -180,8 +213,11 @@ def test_images_are_answered_as_the_run_does(
     run = tmp_path / "run"
     runs.trained(*overrides, folder=run)
     exports, _ = exported(run, overrides, ExportKind.onnx, tmp_path / "job")
-    printed = answers_of_example(exports, capsys, *sorted(new.iterdir()))
-    np.testing.assert_allclose(printed, shares(run, overrides, new), atol=1e-5)
+    config: Any = runs.config(*overrides, f"data.path={new}").data
+    images = ImageFolder(config, OpenOptions(fitted=fitted(run), evaluates=True, labelled=False))
+    pixels = images.fetch(np.arange(6), None)[0].mul(255).round().to(torch.uint8)
+    answers = answers_of_onnx(exports, pixels.numpy())
+    np.testing.assert_allclose(answers, shares(run, overrides, new), atol=1e-5)
 
 
 @needs_onnx

@@ -19,16 +19,17 @@ from pyarrow import parquet
 
 from runner.core.data.dataset import TensorsDataset
 from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import Preprocessing
 from runner.core.device import memory
 from runner.core.errors import ConfigError, DataError
-from runner.core.schemas.data import BadSamples, Tabular
+from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular
 from runner.core.schemas.data import Text as TextConfig
 from runner.datasets import table_files
 from runner.datasets.cells import CellKind, CellRules
 from runner.datasets.tabular import tabular
 from runner.datasets.text import text
-from tests.runs import command, config
+from tests.datasets.tables import applied, opened, values
+from tests.runs import config
 
 HEADER = "größe;preis;name;y\n"
 ROWS = [f"{i};{i},5;{'blau' if i % 3 else 'grün'};{'ja' if i % 2 else 'nein'}\n" for i in range(40)]
@@ -44,10 +45,6 @@ def write(folder: Path, content: str | bytes, name: str = "t.csv") -> str:
 def read_file(path: Path) -> table_files._CsvFile:
     rules = CellRules()
     return table_files._CsvFile(path, Tabular(), lambda names, _: [*names], lambda _: rules)
-
-
-def opened(path: str | Path, **changes: Any) -> TensorsDataset:
-    return tabular(Tabular(path=str(path), target="y", **changes))
 
 
 def chosen(source: TensorsDataset) -> dict[str, Any]:
@@ -191,15 +188,8 @@ def column(tmp_path: Path, cells: list[str], sep: str = ";", **keys: Any) -> Ten
     return opened(write(tmp_path, "\n".join([f"x{sep}y", *lines])), **keys)
 
 
-def values(source: TensorsDataset) -> list[float]:
-    """The numbers of the column, before they were standardised."""
-    (one,) = source.columns
-    assert not one.values, "is texts"
-    numbers = source.inputs[:, 0].double() * one.deviation + one.mean
-    return [round(v, 3) for v in numbers.tolist()]
-
-
-GROUPS = [
+DECLARED = {"types": {"x": ColumnType.number}}
+GROUPS: list[tuple[list[str], dict[str, Any], list[float]]] = [
     (["1,234", "999", "1,234,567.5"], {"thousands": "comma"}, [1234, 999, 1234567.5]),
     (["1.234,5", "1.234", "7"], {"thousands": "point"}, [1234.5, 1234, 7]),
     (["1 234,5", "1\u202f000", "7"], {"thousands": "space"}, [1234.5, 1000, 7]),
@@ -209,14 +199,15 @@ GROUPS = [
     (["1,234.5", "999", "1,234"], {}, [1234.5, 999, 1234]),
     (["1.234,5", "9,25", "1.234"], {}, [1234.5, 9.25, 1234]),
     (["1.234.567", "925.000,5", "1.234"], {}, [1234567, 925000.5, 1234]),
-    (["1\u202f234,5", "9,25", "1 234"], {}, [1234.5, 9.25, 1234]),
-    (["1'234.5", "1’000", "7"], {}, [1234.5, 1000, 7]),
+    (["1\u202f234,5", "9,25", "1 234"], DECLARED, [1234.5, 9.25, 1234]),
+    (["1'234.5", "1’000", "7"], DECLARED, [1234.5, 1000, 7]),
+    (["1 234", "999", "7"], DECLARED, [1234, 999, 7]),
 ]
 
 
 @pytest.mark.parametrize(("cells", "keys", "numbers"), GROUPS)
 def test_numbers_are_read_with_the_signs_that_are_named(
-    cells: list[str], keys: dict[str, str], numbers: list[float], tmp_path: Path
+    cells: list[str], keys: dict[str, Any], numbers: list[float], tmp_path: Path
 ) -> None:
     source = column(tmp_path, cells, **keys)
     assert values(source)[:3] == pytest.approx(numbers, rel=1e-4)
@@ -227,6 +218,8 @@ NOT_CERTAIN = [
     (["1,5", "2,5"], ",", "data.decimal=comma"),  # in quotes, among commas
     (["1,5", "2.5"], ";", "data.decimal=comma"),  # both signs
     (["1'234", "999"], ";", "data.thousands=apostrophe"),
+    (["1'234.5", "999"], ";", "data.thousands=apostrophe"),
+    (["1 234,5", "999"], ";", "data.thousands=space"),
     (["1,234.5", "1.234,5"], ";", "data.thousands=comma"),  # both ways
     (["12 345 678", "9"], ";", "data.thousands=space"),  # or a telephone number
 ]
@@ -270,19 +263,17 @@ AS_TRAINED = [  # a file of the training, a new one, and what its numbers are
 def test_numbers_of_new_files_are_read_as_trained(
     trained: list[str], cells: list[str], separator: str, numbers: Any, tmp_path: Path
 ) -> None:
-    config, source = Tabular(path="train.csv", target="y"), column(tmp_path, trained)
-    fitted = Preprocessing.of(config, source)
+    source = column(tmp_path, trained)
     rows = [f"{cells[i % 2]}{separator}{'ab'[i % 2]}" for i in range(30)]
-    new = replace(config, path=write(tmp_path, "\n".join([f"x{separator}y", *rows]), "new.csv"))
-    opening = OpenOptions(fitted=parse_preprocessing(fitted.dump(), tmp_path), evaluates=True)
+    new = write(tmp_path, "\n".join([f"x{separator}y", *rows]), "new.csv")
     if isinstance(numbers, str):
         with pytest.raises(DataError, match=numbers):
-            tabular(new, opening)
+            applied(source, new)
         return
-    assert values(tabular(new, opening))[:2] == pytest.approx(numbers, rel=1e-4)
-    stated = replace(new, decimal="point", thousands="comma")
+    assert values(applied(source, new))[:2] == pytest.approx(numbers, rel=1e-4)
     if cells[0] == "1,234":
-        assert values(tabular(stated, opening))[0] == pytest.approx(1234, rel=1e-4)
+        stated = applied(source, new, decimal="point", thousands="comma")
+        assert values(stated)[0] == pytest.approx(1234, rel=1e-4)
 
 
 # -- compression -----------------------------------------------------------------------------------
@@ -535,7 +526,7 @@ def test_nested_and_binary_columns_are_refused_by_name_unless_they_are_ignored(
 # -- problems --------------------------------------------------------------------------------------
 
 
-def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Path) -> None:
+def test_all_bad_rows_are_named_by_kind_with_the_keys_that_drop_them(tmp_path: Path) -> None:
     rows = [f"{i},{'ab'[i % 2]}\n" for i in range(30)]
     rows += ["1\n", "1e99,a\n", "1,a,b\n"] + ["2e99,\n"] * 2 + ["1,\n"] * 8
     path = write(tmp_path, "".join(["x,y\n", *rows]))
@@ -549,7 +540,7 @@ def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Pat
         "line 35, column 'y': the value is missing (10 lines in all: also 36, 37, 38, 39, …); ",
     ):
         assert part in message
-    assert message.endswith("or run with data.bad_samples=drop data.most_bad=0.31")
+    assert message.endswith("or use data.bad_samples=drop data.most_bad=0.31")
     source = opened(path, bad_samples=BadSamples.drop, most_bad=0.31)
     assert len(source.target) == 30
     with pytest.raises(ConfigError, match=r"no column 'x1', nor 'z' \(data.ignore\).*'x'"):
@@ -557,21 +548,19 @@ def test_all_bad_rows_are_named_by_kind_with_the_command_that_runs(tmp_path: Pat
     few = "".join(["x,y\n", *rows[:4], *["1,\n"] * 8])  # most rows would be dropped
     with pytest.raises(DataError, match="the value is missing.*; correct them") as raised:
         opened(write(tmp_path, few))
-    assert "run with" not in str(raised.value)
+    assert "data.bad_samples" not in str(raised.value)
 
 
-def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs(
+def test_all_that_is_wrong_with_a_file_is_one_message_with_the_keys_that_change_it(
     tmp_path: Path,
 ) -> None:
     rows = [f"{i},{'Ayr' if i % 2 else 'Bath'},{i}.5\n" for i in range(60)]
     rows += ["1e99,Ayr,1.5\n", ",Ayr,1.5\n", "1,Bath\n", "1,Bath,\n"]
     path = write(tmp_path, "".join(["area,home town,price\n", *rows]))
-    asked = [f"data.path={path}", "data.target=prise", "data.ignore=['home twon']", "model.width=8"]
-    ended = command(
-        tmp_path, "data=tabular", *asked, "+data.types.aera=number", "data.missing=error"
-    )
-    message = ended.stderr.partition("error: ")[2].strip()
-    assert ended.returncode == 2 and "\n" not in message and not (tmp_path / "outputs").exists()
+    changes: Any = {"missing": Missing.error, "types": {"aera": ColumnType.number}}
+    with pytest.raises(ConfigError) as raised:
+        tabular(Tabular(path=path, target="prise", ignore=["home twon"], **changes))
+    message = str(raised.value)
     places = [
         message.index(part)
         for part in (
@@ -582,15 +571,15 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_command_that_runs
             "line 63, column 'area': the value is missing; ",
             "line 65, column 'price': the value is missing; ",
             "line 64 has 2 values, and the header names 3 columns; ",
-            "or run with python -P -m runner data=tabular ",
+            "or use data.missing=drop data.bad_samples=drop",
         )
     ]
     assert places == sorted(places) and len(message) < 1_000
-    *_, overrides = message.partition("python -P -m runner ")
-    typed = shlex.split(overrides)
-    assert {"model.width=8", "data.target=price", 'data.ignore=["home town"]'} <= {*typed}
-    assert "+data.types={area: number}" in typed
-    data = tabular(cast("Tabular", config(*typed).data))
+    typed = shlex.split(message.partition("or use ")[2])
+    corrected = ["data.target=price", 'data.ignore=["home town"]', "+data.types={area: number}"]
+    data = tabular(
+        cast("Tabular", config("data=tabular", f"data.path={path}", *corrected, *typed).data)
+    )
     assert len(data.target) == 60 and [c.name for c in data.columns] == ["area"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from runner.core.data.dataset import TensorsDataset
 from runner.core.device import memory
 from runner.core.errors import ConfigError, DataError
 from runner.core.record.history import History
-from runner.core.schemas.data import BadSamples, Missing, Tabular
-from runner.datasets.tabular import tabular
+from runner.core.schemas.data import BadSamples, Missing
+from tests.datasets import tables
 
+opened = partial(tables.opened, target="bought")
 HEADER = "age,income,colour,bought"
 ROWS = [f"{i},{i * i},{'red' if i % 3 else 'blue'},{'yes' if i % 2 else 'no'}" for i in range(40)]
 
@@ -27,10 +29,6 @@ def write(folder: Path, *rows: str, header: str = HEADER) -> str:
     path = folder / "people.csv"
     path.write_bytes("\n".join([header, *rows, ""]).encode("latin-1"))
     return str(path)
-
-
-def opened(path: str | Path, target: str = "bought", **changes: Any) -> TensorsDataset:
-    return tabular(Tabular(path=str(path), target=target, **changes))
 
 
 def dropped(path: str | Path, **changes: Any) -> TensorsDataset:
@@ -114,7 +112,7 @@ def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
 def test_a_few_texts_among_numbers_are_bad_cells_named_by_line(tmp_path: Path) -> None:
     path = write(tmp_path, *ROWS, "9,12a,red,yes")
     assert "column 'income': 12a is not a finite number" in dropped(path).choices[0].reason
-    message = r"line 42, column 'income': 12a is not .*'\+data.types=\{income: number\}', or run"
+    message = r"line 42, column 'income': 12a is not .*'\+data.types=\{income: number\}', or use"
     with pytest.raises(DataError, match=message):
         opened(path)
     mixed = [row.replace("red", "7") for row in ROWS]  # a third is blue

@@ -52,22 +52,6 @@ def as_pair(sample: Any, index: int, batch_index: int = 0) -> tuple[Nest, Nest]:
     return inputs, _to_tensors(sample[-1], "target", index, batch_index)
 
 
-def stack_pairs(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-    """Stack samples that are (tensor, int) of one shape and dtype; None for any others.
-
-    The result is that of `as_pair` and `stack`, in a third of the time.
-    """
-    if not all(type(s) is tuple and len(s) == 2 and type(s[0]) is Tensor for s in samples):
-        return None
-    inputs, classes = zip(*samples, strict=True)
-    first = inputs[0]
-    if not all(isinstance(c, int | np.integer) and not isinstance(c, bool) for c in classes):
-        return None
-    if not all(x.shape == first.shape and x.dtype is first.dtype for x in inputs):
-        return None
-    return torch.stack(inputs).detach(), torch.tensor([int(c) for c in classes])
-
-
 def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     """Stack nests of tensors along a new first dimension.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 import time
 import traceback
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,30 +23,30 @@ from runner.core.data.collate import (
     label_key,
     main_leaf,
     stack,
-    stack_pairs,
 )
 from runner.core.data.dataset import Dataset, class_labels
-from runner.core.data.dataset_generators import (
-    comparable,
-    find_generators,
-    get_states,
-    seed_generators,
-    set_states,
-)
 from runner.core.data.labels import check_id_range
 from runner.core.data.open import DEFAULT_OPENING, OpenOptions
-from runner.core.data.order import sample_seeds
+from runner.core.data.order import mix, sample_seeds
 from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources
 from runner.core.errors import BadSample, ConfigError, DataError, RunnerError
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import named_leaves, tree_map
 from runner.core.interfaces.technique import Choice
+from runner.core.preserved_state import preserve_random_state
 from runner.core.schemas.data import BadSamples, DataConfig
 
 TIMED_SAMPLES = 4  # samples; the first one opens and imports
 SLOW_S = 0.5  # a slower sample ends the timing
 SEED_MASK = 0xFFFF_FFFF  # bits of a seed for NumPy
+MAX_GENERATORS = 64
+MAX_LEVELS = 8  # four objects, each in a list, tuple or dict
+MAX_ITEMS = 1000  # of a list, tuple or dict
+MAX_OBJECTS = 20_000
+KINDS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
+PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, torch.Tensor, type, ModuleType)
+"""Types of values that keep no generator: most of what a data set has."""
 
 
 class UserDataset(Dataset):
@@ -59,8 +62,6 @@ class UserDataset(Dataset):
     augments = True
     dtype = torch.float32  # of the weights; floats are cast to it if either dtype is float64
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
-    uses_own_rng = False  # whether a sample has drawn from a generator that the data set keeps
-    uses_global_rng = False  # whether a sample has drawn from Python's or NumPy's global generator
 
     def __init__(
         self, dataset: Any, name: str, config: DataConfig, opening: OpenOptions = DEFAULT_OPENING
@@ -106,7 +107,7 @@ class UserDataset(Dataset):
         """Restore the global and the data set's generators on exit; gradients are off inside."""
         generators, states = self.generators, get_states(self.generators)
         try:
-            with _global_generators():
+            with preserve_random_state(), torch.no_grad():
                 yield
         finally:
             set_states(generators, states)
@@ -126,10 +127,14 @@ class UserDataset(Dataset):
 
     def draws_itself(self) -> bool:
         """Whether the first sample draws from a generator that the data set keeps."""
-        if self.generators and not self.uses_own_rng:
-            with suppress(RunnerError):  # it is raised when its batch is fetched
-                self.fetch(self.train[:1], None)
-        return self.uses_own_rng
+        index = self.train[:1]
+        with self._restored_generators(), suppress(RunnerError):  # raised when it is fetched
+            seeds = sample_seeds(0, 0, index).tolist()
+            self._seed(seeds[0])
+            before = comparable(get_states(self.generators))
+            self._samples(index.tolist(), seeds)
+            return bool(comparable(get_states(self.generators)) != before)
+        return False
 
     def labels(self) -> np.ndarray | None:
         """Return the data set's `targets` (torchvision's convention), or None."""
@@ -155,12 +160,9 @@ class UserDataset(Dataset):
             seeds = sample_seeds(0, 0, indices)
         rows = indices.tolist()
         with self._restored_generators():
-            samples = self._samples(rows, seeds.tolist())
-            batch = stack_pairs(samples)
-            if batch is None:
-                columns = zip(*_as_pairs(samples, rows), strict=True)
-                names = ("inputs", "target")
-                batch = tuple(stack(c, rows, n) for c, n in zip(columns, names, strict=True))
+            samples = _as_pairs(self._samples(rows, seeds.tolist()), rows)
+            parts = zip(zip(*samples, strict=True), ("inputs", "target"), strict=True)
+            batch = [stack(column, rows, name) for column, name in parts]
         inputs, target = (tree_map(part, self._cast) for part in batch)
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
         if self.sizes.task != "regression" and isinstance(target, torch.Tensor):
@@ -175,12 +177,9 @@ class UserDataset(Dataset):
         """Read the samples by `__getitems__` where the data set has it, else one by one."""
         if not _fetches_batches(self.dataset):
             return self._read_each(indices, seeds)
-        _seed(seeds[0])
-        seed_generators(self.generators, seeds[0])
-        before = self._own_states()
+        self._seed(seeds[0])
         try:
             samples = self.dataset.__getitems__(indices)
-            self.uses_own_rng |= self._own_states() != before
         except RunnerError:
             raise
         except Exception as error:
@@ -195,52 +194,18 @@ class UserDataset(Dataset):
         return [*samples]
 
     def _read_each(self, indices: list[int], seeds: list[int]) -> list[Any]:
-        """Read samples one by one; seed each, which is slow, only once a sample has drawn.
+        pairs = enumerate(zip(indices, seeds, strict=True))
+        return [self._sample(index, seed, batch_index) for batch_index, (index, seed) in pairs]
 
-        The first batch that draws is read again with seeds, so the samples do not depend on this.
-        """
-
-        def read() -> list[Any]:
-            pairs = enumerate(zip(indices, seeds, strict=True))
-            return [self._sample(index, seed, batch_index) for batch_index, (index, seed) in pairs]
-
-        while True:
-            before = self._unseeded_states()
-            try:
-                samples = read()
-            except RunnerError:
-                if not self._record_draws(before):
-                    raise
-            else:
-                if not self._record_draws(before):
-                    return samples
-
-    def _own_states(self) -> Any:
-        """Return the states of the data set's generators until one of them has drawn."""
-        if self.uses_own_rng or not self.generators:
-            return None
-        return comparable(get_states(self.generators))
-
-    def _unseeded_states(self) -> tuple[Any, Any]:
-        """Return the states of the global and of the own generators that are not seeded yet."""
-        return None if self.uses_global_rng else _generator_states(), self._own_states()
-
-    def _record_draws(self, before: tuple[Any, Any]) -> bool:
-        """Return whether generators that are not seeded yet have drawn; they are from now on."""
-        global_drawn, own_drawn = (
-            a != b for a, b in zip(self._unseeded_states(), before, strict=True)
-        )
-        self.uses_global_rng |= global_drawn
-        self.uses_own_rng |= own_drawn
-        return bool(global_drawn or own_drawn)
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed & SEED_MASK)
+        # torch.manual_seed would touch the device's
+        torch.default_generator.manual_seed(seed & SEED_MASK)
+        seed_generators(self.generators, seed)
 
     def _sample(self, index: int, seed: int, batch_index: int) -> Any:
-        if self.uses_global_rng:
-            _seed(seed)
-        else:  # a data set may read torch's seed and draw from its own generator
-            torch.default_generator.manual_seed(seed & SEED_MASK)
-        if self.uses_own_rng:
-            seed_generators(self.generators, seed)
+        self._seed(seed)
         try:
             return self.dataset[index]
         except RunnerError:
@@ -265,27 +230,131 @@ def _as_pairs(samples: list[Any], indices: list[int]) -> list[tuple[Nest, Nest]]
     return [as_pair(sample, index, batch_index) for batch_index, (sample, index) in rows]
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed & SEED_MASK)
-    # torch.manual_seed would touch the device's
-    torch.default_generator.manual_seed(seed & SEED_MASK)
+# -- random generators that a data set keeps -------------------------------------------------------
 
 
-def _generator_states() -> tuple[Any, ...]:
-    """Return the states of Python's and NumPy's global generators."""
-    state: Any = np.random.get_state()
-    return random.getstate(), state[1].tobytes(), *state[2:]
+def find_generators(dataset: object) -> list[Any]:
+    """Return the generators among the attributes of a data set, of the data sets it wraps, and of
+    objects in its lists, tuples and dicts; those nearest to it first.
+
+    Global generators and those of the system or of a device are left out. Reads no property.
+    """
+    seen, generators = set[int](), list[Any]()
+    level: list[Any] = [dataset]
+    for _ in range(MAX_LEVELS + 1):
+        inner = list[Any]()
+        for value in level:
+            if id(value) in seen or len(seen) > MAX_OBJECTS:
+                continue
+            seen.add(id(value))
+            if not isinstance(value, KINDS):
+                inner += _inner_values(value)
+            elif _can_be_seeded(value):
+                generators.append(value)
+        level = inner
+    return generators[:MAX_GENERATORS]
 
 
-@contextmanager
-def _global_generators() -> Iterator[None]:
-    """Restore the global generators on exit; gradients are off inside."""
-    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_)
+def _inner_values(value: Any) -> list[Any]:
+    """Return the values in a container, function or object that may keep a generator."""
+    values: Iterable[Any]
+    if isinstance(value, dict):  # a subclass may compute what it returns
+        values = dict.values(value)
+    elif isinstance(value, list):
+        values = list.__iter__(value)
+    elif isinstance(value, tuple):
+        values = tuple.__iter__(value)
+    elif isinstance(value, partial):
+        values = (value.func, *value.args, *value.keywords.values())
+    elif hasattr(type(value), "__self__"):  # a method, also of a class in C
+        values = (value.__self__,)
+    elif isinstance(value, FunctionType):
+        values = _closure(value)
+    else:
+        values = [*getattr(value, "__dict__", {}).values()]
+        for attribute in (each for cls in type(value).__mro__ for each in vars(cls).values()):
+            if isinstance(attribute, MemberDescriptorType):  # of __slots__
+                with suppress(AttributeError):  # not set
+                    values.append(attribute.__get__(value))
+            elif isinstance(attribute, KINDS):
+                values.append(attribute)
+    return [each for each in islice(values, MAX_ITEMS) if not isinstance(each, PLAIN)]
+
+
+def _closure(function: FunctionType) -> list[Any]:
+    values = list[Any]()
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty
+            values.append(cell.cell_contents)
+    return values
+
+
+def _can_be_seeded(generator: Any) -> bool:
+    if isinstance(generator, torch.Generator):
+        return generator is not torch.default_generator and generator.device.type == "cpu"
+    if isinstance(generator, random.Random):
+        is_global = generator is getattr(random.random, "__self__", None)
+        return not is_global and not isinstance(generator, random.SystemRandom)
+    if generator is getattr(np.random.random_sample, "__self__", None):  # the global one
+        return False
+    name = _bit_generator_name(generator)
+    return isinstance(getattr(np.random, name, None), type)  # not of a class of the user's
+
+
+def _bit_generator_name(generator: Any) -> str:
+    if isinstance(generator, np.random.RandomState):
+        return str(generator.get_state(legacy=False)["bit_generator"])
+    return type(generator.bit_generator).__name__
+
+
+def seed_generators(generators: Sequence[Any], seed: int) -> None:
+    """Seed each generator from `seed`, with a stream of its own."""
+    for number, generator in enumerate(generators):
+        stream = mix(seed, number)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(stream)
+        elif isinstance(generator, random.Random):
+            generator.seed(stream)
+        else:
+            seeded = getattr(np.random, _bit_generator_name(generator))(stream)
+            is_legacy = isinstance(generator, np.random.RandomState)
+            kind: Any = np.random.RandomState if is_legacy else np.random.Generator
+            set_states([generator], get_states([kind(seeded)]))
+
+
+def get_states(generators: Sequence[Any]) -> list[Any]:
+    """Return the states of the generators."""
+    states = list[Any]()
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            states.append(generator.get_state())
+        elif isinstance(generator, random.Random):
+            states.append(generator.getstate())
+        elif isinstance(generator, np.random.RandomState):
+            states.append(generator.get_state(legacy=False))
+        else:
+            states.append(generator.bit_generator.state)
+    return states
+
+
+def set_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    """Set the states of the generators, as `get_states` returned them."""
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
+        else:
+            generator.bit_generator.state = state
+
+
+def comparable(state: Any) -> Any:
+    """Return states in a form that `==` compares, arrays and tensors as bytes."""
+    if isinstance(state, list | dict):
+        values = state.values() if isinstance(state, dict) else state
+        return [comparable(value) for value in values]
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
+    return state.tobytes() if isinstance(state, np.ndarray) else state

@@ -13,7 +13,6 @@ stopped sender hangs it. The memory has no name, so none leaks, and `/dev/shm` i
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import logging
 import mmap
@@ -23,7 +22,6 @@ import signal
 import socket
 import struct
 import tempfile
-import time
 import traceback
 import warnings
 from collections import deque
@@ -54,8 +52,6 @@ RESPONSE = struct.Struct("qqq")  # number of the pass, start of the pickle, byte
 ALIGNMENT = 64  # of each storage, as torch allocates
 POPULATE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 WAIT_SLICE_S = 1.0  # of a wait, so that time in suspension does not count as a worker's
-STACK_S = 1.0  # time for a hung worker to write its stack
-STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 
 Key = tuple[int, int]
 """A batch: (epoch, number in the epoch)."""
@@ -96,7 +92,6 @@ class Workers:
         self.executor: ThreadPoolExecutor | None = None
         self.next_prepared: Future[Any] | None = None
         self.requested = self.ready = 0  # batches requested by the loop; those that were ready
-        self.stack_file = -1  # anonymous file to which a hung worker writes its stack
 
     def batches(self, keys: Iterator[Key]) -> Iterator[Any]:
         """Yield the batches of `keys` in order; each worker prefetches up to `ahead`.
@@ -162,14 +157,12 @@ class Workers:
         if self.at_exit is not None:
             self.at_exit()
             self.at_exit = None
-        self.processes, self.sockets, self.pending, self.stack_file = [], [], [], -1
+        self.processes, self.sockets, self.pending = [], [], []
 
     def _start_all(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self.stack_file = os.memfd_create("stack")
         if frozen := self.freeze_objects and not gc.get_freeze_count():
             gc.freeze()
-        resources = (self.processes, self.sockets, self.stack_file, frozen, os.getpid())
+        resources = (self.processes, self.sockets, frozen, os.getpid())
         # before the interpreter's own clean-up, which sends SIGTERM and waits: workers ignore it
         self.at_exit = multiprocessing.util.Finalize(self, _kill, args=resources, exitpriority=100)
         for number in range(self.count):
@@ -180,7 +173,7 @@ class Workers:
         context = multiprocessing.get_context()
         local_end, worker_end = socket.socketpair()
         local_end.settimeout(self.timeout_s)  # a blocked send means a hung worker
-        work = (_serve, worker_end, self.fetch, os.getpid(), self.stack_file)
+        work = (_serve, worker_end, self.fetch, os.getpid())
         process: Any = context.Process(target=run_masked, args=(MaskingState(), *work), daemon=True)
         process.name = f"data worker {number}"
         # before the start, so that `close` finds both if this is interrupted
@@ -246,9 +239,8 @@ class Workers:
     def _replace(self, worker: int, lost: WorkerLost) -> None:
         """Replace a lost worker, and request again the batches that it owed."""
         if self.restarts >= self.most_restarts:
-            problem, _, stack = str(lost).partition("\n")
-            problem += f"; data.worker_restarts={self.most_restarts} is reached: raise it"
-            raise WorkerLost(problem + ("\n" + stack if stack else ""))
+            limit = f"data.worker_restarts={self.most_restarts}"
+            raise WorkerLost(f"{lost}; {limit} is reached: raise it")
         self.restarts += 1
         self.report_lost(lost)
         self.processes[worker].kill()
@@ -272,38 +264,16 @@ class Workers:
         from runner.core.process_wait import describe_state
 
         process = self.processes[worker]
-        state = describe_state(process.pid)  # before the signal that continues it
-        stack = self._python_stack(process.pid)
-        where = stack.splitlines()[1].strip() if stack.count("\n") > 1 else ""
         symptom = f"did not respond for data.timeout_s={self.timeout_s:g} s while fetching"
-        problem = f"{process.name}{state} {symptom} {self._next_batch(worker)}"
-        return WorkerLost(f"{problem} (at {where})\n{stack}" if where else problem)
+        name = f"{process.name}{describe_state(process.pid)}"
+        return WorkerLost(f"{name} {symptom} {self._next_batch(worker)}")
 
     def _next_batch(self, worker: int) -> str:
         epoch, number = self.pending[worker][0]
         return f"batch {number} of epoch {epoch}"
 
-    def _python_stack(self, pid: int) -> str:
-        """Return the stack that a worker dumps on SIGUSR1; "" if it does not within STACK_S."""
-        if self.stack_file < 0 or STACK_SIGNAL is None:
-            return ""
-        os.ftruncate(self.stack_file, 0)
-        os.lseek(self.stack_file, 0, os.SEEK_SET)  # the worker shares the file offset
-        os.kill(pid, STACK_SIGNAL)
-        os.kill(pid, signal.SIGCONT)  # a stopped process handles the signal now
-        deadline, previous_size = time.monotonic() + STACK_S, -1
-        while (
-            time.monotonic() < deadline
-            and (size := os.fstat(self.stack_file).st_size) != previous_size
-        ):
-            previous_size = size or previous_size
-            time.sleep(0.05)
-        return os.pread(self.stack_file, 20_000, 0).decode("utf-8", "replace").strip()
 
-
-def _kill(
-    processes: list[Any], sockets: list[socket.socket], stack_file: int, frozen: bool, owner: int
-) -> None:
+def _kill(processes: list[Any], sockets: list[socket.socket], frozen: bool, owner: int) -> None:
     if os.getpid() != owner:
         return
     if frozen:
@@ -316,19 +286,13 @@ def _kill(
         process.close()
     for connection in sockets:
         connection.close()
-    if stack_file >= 0:
-        os.close(stack_file)
 
 
-def _serve(
-    connection: socket.socket, fetch: Callable[[Key], Any], parent: int, stack_file: int = -1
-) -> None:
+def _serve(connection: socket.socket, fetch: Callable[[Key], Any], parent: int) -> None:
     """Answer each request with a batch, until the parent is gone."""
     # signals may go to the whole process group; the main process decides what they mean
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if stack_file >= 0 and STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=stack_file)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
     die_with_parent(parent)  # on other systems the closed socket ends it, after this batch
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; cores have workers

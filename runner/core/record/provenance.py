@@ -11,7 +11,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -44,30 +44,11 @@ def versions() -> dict[str, str]:
 
 def command() -> str:
     """Return the shell command that repeats this run; in a sweep, that of this job alone."""
-    arguments = _arguments()
-    if arguments is None:
-        return shlex.join(["python", *sys.argv])
-    return shlex.join([*python_command(), *arguments])
-
-
-def changed_command(changes: Mapping[str, str]) -> str:
-    """Return the command with some keys changed; without a command line, only these overrides."""
-    arguments = _arguments()
-    keys = tuple(f"{key.lstrip('+')}." for key in changes)
-    unchanged = [
-        t for t in arguments or () if not f"{t.partition('=')[0].lstrip('+')}.".startswith(keys)
-    ]
-    prefix = [] if arguments is None else python_command()
-    return shlex.join([*prefix, *unchanged, *(f"{key}={value}" for key, value in changes.items())])
-
-
-def _arguments() -> list[str] | None:
-    """Return the command-line arguments; None if a program uses the library."""
     if (job := _sweep_job()) is not None:
-        return job
+        return shlex.join([*python_command(), *job])
     script = Path(sys.argv[0] if sys.argv else "")
     is_runner = script.name in ("", "runner") or script.parts[-2:] == ("runner", "__main__.py")
-    return sys.argv[1:] if is_runner else None
+    return shlex.join([*python_command(), *sys.argv[1:]] if is_runner else ["python", *sys.argv])
 
 
 def _sweep_job() -> list[str] | None:

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch.utils.data import StackDataset, Subset
 
-from runner.core.data.dataset_generators import comparable, find_generators, get_states
 from runner.core.data.loader import BatchLoader
 from runner.core.data.open import open_data
 from runner.core.data.order import mix, sample_seeds
 from runner.core.data.usable import fetch_usable
-from runner.core.data.user_dataset import UserDataset
+from runner.core.data.user_dataset import UserDataset, comparable, find_generators, get_states
 from runner.core.errors import ConfigError, DataError
 from runner.core.interfaces.batch import Sizes
 from runner.core.schemas.data import BadSamples, DataConfig, Digits
@@ -167,9 +166,9 @@ def test_a_sample_that_draws_late_draws_what_its_seed_says(draw: Callable[[], fl
         return source.fetch(batch, batch.astype(np.uint64))[0]
 
     first, second = opened(make, classes=2), opened(make, classes=2)
-    assert not fetch(first, 1, 2).any() and not first.uses_global_rng
+    assert not fetch(first, 1, 2).any()
     late = fetch(first, 3, 12, 15)
-    assert first.uses_global_rng and torch.equal(late[1], fetch(second, 12)[0])
+    assert torch.equal(late[1], fetch(second, 12)[0])
     assert torch.equal(late, fetch(first, 3, 12, 15)) and not torch.equal(late[1], late[2])
 
 
@@ -291,7 +290,7 @@ def test_each_generator_that_a_data_set_keeps_is_seeded_for_each_sample_and_rest
     both = np.array([5, 2])
     seeds = sample_seeds(0, 3, both)
     x, _ = source.fetch(both, seeds)
-    assert len(source.generators) == 7 and source.uses_own_rng and not source.uses_global_rng
+    assert len(source.generators) == 7 and source.draws_itself()
     assert len(set(x.flatten().tolist())) == 14  # a stream for each generator and sample
     again.fetch(both, sample_seeds(0, 9, both))
     assert torch.equal(again.fetch(both[1:], seeds[1:])[0][0], x[1])
@@ -328,27 +327,6 @@ def test_global_generators_of_the_system_and_beyond_64_are_no_own_ones() -> None
     assert len(find_generators(Keeper([random.Random(i) for i in range(70)]))) == 64
 
 
-def test_a_batch_is_read_again_with_seeds_once_a_kept_generator_has_drawn() -> None:
-    rng, reads = np.random.default_rng(0), []
-
-    def make(index: int) -> tuple[torch.Tensor, int]:
-        reads.append(index)
-        return torch.full((2,), float(rng.random()) if index >= 10 else 0.0), index % 2
-
-    def fetch(source: UserDataset, *indices: int) -> torch.Tensor:
-        batch = np.array(indices)
-        return source.fetch(batch, batch.astype(np.uint64))[0]
-
-    source = opened(make, classes=2)
-    reads.clear()
-    assert not fetch(source, 1, 2).any() and not source.uses_own_rng and reads == [1, 2]
-    late = fetch(source, 3, 12, 15)
-    assert reads[2:] == [3, 12, 15] * 2
-    expected = [np.random.default_rng(mix(seed, 0)).random() for seed in (12, 15)]
-    assert late[1:, 0].tolist() == np.float32(expected).tolist()
-    assert torch.equal(late, fetch(source, 3, 12, 15)) and reads[8:] == [3, 12, 15]
-
-
 def test_a_batch_read_at_once_seeds_the_kept_generators_by_its_first_sample() -> None:
     class AtOnce(Keeper):
         def __getitems__(self, indices: list[int]) -> list[Any]:
@@ -358,7 +336,7 @@ def test_a_batch_read_at_once_seeds_the_kept_generators_by_its_first_sample() ->
     batch = np.array([4, 7])
     x, _ = source.fetch(batch, batch.astype(np.uint64))
     rng = np.random.default_rng(mix(4, 0))
-    assert source.uses_own_rng
+    assert source.draws_itself()
     assert x[:, 0].tolist() == np.float32([rng.random(), rng.random()]).tolist()
     assert torch.equal(x, source.fetch(batch, batch.astype(np.uint64))[0])
 

@@ -175,15 +175,16 @@ def test_a_run_whose_workers_were_replaced_is_the_undisturbed_run(
     assert weights[0].read_bytes() == weights[1].read_bytes()
     history = (tmp_path / "faulty" / "debug" / "history.json").read_text()
     assert "killed by SIGSEGV" in history and "did not respond" in history
-    assert "in __call__" in history  # its stack
 
 
 def test_a_hung_worker_is_an_error_when_its_time_is_up(
     load: Load, children: Callable[[], list[psutil.Process]]
 ) -> None:
     loader = workers(load, lambda i: time.sleep(600), timeout_s=0.3, worker_restarts=0)
-    named = r"did not respond for data.timeout_s=0.3 s.*\(at File .*in <lambda>\)(.|\n)*__getitem__"
-    with pytest.raises(WorkerLost, match=named):
+    with pytest.raises(
+        WorkerLost,
+        match=r"did not respond for data.timeout_s=0.3 s.*of epoch 0; data.worker_restarts=0",
+    ):
         list(zip(range(10), loader.batches(0), strict=False))
     loader.close()
     assert children() == []

@@ -23,8 +23,7 @@ from runner.core.errors import CheckpointError, ConfigError, SecurityError
 from runner.core.findings import Trust
 from runner.core.interfaces.run import Run
 from runner.core.jobs.evaluate import main as evaluate
-from runner.core.models.stored_weights import KEY, Shard, StoredWeights
-from runner.core.models.weights import load_initial_weights, map_weights
+from runner.core.models.weights import KEY, Shard, StoredWeights, load_initial_weights, map_weights
 from runner.core.record.summary import Summary
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.files.policy import FilePolicy

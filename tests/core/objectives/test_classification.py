@@ -19,11 +19,6 @@ from runner.core.objectives.classification import ClassificationObjective, auroc
 from tests.core.objectives.sums import CUTS, totals
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def samples(classes: int, count: int = 37) -> tuple[Tensor, Tensor]:
     target = torch.randint(0, classes, (count,))
     return torch.randn(count, classes) + 1.5 * F.one_hot(target, classes), target

@@ -17,11 +17,6 @@ from tests.core.objectives.sums import totals, weighted_loss
 CUTS = ([4, 4, 1], [1, 6, 2])
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def samples(vocab: int, masked: bool = False) -> tuple[Tensor, Tensor]:
     target = torch.randint(0, vocab, (9, 7))
     logits = torch.randn(9, 7, vocab) + 2 * F.one_hot(target, vocab)

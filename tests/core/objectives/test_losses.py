@@ -33,11 +33,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def made(task: str, **asked: Any) -> Objective:
     return build_objective(ObjectiveConfig(**asked), SIZES[task], lambda name, key: None)
 

@@ -11,11 +11,6 @@ from runner.core.objectives.regression import RegressionObjective
 from tests.core.objectives.sums import CUTS, totals, weighted_loss
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("targets", [None, 3])
 @pytest.mark.parametrize("offset", [0.0, 20_000.0])

@@ -11,7 +11,7 @@ import pytest
 
 from runner.core.errors import CheckpointError, ConfigError, SecurityError
 from runner.core.findings import Reason, Severity, Trust
-from runner.core.models.stored_weights import read_weights
+from runner.core.models.weights import read_weights
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.files.file_bytes import hash_file
 from runner.core.security.files.formats import is_loadable
