@@ -89,11 +89,13 @@ _LOGGERS = "a run always writes metrics.jsonl, summary.json and TensorBoard; mon
 _HOOKS = "early stopping is training.patience; a class of your own goes into debug.hooks"
 _DEVICE = "a run takes one device: device=cuda device.index=0"
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
+_CLAIMS = "claims about techniques are measured by python scripts/bench_claims.py in a checkout"
 UNSUPPORTED = {
     **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
     **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
     **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
+    "claims": _CLAIMS,
 }
 """Names without a key here, and what to use instead."""
 

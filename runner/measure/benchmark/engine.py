@@ -79,7 +79,7 @@ def measure(
     The arms are compared with `settings.reference`, or the first arm. With a `folder` the runs are
     recorded in it and `benchmark.json` is written, also if arms failed; a failed arm is a row.
     With `start_limits`, seconds for single arms to start, the budget is never exceeded.
-    Ignores `attribute`, `baseline` and `claims` of the settings. Raises ConfigError, and
+    Ignores `attribute` and `baseline` of the settings. Raises ConfigError, and
     `BenchmarkInterrupted` on Ctrl-C and SIGTERM after writing the result so far.
     """
     reference = reference_arm(arms, settings)

@@ -1,8 +1,8 @@
-"""Claims are data, measured against the plain run; a verdict follows from the whole interval."""
+"""scripts/bench_claims.py: a claim is compared with the plain run, by the whole interval."""
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from runner.core.errors import Interrupted
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.train.loop import train
-from runner.measure.benchmark.claims import (
+from runner.measure.benchmark.statistics import Estimate
+from tests.measure.benchmark.simulated import World
+from tests.runs import command, opened
+from tests.runs import config as config_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+
+import bench_claims  # noqa: E402
+from bench_claims import (  # noqa: E402
     BETTER,
     FAILS,
     HOLDS,
@@ -23,18 +30,12 @@ from runner.measure.benchmark.claims import (
     UNDECIDED,
     Claim,
     ClaimResult,
-    Claims,
     ClaimTrial,
     decide_verdict,
     load_trials,
     measure_claims,
     step_bytes,
-    write_claims,
 )
-from runner.measure.benchmark.statistics import Estimate
-from tests.measure.benchmark.simulated import World
-from tests.runs import config as config_of
-from tests.runs import opened
 
 MLP = ["data=digits", "model=mlp"]
 TRIALS = load_trials()
@@ -60,15 +61,12 @@ def planted(speedup: float = 1.0, reading: float = 1.0, **more: Any) -> World:
 
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "runner.measure.benchmark.claims.compose", lambda overrides: config_of(*overrides)
-    )
+    monkeypatch.setattr(bench_claims, "compose", lambda overrides: config_of(*overrides))
 
 
-def measured(world: World, *trials: ClaimTrial, each: Any = None) -> Claims:
-    config = config_of("experiment=claims")
-    config.benchmark = BenchmarkConfig(budget_s=60.0 * len(trials))
-    return measure_claims(config, each, trials, world.options(config.benchmark))
+def measured(world: World, *trials: ClaimTrial) -> list[ClaimResult]:
+    options = world.options(BenchmarkConfig())
+    return measure_claims(trials, "cpu", 60.0 * len(trials), options)[0]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(
     name: str, effect: dict[str, float], expected: str
 ) -> None:
     tested = replace(CLAIMS[name], arm="arm", needs="")
-    (row,) = measured(planted(**effect), trial(tested)).rows  # type: ignore[arg-type]
+    (row,) = measured(planted(**effect), trial(tested))  # type: ignore[arg-type]
     assert (row.name, row.verdict, row.claimed) == (name, expected, tested.claimed)
     assert row.interval is not None and row.interval[0] <= (row.ratio or 0) <= row.interval[1]
     assert row.command.endswith("data=digits model=mlp optimization=basic")
@@ -126,24 +124,15 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
     idle = trial(claim("speed", 1.5, needs="amp"), arm=["optimization=amp"])
     refused = trial(claim("speed", 1.2), arm=("optimization=basic", "model.width=0"))
     world = planted(holds=lambda name, on: "no Tensor Cores")
-    rows = measured(world, scaling, idle, refused).rows
+    rows = measured(world, scaling, idle, refused)
     assert [(row.verdict, row.ratio) for row in rows] == [(NOT_MEASURABLE, None)] * 3
     assert f"torch sees {torch.cuda.device_count()}" in rows[0].reason and not rows[0].command
     assert rows[1].reason == "amp did not engage: no Tensor Cores"
     assert "model.width" in rows[2].reason
     world = planted(1.5, refuses={dies: ("failed", "it has no memory of that kind")})
-    (row,) = measured(world, trial(claim("speed", 1.2))).rows
+    (row,) = measured(world, trial(claim("speed", 1.2)))
     assert row.verdict == NOT_MEASURABLE
     assert f"{dies}: failed: it has no memory of that kind" in row.reason
-
-
-def test_ctrl_c_keeps_the_finished_rows() -> None:
-    kept: list[int] = []
-    trials = [trial(claim("speed", 1.2))] * 9
-    world = planted(1.5, noise=0.004, interrupt_at=300)
-    with pytest.raises(Interrupted):
-        measured(world, *trials, each=lambda claims: kept.append(len(claims.rows)))
-    assert kept and kept == list(range(1, len(kept) + 1)) and len(kept) < 9
 
 
 @pytest.mark.parametrize("tested", [t for t in TRIALS if not t.gpus])
@@ -156,13 +145,6 @@ def test_every_trial_composes_with_what_it_needs_switched_on(tested: ClaimTrial)
         assert not one.needs or one.needs in on
         assert config.optimization != plain
         assert one.note
-
-
-def test_a_users_own_claim_is_one_yaml_block(tmp_path: Path) -> None:
-    block = {"name": "mine", "claimed": "2×", "measures": "speed", "bar": 2, "note": "n"}
-    (tmp_path / "mine.yaml").write_text(json.dumps({"trials": [{"about": "x", "claims": [block]}]}))
-    (own,) = load_trials(tmp_path)
-    assert own.claims == [Claim("mine", "2×", "speed", 2, "n")]
 
 
 def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
@@ -184,28 +166,25 @@ def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
     assert peaks["plain"] - peaks["flash"] > 0.5 * matrices
 
 
-def test_the_page_has_a_row_for_each_claim(tmp_path: Path) -> None:
-    command = "python -P -m runner optimization=compile"
+def test_the_page_has_a_row_for_each_claim() -> None:
+    typed = "python -m runner optimization=compile"
     rows = [
         ClaimResult("faster", "20–30 % faster", "digits", "speed", HOLDS, 1.31, (1.29, 1.33), 0.011,
-                    note="It fuses.", command=command),
+                    note="It fuses.", command=typed),
         ClaimResult("slow", "40 % faster", "digits", "latency", FAILS, 2.7, (2.6, 2.8)),
-        ClaimResult("small", "half the memory", "digits", "memory", FAILS, 0.9, (0.88, 0.91)),
-        ClaimResult("absent", "5× | faster", "digits", "speed", reason="no <b>GPU</b>"),
+        ClaimResult("absent", "5× | faster", "digits", "memory", reason="no <b>GPU</b>"),
     ]  # fmt: skip
-    machine = {"cpu": "Some CPU", "cores": 4, "device": "cpu"}
-    claims = Claims(
-        rows, machine, {"torch": "2.13.0"}, {"others": 0.4}, "python -m runner x=claims"
-    )
-    write_claims(claims, tmp_path)
-    page = (tmp_path / "claims.md").read_text()
+    page = bench_claims.format_claims(rows, {"cpu": "Some CPU", "cores": 4, "device": "cpu"}, 1)
     for part in (
         "| faster | 20–30 % faster | 1.31× (1.29 to 1.33) | 1.1 % | holds |",
         "| slow | 40 % faster | +170 % latency (+160 to +180) | – | does not hold |",
-        *("−10 % memory (−12 to −9)", "5× \\| faster", "no \\<b\\>GPU", "x=claims"),
-        *("Some CPU, 4 cores, torch 2.13.0", "Other processes used 40% of the CPUs", command),
+        *("5× \\| faster", "no \\<b\\>GPU", "Some CPU, 4 cores, torch 2", typed),
     ):
         assert part in page
-    written = json.loads((tmp_path / "claims.json").read_text())["rows"]
-    assert [row["verdict"] for row in written] == [row.verdict for row in rows]
-    assert written[0]["interval"] == [1.29, 1.33]
+
+
+@pytest.mark.parametrize("typed", ["experiment=claims", "+benchmark.claims=true"])
+def test_claims_in_a_command_name_the_script_that_measures_them(typed: str, tmp_path: Path) -> None:
+    done = command(tmp_path, "job=benchmark", typed)
+    assert done.returncode == 2
+    assert "python scripts/bench_claims.py" in done.stderr and "'claims'" in done.stderr
