@@ -89,11 +89,7 @@ def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
             for word, verb in PLANS.items()
             if by_plan[word]
         ]
-        skipped: dict[str, list[str]] = {}  # techniques that were measured, by the reason
-        for name, plan in arm.planned.items():
-            if plan not in PLANS and row.techniques.get(name, {}).get("engaged"):
-                skipped.setdefault(plan, []).append(name)
-        parts += [f"skips {_technique_names(names)}: {why}" for why, names in skipped.items()]
+        parts += [f"skips {_technique_names(names)}: {why}" for why, names in skips(row).items()]
         if parts:
             parts[0] = f"a run of this length {parts[0]}"
         if (arm.compile_seconds or 0.0) >= MIN_COMPILE_S and row.name != comparison.reference:
@@ -102,6 +98,15 @@ def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
             parts.append(f"{seconds(arm.compile_seconds)} of compiling are {when}")
         if parts:
             yield Sentence(f"{row.name}: {'; '.join(parts)}.")
+
+
+def skips(row: ComparisonRow) -> dict[str, list[str]]:
+    """Return the measured techniques that a run of the typed length skips, by the reason."""
+    skipped: dict[str, list[str]] = {}
+    for name, plan in (row.measured.planned if row.measured else {}).items():
+        if plan not in PLANS and row.techniques.get(name, {}).get("engaged"):
+            skipped.setdefault(plan, []).append(name)
+    return skipped
 
 
 def _technique_names(names: Sequence[str]) -> str:
