@@ -88,8 +88,26 @@ def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> 
     assert len(report.write_comparison(compare_folders([folder]), folder)) >= 4
 
 
+def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        run(tmp_path / name, [f"seed={name}"])
+    honest = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        if path == tmp_path / "b":
+            raise OSError(5, "Input/output error")
+        return honest(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    good, bad = compare_folders([tmp_path]).rows
+    assert good.status == "done" and bad.status == "failed"
+    assert bad.reason == "its folder cannot be read: Input/output error"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(tmp_path: Path) -> None:
+def test_what_belongs_to_another_user_is_a_row(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "sweeps" / "s", [job(0, "none"), job(1, "ultra", "")])
     run(folder / "0", ["optimization=none"])
     closed = run(folder / "1", ["optimization=ultra"]), run(tmp_path / "sweeps" / "t", [])
