@@ -27,16 +27,19 @@ from runner.measure.table import ComparisonScreen
 from runner.measure.verdicts import conclusion, verdict
 from runner.report import main
 from runner.scale.sweep.search_record import SearchRecord, SearchTrial
-from tests.measure.planted_results import (
+from tests.measure.planted import (
     arm,
     attribution,
     failed,
+    job,
     levels,
     reference,
     result,
+    run,
+    sweep,
     technique,
+    texts,
 )
-from tests.measure.planted_runs import job, run, sweep, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = "overrides status reason summary speedup speedup_interval parity command".split()

@@ -13,8 +13,7 @@ from runner.core.errors import StorageError
 from runner.measure import comparison as report
 from runner.measure.discover import compare_folders
 from runner.report import main
-from tests.measure.planted_results import arm, reference, result
-from tests.measure.planted_runs import job, run, sweep, texts
+from tests.measure.planted import arm, job, reference, result, run, sweep, texts
 
 
 def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:

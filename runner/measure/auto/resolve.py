@@ -49,7 +49,7 @@ from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.parity_checker import ParityChecker
 from runner.measure.benchmark.rounds import MeasureOptions
-from runner.measure.parity.candidates import copy_components, open_run
+from runner.measure.parity.plain_runs import copy_components, open_run
 from runner.measure.parity.trajectory import make_finite_step
 
 log = logging.getLogger("runner")

@@ -237,8 +237,12 @@ class Search:
         *extra_arms: str,
     ) -> Round:
         """Measure `none`, `rows` and `extra_arms` in the same blocks, in new processes."""
+
+        def limit_s(name: str) -> float | None:
+            return None if name == NONE else start_limit_s()
+
         settings = replace(self.options.settings, narrow=half_width, processes=processes)
-        options = replace(self.options, settings=settings, start_limit_s=start_limit_s)
+        options = replace(self.options, settings=settings, start_limit_s=limit_s)
         arms = [self.arms[name] for name in (NONE, *extra_arms, *(row.name for row in rows))]
         round_ = run_round(arms, NONE, seconds, self.seed, options)
         if round_.measurements.stop_reason == INTERRUPTED:

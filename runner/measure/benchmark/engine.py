@@ -88,7 +88,7 @@ def measure(
     alpha = bonferroni_alpha(len(arms) - 1)
     options = MeasureOptions(
         settings, folder, given, None, pool, clock, alpha, announce=announce or log.info,
-        start_limits=start_limits or {}, overdraws=start_limits is None,
+        start_limit_s=(start_limits or {}).get, overdraws=start_limits is None,
     )  # fmt: skip
     benchmark = _Benchmark(arms, reference, options)
     with raise_on_signals():

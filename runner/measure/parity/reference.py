@@ -22,7 +22,6 @@ from runner.core.config.variants import (
 )
 from runner.core.interfaces.batch import largest_slice
 from runner.core.interfaces.run import Run
-from runner.measure.parity.candidates import eager_random_numbers
 from runner.measure.parity.distance import (
     KINK_ERROR,
     Agreement,
@@ -38,7 +37,11 @@ from runner.measure.parity.distance import (
 )
 from runner.measure.parity.dropout import DRAWS, compare_draws, repeat_draws
 from runner.measure.parity.numerics import Numerics, convert_run_to_fp64, read_numerics
-from runner.measure.parity.plain_runs import SAME_ROUNDING_FACTOR, PlainRuns
+from runner.measure.parity.plain_runs import (
+    SAME_ROUNDING_FACTOR,
+    PlainRuns,
+    eager_random_numbers,
+)
 from runner.measure.parity.trajectory import Trajectory, replay_updates, update_names
 
 COARSE_BOUND = 0.1  # relative bound above which undetectable faults are mentioned

@@ -231,3 +231,21 @@ def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays(
     both = judged(MODELS["mlp"], [*BF16, *FUSED])
     assert not any("gradients" in omission for omission in both.not_judged)
     assert switches() == before
+
+
+@pytest.mark.parametrize(
+    "optimizer", [["optimizer=adamw"], ["optimizer=sgd", "optimizer.weight_decay=0.1"]]
+)
+def test_gradients_are_inferred_from_the_moments_of_the_optimizer(optimizer: list[str]) -> None:
+    fused = "optimization.fused_optimizer.enabled=true"
+    with runs.opened(*QUIET, "model.width=8", *optimizer, fused, "stability.clip_norm=0.5") as run:
+        batches = run.train.batches(0)
+        for _ in range(3):
+            capture, before = trajectory.TrajectoryCapture(), trajectory._copy_moments(run)
+            step = trajectory.make_finite_step(run, next(batches), [capture])
+            inferred = trajectory._infer_gradients(run, step, before)
+            assert inferred.keys() == capture.gradients.keys()
+            for name, gradient in capture.gradients.items():
+                error = torch.linalg.vector_norm(inferred[name] - gradient)
+                assert error <= 1e-4 * torch.linalg.vector_norm(gradient), name
+            run.progress.step += 1
