@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from runner.core.schemas.optimization import Optimization
+from runner.core.techniques.cost import COLD_COMPILE_S
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import INTERRUPTED
 from runner.measure.benchmark.engine import collect_choices
@@ -136,7 +137,7 @@ class Search:
     def __post_init__(self) -> None:
         self.start_time = self.options.clock()
         self.noise_floor = NEGLIGIBLE
-        self.start_s = 0.0  # to start `none`
+        self.start_s, self.compiling_s = 0.0, COLD_COMPILE_S  # to start `none`; extra, to compile
 
     def run(self) -> SearchResult:
         """Halve the candidates and run the final; the first by rank that passes parity is chosen.
@@ -207,8 +208,8 @@ class Search:
         order = {row.name: (row.compiles, -len(row.techniques)) for row in self.candidates[1:]}
         queue = sorted(self.candidates, key=lambda row: order.get(row.name, (False, -math.inf)))
         queue, measured = [row for row in queue if not row.why], []
-        while queue and self._remaining_s(ROUNDS_SHARE) > 0 and self._seconds_until_final() > 0:
-            group, queue = queue[:CANDIDATES_PER_ROUND], queue[CANDIDATES_PER_ROUND:]
+        while group := self._next_group(queue):
+            queue = [row for row in queue if row not in group]
             seconds = min(ROUND_S, max(0.0, self._remaining_s()))
             round_ = self._measure(group, seconds, ROUND_HALF_WIDTH, 1, self._seconds_until_final)
             for row in group:
@@ -226,6 +227,16 @@ class Search:
                 row.why = f"the run would take {factor:.2f} times as long as with {best[0].name}"
                 row.state = "out"
         return sorted([*best, *plain], key=lambda row: row.compiles)
+
+    def _next_group(self, queue: Sequence[Candidate]) -> list[Candidate]:
+        """Return the first candidates of the queue that there is time to start."""
+        seconds = min(self._remaining_s(ROUNDS_SHARE), self._seconds_until_final()) - self.start_s
+        group = []
+        for row in queue[:CANDIDATES_PER_ROUND]:
+            seconds -= self.start_s + self.compiling_s * row.compiles
+            if seconds > 0:
+                group.append(row)
+        return group
 
     def _measure(
         self,
@@ -259,6 +270,8 @@ class Search:
             if row.name in round_.failures:
                 row.state, row.why = "ended", round_.describe_failure(row.name).partition(": ")[2]
             row.extra_seconds = max(0.0, starts.get(row.name, 0.0) - self.start_s)
+            if row.compiles and row.name in starts:
+                self.compiling_s = row.extra_seconds
         return round_
 
     def _run_final(self, rows: Sequence[Candidate]) -> Candidate | None:
