@@ -211,7 +211,7 @@ class Search:
         while group := self._next_group(queue):
             queue = [row for row in queue if row not in group]
             seconds = min(ROUND_S, max(0.0, self._remaining_s()))
-            round_ = self._measure(group, seconds, ROUND_HALF_WIDTH, 1, self._seconds_until_final)
+            round_ = self._measure(group, seconds)
             for row in group:
                 if row.state == "measured":
                     ratio = row.round_ratio = round_.measurements.estimates[row.name].ratio
@@ -238,23 +238,20 @@ class Search:
                 group.append(row)
         return group
 
-    def _measure(
-        self,
-        rows: Sequence[Candidate],
-        seconds: float,
-        half_width: float,
-        processes: int,
-        start_limit_s: Callable[[], float],
-        *extra_arms: str,
-    ) -> Round:
-        """Measure `none`, `rows` and `extra_arms` in the same blocks, in new processes."""
+    def _measure(self, rows: Sequence[Candidate], seconds: float, final: bool = False) -> Round:
+        """Measure `none` and `rows` in the same blocks, in new processes; a final has a control."""
+        settings = replace(self.options.settings, narrow=FINAL_HALF_WIDTH)
+        if not final:
+            settings = replace(settings, narrow=ROUND_HALF_WIDTH, processes=1)
 
         def limit_s(name: str) -> float | None:
-            return None if name == NONE else start_limit_s()
+            if name == NONE:
+                return None
+            return self._seconds_until_stop() if final else self._seconds_until_final()
 
-        settings = replace(self.options.settings, narrow=half_width, processes=processes)
         options = replace(self.options, settings=settings, start_limit_s=limit_s)
-        arms = [self.arms[name] for name in (NONE, *extra_arms, *(row.name for row in rows))]
+        names = [NONE, *([CONTROL_ARM] if final else []), *(row.name for row in rows)]
+        arms = [self.arms[name] for name in names]
         round_ = run_round(arms, NONE, seconds, self.seed, options)
         if round_.measurements.stop_reason == INTERRUPTED:
             raise KeyboardInterrupt
@@ -262,7 +259,7 @@ class Search:
             raise round_.failures[NONE]
         starts = {name: r.setup_seconds + r.settling_seconds for name, r in round_.setups.items()}
         # the first process also waits for torch to be read from disk, so the faster start is used
-        self.start_s = min(starts[name] for name in (NONE, *extra_arms) if name in starts)
+        self.start_s = min(starts[name] for name in (NONE, CONTROL_ARM) if name in starts)
         if turns := round_.measurements.turns.get(NONE):
             self.step_s = median(turn.median_ms for turn in turns) / 1e3
         for row in rows:
@@ -282,8 +279,7 @@ class Search:
         """
         starts_s = (2 + len(rows)) * self.start_s + sum(row.extra_seconds for row in rows)
         seconds = max(FINAL_S, self._remaining_s() - starts_s)
-        processes, limit_s = self.options.settings.processes, self._seconds_until_stop
-        round_ = self._measure(rows, seconds, FINAL_HALF_WIDTH, processes, limit_s, CONTROL_ARM)
+        round_ = self._measure(rows, seconds, final=True)
         if (control := round_.ratio([NONE], [CONTROL_ARM])) is not None:
             self.noise_floor = max(self.noise_floor, control.ratio - 1, 1 / control.ratio - 1)
         none_s, faster = self.steps * self.step_s, []
