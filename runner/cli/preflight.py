@@ -251,8 +251,6 @@ def _unnamed_target(path: Path) -> ConfigError:
 
 def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
     """Check that every arm composes, and that the stored result to compare with exists."""
-    if config.benchmark.claims:  # claims have their own arms
-        return
     name = flags.config_name or "config"
     check_arms = rooms.find("preflight", "benchmark", "job=benchmark")
     check_arms(config.benchmark, flags.overrides, flags.config_folders, name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,31 +82,29 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
         reason = "; ".join(notes) or f"no {SUMMARY_FILE}, {SWEEP_FILE} or {BENCHMARK_FILE} in it"
         fix = "name a folder of outputs/runs, outputs/sweeps or outputs/benchmarks"
         raise UsageError(f"{first}: nothing to compare: {reason}; {fix}")
-    search = read_search(root) if kind == "sweep" else None
-    rows = _name_rows(rows, root)
+    rows, search = _name_rows(rows, root), read_search(root) if kind == "sweep" else None
     measured = read_measured_speed(root) if kind == "sweep" and search is None else None
     if measured is not None:
         measured = set_measured_speed(rows, measured)
     if search is None:  # whose trials differ in what they train
         notes += describe_equal_engagement(rows)
-    if measured is None and search is None and sum(row.finished for row in rows) > 1:
-        notes.append(UNPAIRED_NOTE)
+        if measured is None and sum(row.finished for row in rows) > 1:
+            notes.append(UNPAIRED_NOTE)
     title = root.name or kind
     if title[:1].isdigit():  # outputs/sweeps/<title>/<time>-<id>
         title = root.parent.name or title
-    notes = list(dict.fromkeys(notes))
-    unmeasured = search is None and measured is None
+    unmeasured_sweep = kind == "sweep" and search is None and measured is None
     return Comparison(
         title,
         rows,
         kind,
         measured.reference if measured else "",
-        notes,
+        list(dict.fromkeys(notes)),
         command,
         measured,
         search,
         root,
-        benchmark_command(rows) if kind == "sweep" and unmeasured else "",
+        benchmark_command(rows) if unmeasured_sweep else "",
     )
 
 
@@ -143,8 +141,7 @@ def _find_rows(folder: Path, notes: list[str], depth: int) -> Iterator[Compariso
             for subfolder in _subfolders(folder):
                 yield from _find_rows(subfolder, notes, depth - 1)
     except READ_ERRORS as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        notes.append(f"{folder.name} is skipped: {reason}")
+        yield _unreadable_row(folder, [], error)
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -173,21 +170,17 @@ def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[ComparisonRow]:
 def _run_row(folder: Path) -> ComparisonRow:
     """Return the row of a run's folder; if unreadable, a failed row with the reason."""
     overrides = recorded_overrides(folder)
-    return _row_or_failure(folder, overrides, lambda: _read_run_row(folder, overrides))
-
-
-def _row_or_failure(
-    folder: Path, overrides: list[str], read_row: Callable[[], ComparisonRow]
-) -> ComparisonRow:
     try:
-        return read_row()
+        return _read_run_row(folder, overrides)
     except READ_ERRORS as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        reason = f"its folder cannot be read: {why or type(error).__name__}"
-        folder_text = str(folder) if isinstance(error, PermissionError) else ""
-        return ComparisonRow(
-            overrides, "failed", reason, folder=folder_text, command=_command(overrides)
-        )
+        return _unreadable_row(folder, overrides, error)
+
+
+def _unreadable_row(folder: Path, overrides: list[str], error: Exception) -> ComparisonRow:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    reason = f"its folder cannot be read: {reason or type(error).__name__}"
+    path = str(folder) if isinstance(error, PermissionError) else ""
+    return ComparisonRow(overrides, "failed", reason, folder=path, command=_command(overrides))
 
 
 def _job_row(index: int, job: dict[str, Any], sweep: Path) -> ComparisonRow:
@@ -195,9 +188,10 @@ def _job_row(index: int, job: dict[str, Any], sweep: Path) -> ComparisonRow:
     entries = job.get("overrides")
     overrides = [str(item) for item in entries] if isinstance(entries, list) else []
     name = text_at(job, "folder") or str(index)
-    return _row_or_failure(
-        sweep / name, overrides, lambda: _read_job_row(sweep, name, job, overrides)
-    )
+    try:
+        return _read_job_row(sweep, name, job, overrides)
+    except READ_ERRORS as error:
+        return _unreadable_row(sweep / name, overrides, error)
 
 
 def _read_job_row(
@@ -205,19 +199,18 @@ def _read_job_row(
 ) -> ComparisonRow:
     if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
         raise ValueError("it is outside the sweep's folder")
-    status, reason, running = text_at(job, "status"), text_at(job, "reason"), is_locked(sweep)
+    folder, running = sweep / name, is_locked(sweep)
+    status, reason = text_at(job, "status"), text_at(job, "reason")
     if status == "running" and not running:
         status, reason = "killed", "the sweep ended first; its command again completes it"
     elif status == "waiting":
         status, reason = "skipped", "not started yet" if running else "never started"
     elif status not in ("", "running", *END_STATUSES):
         status, reason = "failed", f"unknown job status: {status}"
-    folder = sweep / name
     if not _is_run(folder):
-        row = ComparisonRow(
-            overrides, status or "skipped", reason or "never started", folder=str(folder)
-        )
-        return replace(row, command=_command(overrides))
+        status, reason = status or "skipped", reason or "never started"
+        command = _command(overrides)
+        return ComparisonRow(overrides, status, reason, folder=str(folder), command=command)
     row = replace(_read_run_row(folder, overrides), device=text_at(job, "device"))
     if row.finished and status == "killed":  # the sweep ended before it recorded the job's end
         return row
@@ -249,15 +242,11 @@ def _read_run_row(folder: Path, overrides: list[str]) -> ComparisonRow:
         "data.name": text_at(summary, "name"),
         **overrides_by_key(overrides),
     }
-    return replace(
-        row,
-        status=status,
-        reason=reason,
-        summary=summary,
-        command=text_at(summary, "command") or row.command,
-        judged_on=_metric_key(settings, text_at(summary, "monitor")),
-        workload=_workload_key(settings, summary),
-    )
+    row = replace(row, status=status, reason=reason, summary=summary)
+    row.command = text_at(summary, "command") or row.command
+    row.judged_on = _metric_key(settings, text_at(summary, "monitor"))
+    row.workload = _workload_key(settings, summary)
+    return row
 
 
 def _metric_key(settings: Mapping[str, Any], monitor: str) -> str:

@@ -213,19 +213,34 @@ def _validation_figure(comparison: Comparison) -> Iterator[Figure]:
     }
     series = _build_series(comparison, {key: x for key, x in curves.items() if len(x) > 1})
     if series:
-        visible = series[:MAX_CURVES]
-        drawing = draw_series(visible, "step", monitor, curve_scales(visible))
-        about = f"{monitor} at each validation.{_describe_series(series)}"
-        yield Figure("Validation", about, [("", "", drawing)])
+        yield _curve_figure("Validation", f"{monitor} at each validation.", series, monitor)
 
 
-def _describe_series(series: Sequence[Series]) -> str:
-    about = ""
+def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
+    series = _build_series(comparison, read_losses(comparison))
+    if not series:
+        return
+    curves = {one.label: list(one.points) for one in series[:MAX_CURVES]}
+    top = loss_axis_limit(comparison.by_configuration, curves)
+    about = "Training loss by step, to the last step of each run. "
+    about += "Curves of arms with equal training overlap."
+    off_axis = [name for name, curve in curves.items() if any(loss > top for _, loss in curve)]
+    if off_axis:
+        about += f" The axis fits the other curves; off the axis: {format.join_names(off_axis)}."
+    yield _curve_figure("Training loss", about, series, "loss", top)
+
+
+def _curve_figure(
+    heading: str, about: str, series: Sequence[Series], title: str, top: float = math.inf
+) -> Figure:
+    """Return the figure of the first curves; y values above `top` are off the axis."""
+    visible = series[:MAX_CURVES]
     if any(one.band for one in series):
         about += " A line is the mean of a configuration's runs, its band their range."
     if len(series) > MAX_CURVES:
         about += f" The first {MAX_CURVES} of {len(series)} are shown."
-    return about
+    drawing = draw_series(visible, "step", title, curve_scales(visible, top))
+    return Figure(heading, about, [("", "", drawing)])
 
 
 def _build_series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[Series]:
@@ -256,22 +271,6 @@ def average_curves(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[float, fl
     values_by_step = {step: [points_by_step[step] for points_by_step in values] for step in shared}
     points = [(step, sum(values) / len(values)) for step, values in values_by_step.items()]
     return points, [(step, min(values), max(values)) for step, values in values_by_step.items()]
-
-
-def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
-    series = _build_series(comparison, read_losses(comparison))
-    if not series:
-        return
-    visible = series[:MAX_CURVES]
-    curves = {one.label: list(one.points) for one in visible}
-    top = loss_axis_limit(comparison.by_configuration, curves)
-    about = "Training loss by step, to the last step of each run. "
-    about += f"Curves of arms with equal training overlap.{_describe_series(series)}"
-    off_axis = [name for name, curve in curves.items() if any(loss > top for _, loss in curve)]
-    if off_axis:
-        about += f" The axis fits the other curves; off the axis: {format.join_names(off_axis)}."
-    drawing = draw_series(visible, "step", "loss", curve_scales(visible, top))
-    yield Figure("Training loss", about, [("", "", drawing)])
 
 
 def read_losses(comparison: Comparison) -> dict[str, Curve]:

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -56,6 +55,11 @@ MEASURED_METHOD = (
     "and hold simultaneously; no difference within 7 % is claimed. Configurations of which the "
     "same engaged were measured once, and a technique that did not engage in the sweep is off."
 )
+COMMANDS_ABOUT = "Each command trains that row only."
+SKIPS = (
+    " A run of this length skips techniques that were measured; to train with them, add "
+    "optimization.measure=false optimization.compile.min_steps=0."
+)
 UNMEASURED_METHOD = "job=benchmark measures configurations in randomised blocks, with intervals."
 
 
@@ -101,6 +105,10 @@ def _finalize(value: object) -> str:
     )
 
 
+def _cell_texts(row: Sequence[Any]) -> list[str]:
+    return [x["text"] + x["note"] if isinstance(x, dict) else str(x) for x in row]
+
+
 @cache
 def _jinja_environment() -> Environment:
     """Return the Jinja environment; all text passes `_finalize`, and HTML is escaped."""
@@ -120,34 +128,24 @@ def _jinja_environment() -> Environment:
     }
     environment.globals |= {
         "table": lambda header, rows: Markup(  # noqa: S704  # the same
-            markdown.table([markdown.escape(cell) for cell in header], rows)
+            markdown.table([markdown.escape(x) for x in header], map(_cell_texts, rows))
         ),
         "NONE": format.NONE,
     }
     return environment
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A table cell: its text, sort key, and the number of a footnote."""
-
-    text: str
-    sort: float | str | None = None
-    failed: bool = False
-    note: str = ""
-
-    def __str__(self) -> str:
-        return self.text + self.note
+def _table(
+    heading: str, header: list[str], lines: Sequence[Sequence[Any]], kind: str = "sortable numbers"
+) -> dict[str, Any]:
+    """Return a table of the templates; a cell is text, or what `_cell` returns. `kind`: CSS."""
+    rows = [[x if isinstance(x, dict) else _cell(x) for x in line] for line in lines]
+    return {"heading": heading, "header": header, "lines": rows, "kind": kind}
 
 
-@dataclass(frozen=True)
-class PageTable:
-    """A table with its heading; `kind` is its CSS class."""
-
-    heading: str
-    header: list[str]
-    lines: list[list[Cell]]
-    kind: str = "sortable numbers"
+def _cell(text: str, sort: float | str | None = None, note: str = "", failed: bool = False) -> Any:
+    """Return a cell: its text, sort key, and the number of a footnote."""
+    return {"text": text, "sort": sort, "note": note, "failed": failed}
 
 
 def _template_context(comparison: Comparison) -> dict[str, Any]:
@@ -175,37 +173,38 @@ def _template_context(comparison: Comparison) -> dict[str, Any]:
         "effects": attribution and attribution.effects and _effects_table(attribution),
         **_techniques_context(grouped.rows),
         "commands": commands,
+        "about_commands": COMMANDS_ABOUT + any(verdicts.skips(x) for x in grouped.rows) * SKIPS,
         "method": BENCHMARK_METHOD if comparison.kind == "benchmark" else method,
         "machine": _machine_facts(comparison),
     }
 
 
-def _rows_table(comparison: Comparison) -> PageTable:
+def _rows_table(comparison: Comparison) -> dict[str, Any]:
     title, visible_columns, lines = comparison.row_title, select_columns(comparison), []
     header = [title, STATUS_HEADERS[title], *(column.title for column in visible_columns)]
     heading = "Configurations" if title == "configuration" else "All numbers"
     for row in comparison.rows:
         status = verdicts.status_or_verdict(row, comparison)
-        cells = [Cell(row.name, row.name), Cell(status, status, not row.is_valid)]
+        cells = [_cell(row.name, row.name), _cell(status, status, failed=not row.is_valid)]
         for column in visible_columns:
             failed = column.key == "parity" and row.parity == "FAIL"
-            cells.append(Cell(column.text(row), column.number(row), failed))
+            cells.append(_cell(column.text(row), column.number(row), failed=failed))
         lines.append(cells)
-    return PageTable(heading, header, lines)
+    return _table(heading, header, lines)
 
 
-def _trials_table(search: SearchRecord) -> PageTable:
+def _trials_table(search: SearchRecord) -> dict[str, Any]:
     keys, lines = [p.key for p in search.parameters], []
     for trial in search.trials:
         values = [str(trial.values.get(key, format.NONE)) for key in keys]
         seconds = format.NONE if trial.seconds is None else f"{trial.seconds:.1f}"
         texts = [str(trial.number), trial.status, format.metric(trial.value), *values, seconds]
-        lines.append([Cell(text, None if text == format.NONE else text) for text in texts])
+        lines.append([_cell(text, None if text == format.NONE else text) for text in texts])
     header = ["trial", "status", search.metric, *map(short_key, keys), "time, s"]
-    return PageTable("Trials", header, lines)
+    return _table("Trials", header, lines)
 
 
-def _effects_table(attribution: Attribution) -> PageTable:
+def _effects_table(attribution: Attribution) -> dict[str, Any]:
     """Return the table of the techniques' speedups and memory."""
     header = ["technique", "added alone", "within the level", "interaction"]
     lines = []
@@ -216,8 +215,8 @@ def _effects_table(attribution: Attribution) -> PageTable:
         ]
         sizes = map(format.size, (effect.added_memory_bytes, effect.removed_memory_bytes))
         texts = [effect.name.replace("_", " "), *ratios, *sizes, effect.note or format.NONE]
-        lines.append([Cell(text) for text in texts])
-    return PageTable("techniques", [*header, "memory, added", "memory, within", "note"], lines, "")
+        lines.append(texts)
+    return _table("techniques", [*header, "memory, added", "memory, within", "note"], lines, "")
 
 
 def _describe_scope(comparison: Comparison) -> list[str]:
@@ -251,18 +250,18 @@ def _techniques_context(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
             entry = states.get(name, {})
             status, reason = format.technique_status(entry), text_at(entry, "reason")
             if status in ("engaged", "not requested"):
-                cells.append(Cell("● engaged" if status == "engaged" else format.NONE))
+                cells.append(_cell("● engaged" if status == "engaged" else format.NONE))
                 continue
             reasons.setdefault((title, reason), []).append(arm)
             note = f" {list(reasons).index((title, reason)) + 1}"
-            cells.append(Cell(f"○ {status}", note=note))
-        if any(cell.text != format.NONE for cell in cells):
-            lines.append([Cell(title), *cells])
+            cells.append(_cell(f"○ {status}", note=note))
+        if any(cell["text"] != format.NONE for cell in cells):
+            lines.append([title, *cells])
         else:
             not_requested.append(title)
     header = ["technique", *(name for name, _ in arms)]
     return {
-        "engagement": PageTable("Techniques", header, lines, "matrix") if lines else None,
+        "engagement": _table("Techniques", header, lines, "matrix") if lines else None,
         "reasons": [(*key, ", ".join(users)) for key, users in reasons.items()],
         "not_requested": ", ".join(not_requested),
     }

@@ -16,7 +16,7 @@ from runner.measure.comparison import (
     text_at,
 )
 from runner.measure.speed import differ_in_speed, engagement
-from runner.scale.sweep.search_record import SearchRecord, short_key
+from runner.scale.sweep.search_record import SearchRecord
 
 HIGH_NOISE_FLOOR = 0.05  # a noise floor above this is mentioned in the headline
 HIGH_LOAD = 0.1  # so is a larger share of the CPUs used by other processes
@@ -89,11 +89,7 @@ def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
             for word, verb in PLANS.items()
             if by_plan[word]
         ]
-        skipped: dict[str, list[str]] = {}  # techniques that were measured, by the reason
-        for name, plan in arm.planned.items():
-            if plan not in PLANS and row.techniques.get(name, {}).get("engaged"):
-                skipped.setdefault(plan, []).append(name)
-        parts += [f"skips {_technique_names(names)}: {why}" for why, names in skipped.items()]
+        parts += [f"skips {_technique_names(names)}: {why}" for why, names in skips(row).items()]
         if parts:
             parts[0] = f"a run of this length {parts[0]}"
         if (arm.compile_seconds or 0.0) >= MIN_COMPILE_S and row.name != comparison.reference:
@@ -102,6 +98,15 @@ def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
             parts.append(f"{seconds(arm.compile_seconds)} of compiling are {when}")
         if parts:
             yield Sentence(f"{row.name}: {'; '.join(parts)}.")
+
+
+def skips(row: ComparisonRow) -> dict[str, list[str]]:
+    """Return the measured techniques that a run of the typed length skips, by the reason."""
+    skipped: dict[str, list[str]] = {}
+    for name, plan in (row.measured.planned if row.measured else {}).items():
+        if plan not in PLANS and row.techniques.get(name, {}).get("engaged"):
+            skipped.setdefault(plan, []).append(name)
+    return skipped
 
 
 def _technique_names(names: Sequence[str]) -> str:
@@ -151,42 +156,33 @@ def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
 def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[str]:
     rows, reference = comparison.rows, comparison.reference
     if not any(row.finished for row in rows if row.name == reference):
-        text = "the reference, did not finish"
-        return [f"{reference}, {text}, so there are no speed-ups."]
+        return [f"{reference}, the reference, did not finish, so there are no speed-ups."]
     measured = [x for x in rows if x.name != reference and x.is_valid and x.speedup is not None]
     if not measured:
         return [f"Nothing could be compared with {reference}."]
     same_work = [row for row in measured if not row.other_work]
     others = [_describe_other_work(r, reference) for r in measured if r.other_work][:MAX_NAMES]
+    others = [*_describe_unfaster(benchmark, same_work, reference), *others]
     faster = [row for row in same_work if _claim(row) == "faster"]
-    other_sentences = [*_describe_slower_arms(benchmark, same_work, reference), *others]
     if not same_work:
-        return other_sentences
+        return others
     caveat = _describe_noise(benchmark)
     if not faster:
-        restriction = " that trains the same" if others else ""
-        return [
-            f"No arm{restriction} is measurably faster than {reference}{caveat}.",
-            *other_sentences,
-        ]
+        restriction = " that trains the same" if len(same_work) < len(measured) else ""
+        return [f"No arm{restriction} is measurably faster than {reference}{caveat}.", *others]
     # the first of those that no other is measurably faster than: levels are in increasing order
     chosen = next(row for row in faster if not any(_is_faster(other, row) for other in faster))
-    ties = [row.name for row in faster if row is not chosen and not _is_faster(chosen, row)]
-    numbers = "its numbers not compared"
-    if chosen.parity is not None:
-        numbers = f"with the same numbers {_exactness(chosen)}"
+    numbers = f"with {_describe_numbers(chosen)}" if chosen.parity else "its numbers not compared"
     text = f"{chosen.name} is {_speed_phrase(chosen, reference)}, {numbers}{caveat}"
+    ties = [row.name for row in faster if row is not chosen and not _is_faster(chosen, row)]
     if ties:
-        text += f"; {join_names(ties)} {_is_or_are(ties)} not measurably faster than {chosen.name}"
-    return [f"{text}.", *other_sentences]
+        verb = "is" if len(ties) == 1 else "are"
+        text += f"; {join_names(ties)} {verb} not measurably faster than {chosen.name}"
+    return [f"{text}.", *others]
 
 
 def _claim(row: ComparisonRow) -> str:
     return row.measured.claim if row.measured else ""
-
-
-def _is_or_are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def _speed_phrase(row: ComparisonRow, reference: str) -> str:
@@ -194,10 +190,9 @@ def _speed_phrase(row: ComparisonRow, reference: str) -> str:
     return f"{times(row.speedup)} as fast as {reference}{bounds}"
 
 
-def _exactness(row: ComparisonRow) -> str:
-    if row.parity == "exact":
-        return "bit for bit"
-    return " ".join(filter(None, ("up to", row.low_precision, "rounding")))
+def _describe_numbers(row: ComparisonRow) -> str:
+    rounding = " ".join(filter(None, ("up to", row.low_precision, "rounding")))
+    return f"the same numbers {'bit for bit' if row.parity == 'exact' else rounding}"
 
 
 def _describe_other_work(row: ComparisonRow, reference: str) -> str:
@@ -207,7 +202,8 @@ def _describe_other_work(row: ComparisonRow, reference: str) -> str:
         speed = "no measurable difference in time per sample"
     numbers = "its numbers not compared"
     if row.parity:
-        numbers = f"its numbers match its own plain run {_exactness(row)}"
+        exactness = _describe_numbers(row).removeprefix("the same numbers ")
+        numbers = f"its numbers match its own plain run {exactness}"
     other = f"another {join_names(row.other_work)}"
     return f"{row.name} does different work from {reference} ({other}): {speed}, {numbers}."
 
@@ -219,16 +215,25 @@ def _is_faster(row: ComparisonRow, other: ComparisonRow) -> bool:
     return row.speedup_interval[0] > other.speedup_interval[1]
 
 
-def _describe_slower_arms(
+def _describe_unfaster(
     benchmark: BenchmarkResult, rows: list[ComparisonRow], reference: str
 ) -> Iterator[str]:
     for row in [row for row in rows if _claim(row) == "slower"][:MAX_NAMES]:
         yield f"{row.name} is slower, {_speed_phrase(row, reference)}."
-    if same := [row.name for row in rows if _claim(row) == "same"]:
-        yield f"{join_names(same)} {'makes' if len(same) == 1 else 'make'} no difference."
-    if unknown := [row.name for row in rows if not _claim(row)]:
-        subject = f"Whether {join_names(unknown)} {_is_or_are(unknown)} faster or slower"
-        yield f"{subject} is not known ({describe_unclaimed(benchmark)})."
+    for claim, text in (
+        ("same", "{} {makes} no difference."),
+        (
+            "",
+            "Whether {} {is} faster or slower is not known ("
+            + describe_unclaimed(benchmark)
+            + ").",
+        ),
+    ):
+        names = [row.name for row in rows if _claim(row) == claim]
+        single = len(names) == 1
+        verbs = {"makes": "makes" if single else "make", "is": "is" if single else "are"}
+        if names:
+            yield text.format(join_names(names), **verbs)
 
 
 def _conclude_runs(comparison: Comparison) -> list[str]:
@@ -250,11 +255,7 @@ def _conclude_search(search: SearchRecord, rows: Sequence[ComparisonRow]) -> lis
     text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
     skipped = [row.skipped_steps for row in rows if row.folder == best.folder != ""]
     text = ", ".join(filter(None, (text, *skipped)))
-    shares = {short_key(p.key): p.importance for p in search.parameters if p.importance is not None}
-    ordered = sorted(shares.items(), key=lambda item: -item[1])
-    importance_text = ", ".join(f"{name} {share(part)}" for name, part in ordered)
-    importance_note = [f"Importance by PED-ANOVA: {importance_text}."] if len(shares) > 1 else []
-    return [f"{text}: {best.title}.", *importance_note, scope]
+    return [f"{text}: {best.title}.", scope]
 
 
 def _describe_speed(comparison: Comparison) -> list[str]:
@@ -328,22 +329,17 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
         bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
         label = f", {name}" if len(grouped.rows) > 1 else ""
         texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
-    over = " and ".join(
-        dict.fromkeys(x.averaged_over for x in grouped.rows if x.title in estimates)
-    )
+    kinds = [row.averaged_over for row in grouped.rows if row.title in estimates]
+    text = f"Best {monitor} over {' and '.join(dict.fromkeys(kinds))}"
+    if len(texts) > 1:
+        low, high = ordered[0][1], ordered[-1][1]
+        overlap = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
+        text += f" each: from {texts[0]} to {texts[1]}{overlap}."
+    else:
+        text += f": {texts[0]}."
     single = [row.title for row in grouped.rows if row.finished and row.title not in estimates]
-    single_note = [f"With one run, and so not compared: {join_names(single)}."] if single else []
-    if len(texts) == 1:
-        return [f"Best {monitor} over {over}: {texts[0]}.", *single_note]
-    low, high = ordered[0][1], ordered[-1][1]
-    if low == high:
-        value = f"{metric(low.mean)} ± {metric(low.spread)}"
-        return [f"Best {monitor} over {over} each: {value} in every configuration.", *single_note]
-    overlap = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
-    return [
-        f"Best {monitor} over {over} each: from {texts[0]} to {texts[1]}{overlap}.",
-        *single_note,
-    ]
+    note = [f"With one run, and so not compared: {join_names(single)}."] if single else []
+    return [text, *note]
 
 
 def describe_measurement(benchmark: BenchmarkResult) -> str:

@@ -27,16 +27,19 @@ from runner.measure.table import ComparisonScreen
 from runner.measure.verdicts import conclusion, verdict
 from runner.report import main
 from runner.scale.sweep.search_record import SearchRecord, SearchTrial
-from tests.measure.planted_results import (
+from tests.measure.planted import (
     arm,
     attribution,
     failed,
+    job,
     levels,
     reference,
     result,
+    run,
+    sweep,
     technique,
+    texts,
 )
-from tests.measure.planted_runs import job, run, sweep, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = "overrides status reason summary speedup speedup_interval parity command".split()
@@ -264,6 +267,9 @@ def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_i
     assert f"faster, amp; skips compile: {short};" in found and "TF32" not in found
     assert "30.0 s of compiling are paid back after 1,350 steps" in found
     assert "advanced: 30.0 s of compiling are not paid back." in found
+    document = page.render_markdown(compared(reference(), fast, never))
+    assert "add optimization.measure=false optimization.compile.min\\_steps=0" in document
+    assert "min\\_steps=0" not in page.render_markdown(compared(reference(), never))
 
 
 def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:

@@ -13,8 +13,7 @@ from runner.core.errors import StorageError
 from runner.measure import comparison as report
 from runner.measure.discover import compare_folders
 from runner.report import main
-from tests.measure.planted_results import arm, reference, result
-from tests.measure.planted_runs import job, run, sweep, texts
+from tests.measure.planted import arm, job, reference, result, run, sweep, texts
 
 
 def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
@@ -88,8 +87,26 @@ def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> 
     assert len(report.write_comparison(compare_folders([folder]), folder)) >= 4
 
 
+def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        run(tmp_path / name, [f"seed={name}"])
+    honest = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        if path == tmp_path / "b":
+            raise OSError(5, "Input/output error")
+        return honest(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    good, bad = compare_folders([tmp_path]).rows
+    assert good.status == "done" and bad.status == "failed"
+    assert bad.reason == "its folder cannot be read: Input/output error"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_path: Path) -> None:
+def test_what_belongs_to_another_user_is_a_row(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "sweeps" / "s", [job(0, "none"), job(1, "ultra", "")])
     run(folder / "0", ["optimization=none"])
     closed = run(folder / "1", ["optimization=ultra"]), run(tmp_path / "sweeps" / "t", [])
@@ -101,9 +118,8 @@ def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_pa
     finally:
         for place in closed:
             place.chmod(0o700)
-    assert [row.status for row in found.rows] == ["done", "failed"]
-    assert "Permission denied" in found.rows[1].reason
-    assert found.notes == ["t is skipped: Permission denied"]
+    assert [row.status for row in found.rows] == ["done", "failed", "failed"]
+    assert all("cannot be read: Permission denied" in row.reason for row in found.rows[1:])
 
 
 def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from runner.core.record.summary import Summary
 from runner.measure import table
 from runner.measure.discover import compare_folders
 from runner.report import main
-from tests.measure.planted_results import technique
-from tests.measure.planted_runs import job, run, sweep
+from tests.measure.planted import job, run, sweep, technique
 
 LINE = "FORGED: all is well"
 HOSTILE = (

@@ -8,7 +8,7 @@ from runner.measure import page
 from runner.measure.discover import compare_folders
 from tests.core.security.test_injection import comparison, failed_comparison
 from tests.measure.browser import look
-from tests.measure.planted_runs import run
+from tests.measure.planted import run
 
 OWNED = "window.owned=1;window.top.owned=1;document.title='owned';window.top.document.title='owned'"
 WAYS = (

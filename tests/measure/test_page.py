@@ -14,7 +14,7 @@ from runner.measure import figures, page
 from runner.measure.benchmark.result import BenchmarkResult
 from runner.measure.comparison import compare_arms
 from tests.measure.browser import look
-from tests.measure.planted_results import arm, attribution, failed, levels, reference, result
+from tests.measure.planted import arm, attribution, failed, levels, reference, result
 
 
 def html_of(found: BenchmarkResult, folder: Path | None = None) -> str:

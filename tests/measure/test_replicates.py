@@ -14,7 +14,7 @@ from runner.measure.columns import BEST_KEY, select_columns
 from runner.measure.comparison import Comparison, as_json
 from runner.measure.discover import compare_folders
 from runner.measure.table import ComparisonScreen
-from tests.measure.planted_runs import run, sweep, texts
+from tests.measure.planted import run, sweep, texts
 
 BEST = {"lr=1": [0.80, 0.82, 0.90], "lr=0.1": [0.70, 0.71, 0.72]}
 T = 4.3027  # Student's t, 2 degrees of freedom, 97.5 %

@@ -19,8 +19,7 @@ from runner.measure.comparison import Comparison, as_json
 from runner.measure.discover import compare_folders
 from runner.measure.speed import FOLDER
 from runner.measure.verdicts import verdict
-from tests.measure.planted_results import arm, reference, result, technique
-from tests.measure.planted_runs import run, sweep, texts
+from tests.measure.planted import arm, reference, result, run, sweep, technique, texts
 from tests.measure.test_comparison import shown
 
 FACTS = {"implementation": "fused", "seconds": 0.25}

@@ -93,12 +93,14 @@ _RECOVERY = (
     "what follows bad steps"
 )
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
+_CLAIMS = "claims about techniques are measured by python scripts/bench_claims.py in a checkout"
 UNSUPPORTED = {
     **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
     **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
     **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
     "recovery": _RECOVERY,
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
+    "claims": _CLAIMS,
 }
 """Names without a key here, and what to use instead."""
 

@@ -173,6 +173,8 @@ class Suggester:
         others = [text for text in self.choices if text.partition("=")[0] != group]
         suggestion = replace(self, choices=others).first_composing(self.for_option(group, value))
         fallback = f"use one of {', '.join(self.groups[group])}"
+        if group == "experiment" and (replacement := aliases.find_replacement(value)):
+            suggestion, fallback = [], f"{replacement}; {fallback}"
         if group == "model" and not (suggestion and suggestion[0].startswith("model=")):
             fallback += "; for your own class set model._target_ and security.trusted"
         if group == "data" and not suggestion:

@@ -28,7 +28,6 @@ class BenchmarkConfig:
     attribute_budget_s: float = bounded(300.0, above=0)  # seconds for `attribute`
     baseline: str | None = None  # earlier benchmark.json or its folder to compare with; null: none
     tolerance: float = bounded(0.05, min=0)  # smaller relative changes are no regression
-    claims: bool = False  # measure common claims about techniques (experiment=claims)
 
     def __post_init__(self) -> None:
         check_bounds(self, "benchmark")

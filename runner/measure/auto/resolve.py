@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -42,16 +43,13 @@ from runner.measure.auto.search import (
     Candidate,
     Search,
     SearchResult,
-    enable_techniques,
     make_candidates,
-    pinned_techniques,
-    sort_techniques,
 )
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.parity_checker import ParityChecker
 from runner.measure.benchmark.rounds import MeasureOptions
-from runner.measure.parity.candidates import copy_components, open_run
+from runner.measure.parity.plain_runs import copy_components, open_run
 from runner.measure.parity.trajectory import make_finite_step
 
 log = logging.getLogger("runner")
@@ -89,8 +87,8 @@ def resolve_auto(
     result = _select_or_none(config, given)
     if folder is not None:
         optimization = enable_techniques(config.optimization, result.techniques)
-        _write_text(folder / YAML_FILE, to_yaml(optimization, result.reason))
-        _write_text(folder / EVIDENCE_FILE, _to_json(result))
+        _write(folder / YAML_FILE, to_yaml(optimization, result.reason))
+        _write(folder / EVIDENCE_FILE, result)
     _announce(f"{result.chosen}: {result.reason}")
     return _apply_selection(given, config, result.techniques, result.reason)
 
@@ -100,7 +98,7 @@ def resolve_config(
 ) -> RunConfig:
     """Return the config with `optimization=auto` replaced by its selection."""
     optimization = resolve_auto(config, folder, given).optimization
-    return config if optimization is None else replace(config, optimization=optimization)
+    return replace(config, optimization=optimization or config.optimization)
 
 
 def resolve_arms(
@@ -116,9 +114,8 @@ def resolve_arms(
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
     """Return arms for `none`, its control, and every candidate."""
-    techniques: dict[str, list[str]] = {NONE: [], CONTROL_ARM: []}
-    techniques |= {one.name: one.techniques for one in candidates}
-    return [Arm(name, _arm_config(config, names)) for name, names in techniques.items()]
+    named = [(NONE, []), (CONTROL_ARM, []), *((one.name, one.techniques) for one in candidates)]
+    return [Arm(name, _arm_config(config, names)) for name, names in named]
 
 
 def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
@@ -129,12 +126,27 @@ def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
     return arm
 
 
+def pinned_techniques(optimization: Optimization) -> list[str]:
+    """Return the names of the techniques that the config switches on explicitly."""
+    return [name for name, technique in optimization.techniques() if technique.enabled]
+
+
+def enable_techniques(optimization: Optimization, names: Iterable[str]) -> Optimization:
+    """Return a copy with these and the pinned techniques on; the level is no longer `auto`."""
+    chosen = {*names, *pinned_techniques(optimization)}
+    enabled = deepcopy(optimization)
+    enabled.level = "custom" if chosen else NONE
+    for name, technique in enabled.techniques():
+        technique.enabled = name in chosen
+    return enabled
+
+
 def _apply_selection(
     given: Components, config: RunConfig, names: Sequence[str], reason: str
 ) -> Components:
-    value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
-    choice = Choice(KEY, value, escape_control_chars(reason))
     enabled = enable_techniques(config.optimization, names)
+    value = " ".join(pinned_techniques(enabled)) or NONE
+    choice = Choice(KEY, value, escape_control_chars(reason))
     return replace(given, optimization=enabled, chosen=[choice])
 
 
@@ -142,8 +154,8 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
     """Return the recorded selection of the run being resumed; None if there is none."""
     resume = config.checkpoint.resume
     resumed = folder if resume == "auto" else None if resume == "none" else Path(resume)
-    value = None if resumed is None else Checkpointer(None, 1).recorded_choices(resumed).get(KEY)
-    return None if value is None else str(value)
+    choices = {} if resumed is None else Checkpointer(None, 1).recorded_choices(resumed)
+    return str(choices[KEY]) if KEY in choices else None
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -169,7 +181,8 @@ def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
 
 def _select(config: RunConfig, given: Components) -> SearchResult:
     auto, estimate = config.optimization.auto, estimate_run(config, given)
-    path = cache_file(estimate.key) if auto.cache and given == Components() else None
+    cache = user_cache(os.environ) if auto.cache and given == Components() else None
+    path = None if cache is None else cache / "auto" / f"{estimate.key}.json"
     if path is not None and (cached := read_cache(path)) is not None:
         cached.reason += "; measured before, for an earlier run"
         return cached
@@ -189,26 +202,24 @@ def _select(config: RunConfig, given: Components) -> SearchResult:
     result = _run_search(config, given, estimate)
     parity_known = all(row.parity is not None or not row.parity_reason for row in result.tried)
     if path is not None and parity_known:
-        _write_text(path, _to_json(result))
+        _write(path, result)
     return result
 
 
 def _run_search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
-    auto = config.optimization.auto
-    excluded = {*estimate.exclusions, *pinned_techniques(config.optimization)}
-    candidates = make_candidates(excluded)
+    budget_s = config.optimization.auto.budget_s
+    pinned = pinned_techniques(config.optimization)
+    candidates = make_candidates({*estimate.exclusions, *pinned})
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
-    timeout_s = max(MIN_TIMEOUT_S, auto.budget_s)
+    timeout_s = max(MIN_TIMEOUT_S, budget_s)
     settings = BenchmarkConfig(warmup_steps=WARMUP_STEPS, block_s=BLOCK_S, timeout_s=timeout_s)
-    _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
+    _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={budget_s:g}")
     options = MeasureOptions(settings, given=given, announce=_announce)
     steps, step_s = estimate.steps, estimate.step_seconds
-    with ParityChecker(settings.timeout_s, given) as checker:
-        check, budget_s = checker.check, auto.budget_s
+    with ParityChecker(timeout_s, given) as checker:
+        check = checker.check
         search = Search(candidates, arms, options, check, steps, step_s, budget_s, config.seed)
-        result = search.run()
-    result.left_out = estimate.exclusions
-    return result
+        return replace(search.run(), left_out=estimate.exclusions)
 
 
 @dataclass(frozen=True)
@@ -279,12 +290,6 @@ def _announce(line: str) -> None:
 # -- cache and files -------------------------------------------------------------------------------
 
 
-def cache_file(key: str) -> Path | None:
-    """Return the cache path of a search result; None without a home folder."""
-    cache = user_cache(os.environ)
-    return None if cache is None else cache / "auto" / f"{key}.json"
-
-
 def read_cache(path: Path) -> SearchResult | None:
     """Read a cached search result; None if missing. A damaged file is logged and left in place."""
     try:
@@ -297,16 +302,13 @@ def read_cache(path: Path) -> SearchResult | None:
         return None
 
 
-def _to_json(result: SearchResult) -> str:
-    """Return the result as JSON, with secrets redacted and infinite interval ends as null."""
-    return json.dumps(json_safe(asdict(result)), indent=1, default=str) + "\n"
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Replace the file's text; an OSError is logged, not raised."""
+def _write(path: Path, content: str | SearchResult) -> None:
+    """Replace the file's text, a result as JSON; an OSError is logged, not raised."""
+    if not isinstance(content, str):
+        content = json.dumps(json_safe(asdict(content)), indent=1, default=str) + "\n"
     try:
         make_folder(path.parent)
-        replace_text(path, text)
+        replace_text(path, content)
     except OSError as error:
         log.warning("%s: not written: %s", path, error.strerror)
 
@@ -314,13 +316,10 @@ def _write_text(path: Path, text: str) -> None:
 def to_yaml(optimization: Optimization, reason: str) -> str:
     """Return a config file for the group `optimization`: the enabled techniques, over `none`."""
     body: dict[str, Any] = {"defaults": ["none", "_self_"], "level": "custom"}
-    enabled = {name: t for name, t in optimization.techniques() if t.enabled}
-    body |= {name: asdict(technique) for name, technique in enabled.items()}
+    body |= {name: asdict(t) for name, t in optimization.techniques() if t.enabled}
     body |= {"extra": optimization.extra} if optimization.extra else {}
-    lines = [
-        "# chosen by optimization=auto",
-        "#",
-        f"# {escape_control_chars(reason)}",
-        "# Under conf/optimization/<name>.yaml it is optimization=<name>.",
-    ]
-    return "\n".join(lines) + "\n" + OmegaConf.to_yaml(OmegaConf.create(body))
+    return (
+        f"# chosen by optimization=auto\n#\n# {escape_control_chars(reason)}\n"
+        "# Under conf/optimization/<name>.yaml it is optimization=<name>.\n"
+        + OmegaConf.to_yaml(OmegaConf.create(body))
+    )

@@ -1,14 +1,14 @@
-"""The search of `optimization=auto`: rounds in groups, then a final against `none`.
+"""The search of `optimization=auto`: successive halving of one space, then a duel with `none`.
 
-Candidates are ranked by the time of the whole run, set-up included. The best are measured again in
-a final, because the best of many measurements is biased upwards (winner's curse).
+Groups of candidates are measured beside `none`, and the best by the time of the whole run, set-up
+included, again in a final, because the best of many measurements is biased upwards (winner's
+curse). The winner's numbers have to be right.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
@@ -42,12 +42,11 @@ EQUAL_GAIN_SHARE = 0.98  # of the best gain; candidates above it tie, and the pl
 NONE = "none"
 CONTROL_ARM = "none again"
 """A second `none` process in the final: its ratio to `none` shows the noise."""
-CANDIDATES_PER_ROUND = 4
+CANDIDATES_PER_ROUND, FINALISTS = 4, 2
 ROUNDS_SHARE = 0.6  # of the budget; no round starts after that
 MAX_OVERRUN = 1.5  # times the budget; a measurement still running then is stopped
 ROUND_S, FINAL_S = 10.0, 6.0  # seconds of measuring: maximum of a round, minimum of a final
 ROUND_HALF_WIDTH, FINAL_HALF_WIDTH = 0.05, 0.02  # target half-widths of the intervals
-FINALISTS, MAX_FINALS = 2, 4  # candidates of a final; finals, at most
 MIN_TURN_STEPS = 3  # however slow
 MIN_COMPILE_RUN_S = 30.0  # seconds; in shorter runs candidates that compile are not tried
 MIN_SAVING_RATIO = 10.0  # time that a candidate saves over the time of its parity check
@@ -82,14 +81,9 @@ class Candidate:
         """Whether it has to compile, so that it starts slowly."""
         return not COMPILE_TECHNIQUES.isdisjoint(self.techniques)
 
-    def distance(self, other: Candidate) -> int:
-        """Number of techniques that only one of the two has."""
-        return len(set(self.techniques) ^ set(other.techniques))
-
-    def run_speedup(self, none_seconds: float, ratio: float) -> float:
-        """Return the speedup of the whole run for a step speedup `ratio`, with the extra set-up."""
-        share = self.extra_seconds / none_seconds + (1 / ratio if ratio else math.inf)
-        return 1 / share if share else math.inf  # an interval of few blocks may be open
+    def run_seconds(self, none_seconds: float, ratio: float) -> float:
+        """Return the seconds of the whole run for a step speedup `ratio`, with extra set-up."""
+        return self.extra_seconds + (none_seconds / ratio if ratio else math.inf)
 
 
 def make_candidates(excluded: Collection[str]) -> list[Candidate]:
@@ -105,57 +99,10 @@ def make_candidates(excluded: Collection[str]) -> list[Candidate]:
     return [Candidate(" ".join(names), names) for names in combinations if names]
 
 
-def order_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort for the rounds: the plainest, the largest that does not compile, then by size."""
-    largest_first = sorted(candidates, key=lambda one: -len(one.techniques))
-    uncompiled = [one for one in largest_first if not one.compiles]
-    return list(dict.fromkeys([*candidates[:1], *uncompiled[:1], *largest_first]))
-
-
-def rank_candidates(
-    rows: Sequence[Candidate], none_seconds: float, floor: float
-) -> list[Candidate]:
-    """Return the rows that make the whole run faster than `none` beyond `floor`, best first.
-
-    Of rows within `EQUAL_GAIN_SHARE` of the best gain the plainest comes first. Sets each row's
-    `gain`.
-    """
-    faster = []
-    for row in rows:
-        if row.final_ratio is None or row.final_interval is None:
-            continue
-        row.gain = row.run_speedup(none_seconds, row.final_ratio)
-        if row.run_speedup(none_seconds, row.final_interval[0]) > 1 and row.gain > 1 + floor:
-            faster.append(row)
-    faster.sort(key=lambda row: -(row.gain or 0.0))
-    limit = EQUAL_GAIN_SHARE * (faster[0].gain or 0.0) if faster else 0.0
-    tied = [row for row in faster if (row.gain or 0.0) >= limit]
-    plainest_first = sorted(tied, key=lambda row: (row.compiles, len(row.techniques)))
-    return plainest_first + faster[len(tied) :]
-
-
 def sort_techniques(names: Iterable[str]) -> list[str]:
     """Sort technique names by order of application."""
     chosen = set(names)
     return [name for name, _ in Optimization().techniques() if name in chosen]
-
-
-def enable_techniques(optimization: Optimization, names: Iterable[str]) -> Optimization:
-    """Return a copy with these and the pinned techniques on; the level is no longer `auto`."""
-    chosen = {*names, *pinned_techniques(optimization)}
-    enabled = deepcopy(optimization)
-    enabled.level = "custom" if chosen else NONE
-    for name, technique in enabled.techniques():
-        technique.enabled = name in chosen
-    return enabled
-
-
-def pinned_techniques(optimization: Optimization) -> list[str]:
-    """Return the names of the techniques that the config switches on explicitly."""
-    return [name for name, technique in optimization.techniques() if technique.enabled]
-
-
-# -- the search -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -193,125 +140,118 @@ class Search:
         self.start_s, self.compiling_s = 0.0, COLD_COMPILE_S  # to start `none`; extra, to compile
 
     def run(self) -> SearchResult:
-        """Run rounds and finals; select the first finalist that passes parity, else `none`.
+        """Halve the candidates and run the final; the first by rank that passes parity is chosen.
 
         Raises WorkerFailure if `none` itself does not run.
         """
-        chosen = self._run_finals(self._run_rounds())
+        finalists = self._run_rounds()
+        chosen = self._run_final(finalists) if finalists else None
         for row in self.candidates:
             if row.state == "measured":
                 row.state, row.why = "out", "not shown to be faster than none"
-        untried = sum(row.state == "not tried" for row in self.candidates)
-        reason = (
-            f"no candidate was faster than none beyond noise over {self.steps:,} steps "
-            f"({untried} of {len(self.candidates)} candidates were not tried)"
-        )
-        if chosen is not None:
-            low, high = chosen.final_interval or (0.0, 0.0)
-            processes = "one process each, so without variation between processes"
-            if chosen.final_processes > 1:
-                processes = f"{chosen.final_processes} processes of each"
-            reason = (
-                f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
-                f"{chosen.final_blocks} blocks, {processes}), "
-                f"{chosen.gain:.2f} times over {self.steps:,} steps "
-                f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
-            )
-        return SearchResult(
-            chosen.name if chosen is not None else NONE,
-            chosen.techniques if chosen is not None else [],
-            reason,
-            self.steps,
+        result = SearchResult(
+            steps=self.steps,
             none_ms=1e3 * self.step_s,
             noise_floor=self.noise_floor,
             seconds=self.options.clock() - self.start_time,
             budget_s=self.budget_s,
             tried=list(self.candidates),
         )
+        if chosen is None:
+            untried = sum(row.state == "not tried" for row in self.candidates)
+            result.reason = (
+                f"no candidate was faster than none beyond noise over {self.steps:,} steps "
+                f"({untried} of {len(self.candidates)} candidates were not tried)"
+            )
+            return result
+        result.chosen, result.techniques = chosen.name, chosen.techniques
+        low, high = chosen.final_interval or (0.0, 0.0)
+        processes = "one process each, so without variation between processes"
+        if chosen.final_processes > 1:
+            processes = f"{chosen.final_processes} processes of each"
+        result.reason = (
+            f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
+            f"{chosen.final_blocks} blocks, {processes}), "
+            f"{chosen.gain:.2f} times over {self.steps:,} steps "
+            f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
+        )
+        return result
 
     # -- time ----------------------------------------------------------------------------------
 
-    def _remaining_s(self) -> float:
-        """Return the seconds left of the budget; negative once it is overdrawn."""
-        return self.budget_s - (self.options.clock() - self.start_time)
-
-    def _seconds_until_stop(self) -> float:
-        """Return the seconds until measurements are stopped (`MAX_OVERRUN` times the budget)."""
-        return max(0.0, self._remaining_s() + (MAX_OVERRUN - 1) * self.budget_s)
+    def _remaining_s(self, share: float = 1.0) -> float:
+        """Return the seconds left of this share of the budget; negative once it is overdrawn."""
+        return share * self.budget_s - (self.options.clock() - self.start_time)
 
     def _seconds_until_final(self) -> float:
         """Return the seconds left for a round to start its arms before the final has to begin."""
-        arms = 2 + FINALISTS
-        final_s = max(FINAL_S, self._min_measuring_s(arms)) + arms * self.start_s
-        return max(0.0, self._remaining_s() - final_s)
-
-    def _min_measuring_s(self, arms: int) -> float:
-        """Return the seconds that the fewest blocks with an interval take for `arms` arms."""
+        arms = 3 + FINALISTS  # with `none`, its control, and the best that does not compile
         turn_s = max(self.options.settings.block_s, MIN_TURN_STEPS * self.step_s)
-        return min_blocks(self.options.alpha) * arms * turn_s
+        measuring_s = max(FINAL_S, min_blocks(self.options.alpha) * arms * turn_s)
+        return max(0.0, self._remaining_s() - measuring_s - arms * self.start_s)
 
-    def _estimate_start_s(self, candidate: Candidate) -> float:
-        return self.start_s + (self.compiling_s if candidate.compiles else 0.0)
+    def _seconds_until_stop(self) -> float:
+        return max(0.0, self._remaining_s(MAX_OVERRUN))
 
-    def _estimate_run_s(self, row: Candidate) -> float:
-        """Return the estimated time of the whole run with it, from its last round."""
-        return row.extra_seconds + self.steps * self.step_s / (row.round_ratio or 1e-9)
-
-    # -- rounds --------------------------------------------------------------------------------
+    # -- rounds and final ----------------------------------------------------------------------
 
     def _run_rounds(self) -> list[Candidate]:
-        """Measure candidates while time is left; return the measured ones, best first."""
-        seconds = self.steps * self.step_s
+        """Measure groups of candidates while time is left; return those of the final.
+
+        They are the best `FINALISTS`, and the best one that does not compile: it always starts.
+        """
+        none_s = self.steps * self.step_s
         for row in self.candidates:
-            if row.compiles and seconds < MIN_COMPILE_RUN_S:
-                row.why = f"compiling does not pay back in a run of {seconds:.0f} s"
-        queue = [row for row in order_candidates(self.candidates) if not row.why]
-        measured: list[Candidate] = []
+            if row.compiles and none_s < MIN_COMPILE_RUN_S:
+                row.why = f"compiling does not pay back in a run of {none_s:.0f} s"
+        # the plainest, then the largest first of those that start fast, then of the others
+        order = {row.name: (row.compiles, -len(row.techniques)) for row in self.candidates[1:]}
+        queue = sorted(self.candidates, key=lambda row: order.get(row.name, (False, -math.inf)))
+        queue, measured = [row for row in queue if not row.why], []
         while group := self._next_group(queue):
             queue = [row for row in queue if row not in group]
             seconds = min(ROUND_S, max(0.0, self._remaining_s()))
-            round_ = self._measure(group, seconds, ROUND_HALF_WIDTH, 1, self._seconds_until_final)
+            round_ = self._measure(group, seconds)
             for row in group:
                 if row.state == "measured":
-                    row.round_ratio = round_.measurements.estimates[row.name].ratio
-                    measured.append(row)
-            measured.sort(key=self._estimate_run_s)
-            if measured:  # next, the candidates most similar to the best one
-                queue.sort(key=measured[0].distance)
+                    ratio = row.round_ratio = round_.measurements.estimates[row.name].ratio
+                    measured.append((row.run_seconds(self.steps * self.step_s, ratio), row))
         for row in queue:
             row.why = f"no time left of optimization.auto.budget_s={self.budget_s:g}"
-        for row in measured[FINALISTS:]:
-            factor = self._estimate_run_s(row) / self._estimate_run_s(measured[0])
-            row.why = f"the run would take {factor:.2f} times as long as with {measured[0].name}"
-            row.state = "out"
-        return measured
+        measured.sort(key=lambda pair: pair[0])
+        best = [row for _, row in measured[:FINALISTS]]
+        plain = [row for _, row in measured if not row.compiles and row not in best][:1]
+        for seconds, row in measured:
+            if row not in [*best, *plain]:
+                factor = seconds / measured[0][0]
+                row.why = f"the run would take {factor:.2f} times as long as with {best[0].name}"
+                row.state = "out"
+        return sorted([*best, *plain], key=lambda row: row.compiles)
 
     def _next_group(self, queue: Sequence[Candidate]) -> list[Candidate]:
-        """Return the first candidates of the queue that there is time to start and measure."""
-        group: list[Candidate] = []
-        rounds_s = self._remaining_s() - (1 - ROUNDS_SHARE) * self.budget_s
-        remaining_s = min(rounds_s, self._seconds_until_final()) - self.start_s
-        remaining_s -= self._min_measuring_s(1)  # of `none`
+        """Return the first candidates of the queue that there is time to start."""
+        seconds = min(self._remaining_s(ROUNDS_SHARE), self._seconds_until_final()) - self.start_s
+        group = []
         for row in queue[:CANDIDATES_PER_ROUND]:
-            needed_s = self._estimate_start_s(row) + self._min_measuring_s(1)
-            if remaining_s > needed_s:
-                remaining_s -= needed_s
+            seconds -= self.start_s + self.compiling_s * row.compiles
+            if seconds > 0:
                 group.append(row)
         return group
 
-    def _measure(
-        self,
-        rows: Sequence[Candidate],
-        seconds: float,
-        half_width: float,
-        processes: int,
-        start_limit_s: Callable[[], float],
-        *extra_arms: str,
-    ) -> Round:
-        """Measure `none`, `rows` and `extra_arms` in the same blocks, in new processes."""
-        settings = replace(self.options.settings, narrow=half_width, processes=processes)
-        options = replace(self.options, settings=settings, start_limit_s=start_limit_s)
-        arms = [self.arms[name] for name in (NONE, *extra_arms, *(row.name for row in rows))]
+    def _measure(self, rows: Sequence[Candidate], seconds: float, final: bool = False) -> Round:
+        """Measure `none` and `rows` in the same blocks, in new processes; a final has a control."""
+        settings = replace(self.options.settings, narrow=FINAL_HALF_WIDTH)
+        if not final:
+            settings = replace(settings, narrow=ROUND_HALF_WIDTH, processes=1)
+
+        def limit_s(name: str) -> float | None:
+            if name == NONE:
+                return None
+            return self._seconds_until_stop() if final else self._seconds_until_final()
+
+        options = replace(self.options, settings=settings, start_limit_s=limit_s)
+        names = [NONE, *([CONTROL_ARM] if final else []), *(row.name for row in rows)]
+        arms = [self.arms[name] for name in names]
         round_ = run_round(arms, NONE, seconds, self.seed, options)
         if round_.measurements.stop_reason == INTERRUPTED:
             raise KeyboardInterrupt
@@ -319,7 +259,7 @@ class Search:
             raise round_.failures[NONE]
         starts = {name: r.setup_seconds + r.settling_seconds for name, r in round_.setups.items()}
         # the first process also waits for torch to be read from disk, so the faster start is used
-        self.start_s = min(starts[name] for name in (NONE, *extra_arms) if name in starts)
+        self.start_s = min(starts[name] for name in (NONE, CONTROL_ARM) if name in starts)
         if turns := round_.measurements.turns.get(NONE):
             self.step_s = median(turn.median_ms for turn in turns) / 1e3
         for row in rows:
@@ -331,51 +271,42 @@ class Search:
                 self.compiling_s = row.extra_seconds
         return round_
 
-    # -- finals --------------------------------------------------------------------------------
+    def _run_final(self, rows: Sequence[Candidate]) -> Candidate | None:
+        """Measure `rows` against `none` and its control, of which the worse ratio counts.
 
-    def _run_finals(self, remaining: list[Candidate]) -> Candidate | None:
-        """Run up to `MAX_FINALS` finals; return the best finalist that passes parity, or None."""
-        for _ in range(MAX_FINALS):
-            finalists = _pop_finalists(remaining)
-            if not finalists:
-                break
-            round_ = self._run_final(finalists)
-            ranked = rank_candidates(finalists, self.steps * self.step_s, self.noise_floor)
-            for row in ranked:
-                if self._passes_parity(row, round_):
-                    for other in finalists:
-                        if other.state == "measured":
-                            other.state, other.why = "ran up", f"{row.name} was as good or better"
-                    row.state, row.why = "chosen", ""
-                    return row
-            ended = any(row.state == "ended" for row in finalists)
-            if self._remaining_s() < 0 or not (ranked or ended):
-                break  # the remaining ones are slower still
-        return None
-
-    def _run_final(self, rows: Sequence[Candidate]) -> Round:
-        """Measure `rows` against `none` and its control; the worse of both ratios counts.
-
-        It may use all of the budget: parity is checked after it, within `MAX_OVERRUN` times the
-        budget.
+        Returns the first by rank that passes parity. The measurement may use all of the budget;
+        parity is checked within `MAX_OVERRUN` times the budget.
         """
-        starts_s = sum(map(self._estimate_start_s, rows)) + 2 * self.start_s
+        starts_s = (2 + len(rows)) * self.start_s + sum(row.extra_seconds for row in rows)
         seconds = max(FINAL_S, self._remaining_s() - starts_s)
-        processes = self.options.settings.processes
-        limit_s = self._seconds_until_stop
-        round_ = self._measure(rows, seconds, FINAL_HALF_WIDTH, processes, limit_s, CONTROL_ARM)
+        round_ = self._measure(rows, seconds, final=True)
         if (control := round_.ratio([NONE], [CONTROL_ARM])) is not None:
             self.noise_floor = max(self.noise_floor, control.ratio - 1, 1 / control.ratio - 1)
+        none_s, faster = self.steps * self.step_s, []
         for row in rows:
             ratios = [round_.ratio([reference], [row.name]) for reference in (NONE, CONTROL_ARM)]
             estimates = [ratio for ratio in ratios if ratio is not None]
-            if row.state == "measured" and estimates:
-                slowest = min(estimates, key=lambda estimate: estimate.ratio)
-                row.final_ratio, row.final_blocks = slowest.ratio, round_.measurements.blocks
-                row.final_processes = slowest.processes
-                row.final_interval = min(one.low for one in estimates), slowest.high
-                self.options.announce(f"final: {row.name}: {row.final_ratio:.2f}")
-        return round_
+            if row.state != "measured" or not estimates:
+                continue
+            slowest, low = min(estimates, key=lambda x: x.ratio), min(x.low for x in estimates)
+            row.final_ratio, row.final_interval = slowest.ratio, (low, slowest.high)
+            row.final_blocks, row.final_processes = round_.measurements.blocks, slowest.processes
+            row.gain = none_s / row.run_seconds(none_s, slowest.ratio)
+            self.options.announce(f"final: {row.name}: {row.final_ratio:.2f}")
+            if none_s > row.run_seconds(none_s, low) and row.gain > 1 + self.noise_floor:
+                faster.append((row.gain, row))
+        limit = EQUAL_GAIN_SHARE * max((gain for gain, _ in faster), default=0.0)
+        tied = [row for gain, row in faster if gain >= limit]  # of these the plainest is first
+        tied.sort(key=lambda row: (row.compiles, len(row.techniques)))
+        slower = sorted((x for x in faster if x[0] < limit), key=lambda x: -x[0])
+        for row in [*tied, *(row for _, row in slower)]:
+            if self._passes_parity(row, round_):
+                for other in rows:
+                    if other.state == "measured":
+                        other.state, other.why = "ran up", f"{row.name} was as good or better"
+                row.state, row.why = "chosen", ""
+                return row
+        return None
 
     def _passes_parity(self, row: Candidate, round_: Round) -> bool:
         """Check numerical parity, within a time limit that depends on how much the row saves."""
@@ -390,17 +321,3 @@ class Search:
             wrong = "wrong" if row.parity else "not known"
             row.state, row.why = "out", f"its numbers are {wrong}: {row.parity_reason}"
         return row.state != "out"
-
-
-def _pop_finalists(remaining: list[Candidate]) -> list[Candidate]:
-    """Remove and return the next finalists, in the order in which they start.
-
-    They include the best one that does not compile, since it starts in any time left.
-    """
-    finalists = remaining[:FINALISTS]
-    uncompiled = next((row for row in remaining if not row.compiles), None)
-    if uncompiled is not None and uncompiled not in finalists:
-        finalists[-1] = uncompiled
-    for row in finalists:
-        remaining.remove(row)
-    return sorted(finalists, key=lambda row: row.compiles)

@@ -31,7 +31,7 @@ KEY = "benchmark.arms"
 NAMED_ARM = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
 SHARED_GROUPS = ("job", "benchmark", "sweep", "hydra")
 """Config groups that apply to the whole benchmark: they cannot differ between arms."""
-RESERVED_FOLDERS = ("attribution", "claims", "comparison")
+RESERVED_FOLDERS = ("attribution", "comparison")
 """Folder names that the benchmark itself uses; no arm may have them."""
 
 

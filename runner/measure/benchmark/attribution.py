@@ -31,7 +31,7 @@ Interval = tuple[float, float] | None
 
 
 @dataclass(frozen=True)
-class AttributionTrial:
+class Ablation:
     """A technique and the two arms that measure it: reference + technique, level - technique."""
 
     name: str
@@ -56,91 +56,74 @@ def attribute(
     """
     effects, trials = plan_trials(level, reference, summary)
     alpha = bonferroni_alpha(INTERVALS_PER_TECHNIQUE * len(trials))
-    state = _AttributionRun(level, reference, replace(options, alpha=alpha), effects)
+    options = replace(options, alpha=alpha)
     try:
-        stopped = state.run_rounds(trials, seed)
+        stopped = _run_rounds(level, reference, options, effects, trials, seed)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
     sentences = summarize_effects(list(effects.values()), level.name, max(floor, NEGLIGIBLE))
     return Attribution(level.name, list(effects.values()), sentences, stopped)
 
 
-@dataclass
-class _AttributionRun:
-    """An attribution in progress."""
-
-    level: Arm
-    reference: Arm
-    options: MeasureOptions
-    effects: dict[str, Effect]
-
-    def run_rounds(self, trials: Sequence[AttributionTrial], seed: int) -> str:
-        """Measure all trials, `TECHNIQUES_PER_ROUND` per round. Returns why it stopped."""
-        remaining_s = budget_s = self.options.settings.attribute_budget_s
-        size = TECHNIQUES_PER_ROUND
-        groups = [trials[i : i + size] for i in range(0, len(trials), size)]
-        imprecise_rounds = 0
-        for number, group in enumerate(groups):
-            names = " and ".join(trial.name for trial in group)
-            self.options.announce(f"{names}: round {number + 1} of {len(groups)}")
-            share_s = remaining_s / (len(groups) - number)
-            measurements = self._run_round(group, share_s, seed + number).measurements
-            if measurements.stop_reason == INTERRUPTED:
-                return INTERRUPTED
-            remaining_s -= measurements.seconds
-            imprecise_rounds += not measurements.precise
-        if not imprecise_rounds:
-            return "every ratio is precise enough" if groups else "there was nothing to measure"
-        return (
-            f"the budget is spent (benchmark.attribute_budget_s={budget_s:g}): {imprecise_rounds} "
-            f"of {len(groups)} rounds ended before every ratio was precise enough"
-        )
-
-    def _run_round(self, group: Sequence[AttributionTrial], budget_s: float, seed: int) -> Round:
-        reference, level = self.reference.name, self.level.name
-        arms = [self.reference, self.level]
-        arms += [arm for trial in group for arm in (trial.added, trial.removed)]
-        round_ = run_round(arms, reference, budget_s, seed, self.options)
+def _run_rounds(
+    level: Arm,
+    reference: Arm,
+    options: MeasureOptions,
+    effects: Mapping[str, Effect],
+    trials: Sequence[Ablation],
+    seed: int,
+) -> str:
+    """Measure all trials, `TECHNIQUES_PER_ROUND` per round. Returns why it stopped."""
+    remaining_s = budget_s = options.settings.attribute_budget_s
+    size = TECHNIQUES_PER_ROUND
+    groups = [trials[i : i + size] for i in range(0, len(trials), size)]
+    imprecise_rounds = 0
+    for number, group in enumerate(groups):
+        names = " and ".join(trial.name for trial in group)
+        options.announce(f"{names}: round {number + 1} of {len(groups)}")
+        arms = [reference, level, *(arm for trial in group for arm in (trial.added, trial.removed))]
+        share_s = remaining_s / (len(groups) - number)
+        round_ = run_round(arms, reference.name, share_s, seed + number, options)
         for trial in group:
-            added, removed = trial.added.name, trial.removed.name
-            effect, not_engaged = self.effects[trial.name], _explain_not_engaged(trial, round_)
-            effect.processes = round_.measurements.processes
-            alone = self._measure_speedup(effect, round_, reference, added, not_engaged)
-            if alone is not None:
-                effect.added, effect.added_interval = alone.ratio, alone.interval
-                effect.added_memory_bytes = _peak_difference(round_, added, reference)
-            in_level = self._measure_speedup(effect, round_, removed, level)
-            if in_level is not None:
-                effect.removed, effect.removed_interval = in_level.ratio, in_level.interval
-                effect.removed_memory_bytes = _peak_difference(round_, level, removed)
-            if not alone or not in_level:
-                continue
-            interaction = round_.ratio([removed, added], [level, reference])
-            if interaction is not None:
-                effect.interaction = interaction.ratio
-                effect.interaction_interval = interaction.interval
-        return round_
+            _read_effect(effects[trial.name], trial, round_, reference.name, level.name)
+        if round_.measurements.stop_reason == INTERRUPTED:
+            return INTERRUPTED
+        remaining_s -= round_.measurements.seconds
+        imprecise_rounds += not round_.measurements.precise
+    if not imprecise_rounds:
+        return "every ratio is precise enough" if groups else "there was nothing to measure"
+    return (
+        f"the budget is spent (benchmark.attribute_budget_s={budget_s:g}): {imprecise_rounds} "
+        f"of {len(groups)} rounds ended before every ratio was precise enough"
+    )
 
-    def _measure_speedup(
-        self, effect: Effect, round_: Round, baseline: str, candidate: str, not_engaged: str = ""
-    ) -> Estimate | None:
-        """Return the speedup of `candidate` over `baseline`; None, and a note, if unknown."""
-        problem = round_.describe_failure(self.reference.name, baseline, candidate) or not_engaged
+
+def _read_effect(
+    effect: Effect, trial: Ablation, round_: Round, reference: str, level: str
+) -> None:
+    """Set the speed-ups and memory of a technique, and a note on each that is unknown."""
+    effect.processes, notes = round_.measurements.processes, []
+    row = {"engaged": True}
+    if trial.added.name in round_.results:
+        row = round_.results[trial.added.name].technique(trial.name)
+    not_engaged = f"alone it does not engage: {row.get('reason') or 'no reason given'}"
+    for side, baseline, candidate, problem in (
+        ("added", reference, trial.added.name, "" if row.get("engaged") else not_engaged),
+        ("removed", trial.removed.name, level, ""),
+    ):
+        problem = round_.describe_failure(reference, baseline, candidate) or problem
         speedup = None if problem else round_.ratio([baseline], [candidate])
-        note = problem or "too few blocks for an interval"
-        if speedup is None and note not in effect.note:
-            effect.note = "; ".join(filter(None, [effect.note, note]))
-        return speedup
-
-
-def _explain_not_engaged(trial: AttributionTrial, round_: Round) -> str:
-    """Return why the technique did not engage in the `added` arm; "" if it did, or if unknown."""
-    if trial.added.name not in round_.results:
-        return ""
-    row = round_.results[trial.added.name].technique(trial.name)
-    if row.get("engaged"):
-        return ""
-    return f"alone it does not engage: {row.get('reason') or 'no reason given'}"
+        if speedup is None:
+            notes.append(problem or "too few blocks for an interval")
+            continue
+        setattr(effect, side, speedup.ratio)
+        setattr(effect, f"{side}_interval", speedup.interval)
+        setattr(effect, f"{side}_memory_bytes", _peak_difference(round_, candidate, baseline))
+    effect.note = "; ".join(dict.fromkeys(notes))
+    both_known = effect.added is not None and effect.removed is not None
+    over, under = [trial.removed.name, trial.added.name], [level, reference]
+    if both_known and (interaction := round_.ratio(over, under)) is not None:
+        effect.interaction, effect.interaction_interval = interaction.ratio, interaction.interval
 
 
 def _peak_difference(round_: Round, name: str, other: str) -> int | None:
@@ -156,7 +139,7 @@ def _peak_difference(round_: Round, name: str, other: str) -> int | None:
 
 def plan_trials(
     level: Arm, reference: Arm, summary: Mapping[str, Any]
-) -> tuple[dict[str, Effect], list[AttributionTrial]]:
+) -> tuple[dict[str, Effect], list[Ablation]]:
     """Return an Effect per requested technique, in order of application, and the trials to run."""
     effects: dict[str, Effect] = {}
     trials = []
@@ -167,7 +150,7 @@ def plan_trials(
         if not effects[name].note:
             added = _copy_technique(reference, level, name, f"{reference.name} + {name}")
             removed = _copy_technique(level, reference, name, f"{level.name} - {name}")
-            trials.append(AttributionTrial(name, added, removed))
+            trials.append(Ablation(name, added, removed))
     return effects, trials
 
 
@@ -213,28 +196,28 @@ def _find_technique(config: RunConfig, name: str) -> Any:
 
 def summarize_effects(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
     """Return summary sentences, most important first, of effects larger than `floor` (a share)."""
-    removed, added = dict[str, str](), dict[str, str]()
-    for e in effects:
-        removed[e.name] = _classify(e.removed, e.removed_interval, e.processes, floor)
-        added[e.name] = _classify(e.added, e.added_interval, e.processes, floor)
+    removed = {
+        e.name: _classify(e.removed, e.removed_interval, e.processes, floor) for e in effects
+    }
+    added = {e.name: _classify(e.added, e.added_interval, e.processes, floor) for e in effects}
     measured = [e for e in effects if e.removed is not None or e.added is not None]
     harmful = [e for e in measured if removed[e.name] == "slower"]
-    harmless = [e for e in measured if e not in harmful]
-    useful = [
-        e for e in harmless if removed[e.name] == "faster" or added[e.name] in ("faster", "slower")
-    ]
+    useful, same, unknown = list[Effect](), list[str](), list[str]()
+    for e in measured:
+        if removed[e.name] == "faster" or added[e.name] in ("faster", "slower"):
+            useful.append(e)
+        elif e not in harmful:
+            (same if removed[e.name] == "same" else unknown).append(e.name)
+    useful = [e for e in useful if e not in harmful]
     lines = [_describe_harm(e, level) for e in sorted(harmful, key=lambda e: e.removed or 1.0)]
     for e in sorted(useful, key=lambda e: max(e.added or 0.0, e.removed or 0.0), reverse=True):
         alone = _describe_gain(e.added, e.added_interval, added[e.name])
         in_level = _describe_gain(e.removed, e.removed_interval, removed[e.name])
         lines.append(f"{e.name}: alone {alone}, within {level} {in_level}")
     threshold_percent = 100 * (floor if floor <= COARSE_NOISE else NEGLIGIBLE)
-    unclaimed = [e for e in harmless if e not in useful]
     groups = {
-        f"nothing{' else' if useful else ''} is worth more than {threshold_percent:.1f} %": [
-            e.name for e in unclaimed if removed[e.name] == "same"
-        ],
-        "not known": [e.name for e in unclaimed if removed[e.name] != "same"],
+        f"nothing{' else' if useful else ''} is worth more than {threshold_percent:.1f} %": same,
+        "not known": unknown,
         "not measured": [e.name for e in effects if e not in measured],
     }
     return lines + [f"{text}: {', '.join(names)}" for text, names in groups.items() if names]

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -79,7 +79,7 @@ def measure(
     The arms are compared with `settings.reference`, or the first arm. With a `folder` the runs are
     recorded in it and `benchmark.json` is written, also if arms failed; a failed arm is a row.
     With `start_limits`, seconds for single arms to start, the budget is never exceeded.
-    Ignores `attribute`, `baseline` and `claims` of the settings. Raises ConfigError, and
+    Ignores `attribute` and `baseline` of the settings. Raises ConfigError, and
     `BenchmarkInterrupted` on Ctrl-C and SIGTERM after writing the result so far.
     """
     reference = reference_arm(arms, settings)
@@ -88,7 +88,7 @@ def measure(
     alpha = bonferroni_alpha(len(arms) - 1)
     options = MeasureOptions(
         settings, folder, given, None, pool, clock, alpha, announce=announce or log.info,
-        start_limits=start_limits or {}, overdraws=start_limits is None,
+        start_limit_s=(start_limits or {}).get, overdraws=start_limits is None,
     )  # fmt: skip
     benchmark = _Benchmark(arms, reference, options)
     with raise_on_signals():
@@ -162,12 +162,10 @@ class _Benchmark:
     def _result(self) -> BenchmarkResult:
         measurements, reference = self.round.measurements, self.reference
         rows = [self._make_row(arm) for arm in self.arms]
-        control_estimate, control, noise = self._estimate(self.control), None, self._noise_floor()
-        if control_estimate is not None and math.isfinite(control_estimate.half_width):
-            control = Control(control_estimate.ratio, control_estimate.interval)
+        estimate, control, noise = self._estimate(self.control), None, self._noise_floor()
+        if estimate is not None and math.isfinite(estimate.half_width):
+            control = Control(estimate.ratio, estimate.interval)
         load = median_load(measurements.turns)
-        started = [arm for arm in self.arms if arm.name in self.round.setups]
-        notes = [*describe_differences(started, reference), *self._describe_failures()]
         return BenchmarkResult(
             reference.config.name,
             reference.name,
@@ -182,7 +180,7 @@ class _Benchmark:
             stopped=measurements.stop_reason or "no arm could be measured",
             machine=machine_facts([row.summary for row in rows]),
             load=load,
-            notes=[*notes, *self._describe_processes(), *_describe_noise(load, control)],
+            notes=[*self._notes(), *_describe_noise(load, control)],
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
@@ -217,11 +215,12 @@ class _Benchmark:
 
     def _make_row(self, arm: Arm) -> ArmResult:
         setup, results = self.round.setups.get(arm.name), self.round.results.get(arm.name)
+        interrupted = "the benchmark was interrupted"
         row = ArmResult(
             arm.name,
             list(arm.overrides),
             DONE if results is not None else INTERRUPTED,
-            reason="" if results is not None else "the benchmark was interrupted",
+            reason="" if results is not None else interrupted,
             folder=arm.folder or None,
             command=arm.command,
             config=_effective_config(arm.config),
@@ -240,7 +239,6 @@ class _Benchmark:
         if (verdict := self.verdicts.get(arm.name)) is not None:
             row.parity, row.parity_reason = verdict.parity, verdict.reason
         elif row.status == DONE:
-            interrupted = "the benchmark was interrupted"
             reason = interrupted if self.settings.parity else "benchmark.parity=false"
             row.parity_reason = f"not judged: {reason}"
         return row
@@ -272,42 +270,33 @@ class _Benchmark:
         saved_s = row.step_ms / 1e3 * (row.speedup - 1)  # per step, for the same number of samples
         row.break_even_steps = max(0, math.ceil((setup_s - plain_s) / saved_s))
 
-    # -- notes ---------------------------------------------------------------------------------
-
-    def _describe_failures(self) -> list[str]:
-        """Return notes on a reference or control that ended, and on the compared step."""
-        notes, name, failures = [], self.reference.name, self.round.failures
+    def _notes(self) -> Iterator[str]:
+        """Yield what restricts the comparison: other work, ended arms, and single processes."""
+        measurements, failures, reference = (
+            self.round.measurements,
+            self.round.failures,
+            self.reference,
+        )
+        yield from describe_differences(
+            [arm for arm in self.arms if arm.name in self.round.setups], reference
+        )
         if self._compared == MEAN:
-            notes.append(
-                "data workers deliver several batches at a time, so the mean step of each turn is "
-                "compared and shown, not the median one"
+            yield "with data workers the mean step of each turn is compared, not the median one"
+        for name, effect in (
+            (reference.name, "there are no speed-ups; set benchmark.reference to another arm"),
+            (self.control, "the noise floor is unknown"),
+        ):
+            if (failure := failures.get(name)) is not None:
+                role = "the control" if name == self.control else f"the reference, {name},"
+                yield f"{role} ended early ({failure.status}: {failure}): {effect}"
+        if measurements.estimates and math.isinf(self._noise_floor()):
+            yield "the noise floor is unknown, so no difference is claimed"
+        if measurements.processes == 1 and measurements.estimates:
+            key = "benchmark.budget_s" if self.settings.processes > 1 else "benchmark.processes"
+            yield (
+                "each arm was measured in one process, so no difference within "
+                f"{ONE_PROCESS_NOISE:.0%} is claimed; raise {key} to measure several"
             )
-        if (failure := failures.get(name)) is not None:
-            notes.append(
-                f"the reference, {name}, ended early ({failure.status}: {failure}): the others "
-                "have times but no speed-ups; set benchmark.reference to another arm"
-            )
-        if (failure := failures.get(self.control)) is not None:
-            notes.append(f"the control ended early ({failure.status}: {failure})")
-        if self.round.measurements.estimates and math.isinf(self._noise_floor()):
-            notes.append(
-                f"{self.control} has no interval: the noise floor is unknown, "
-                "so no difference is claimed"
-            )
-        return notes
-
-    def _describe_processes(self) -> list[str]:
-        """Return a note if each arm had only one process."""
-        measurements = self.round.measurements
-        if measurements.processes > 1 or not measurements.estimates:
-            return []
-        fix = "raise benchmark.budget_s or use fewer arms to measure several"
-        if self.settings.processes == 1:
-            fix = "set benchmark.processes=5 to measure several"
-        return [
-            "each arm was measured in one process, so intervals omit variation between processes: "
-            f"no difference within {ONE_PROCESS_NOISE:.0%} is claimed; {fix}"
-        ]
 
 
 def _effective_config(config: RunConfig) -> dict[str, Any]:
@@ -365,18 +354,13 @@ def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
     return Load(median(map(median, blocks.values())) if blocks else None)
 
 
-def _describe_noise(load: Load, control: Control | None) -> list[str]:
-    """Return notes on load or noise that hides small differences."""
-    notes = []
+def _describe_noise(load: Load, control: Control | None) -> Iterator[str]:
+    """Yield notes on load or noise that hides small differences."""
     if load.others is not None and load.others > NOISY_LOAD:
-        notes.append(f"noisy machine: other processes used {load.others:.0%} of the CPUs")
+        yield f"noisy machine: other processes used {load.others:.0%} of the CPUs"
     if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
-        low, high = control.interval
-        notes.append(
-            f"the reference against itself measured {control.ratio:.3f} ({low:.3f} to "
-            f"{high:.3f}) instead of 1: differences this small are not claimed"
-        )
-    return notes
+        bounds = "{:.3f} to {:.3f}".format(*control.interval)
+        yield f"the reference against itself measured {control.ratio:.3f} ({bounds}) instead of 1"
 
 
 def other_work(arm: Arm, reference: Arm) -> list[str]:
@@ -392,19 +376,13 @@ def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
     """Return notes on arms that differ from the reference in model, data order or batch size."""
     notes = []
     for arm in arms:
-        parts = [part for part in other_work(arm, reference) if part != "batch size"]
-        if parts:
-            notes.append(
-                f"{escape(arm.name)}: different {', '.join(parts)} from {escape(reference.name)}, "
-                "so only times are compared"
-            )
+        if parts := [part for part in other_work(arm, reference) if part != "batch size"]:
+            differing = f"different {', '.join(parts)} from {escape(reference.name)}"
+            notes.append(f"{escape(arm.name)}: {differing}, so only times are compared")
     sizes = {escape(arm.name): arm.config.training.batch_size for arm in arms}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        notes.append(
-            f"steps have different sizes ({listed} samples): times are compared per sample; a "
-            "larger batch makes fewer updates with the same samples, so losses differ"
-        )
+        notes.append(f"batch sizes differ ({listed} samples): times are compared per sample")
     return notes
 
 

@@ -32,18 +32,13 @@ ERROR_PRIORITY = (Interrupted, StorageError, SweepFailed, RunnerError)
 """Priority of errors: the first of these kinds is raised."""
 
 
-def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
+def main(config: RunConfig, folder: Path) -> BenchmarkResult:
     """Measure, print the table, write the files; then raise any error.
 
     Interrupted, StorageError, SweepFailed (an arm failed) and Regression are raised only after
     everything is written and printed.
     """
     settings = config.benchmark
-    if settings.claims:
-        from runner.measure.benchmark.claims import run_claims  # imported only for claims
-
-        run_claims(config, folder)
-        return None
     arms = compose_arms(settings, *_hydra_arguments())
     if any(arm.config.optimization.level == "auto" for arm in arms):
         from runner.measure.auto.resolve import resolve_arms

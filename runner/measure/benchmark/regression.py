@@ -110,13 +110,7 @@ def compare_with_baseline(
             result.regressions.append(failure)
     _compare_times(current, baseline, pairs, settings.tolerance, result)
     for arm, baseline_arm in pairs:
-        result.regressions += _compare_memory(arm, baseline_arm, settings.tolerance)
-        parity, was = arm.parity, baseline_arm.parity
-        if parity not in PARITY_ORDER or was not in PARITY_ORDER:
-            continue
-        if PARITY_ORDER.index(parity) > PARITY_ORDER.index(was):
-            text = f"{arm.name}: parity is {parity}, was {was} ({arm.parity_reason})"
-            result.regressions.append(escape(text))
+        result.regressions += map(escape, _compare_results(arm, baseline_arm, settings.tolerance))
     return result
 
 
@@ -130,23 +124,18 @@ def _pair_arms(
         baseline_arm = unpaired.pop(arm.name, None)
         if baseline_arm is None:
             result.notes.append(escape(f"{arm.name} is not in the baseline"))
-        elif difference := _describe_work_difference(arm, baseline_arm):
-            result.notes.append(escape(f"{arm.name} is not compared: {difference}"))
-        else:
+            continue
+        values = {"its overrides": " ".join(arm.overrides), **arm.config}
+        stored = {"its overrides": " ".join(baseline_arm.overrides), **baseline_arm.config}
+        keys = (key for key in values if key in stored and values[key] != stored[key])
+        if (key := next(keys, None)) is None:
             pairs.append((arm, baseline_arm))
+            continue
+        verb, past = ("are", "were") if key == "its overrides" else ("is", "was")
+        difference = f"{key} {verb} {values[key]}, {past} {stored[key]}"
+        result.notes.append(escape(f"{arm.name} is not compared: {difference}"))
     result.notes += [escape(f"{name} is only in the baseline") for name in unpaired]
     return pairs
-
-
-def _describe_work_difference(current: ArmResult, baseline: ArmResult) -> str:
-    """Return how overrides or config differ; "" if not. Keys that only one has are ignored."""
-    if current.overrides != baseline.overrides:
-        overrides = f"its overrides are {' '.join(current.overrides)}"
-        return f"{overrides}, were {' '.join(baseline.overrides)}"
-    for key in current.config.keys() & baseline.config.keys():
-        if current.config[key] != baseline.config[key]:
-            return f"{key} is {current.config[key]}, was {baseline.config[key]}"
-    return ""
 
 
 # -- times and memory ------------------------------------------------------------------------------
@@ -175,13 +164,15 @@ def _compare_times(
         return
     if not timed:
         return
-    noise = math.hypot(_noise_floor(current), _noise_floor(baseline))
-    changes, alpha = _TimeChanges(max(noise, tolerance), result), bonferroni_alpha(len(timed))
+    limit = max(math.hypot(_noise_floor(current), _noise_floor(baseline)), tolerance)
+    alpha = bonferroni_alpha(len(timed))
     reference_pair = next((pair for pair in timed if pair[0].name == current.reference), timed[0])
     reference = reference_pair[0].name
     disturbance = _describe_disturbance(current.load, baseline.load)
     own = {a.name: unpaired_ratio(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
-    changes.add(reference, own[reference], disturbance, all_changes=list(own.values()))
+    common = len({_direction(one, limit) for one in own.values()}) == 1 < len(own)
+    text = _describe_all_arms(own[reference]) if common else ""
+    _add_change(result, limit, reference, own[reference], disturbance, text=text)
     for arm, baseline_arm in timed:
         if arm is reference_pair[0]:
             continue
@@ -190,10 +181,10 @@ def _compare_times(
             for one, base in zip((baseline_arm, arm), reversed(reference_pair), strict=True)
         )
         exemption = ""
-        if not disturbance and own[arm.name].ratio >= 1 / (1 + changes.limit):
+        if not disturbance and own[arm.name].ratio >= 1 / (1 + limit):
             exemption = "its own time is within the limit"
         change = unpaired_ratio(baseline_speedups, speedups, alpha)
-        changes.add(arm.name, change, exemption, relative_to=reference)
+        _add_change(result, limit, arm.name, change, exemption, relative_to=reference)
 
 
 def _noise_floor(result: BenchmarkResult) -> float:
@@ -212,66 +203,63 @@ def _describe_disturbance(current: Load, baseline: Load) -> str:
     return ""
 
 
-@dataclass
-class _TimeChanges:
-    """Collects changes of times as regressions or notes of `result`."""
+def _direction(change: Estimate, limit: float) -> int:
+    """Return 1 if slower by more than the limit, -1 if faster, else 0."""
+    if change.high < 1 and change.ratio < 1 / (1 + limit):
+        return 1
+    return -int(change.low > 1 and change.ratio > 1 + limit)
 
-    limit: float  # changes up to this are ignored
-    result: BaselineComparison
 
-    def add(
-        self,
-        name: str,
-        change: Estimate,
-        exemption: str,
-        relative_to: str = "",
-        all_changes: Sequence[Estimate] = (),
-    ) -> None:
-        """Add a regression if the time grew by more than the limit; a note if it has an exemption.
+def _describe_all_arms(change: Estimate) -> str:
+    return (
+        f"all arms took {1 / change.ratio:.2f} times as long per sample ({1 / change.high:.2f} to "
+        f"{1 / change.low:.2f}, by the reference); the machine or shared code changed"
+    )
 
-        `relative_to` is the arm it is a ratio to. `all_changes` holds the changes of all arms, for
-        one sentence if all got slower or all faster.
-        """
-        has_interval = math.isfinite(change.half_width)
-        interval = [change.low, change.high] if has_interval else None
-        row = {"name": name, "beside": relative_to, "ratio": change.ratio, "interval": interval}
-        self.result.compared.append({**row, "limit": self.limit})
-        name, suffix = escape(name), escape(f" next to {relative_to}") if relative_to else ""
-        if not has_interval:
-            self.result.notes.append(f"{name}: too few blocks to compare its times")
-            return
-        direction = self.direction(change)
-        factor, low, high = (1 / ratio for ratio in (change.ratio, change.high, change.low))
-        slower = (
+
+def _add_change(
+    result: BaselineComparison,
+    limit: float,
+    name: str,
+    change: Estimate,
+    exemption: str,
+    relative_to: str = "",
+    text: str = "",
+) -> None:
+    """Add a regression if the time grew by more than the limit; a note if it has an exemption.
+
+    `relative_to` is the arm it is a ratio to; `text` replaces the sentence.
+    """
+    has_interval = math.isfinite(change.half_width)
+    interval = [change.low, change.high] if has_interval else None
+    row = {"name": name, "beside": relative_to, "ratio": change.ratio, "interval": interval}
+    result.compared.append({**row, "limit": limit})
+    name, suffix = escape(name), escape(f" next to {relative_to}") if relative_to else ""
+    if not has_interval:
+        result.notes.append(f"{name}: too few blocks to compare its times")
+        return
+    direction = _direction(change, limit)
+    factor, low, high = (1 / ratio for ratio in (change.ratio, change.high, change.low))
+    if not text and direction > 0:
+        text = (
             f"{name} takes {factor - 1:.1%} more time per sample{suffix} ({low - 1:.1%} to "
-            f"{high - 1:.1%}; up to {self.limit:.1%} is no regression)"
+            f"{high - 1:.1%}; up to {limit:.1%} is no regression)"
         )
-        text = slower if direction > 0 else f"{name} takes {1 - factor:.1%} less time{suffix}"
-        if len(all_changes) > 1 and all(self.direction(one) == direction for one in all_changes):
-            text = (
-                f"all arms took {factor:.2f} times as long per sample ({low:.2f} to {high:.2f}, "
-                "by the reference); the machine or shared code changed"
-            )
-        if direction > 0 and not exemption:
-            self.result.regressions.append(text)
-        elif direction:
-            self.result.notes.append(f"{text}; not judged: {exemption}" if direction > 0 else text)
-
-    def direction(self, change: Estimate) -> int:
-        """Return 1 if slower by more than the limit, -1 if faster, else 0."""
-        if change.high < 1 and change.ratio < 1 / (1 + self.limit):
-            return 1
-        return -int(change.low > 1 and change.ratio > 1 + self.limit)
+    text = text or f"{name} takes {1 - factor:.1%} less time{suffix}"
+    if direction > 0 and not exemption:
+        result.regressions.append(text)
+    elif direction:
+        result.notes.append(f"{text}; not judged: {exemption}" if direction > 0 else text)
 
 
-def _compare_memory(current: ArmResult, baseline: ArmResult, tolerance: float) -> Iterator[str]:
+def _compare_results(current: ArmResult, baseline: ArmResult, tolerance: float) -> Iterator[str]:
+    """Yield a sentence for peak memory that grew, and for parity that got worse."""
     for key, owner in (("peak_process_bytes", "process"), ("peak_device_bytes", "device")):
-        peak, baseline_peak = getattr(current, key), getattr(baseline, key)
-        if not peak or not baseline_peak:
-            continue
-        growth = peak - baseline_peak
-        if growth > max(MEMORY_NOISE_BYTES, baseline_peak * tolerance):
-            yield (
-                f"{escape(current.name)} uses {growth / 2**20:,.0f} MiB more "
-                f"peak {owner} memory ({peak / baseline_peak - 1:.0%})"
-            )
+        peak, was = getattr(current, key), getattr(baseline, key)
+        if peak and was and peak - was > max(MEMORY_NOISE_BYTES, was * tolerance):
+            growth = f"{(peak - was) / 2**20:,.0f} MiB more peak {owner} memory"
+            yield f"{current.name} uses {growth} ({peak / was - 1:.0%})"
+    order = {verdict: place for place, verdict in enumerate(PARITY_ORDER)}
+    parity, was = current.parity, baseline.parity
+    if parity in order and was in order and order[parity] > order[was]:
+        yield f"{current.name}: parity is {parity}, was {was} ({current.parity_reason})"

@@ -44,9 +44,8 @@ class MeasureOptions:
     clock: Callable[[], float] = time.monotonic
     alpha: float = 1 - CONFIDENCE  # of each interval; less where several have to hold jointly
     announce: Callable[[str], None] = log.info  # receives progress lines
-    start_limit_s: Callable[[], float] | None = None  # seconds for an arm to start
-    """None, and for the reference: benchmark.timeout_s."""
-    start_limits: Mapping[str, float] = field(default_factory=dict)  # the same, of single arms
+    # seconds for an arm, by name, to start; None: benchmark.timeout_s
+    start_limit_s: Callable[[str], float | None] = lambda name: None
     overdraws: bool = True  # whether the budget may be exceeded for the blocks of an interval
 
 
@@ -110,10 +109,8 @@ def run_round(
         start_time = clock()
         for number, arm in enumerate(arms, 1):
             options.announce(f"starting {arm.name} ({number} of {len(arms)})")
-            limit = None if arm.name == reference else options.start_limit_s
-            limit_s = options.start_limits.get(arm.name, limit() if limit else None)
             try:
-                setup = pool.start(arm.name, limit_s)
+                setup = pool.start(arm.name, options.start_limit_s(arm.name))
             except WorkerFailure as error:
                 result.record_failure(arm.name, error)
                 continue

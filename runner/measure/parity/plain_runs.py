@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from runner.core.build.build import Components
+from runner.core.build.build import Components, build
 from runner.core.config.run_config import RunConfig
 from runner.core.config.variants import with_micro_batch, without_side_effects, without_techniques
 from runner.core.errors import RunnerError
 from runner.core.interfaces.run import Run
-from runner.measure.parity.candidates import copy_components, open_run
 from runner.measure.parity.distance import (
     KINK_ERROR,
     Distances,
@@ -31,7 +30,7 @@ from runner.measure.parity.distance import (
     compare_outputs,
     compare_steps,
 )
-from runner.measure.parity.dropout import is_random
+from runner.measure.parity.dropout import is_random, zero_dropout
 from runner.measure.parity.numerics import (
     ROUNDOFF,
     Numerics,
@@ -54,6 +53,37 @@ SUMMATION_ORDER_FACTOR = 64.0
 sequence has sqrt(n / log2 n) times the error of a tree (Higham 1993), 64 for n = 65,536."""
 INFERRED_GRADIENT_ERROR = 32 * ROUNDOFF[torch.float32]
 """Relative to the largest gradient: error of one inferred from a moment, at beta1=0.9."""
+
+
+def copy_components(
+    given: Components | None, choices: Mapping[str, Any] | None = None
+) -> Components:
+    """Return copies of the caller's components, since training modifies them."""
+    given = given or Components()
+    parts = deepcopy((given.model, given.objective, given.optimizer))  # at once: shared tensors
+    model, objective, optimizer = parts
+    choices = {**given.choices, **(choices or {})}
+    return replace(given, model=model, objective=objective, optimizer=optimizer, choices=choices)
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, dropout_off: bool = False, given: Components | None = None
+) -> Iterator[Run]:
+    """Build a run; `dropout_off` disables dropout."""
+    with build(config, given=given) as run, run.own_random_state():
+        if dropout_off:
+            zero_dropout(run.model)
+        yield run
+
+
+@contextmanager
+def eager_random_numbers() -> Iterator[None]:
+    """Let code compiled within draw the same random numbers as eager code."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(fallback_random=True):
+        yield
 
 
 @dataclass

@@ -7,7 +7,6 @@ A candidate may deviate from fp64 by a factor times the plain run's error at the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from runner.core.config.variants import (
 )
 from runner.core.interfaces.batch import largest_slice
 from runner.core.interfaces.run import Run
-from runner.measure.parity.candidates import eager_random_numbers
 from runner.measure.parity.distance import (
     KINK_ERROR,
     Agreement,
@@ -39,10 +37,13 @@ from runner.measure.parity.distance import (
 )
 from runner.measure.parity.dropout import DRAWS, compare_draws, repeat_draws
 from runner.measure.parity.numerics import Numerics, convert_run_to_fp64, read_numerics
-from runner.measure.parity.plain_runs import SAME_ROUNDING_FACTOR, PlainRuns
+from runner.measure.parity.plain_runs import (
+    SAME_ROUNDING_FACTOR,
+    PlainRuns,
+    eager_random_numbers,
+)
 from runner.measure.parity.trajectory import Trajectory, replay_updates, update_names
 
-REPEAT_SEEDS = 2  # additional seeds with which a small failure has to repeat
 COARSE_BOUND = 0.1  # relative bound above which undetectable faults are mentioned
 # what other draws change
 DROPOUT_KINDS = (ErrorKind.loss, ErrorKind.grad_norm, ErrorKind.gradient, ErrorKind.buffer)
@@ -76,29 +77,12 @@ class ParityReference:
         self.plain = PlainRuns(baseline, steps, given)
         self.baseline = self.plain.baseline
         self.choices: Mapping[str, Any] = {}
-        self._by_seed: dict[int, ParityReference] = {}  # created on demand
 
     def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
         """Return the verdict on a candidate; `choices` are those of an earlier run of it.
 
-        A small failure of gradients has to repeat with other seeds: rounding can push an activation
-        over its kink in one of two correct computations, whereas a real fault repeats.
+        Reduced precision is also judged without it.
         """
-        result = self.judge_once(config, choices)
-        failure = _kink_failure(result)
-        for seed in range(config.seed + 1, config.seed + 1 + REPEAT_SEEDS) if failure else ():
-            if seed not in self._by_seed:
-                baseline, steps = _with_seed(self.baseline, seed), self.plain.requested_steps
-                self._by_seed[seed] = ParityReference(baseline, steps, self.plain.given)
-            repeat = self._by_seed[seed].judge_once(_with_seed(config, seed), choices)
-            if failure and repeat.verdict is not Agreement.fail:
-                text = f"seed={config.seed} differed in {failure.name}"
-                note = f"{text}, which did not repeat with seed={seed}"
-                return replace(repeat, notes=[*repeat.notes, note])
-        return result
-
-    def judge_once(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
-        """Judge with the run's own seed only; reduced precision is also judged without it."""
         self.choices = choices or {}
         result = self._judge(config)
         full_precision = [name for name in result.techniques if name not in PRECISION_TECHNIQUES]
@@ -285,13 +269,6 @@ class ParityReference:
         return list(judge_tensors(distances, tolerance)), equal
 
 
-def _with_seed(config: RunConfig, seed: int) -> RunConfig:
-    """Return the config with another seed, without validating it again."""
-    other = copy(config)
-    other.seed = seed
-    return other
-
-
 def _steps_equal(trajectory: Trajectory, baseline: Trajectory) -> bool:
     """Whether losses, norms, buffers and outputs are bit-equal."""
     for actual, expected in zip(trajectory.steps, baseline.steps, strict=True):
@@ -304,15 +281,6 @@ def _steps_equal(trajectory: Trajectory, baseline: Trajectory) -> bool:
     outputs = Distances()
     compare_outputs(outputs, trajectory.outputs, baseline.outputs)
     return not any(step.error for steps in outputs.steps.values() for step in steps)
-
-
-def _kink_failure(result: Parity) -> ParityRow | None:
-    """Return the failure, if rounding at a kink could explain it."""
-    first = result.first
-    if result.verdict is not Agreement.fail or first is None:
-        return None
-    has_kinks = first.kind in (ErrorKind.gradient.name, ErrorKind.grad_norm.name)
-    return first if has_kinks and first.error < KINK_ERROR else None
 
 
 def _computation_order(row: ParityRow) -> tuple[bool, int, int]:
@@ -357,16 +325,13 @@ def _find_culprits(reference: ParityReference, config: RunConfig, result: Parity
     names = result.techniques
     if len(names) == 1:
         return replace(result, culprits=names)
-    verdicts = {n: reference.judge_once(keep_techniques(config, [n])).verdict for n in names}
+    verdicts = {n: reference.judge(keep_techniques(config, [n])).verdict for n in names}
     culprits = [name for name, verdict in verdicts.items() if verdict is Agreement.fail]
     if not culprits:
         culprits = list(names)
         for name in names:
             rest = [n for n in culprits if n != name]
-            if (
-                rest
-                and reference.judge_once(keep_techniques(config, rest)).verdict is Agreement.fail
-            ):
+            if rest and reference.judge(keep_techniques(config, rest)).verdict is Agreement.fail:
                 culprits = rest
     alone = {name: verdict.value for name, verdict in verdicts.items()}
     return replace(result, culprits=culprits, alone=alone)

@@ -47,7 +47,7 @@ from runner.measure import comparison as comparing
 from runner.measure import page, table
 from runner.scan import job as scan
 from tests import runs
-from tests.measure import planted_results
+from tests.measure import planted
 
 FORGED = "2026-01-01T00:00:00.000 INFO    runner: all is well"
 HOSTILE = (
@@ -117,10 +117,10 @@ def replay() -> Replay:
 
 def comparison() -> comparing.Comparison:
     arms = [
-        planted_results.reference(),
-        planted_results.arm("ultra", 2.0, techniques=[planted_results.technique("amp")]),
+        planted.reference(),
+        planted.arm("ultra", 2.0, techniques=[planted.technique("amp")]),
     ]
-    found = comparing.compare_arms(planted_results.result(*arms), None)
+    found = comparing.compare_arms(planted.result(*arms), None)
     return poisoned(found)
 
 

@@ -24,7 +24,7 @@ from runner.measure.verdicts import conclusion
 from runner.scale.sweep.plan import JobPlan, Planner
 from runner.scale.sweep.schedule import write_failed_summary
 from runner.scale.sweep.state import Job
-from tests.measure.planted_runs import job, run, sweep
+from tests.measure.planted import job, run, sweep
 from tests.runs import AtSteps
 
 QUICK = """

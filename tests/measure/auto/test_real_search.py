@@ -20,12 +20,13 @@ from runner.core.jobs.train import main as train
 from runner.measure.auto.resolve import (
     EVIDENCE_FILE,
     YAML_FILE,
+    enable_techniques,
     make_arms,
     read_cache,
     resolve_auto,
     to_yaml,
 )
-from runner.measure.auto.search import NONE, enable_techniques, make_candidates
+from runner.measure.auto.search import NONE, make_candidates
 
 ROOT = Path(__file__).parents[3]
 

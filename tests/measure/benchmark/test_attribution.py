@@ -10,7 +10,7 @@ import pytest
 from runner.core.config.composing import compose
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
-from runner.measure.benchmark.attribution import AttributionTrial, attribute, plan_trials
+from runner.measure.benchmark.attribution import Ablation, attribute, plan_trials
 from runner.measure.benchmark.blocks import MIN_LAUNCH_BLOCKS
 from runner.measure.benchmark.result import Attribution, Effect
 from runner.measure.benchmark.rounds import MeasureOptions
@@ -122,7 +122,7 @@ def test_the_intervals_of_all_techniques_hold_together() -> None:
     assert all(one.added_interval is not None for one in result.effects)
 
 
-def planned(level: Arm, reference: Arm, name: str) -> AttributionTrial:
+def planned(level: Arm, reference: Arm, name: str) -> Ablation:
     own = [target.rpartition(".")[2] for target in level.config.optimization.extra]
     names = [*(name for name, _ in level.config.optimization.techniques()), *own]
     summary = {"techniques": [{"name": name, "engaged": True} for name in names]}

@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runner.core.errors import Regression
+from runner.measure.benchmark import job
 from runner.measure.benchmark.machine import machine_facts
-from runner.measure.benchmark.result import FILE, ArmResult, BenchmarkResult
+from runner.measure.benchmark.result import FILE, ArmResult, BenchmarkResult, Load
 from tests import runs
 
 TINY = [
@@ -75,19 +77,30 @@ def test_the_folder_holds_every_file_and_every_arms_run(measured: Path) -> None:
     assert [row["status"] for row in rows] == ["done", "done", "failed"]
 
 
-def test_a_stored_result_that_was_faster_is_a_regression(measured: Path, tmp_path: Path) -> None:
-    stored = BenchmarkResult.read(measured)
-    basic = stored.arm("basic")  # as if it had taken a hundredth of the time
-    basic.per_sample_ms = [ms / 100 for ms in basic.per_sample_ms]
-    stored.noise_floor = 0.0
-    stored.write(tmp_path)
-    short = ["benchmark.arms=[none,basic]", "benchmark.parity=false", "benchmark.control=false"]
-    done = run(tmp_path, *short, f"benchmark.baseline='{tmp_path}'")
-    result = BenchmarkResult.read(home(tmp_path))
-    assert done.returncode == 6, done.stderr
-    assert "1 regression against" in done.stderr
-    assert "basic takes" in done.stderr and "next to none" in done.stderr
-    assert result.baseline is not None and result.baseline["regressed"]
+def planted(none_ms: float, basic_ms: float) -> BenchmarkResult:
+    arms = [
+        ArmResult(
+            level, [f"optimization={level}"], "done",
+            per_sample_ms=[ms * (1 + n / 1e4) for n in range(24)],
+        )
+        for level, ms in (("none", none_ms), ("basic", basic_ms))
+    ]  # fmt: skip
+    facts = {"noise_floor": 0.0, "processes": 5, "machine": machine_facts(), "load": Load(0.0)}
+    return BenchmarkResult("tiny", "none", arms, **facts)  # type: ignore[arg-type]
+
+
+def test_a_stored_result_that_was_faster_is_a_regression(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted(1.0, 0.01).write(tmp_path / "stored")
+    monkeypatch.setattr(job, "measure", lambda *arms, **how: planted(1.0, 1.0))
+    arms = ["benchmark.arms=[none,basic]", f"benchmark.baseline={tmp_path / 'stored'}"]
+    with pytest.raises(Regression, match="1 regression against .*basic takes") as caught:
+        job.main(runs.config(*TINY, *arms), tmp_path)
+    assert caught.value.exit_code == 6
+    baseline = BenchmarkResult.read(tmp_path).baseline
+    assert baseline is not None and baseline["regressed"]
+    assert "next to none" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ import pytest
 
 from runner.core.config.run_config import config_hash
 from runner.core.interfaces.hook import Report
+from runner.core.security.pickle_transfer import pickle_parts
 from runner.measure.benchmark.workers.turn_hook import TrainingLog
-from runner.measure.benchmark.workers.worker import measurement_config
+from runner.measure.benchmark.workers.worker import measurement_config, planned_techniques
 from tests.runs import config
 
 
@@ -71,3 +72,13 @@ def test_starting_a_process_imports_no_torch() -> None:
     code = f"import sys, {ours}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_short_run_of_a_level_that_compiles_when_measured_skips_compiling() -> None:
+    short = config("data=digits", "optimization=ultra", "training.steps=900")
+    planned = planned_techniques(short, pickle_parts({"metrics": {}}))
+    assert planned["fused_optimizer"] == "engaged"
+    for name in ("compile", "whole_step"):
+        assert planned[name].startswith("run too short (900 steps; tried from")
+    measured = {name for name, plan in planned.items() if plan == "tried"}
+    assert not measured & {"compile", "whole_step"} and "recompute" not in planned

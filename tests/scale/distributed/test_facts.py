@@ -109,11 +109,11 @@ def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder: Path
 def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
     from runner.measure.columns import select_columns
     from runner.measure.discover import compare_folders
-    from tests.measure import planted_runs
+    from tests.measure import planted
 
     assert (folder / "ranks" / "1" / "run.log").exists()
     (folder / "ranks" / "1" / "summary.json").write_text((folder / "summary.json").read_text())
-    alone = planted_runs.run(tmp_path / "alone", ["optimization=none"])
+    alone = planted.run(tmp_path / "alone", ["optimization=none"])
     two = compare_folders([folder.parent])
     assert len(two.rows) == 1 and "processes" not in [column.key for column in select_columns(two)]
     both = compare_folders([folder, alone])

@@ -257,7 +257,6 @@ def test_the_page_of_a_search_shows_importance_best_command_and_trials(
     wanted = ["The best trial", "What failed", "Trials"]
     assert [heading for heading in headings if heading in wanted] == wanted
     assert "Speed" not in headings and "Memory against speed" not in headings
-    assert "Importance by PED-ANOVA: " in text
     importance = {p["key"]: p["importance"] for p in read(place, "search.json")["parameters"]}
     assert sum(importance.values()) == pytest.approx(1)
     document = (place / "comparison.md").read_text()

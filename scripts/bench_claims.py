@@ -1,58 +1,56 @@
-"""Test published claims about techniques (`conf/benchmark/claims/*.yaml`) on this machine.
+"""Test published claims about techniques (`claims.yaml`) on this machine; prints docs/claims.md.
+
+    python scripts/bench_claims.py [NAME …] [--device D] [--budget S] [--narrow N] [--write]
 
 A claim that this machine cannot test is reported with the reason; a failed trial affects its rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-import yaml  # type: ignore[import-untyped]
-from torch.utils.benchmark import Timer
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from runner.core.config.composing import compose
-from runner.core.config.groups import CONF
-from runner.core.config.run_config import RunConfig
-from runner.core.device import memory
-from runner.core.device.signals import raise_on_signals
-from runner.core.errors import Interrupted, RunnerError, StorageError
-from runner.core.interfaces.batch import call_model
-from runner.core.interfaces.run import Run
-from runner.core.models import modes
-from runner.core.module_path import python_command
-from runner.core.record import provenance
-from runner.core.record.console import print_stdout
-from runner.core.record.markdown import code, escape, table
-from runner.core.record.storage import replace_text, write_json
-from runner.core.techniques.probe import dry_run_step
-from runner.measure.benchmark.arms import Arm
-from runner.measure.benchmark.blocks import INTERRUPTED, Turn
-from runner.measure.benchmark.engine import median_load
-from runner.measure.benchmark.machine import machine_facts
-from runner.measure.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
-from runner.measure.benchmark.statistics import Estimate, noise_floor
+import torch  # noqa: E402
+import yaml  # type: ignore[import-untyped]  # noqa: E402
+from torch.utils.benchmark import Timer  # noqa: E402
 
-log = logging.getLogger("runner")
+from runner.core.config.composing import compose  # noqa: E402
+from runner.core.device import memory  # noqa: E402
+from runner.core.device.signals import raise_on_signals  # noqa: E402
+from runner.core.errors import RunnerError  # noqa: E402
+from runner.core.interfaces.batch import call_model  # noqa: E402
+from runner.core.interfaces.run import Run  # noqa: E402
+from runner.core.models import modes  # noqa: E402
+from runner.core.record import provenance  # noqa: E402
+from runner.core.record.markdown import code, escape, table  # noqa: E402
+from runner.core.schemas.benchmark import BenchmarkConfig  # noqa: E402
+from runner.core.techniques.probe import dry_run_step  # noqa: E402
+from runner.measure.benchmark.arms import Arm  # noqa: E402
+from runner.measure.benchmark.blocks import INTERRUPTED  # noqa: E402
+from runner.measure.benchmark.machine import machine_facts  # noqa: E402
+from runner.measure.benchmark.rounds import MeasureOptions, Round, run_round  # noqa: E402
+from runner.measure.benchmark.statistics import Estimate, noise_floor  # noqa: E402
 
-CLAIMS_FOLDER = CONF / "benchmark" / "claims"
-JSON_FILE, MARKDOWN_FILE = "claims.json", "claims.md"
+CLAIMS_FILE = ROOT / "scripts" / "claims.yaml"
+PAGE = ROOT / "docs" / "claims.md"
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 NOT_MEASURABLE, BETTER = "not measurable here", "better than claimed"
 PLAIN_ARM, CONTROL_ARM = "plain", "plain, again"
 HIGHER_IS_BETTER = ("speed", "scaling")  # must reach the bar; all others must stay below it
 TIMED_PASSES, WARMUP_PASSES = 9, 2  # forward passes
 READINGS = 6  # the range of six readings covers the median with 97 %
-NOTABLE_LOAD = 0.1  # share of the CPUs used by other processes above which the page mentions it
 METHOD = (
     "Intervals are 95 %; for memory and latency they are the range of six readings. A claim is "
     "decided if its interval, widened by the noise at both ends, lies on one side of the claimed "
@@ -105,109 +103,52 @@ class ClaimResult:
     command: str = ""  # trains the same config as the arm
 
 
-@dataclass
-class Claims:
-    """All tested claims, with machine and versions: `claims.json`."""
-
-    rows: list[ClaimResult] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    load: dict[str, Any] = field(default_factory=dict)  # medians over all trials
-    command: str = ""
-    started: str = ""
-    seconds: float = 0.0
-    schema: int = 1
-
-
-def run_claims(config: RunConfig, folder: Path) -> None:
-    """Run `benchmark.claims=true`: write claims.md and claims.json after each trial."""
-
-    def save(claims: Claims) -> None:
-        try:
-            write_claims(claims, folder)
-        except StorageError as error:  # a later write may succeed
-            log.warning("%s", error)
-
-    claims = measure_claims(config, save)
-    for row in claims.rows:
-        reason = f" ({row.reason})" if row.reason else ""
-        print_stdout(f"{row.name}: {row.claimed}; here {_format_ratio(row)}: {row.verdict}{reason}")
-    write_claims(claims, folder)
-    print_stdout("", f"as Markdown: {folder / MARKDOWN_FILE}", soft_wrap=True)
-
-
-def load_trials(folder: Path = CLAIMS_FOLDER) -> list[ClaimTrial]:
-    """Load the trials of every YAML file in `folder`."""
-    trials = []
-    for path in sorted(folder.glob("*.yaml")):
-        for row in yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]:
-            claims = [Claim(**claim) for claim in row["claims"]]
-            trials.append(ClaimTrial(**{**row, "claims": claims}))
-    return trials
+def load_trials(path: Path = CLAIMS_FILE) -> list[ClaimTrial]:
+    """Load the trials of the YAML file."""
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]
+    return [ClaimTrial(**row | {"claims": [Claim(**c) for c in row["claims"]]}) for row in rows]
 
 
 def measure_claims(
-    config: RunConfig,
-    on_trial: Callable[[Claims], None] | None = None,
-    trials: Sequence[ClaimTrial] | None = None,
-    options: MeasureOptions | None = None,
-) -> Claims:
-    """Test every claim on the device of `config`, within `benchmark.budget_s` of measuring.
+    trials: Sequence[ClaimTrial], device: str, budget_s: float, options: MeasureOptions
+) -> tuple[list[ClaimResult], Round]:
+    """Test every claim within `budget_s` of measuring; also return the last trial's round.
 
     Trials share the budget by `ClaimTrial.share`; starting and compiling are not counted.
-    `on_trial` is called with the claims so far after every trial. Raises Interrupted on Ctrl-C and
-    SIGTERM.
     """
-    trials, options = trials or load_trials(), options or MeasureOptions(config.benchmark)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    claims = Claims(versions=provenance.versions(), command=provenance.command(), started=started)
-    start_time, remaining_s = options.clock(), config.benchmark.budget_s
-    turns: dict[str, list[Turn]] = {}
-    with raise_on_signals():
-        for number, trial in enumerate(trials):
-            options.announce(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
-            budget_s = remaining_s * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
-            try:
-                round_ = _run_trial(trial, config, budget_s, options)
-                if round_.measurements.stop_reason == INTERRUPTED:
-                    raise KeyboardInterrupt
-            except RunnerError as error:  # this machine or version does not support the config
-                claims.rows += [_make_result(trial, claim, str(error)) for claim in trial.claims]
-                continue
-            except KeyboardInterrupt:
-                progress = f" after {number} of {len(trials)} trials"
-                raise Interrupted(ending_signal(), progress) from None
-            claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
-            remaining_s = max(remaining_s - round_.measurements.seconds, 1e-3)
-            for name, arm_turns in round_.measurements.turns.items():
-                turns[f"{number} {name}"] = arm_turns
-            if round_.results:
-                claims.machine = machine_facts([r.summary for r in round_.results.values()])
-            claims.load, claims.seconds = asdict(median_load(turns)), options.clock() - start_time
-            if on_trial is not None:
-                on_trial(claims)
-    return claims
+    results: list[ClaimResult] = []
+    last_round = Round()
+    for number, trial in enumerate(trials):
+        options.announce(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
+        share_s = budget_s * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
+        try:
+            round_ = _run_trial(trial, device, share_s, options)
+        except RunnerError as error:  # this machine or version does not support the config
+            results += [_make_result(trial, claim, str(error)) for claim in trial.claims]
+            continue
+        if round_.measurements.stop_reason == INTERRUPTED:
+            raise KeyboardInterrupt
+        results += [judge_claim(trial, claim, round_) for claim in trial.claims]
+        budget_s = max(budget_s - round_.measurements.seconds, 1e-3)
+        last_round = round_ if round_.results else last_round
+    return results, last_round
 
 
-def _run_trial(
-    trial: ClaimTrial, config: RunConfig, budget_s: float, options: MeasureOptions
-) -> Round:
-    """Measure the trial's arms and the plain run, which runs twice if there is a control."""
+def _run_trial(trial: ClaimTrial, device: str, budget_s: float, options: MeasureOptions) -> Round:
+    """Measure the trial's arms and the plain run, which runs twice for the noise."""
     if trial.gpus:
         count = torch.cuda.device_count()
         raise RunnerError(f"needs {trial.gpus} GPUs in one run; torch sees {count} here")
-    arms = []
-    for name, overrides in {PLAIN_ARM: trial.plain, **trial.arms}.items():
-        arm_config = compose([*trial.work, *overrides])
-        arm_config.device, arm_config.seed = config.device, config.seed
-        arms.append(Arm(name, arm_config, list(overrides)))
-    if options.settings.control:
-        arms.append(replace(arms[0], name=CONTROL_ARM))
+    arms = [
+        Arm(name, compose([f"device={device}", *trial.work, *overrides]), list(overrides))
+        for name, overrides in {PLAIN_ARM: trial.plain, **trial.arms}.items()
+    ]
+    arms.append(replace(arms[0], name=CONTROL_ARM))
     settings = replace(options.settings, block_s=trial.block_s or options.settings.block_s)
     measures = {claim.measures for claim in trial.claims} & METRIC_FUNCTIONS.keys()
     metrics = {name: METRIC_FUNCTIONS[name] for name in sorted(measures)}
     options = replace(options, settings=settings, metrics=metrics)
-    return run_round(arms, PLAIN_ARM, budget_s, config.seed, options)
+    return run_round(arms, PLAIN_ARM, budget_s, 0, options)
 
 
 def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
@@ -279,7 +220,7 @@ def _make_result(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
         quantity=claim.measures,
         reason=reason,
         note=claim.note,
-        command=shlex.join([*python_command(), *words]) if words else "",
+        command=shlex.join(["python", "-m", "runner", *words]) if words else "",
     )
 
 
@@ -363,20 +304,18 @@ def _format_ratio(row: ClaimResult) -> str:
     return f"{ratio} % {unit} ({least} to {most})"
 
 
-def format_claims(claims: Claims) -> str:
+def format_claims(rows: Sequence[ClaimResult], facts: dict[str, object], minutes: float) -> str:
     """Return the Markdown page: a table, then reasons and commands."""
-    rows, machine = claims.rows, claims.machine
     noises = ["–" if row.noise is None else f"{row.noise * 100:.1f} %" for row in rows]
     cells = [
         (row.name, row.claimed, _format_ratio(row), noise, row.verdict)
         for row, noise in zip(rows, noises, strict=True)
     ]
-    hardware = [str(machine.get("cpu") or "unknown CPU"), f"{machine.get('cores', '?')} cores"]
-    if machine.get("device") not in (None, "cpu"):
-        hardware.append(str(machine.get("device_name")))
-    hardware += [f"{n} {claims.versions[n]}" for n in ("torch", "python") if n in claims.versions]
-    others = claims.load.get("others") or 0
-    load = f"Other processes used {others:.0%} of the CPUs, which widens the intervals."
+    versions = provenance.versions()
+    hardware = [str(facts.get("cpu") or "unknown CPU"), f"{facts.get('cores', '?')} cores"]
+    if facts.get("device") not in (None, "cpu"):
+        hardware.append(str(facts.get("device_name")))
+    hardware += [f"{n} {versions[n]}" for n in ("torch", "python") if n in versions]
     items = [
         f"- **{escape(row.name)}** ({escape(row.work)}): "
         + escape(". ".join(filter(None, (row.reason, row.note))))
@@ -385,11 +324,10 @@ def format_claims(claims: Claims) -> str:
     commands = dict.fromkeys(row.command for row in rows if row.command)
     parts = [
         "# Claims, checked on this machine",
-        escape(f"{', '.join(hardware)}; {claims.started[:10]}; {claims.seconds / 60:.0f} minutes."),
-        code(claims.command, "sh"),
+        escape(f"{', '.join(hardware)}; {datetime.now(UTC):%Y-%m-%d}; {minutes:.0f} minutes."),
+        code("python scripts/bench_claims.py --write", "sh"),
         table(("claim", "claimed", "measured here", "noise", "verdict"), cells),
         METHOD,
-        *([load] if others > NOTABLE_LOAD else []),
         "\n".join(items),
         "Commands that train like each arm:",
         code("\n".join(commands), "sh"),
@@ -397,10 +335,35 @@ def format_claims(claims: Claims) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write_claims(claims: Claims, folder: Path) -> None:
-    """Write claims.json and claims.md atomically. Raises StorageError."""
-    write_json(folder / JSON_FILE, asdict(claims))
-    try:
-        replace_text(folder / MARKDOWN_FILE, format_claims(claims))
-    except OSError as error:
-        raise StorageError(f"{folder / MARKDOWN_FILE}: not written: {error.strerror}") from error
+def main() -> int:
+    """Parse, measure, print the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="claims to test, by name; default: all")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of measuring, in all")
+    parser.add_argument("--narrow", type=float, default=0.03, help="half-width of the intervals")
+    parser.add_argument("--write", action="store_true", help=f"also write {PAGE.name}")
+    typed = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    trials = load_trials()
+    if typed.names:
+        chosen = [[c for c in trial.claims if c.name in typed.names] for trial in trials]
+        pairs = zip(trials, chosen, strict=True)
+        trials = [replace(trial, claims=claims) for trial, claims in pairs if claims]
+    options = MeasureOptions(BenchmarkConfig(narrow=typed.narrow))
+    start_time = options.clock()
+    with raise_on_signals():
+        rows, last_round = measure_claims(trials, typed.device, typed.budget, options)
+    facts = machine_facts([result.summary for result in last_round.results.values()])
+    page = format_claims(rows, facts, (options.clock() - start_time) / 60)
+    print(page)
+    if typed.write:
+        PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    # by name, so that the functions of a finished run can be imported in its process
+    from bench_claims import main as run
+
+    sys.exit(run())
