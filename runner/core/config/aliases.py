@@ -88,15 +88,20 @@ TORCH_OPTIMIZERS = tuple(
 _LOGGERS = "a run always writes metrics.jsonl, summary.json and TensorBoard; monitoring.* sets how"
 _HOOKS = "early stopping is training.patience; a class of your own goes into debug.hooks"
 _DEVICE = "a run takes one device: device=cuda device.index=0"
+_MACHINES = (
+    "several machines are started by torchrun (on each: torchrun --nnodes 2 --nproc-per-node 8 "
+    "--rdzv-backend c10d --rdzv-endpoint node1:29500 -m runner distributed=ddp) or by SLURM "
+    "(srun --nodes 2 --ntasks-per-node 8 python -m runner distributed=ddp)"
+)
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
 UNSUPPORTED = {
     **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
     **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
-    **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
+    **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "ddp"), _DEVICE),
+    **dict.fromkeys(("nodes", "num_nodes", "nnodes", "rendezvous", "rdzv_endpoint"), _MACHINES),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
 }
 """Names without a key here, and what to use instead."""
-
 
 def find_key(name: str) -> str:
     """Return our key for another program's, or "" if there is none."""

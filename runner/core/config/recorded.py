@@ -30,6 +30,8 @@ PATH_KEYS = (
     *("model.path", "model.weights"),
 )
 """Keys of files and folders; relative ones are meant from where the run was started."""
+REMOVED_KEYS = ("distributed.nodes", "distributed.rendezvous")
+"""Keys of earlier versions, without which a run that recorded them is resumed."""
 CHANGED_KEY, TYPED_DATA_JOBS = "data.changed", ("evaluate", "predict", "verify")
 
 
@@ -127,9 +129,7 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     """
     typed_values = {GROUP_ALIASES.get(o.key, o.key): o.value for o in typed}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
-    dropped.add("search.storage")
-    if typed_values.get("distributed.nodes") == "1":
-        dropped.add("distributed.rendezvous")
+    dropped |= {"search.storage", *REMOVED_KEYS}
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     recorded_values = {o.key: o.value for o in map(parse_override, recorded)}
     if "experiment" not in recorded_values:  # a recipe names its own options

@@ -1,7 +1,7 @@
-"""Check what a config names outside of the output folders: places to write, and another machine.
+"""Check what a config names outside of the output folders: places to write.
 
-A file may name a place below the output roots; others, and machines, have to be typed. So have
-some keys that a sweep's parameters would set.
+A file may name a place below the output roots; others have to be typed. So have some keys that a
+sweep's parameters would set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from runner.core.security.cli_overrides import (
 from runner.core.security.config_files import NO_FILE_KEYS, WORD, raw_value, select
 from runner.core.security.paths import check_output_path
 
-RENDEZVOUS = "distributed.rendezvous"
 FOLDER_KEYS = (
     *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"),
     *("hydra.output_subdir", "hydra.job.name"),
@@ -39,12 +38,10 @@ URL_PARTS = set("?#%")  # with which a URL names another file than its text
 
 
 def check_outside_places(config: DictConfig, cli: CliOverrides) -> None:
-    """Raise SecurityError for a place or machine that a file names and that was not typed."""
+    """Raise SecurityError for a place that a file names and that was not typed."""
     config = config.copy()
     with open_dict(config):
         config.pop("hydra", None)  # as when the run's config is made, on which values may depend
-    for address in () if cli.has(RENDEZVOUS) else _texts(config, RENDEZVOUS):
-        raise _refusal(RENDEZVOUS, address, "a file cannot name the machine to connect to")
     for key in WRITTEN_KEYS:
         for text in () if cli.has(key) and not cli.strict else _texts(config, key):
             if "://" in text and URL_PARTS & set(text):

@@ -95,7 +95,7 @@ def child_of(folder: Path, code: str, **settings: bool) -> JobProcess:
 
 
 def end_of(child: JobProcess) -> tuple[str, str]:
-    child.handle.wait(30)
+    child.process.wait(30)
     child.close()
     return child.end_status()
 
@@ -217,7 +217,7 @@ def test_a_job_s_log_keeps_its_first_and_last_mb_and_the_reason_of_the_last_try(
         assert text.startswith("first\nline 000000") and text.endswith("error: last words\n")
         assert text.count("bytes of output left out") == 1
     child = child_of(tmp_path, "pass")  # a try that prints nothing
-    child.handle.wait(30)
+    child.process.wait(30)
     assert child.last_line() == ""
     child.close()
 
