@@ -103,6 +103,7 @@ UNSUPPORTED = {
 }
 """Names without a key here, and what to use instead."""
 
+
 def find_key(name: str) -> str:
     """Return our key for another program's, or "" if there is none."""
     name = name.casefold().replace("-", "_")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -142,21 +141,6 @@ def run(folder: Path, fault: str = "", *typed: str, **how: Any) -> Started:
         started.kill()
     assert started.left() == []
     return started
-
-
-def start_machines(place: Path, fault: str = "", *typed: str, **how: Any) -> list[Started]:
-    """A run of two machines with a process each, which are both this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    meet = ("distributed.nodes=2", f"distributed.rendezvous={endpoint}", *typed)
-    once = place / "run-once"  # an attempt's fault is not done again by the next one
-    machines = []
-    for name in ("a", "b"):
-        own = {"FAULT_ONCE": str(once), **how}
-        machines.append(start(place / name, fault, *meet, processes=1, **own))
-    once.mkdir(exist_ok=True)
-    return machines
 
 
 def digest(folder: Path) -> str:

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -19,12 +18,11 @@ from runner import build, compose
 from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
 from runner.cli.preflight import check
-from runner.core.errors import ConfigError, DeviceError, SecurityError, UsageError
+from runner.core.errors import ConfigError, DeviceError, UsageError
 from runner.scale.distributed.join import config_for_rank
 from runner.scale.distributed.launch import count_processes
 from runner.scale.distributed.rank_info import RankInfo, detect_rank
-from runner.scale.distributed.rendezvous import join_rendezvous
-from runner.scale.distributed.world import open_store
+from runner.scale.distributed.world import host_local_store, open_store
 from tests import runs
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -225,12 +223,12 @@ def test_a_store_of_one_machine_listens_on_the_loopback_interface_alone():
         return {place.ip for place in places - before}
 
     before = {one.laddr for one in psutil.Process().net_connections()}
-    with join_rendezvous(compose(["distributed=ddp"]), 2, 0) as rendezvous:
-        assert listening() == {"127.0.0.1"}
-        port = rendezvous.places[0].port
-        client = open_store(replace(rendezvous.places[1], hosted=True), timedelta(seconds=9))
-        client.set("key", "value")
-        assert client.get("key") == b"value" and port
+    ours = host_local_store()
+    assert listening() == {"127.0.0.1"}
+    place = RankInfo(1, 2, 1, 2, "127.0.0.1", ours.port, hosted=True)
+    client = open_store(place, timedelta(seconds=9))
+    client.set("key", "value")
+    assert client.get("key") == b"value"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = RankInfo(0, 2, 0, 2, "127.0.0.1", port, hosted=False, by="slurm")
@@ -239,22 +237,33 @@ def test_a_store_of_one_machine_listens_on_the_loopback_interface_alone():
     store.set("key", "value")
 
 
-def test_a_resumed_folder_names_no_machine_to_connect_to(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "typed", ["distributed.nodes=2", "distributed.rendezvous=node1:29500", "trainer.num_nodes=2"]
+)
+def test_several_machines_are_left_to_torchrun_and_srun_whose_commands_are_named(
+    typed: str,
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(read_arguments(["distributed=ddp", typed]))
+    assert refused.value.exit_code == 2
+    assert str(refused.value).startswith(typed.partition("=")[0] + ": ")
+    for command in ("torchrun --nnodes 2 ", "srun --nodes 2 ", "-m runner distributed=ddp"):
+        assert command in str(refused.value)
+
+
+def test_a_run_of_several_machines_of_an_earlier_version_is_resumed_without_them(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     recorded = Path("outputs/x/.hydra")
     recorded.mkdir(parents=True)
     Path("outputs/x/checkpoints").mkdir()
     ours = [*SHORT, "distributed=ddp", "distributed.nodes=2", "search.storage=/elsewhere/a.db"]
-    text = json.dumps([*ours, "distributed.rendezvous=evil:1"])
+    text = json.dumps([*ours, "distributed.rendezvous=node1:1"])
     (recorded / "overrides.yaml").write_text(text)
-    with pytest.raises(SecurityError, match=r"^distributed\.rendezvous: evil:1 is refused"):
-        check(read_arguments(["checkpoint.resume=outputs/x"]))
-    request = check(
-        read_arguments(["checkpoint.resume=outputs/x", "distributed.rendezvous=mine:1"])
-    )
-    assert request.config.distributed.rendezvous == "mine:1"
-    request = check(read_arguments(["checkpoint.resume=outputs/x", "distributed.nodes=1"]))
-    assert request.config.distributed.rendezvous is None and request.config.search.storage is None
+    request = check(read_arguments(["checkpoint.resume=outputs/x"]))
+    assert request.config.distributed.kind.value == "ddp"
+    assert request.config.search.storage is None
 
 
 @pytest.mark.slow
