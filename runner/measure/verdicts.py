@@ -16,7 +16,7 @@ from runner.measure.comparison import (
     text_at,
 )
 from runner.measure.speed import differ_in_speed, engagement
-from runner.scale.sweep.search_record import SearchRecord, short_key
+from runner.scale.sweep.search_record import SearchRecord
 
 HIGH_NOISE_FLOOR = 0.05  # a noise floor above this is mentioned in the headline
 HIGH_LOAD = 0.1  # so is a larger share of the CPUs used by other processes
@@ -250,11 +250,7 @@ def _conclude_search(search: SearchRecord, rows: Sequence[ComparisonRow]) -> lis
     text = f"Best {search.metric}: {metric(best.value)}, trial {best.number} of {count}"
     skipped = [row.skipped_steps for row in rows if row.folder == best.folder != ""]
     text = ", ".join(filter(None, (text, *skipped)))
-    shares = {short_key(p.key): p.importance for p in search.parameters if p.importance is not None}
-    ordered = sorted(shares.items(), key=lambda item: -item[1])
-    importance_text = ", ".join(f"{name} {share(part)}" for name, part in ordered)
-    importance_note = [f"Importance by PED-ANOVA: {importance_text}."] if len(shares) > 1 else []
-    return [f"{text}: {best.title}.", *importance_note, scope]
+    return [f"{text}: {best.title}.", scope]
 
 
 def _describe_speed(comparison: Comparison) -> list[str]:

@@ -37,7 +37,7 @@ from runner.core.security.secrets import redact_errors
 from runner.core.standard_streams import write_stream
 from runner.scale.distributed.agent import block_signals, unblock_signals
 from runner.scale.distributed.join import config_for_rank, join_world
-from runner.scale.distributed.links import measure_links
+from runner.scale.distributed.links import examine_links
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome
 from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World, as_lost, is_lost
@@ -168,10 +168,10 @@ def _is_only_process(place: RankInfo) -> bool:
 
 
 def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
-    """Run job=doctor, with a measurement of the links between processes."""
+    """Run job=doctor, with a description of the processes."""
     with ExitStack() as scope:
         device = select(config_for_rank(config, world.place).device, scope)
-        links = measure_links(world, device.torch)
+        links = examine_links(world, device.torch)
         if world.is_rank_zero:
             rooms.find("job", "doctor", "job=doctor")(config, folder, links)
         world.barrier()

@@ -267,7 +267,7 @@ def test_a_run_of_several_machines_of_an_earlier_version_is_resumed_without_them
 
 
 @pytest.mark.slow
-def test_the_doctor_times_what_is_sent_between_the_processes(tmp_path):
+def test_the_doctor_describes_the_processes_and_checks_their_sums(tmp_path):
     done = runs.command(
         tmp_path, "job=doctor", "distributed=ddp", "distributed.processes=2", "device=cpu",
         flags=("-P",),
@@ -276,8 +276,7 @@ def test_the_doctor_times_what_is_sent_between_the_processes(tmp_path):
     (file,) = (tmp_path / "outputs" / "doctor").glob("*/*/doctor.json")
     report = json.loads(file.read_text())
     assert [rank["local rank"] for rank in report["links"]["ranks"]] == [0, 1]
-    assert all(row["ms"] > 0 for row in report["links"]["all_reduce"])
-    assert report["links"]["wrong"] == 0 and "all-reduce, 1 MiB" in done.stdout
+    assert report["links"]["wrong"] == 0 and "sums are right" in done.stdout
 
 
 @pytest.mark.parametrize(
