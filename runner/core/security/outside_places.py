@@ -32,6 +32,7 @@ FOLDER_KEYS = (
     *("hydra.output_subdir", "hydra.job.name"),
 )
 """Keys that `ConfigFileChecker.check_folders` checks."""
+ADDRESS_KEY = "distributed.rendezvous"  # of earlier versions, from which pickles were read
 WRITTEN_KEYS = ("search.storage", "monitoring.sinks")
 """With FOLDER_KEYS all keys that name a place to write, also by arguments of a class."""
 URL_PARTS = set("?#%")  # with which a URL names another file than its text
@@ -90,7 +91,10 @@ def check_sweep_parameters(config: DictConfig) -> None:
         words = WORD.findall(f"{override.key_or_group} {override.package}")
         key = override.key_or_group
         is_map = isinstance(override.value(), dict)  # of keys below this one
-        refused = any(is_below(key, (k,)) or is_map and is_below(k, (key,)) for k in NO_FILE_KEYS)
+        refused = any(
+            is_below(key, (k,)) or is_map and is_below(k, (key,))
+            for k in (*NO_FILE_KEYS, ADDRESS_KEY)
+        )
         if refused or {"security", "hydra", *FACTORY_KEYS} & set(words):
             raise SecurityError(
                 f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
