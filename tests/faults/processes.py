@@ -66,6 +66,19 @@ def start(
             os.chdir(before)
 
 
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """The processes with that environment variable, zombies left out."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_marked = process.environ().get(variable) == value
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
 def below(folder: Path) -> list[int]:
     """The processes whose current folder is this one or below it, zombies left out."""
     place, pids = str(folder.resolve()), []

@@ -79,14 +79,7 @@ class Started:
 
     def ranks(self, rank: int | str) -> list[psutil.Process]:
         """The processes of a rank; all of the run's for an empty one."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                environ = process.environ()
-                if environ.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
+        found = forked.marked(MARK, self.mark)
         if rank == "":
             return found
         pid = (self.folder / f"pid-{rank}").read_text()
