@@ -113,15 +113,11 @@ class Agent:
         gap_s = self._clock.longest_gap_s
         return gap_s if gap_s > self.timeout_s / 2 else 0.0
 
-    def exit_codes(self) -> dict[int, int]:
-        """Exit codes by rank: negative for a signal; for a process not started SERVER_LOST or 0."""
-        not_started = fork_server.SERVER_LOST if self.server_lost else 0
-        pairs = self.processes.items()
-        return {rank: (p.exit_code or 0) if p.pid else not_started for rank, p in pairs}
-
     def verdict(self, names: Mapping[int, str]) -> RunVerdict:
         """Return how the run ends; `names` of the processes by rank are used in messages."""
-        codes, outcomes = self.exit_codes(), self.outcomes()
+        outcomes, pairs = self.outcomes(), self.processes.items()
+        not_started = fork_server.SERVER_LOST if self.server_lost else 0
+        codes = {rank: (p.exit_code or 0) if p.pid else not_started for rank, p in pairs}
         if self.server_lost:  # a process that was done had only its exit code to report
             codes |= {rank: 0 for rank, outcome in outcomes.items() if outcome.kind == "done"}
         ends = [
