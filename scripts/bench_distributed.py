@@ -2,12 +2,13 @@
 
     python scripts/bench_distributed.py [tiny cnn gpt] [--processes N ...] [--steps N] [--rounds N]
 
-The batch is the same for any number of processes (strong scaling). The same processes make the loops in turn, through the same group (gloo), with one thread each,
-so that a drift of the machine affects all alike; a ratio is to the mean of the two runs by hand
-around it. The median of the ratios is in its interval with 95 %. Ours runs with its defaults:
-checks, clipping, guard, metrics.jsonl and TensorBoard. The loop by hand is torch's tutorial: DDP
-with its defaults, the loss of a process's samples, AdamW. Its BatchNorm is each process's own, as
-ours is under distributed.sync_batchnorm=false.
+The batch is the same for any number of processes (strong scaling). The same processes make the
+loops in turn, through the same group (gloo), with one thread each, so that a drift of the machine
+affects all alike; a ratio is to the mean of the two runs by hand around it. The median of the
+ratios is in its interval with 95 %. Ours runs with its defaults: checks, clipping, guard,
+metrics.jsonl and TensorBoard. The loop by hand is torch's tutorial: DDP with its defaults, the loss
+of a process's samples, AdamW. Its BatchNorm is each process's own, as ours is under
+distributed.sync_batchnorm=false.
 """
 
 from __future__ import annotations
