@@ -93,9 +93,10 @@ class Sandbox:
         shown += "" if shown.endswith(ext := os.path.splitext(name)[1]) else ext
         request = {"path": path, "name": shown, "limits": asdict(limits), **options}
         try:
-            process = self.process or self._start()
+            if self.process is None:
+                self._start()
             timeout_s = WALL_TIME_FACTOR * cpu_seconds(limits, data.size)
-            return _parse_answer(self._send_request(process, request, timeout_s))
+            return _parse_answer(self._send_request(request, timeout_s))
         except SandboxError as error:
             self.close()
             self.crashes += 1
@@ -113,7 +114,7 @@ class Sandbox:
                 with suppress(OSError):  # unsent data for a dead process
                     pipe.close()
 
-    def _start(self) -> ChildProcess:
+    def _start(self) -> None:
         environment = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
         environment["TOKENIZERS_PARALLELISM"] = "false"
@@ -129,9 +130,11 @@ class Sandbox:
             )
         )
         self._receive_answer(self.process, START_TIMEOUT_S)
-        return self.process
 
-    def _send_request(self, process: ChildProcess, request: dict[str, Any], seconds: float) -> Any:
+    def _send_request(self, request: dict[str, Any], seconds: float) -> Any:
+        process = self.process
+        if process is None:
+            raise SandboxError("sandbox.died", "the process that examines it is gone")
         try:
             process.handle.stdin.write(json.dumps(request).encode() + b"\n")
             process.handle.stdin.flush()
