@@ -77,7 +77,8 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         """Process id, which is also its group id; 0 before the start."""
-        return self.handle.pid or 0
+        pid: int = self.handle.pid or 0
+        return pid
 
     @property
     def exit_code(self) -> int | None:

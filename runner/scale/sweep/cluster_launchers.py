@@ -72,7 +72,8 @@ def adapt_launcher(target: str) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         from hydra_plugins.hydra_ray_launcher.ray_launcher import RayLauncher
 
-        RayLauncher.launch = launch_on_ray
+        launcher: Any = RayLauncher
+        launcher.launch = launch_on_ray
 
 
 def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reason: str) -> None:
