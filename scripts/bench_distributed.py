@@ -1,13 +1,14 @@
-"""What a step of ours by two processes costs beside DistributedDataParallel written by hand.
+"""What a step of ours by several processes costs beside DistributedDataParallel written by hand.
 
-    python scripts/bench_distributed.py [tiny cnn gpt] [--steps N] [--rounds N]
+    python scripts/bench_distributed.py [tiny cnn gpt] [--processes N ...] [--steps N] [--rounds N]
 
-The same two processes make the loops in turn, through the same group (gloo), with one thread each,
-so that a drift of the machine affects all alike; a ratio is to the mean of the two runs by hand
-around it. The median of the ratios is in its interval with 95 %. Ours runs with its defaults:
-checks, clipping, guard, metrics.jsonl and TensorBoard. The loop by hand is torch's tutorial: DDP
-with its defaults, the loss of a process's samples, AdamW. Its BatchNorm is each process's own, as
-ours is under distributed.sync_batchnorm=false.
+The batch is the same for any number of processes (strong scaling). The same processes make the
+loops in turn, through the same group (gloo), with one thread each, so that a drift of the machine
+affects all alike; a ratio is to the mean of the two runs by hand around it. The median of the
+ratios is in its interval with 95 %. Ours runs with its defaults: checks, clipping, guard,
+metrics.jsonl and TensorBoard. The loop by hand is torch's tutorial: DDP with its defaults, the loss
+of a process's samples, AdamW. Its BatchNorm is each process's own, as ours is under
+distributed.sync_batchnorm=false.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from runner.core.schemas.distributed import DistributedConfig, DistributedKind  
 from runner.scale.distributed.rank_info import RankInfo  # noqa: E402
 from runner.scale.distributed.world import World  # noqa: E402
 
-PROCESSES = 2
 STEPS = {"tiny": 300, "cnn": 8, "gpt": 12}  # both in two minutes, where nothing else runs
 ALIKE = ["device=cpu", "device.threads=1", "training.validate_every=1000000"]
 OURS = {
@@ -51,7 +51,7 @@ OURS = {
 
 def run_ours(kind: str, steps: int, more: list[str], world: World) -> float:
     """A run as the command line builds it; microseconds a step."""
-    several = ["distributed=ddp", f"distributed.processes={PROCESSES}"]
+    several = ["distributed=ddp", f"distributed.processes={world.size}"]
     config = compose([*COMMON, *MODELS[kind], *ALIKE, *several, f"training.steps={steps}", *more])
     world.config = config.distributed  # which says whether BatchNorm is one over all processes
     times = StepTimes()
@@ -66,7 +66,7 @@ def run_ours(kind: str, steps: int, more: list[str], world: World) -> float:
 def run_by_hand(kind: str, steps: int, world: World) -> float:
     """A loop by hand over its share of each batch, without checks."""
     config = compose([*COMMON, *MODELS[kind], *ALIKE, "optimization=none", "checks=off"])
-    config.training.batch_size //= PROCESSES
+    config.training.batch_size //= world.size
     config.seed += world.rank
     ends = []
     with build(config) as run:
@@ -81,12 +81,12 @@ def run_by_hand(kind: str, steps: int, world: World) -> float:
 
 
 def measure(
-    rank: int, port: int, kinds: list[str], steps: int | None, rounds: int, to: str
+    rank: int, size: int, port: int, kinds: list[str], steps: int | None, rounds: int, to: str
 ) -> None:
     """What one of the processes does; the first writes microseconds and ratios to a file."""
     torch.set_num_threads(1)
-    place = RankInfo(rank, PROCESSES, rank, PROCESSES, "127.0.0.1", port, hosted=False)
-    asked = DistributedConfig(DistributedKind.ddp, PROCESSES)
+    place = RankInfo(rank, size, rank, size, "127.0.0.1", port, hosted=False)
+    asked = DistributedConfig(DistributedKind.ddp, size)
     world = World(place, asked, torch.device("cpu"))
     found = {kind: compare(kind, steps or STEPS[kind], rounds, world) for kind in kinds}
     if world.is_rank_zero:
@@ -135,23 +135,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="*", default=["cnn", "gpt"])
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=9)
     typed = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        to = f"{folder}/found.json"
-        given = (port, typed.kinds, typed.steps, typed.rounds, to)
-        torch.multiprocessing.spawn(measure, given, PROCESSES)
-        tables = json.loads(Path(to).read_text())
     processor = platform.processor() or platform.machine()
-    print(f"# {processor}, {PROCESSES} processes of 1 thread, torch {torch.__version__}")
-    print("| model | loop | µs a step | ratio | 95 % |\n|---|---|---:|---:|---|")
-    for kind, table in tables.items():
-        for name, row in table.items():
-            ends = f"{row['low']:.3f} to {row['high']:.3f}"
-            numbers = f"{row['us']:.0f} | {row['ratio']:.3f} | {ends}"
-            print(f"| {kind} | {name} | {numbers} |")
+    print(f"# {processor}, processes of 1 thread, torch {torch.__version__}")
+    print("| model | processes | loop | µs a step | ratio | 95 % |\n|---|---:|---|---:|---:|---|")
+    for size in typed.processes:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with tempfile.TemporaryDirectory() as folder:
+            to = f"{folder}/found.json"
+            given = (size, port, typed.kinds, typed.steps, typed.rounds, to)
+            torch.multiprocessing.spawn(measure, given, size)
+            tables = json.loads(Path(to).read_text())
+        for kind, table in tables.items():
+            for name, row in table.items():
+                ends = f"{row['low']:.3f} to {row['high']:.3f}"
+                numbers = f"{row['us']:.0f} | {row['ratio']:.3f} | {ends}"
+                print(f"| {kind} | {size} | {name} | {numbers} |")
 
 
 if __name__ == "__main__":

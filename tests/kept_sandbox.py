@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import subprocess
 import sys
 
+from runner.core.security.child_process import ChildProcess
 from runner.scan.sandbox import Sandbox
 
 ORIGINAL = {"_start": Sandbox._start, "close": Sandbox.close}
@@ -13,7 +13,7 @@ ORIGINAL = {"_start": Sandbox._start, "close": Sandbox.close}
 
 def install() -> None:
     """A sandbox that ends well leaves its process to the next one."""
-    kept: list[subprocess.Popen[bytes]] = []
+    kept: list[ChildProcess] = []
 
     def start(self: Sandbox) -> None:
         if kept and kept[-1].poll() is None:

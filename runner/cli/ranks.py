@@ -59,7 +59,7 @@ def _find_rank(config: DictConfig | None) -> RankInfo | None:
         return None
     kind, job = config.distributed.kind, config.job.kind
     if kind is not DistributedKind.none and job not in (JobKind.benchmark, JobKind.verify):
-        place.check(config.distributed.processes, config.distributed.nodes)
+        place.check(config.distributed.processes)
         return place
     if place.size > 1:
         single_process_fix = f"type job={job.name} without {place.by}"

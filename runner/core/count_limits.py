@@ -19,7 +19,6 @@ LIMITS = {
     "device.interop_threads": 1024,
     "device.index": 1024,
     "distributed.processes": 1024,
-    "distributed.nodes": 1024,
     "data.workers": 256,  # processes
     "data.prefetch": 1024,  # batches per worker
     "data.samples": 100_000_000,

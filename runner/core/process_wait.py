@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 STOPPED = "T"
+MEMORY_HINT = "; by the kernel, if the memory was used up"  # of a process killed by SIGKILL
 ENDED = "Z"  # it has ended, and its parent has not asked for its exit code
 
 
@@ -42,3 +44,10 @@ def describe_state(pid: int) -> str:
     state = process_state(pid)
     meaning = " = stopped" if state == STOPPED else ""
     return f" (pid {pid}, state {state}{meaning})" if state else f" (pid {pid})"
+
+
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended, by its exit code, which is negative for a signal."""
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"

@@ -25,6 +25,7 @@ from runner.measure.benchmark.result import Attribution
 from runner.measure.columns import select_columns
 from runner.measure.comparison import Comparison, ComparisonRow, text_at
 from runner.measure.figures import build_figures
+from runner.measure.speed import has_distributed_rows
 from runner.measure.svg import printable
 from runner.scale.sweep.search_record import SearchRecord, short_key
 
@@ -157,7 +158,11 @@ def _template_context(comparison: Comparison) -> dict[str, Any]:
         commands.insert(0, ("all of it", comparison.command))
     if comparison.speed_command:
         commands.append(("to compare speeds", comparison.speed_command))
-    method = SWEEP_METHOD + (MEASURED_METHOD if comparison.benchmark else UNMEASURED_METHOD)
+    method = SWEEP_METHOD
+    if comparison.benchmark:
+        method += MEASURED_METHOD
+    elif not has_distributed_rows(comparison.rows):
+        method += UNMEASURED_METHOD
     return {
         "comparison": comparison,
         "kind": KIND_TITLES[comparison.kind],

@@ -70,6 +70,15 @@ def differ_in_speed(rows: Sequence[ComparisonRow]) -> bool:
     return any(map(changes_speed, varied)) and len(set(map(engagement, finished))) > 1
 
 
+def has_distributed_rows(rows: Sequence[ComparisonRow]) -> bool:
+    """Whether a row is of several processes, which a benchmark does not compare."""
+    return any(
+        number_at(row.summary, "distributed", "world_size")
+        or overrides_by_key(row.overrides).get("distributed", "none") != "none"
+        for row in rows
+    )
+
+
 def benchmark_command(rows: Sequence[ComparisonRow]) -> str:
     """Return the job=benchmark command that compares the rows' configurations in turns.
 
@@ -78,8 +87,7 @@ def benchmark_command(rows: Sequence[ComparisonRow]) -> str:
     """
     finished = [row for row in rows if row.finished]
     overrides = [overrides_by_key(row.overrides) for row in finished]
-    distributed = any(x.get("distributed", "none") != "none" for x in overrides)
-    if distributed or any(number_at(row.summary, "distributed", "world_size") for row in finished):
+    if has_distributed_rows(finished):
         return ""
     keys = [key for key in varied_keys(overrides) if _may_differ_between_arms(key)]
     arms = [[f"{key}={x[key]}" for key in keys if key in x] for x in overrides]

@@ -26,6 +26,7 @@ from runner import rooms
 from runner.core.findings import Reason, Severity
 from runner.core.masking import mask_secrets
 from runner.core.parent_death import watch_parent
+from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildProcess
 from runner.core.security.files.file_bytes import LINUX, FileBytes, map_bytes
 from runner.core.security.files.formats import printable
 from runner.core.security.files.policy import FileLimits
@@ -59,7 +60,7 @@ class Sandbox:
     """A context manager; the process starts with the first file and ends on exit."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ChildProcess | None = None
         self.crashes = 0
 
     def __enter__(self) -> Self:
@@ -108,44 +109,42 @@ class Sandbox:
         """Kill the process and its children."""
         process, self.process = self.process, None
         if process is not None:
-            if process.poll() is None:  # its id has not been reused
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            for pipe in (process.stdin, process.stdout):
+            process.end()
+            for pipe in (process.handle.stdin, process.handle.stdout):
                 with suppress(OSError):  # unsent data for a dead process
-                    pipe.close()  # type: ignore[union-attr]
-            process.wait()
+                    pipe.close()
 
     def _start(self) -> None:
         environment = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
         environment["TOKENIZERS_PARALLELISM"] = "false"
         path = json.dumps([folder or os.getcwd() for folder in sys.path])
-        self.process = subprocess.Popen(  # noqa: S603  # ourselves
-            [sys.executable, "-P", "-s", "-c", SERVER_CODE, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
+        self.process = ChildProcess(
+            subprocess.Popen(  # noqa: S603  # ourselves
+                [sys.executable, "-P", "-s", "-c", SERVER_CODE, path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
         )
         self._receive_answer(self.process, START_TIMEOUT_S)
 
     def _send_request(self, request: dict[str, Any], seconds: float) -> Any:
         process = self.process
-        if process is None or process.stdin is None:
+        if process is None:
             raise SandboxError("sandbox.died", "the process that examines it is gone")
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
+            process.handle.stdin.write(json.dumps(request).encode() + b"\n")
+            process.handle.stdin.flush()
         except OSError:
             raise _exit_failure(process) from None
         return self._receive_answer(process, seconds)
 
-    def _receive_answer(self, process: subprocess.Popen[bytes], seconds: float) -> Any:
+    def _receive_answer(self, process: ChildProcess, seconds: float) -> Any:
         """Read one line of JSON, for at most `seconds`."""
-        pipe, deadline, text = process.stdout, time.monotonic() + seconds, b""
-        assert pipe is not None  # noqa: S101  # as it was started
+        pipe, deadline, text = process.handle.stdout, time.monotonic() + seconds, b""
         while not text.endswith(b"\n"):
             if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise SandboxError(
@@ -165,16 +164,10 @@ class Sandbox:
             ) from None
 
 
-def _exit_failure(process: subprocess.Popen[bytes]) -> SandboxError:
-    code = None
-    with suppress(subprocess.TimeoutExpired):
-        code = process.wait(5)
-    if code is None or code >= 0:
-        return SandboxError("sandbox.died", f"the process that examined it ended with code {code}")
-    signal_number = signal.Signals(-code)
-    if signal_number is signal.SIGXCPU:
+def _exit_failure(process: ChildProcess) -> SandboxError:
+    if process.wait(EXIT_TIMEOUT_S) == -signal.SIGXCPU:
         return SandboxError("sandbox.timeout", "examining it exceeded the CPU time limit")
-    return SandboxError("sandbox.died", f"{signal_number.name} ended the process that examined it")
+    return SandboxError("sandbox.died", f"the process that examined it {process.describe_end()[1]}")
 
 
 def cpu_seconds(limits: FileLimits, size: int) -> float:

@@ -23,7 +23,6 @@ HUGE = {
     "device.threads=1000000000": [],
     "device.affinity=[0,99999999999999999999]": [],
     "distributed.processes=1025": ["distributed=ddp"],
-    "distributed.nodes=1025": ["distributed=ddp", "distributed.rendezvous=localhost:1"],
     "data.samples=1000000000000": ["data=synthetic"],
     "model.depth=1000000000": ["data=stdlib_text", "model=gpt"],
     "debug.every=99999999999999999999": [],

@@ -14,14 +14,28 @@ from subprocess import TimeoutExpired
 import psutil
 
 from runner.core import fork_server
+from runner.core.security.child_process import ChildProcess
 from runner.scale.sweep import fork
 
 __all__ = ["Process", "TimeoutExpired", "below", "left_over", "serve", "start"]
 
-Process = fork.ForkedProcess
 ROOT = Path(__file__).parents[2]
 PATHS = (ROOT, ROOT / "tests", ROOT / "tests" / "faults")
 _starting = threading.Lock()  # a process starts in the current folder, which threads share
+
+
+class Process(ChildProcess):
+    """A forked command, with the names of `subprocess.Popen`."""
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exit_code
+
+    def wait(self, seconds: float = 600) -> int:  # type: ignore[override]
+        code = super().wait(seconds)
+        if code is None:
+            raise TimeoutExpired(self.handle.name, seconds)
+        return code
 
 
 def serve(*modules: str, **variables: str) -> None:
@@ -46,9 +60,23 @@ def start(
         before = os.getcwd()
         os.chdir(folder)
         try:
-            return fork.fork_job(command, environment, stdin.fileno(), output.fileno())
+            job = fork.fork_job(command, environment, stdin.fileno(), output.fileno())
+            return Process(job.handle, forked=True)
         finally:
             os.chdir(before)
+
+
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """The processes with that environment variable, zombies left out."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_marked = process.environ().get(variable) == value
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def below(folder: Path) -> list[int]:

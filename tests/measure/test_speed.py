@@ -17,6 +17,7 @@ from runner.measure.benchmark.arms import compose_arms
 from runner.measure.benchmark.result import BenchmarkResult, Load
 from runner.measure.comparison import Comparison, as_json
 from runner.measure.discover import compare_folders
+from runner.measure.page import _template_context
 from runner.measure.speed import FOLDER
 from runner.measure.verdicts import verdict
 from tests.measure.planted import arm, reference, result, run, sweep, technique, texts
@@ -130,6 +131,13 @@ def test_the_command_that_compares_speeds_composes_its_arms(
 )
 def test_no_command_compares_what_a_benchmark_cannot(jobs: list[list[str]], tmp_path: Path) -> None:
     assert compare_folders([planted(tmp_path, jobs)]).speed_command == ""
+
+
+@pytest.mark.parametrize("kind", ["none", "ddp"])
+def test_a_page_of_distributed_runs_advises_no_benchmark(kind: str, tmp_path: Path) -> None:
+    jobs = [[f"optimization={level}", f"distributed={kind}"] for level in ("none", "basic")]
+    method = _template_context(compare_folders([planted(tmp_path, jobs)]))["method"]
+    assert ("job=benchmark measures" in method) == (kind == "none")
 
 
 def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(

@@ -50,6 +50,17 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
+# What an accounting database would tell submitit, from what the controller remembers.
+SACCT = """\
+#!/bin/sh
+echo 'JobID|State|NodeList'
+scontrol --oneliner show job | awk '{
+    for (i = 1; i <= NF; i++) { split($i, part, "="); value[part[1]] = part[2] }
+    id = "ArrayJobId" in value ? value["ArrayJobId"] "_" value["ArrayTaskId"] : value["JobId"]
+    print id "|" value["JobState"] "|" value["NodeList"]; delete value
+}'
+"""
+
 
 def missing() -> str:
     """Why there can be no cluster here; "" where there can."""
@@ -70,7 +81,11 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
     conf = folder / "slurm.conf"
     ports = dict(zip(("controller", "daemon"), _free_ports(2), strict=True))
     conf.write_text(CONF.format(host=host, folder=folder, cpus=os.cpu_count(), **ports))
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    sacct = folder / "bin" / "sacct"
+    sacct.parent.mkdir()
+    sacct.write_text(SACCT)
+    sacct.chmod(0o755)
+    path = f"{sacct.parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
     env = {**os.environ, "PATH": path, "SLURM_CONF": str(conf)}
     key = folder / "munge" / "munge.key"
     key.write_bytes(secrets.token_bytes(128))

@@ -92,12 +92,18 @@ _RECOVERY = (
     "stability.max_consecutive_skips, stability.max_rollbacks and stability.rollback_lr_factor say "
     "what follows bad steps"
 )
+_MACHINES = (
+    "several machines are started by torchrun (on each: torchrun --nnodes 2 --nproc-per-node 8 "
+    "--rdzv-backend c10d --rdzv-endpoint node1:29500 -m runner distributed=ddp) or by SLURM "
+    "(srun --nodes 2 --ntasks-per-node 8 python -m runner distributed=ddp)"
+)
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
 _CLAIMS = "claims about techniques are measured by python scripts/bench_claims.py in a checkout"
 UNSUPPORTED = {
     **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
     **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
-    **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "num_nodes", "ddp"), _DEVICE),
+    **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "ddp"), _DEVICE),
+    **dict.fromkeys(("nodes", "num_nodes", "nnodes", "rendezvous", "rdzv_endpoint"), _MACHINES),
     "recovery": _RECOVERY,
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
     "claims": _CLAIMS,

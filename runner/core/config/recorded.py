@@ -33,6 +33,8 @@ PATH_KEYS = (
 ROLLBACK_KEYS = {
     f"stability.{key}" for key in ("max_consecutive_skips", "max_rollbacks", "rollback_lr_factor")
 }
+REMOVED_KEYS = ("distributed.nodes", "distributed.rendezvous")
+"""Keys of earlier versions, without which a run that recorded them is resumed."""
 CHANGED_KEY, TYPED_DATA_JOBS = "data.changed", ("evaluate", "predict", "verify")
 
 
@@ -130,9 +132,7 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     """
     typed_values = {GROUP_ALIASES.get(o.key, o.key): o.value for o in typed}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
-    dropped.add("search.storage")
-    if typed_values.get("distributed.nodes") == "1":
-        dropped.add("distributed.rendezvous")
+    dropped |= {"search.storage", *REMOVED_KEYS}
     if typed_values.keys() & ROLLBACK_KEYS:
         dropped.add("stability.recovery")  # of an older version, which they replace
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}

@@ -40,7 +40,9 @@ from runner.core.device.signals import END_SIGNALS
 from runner.core.errors import DataError, RunnerError, WorkerLost
 from runner.core.masking import mask_secrets
 from runner.core.parent_death import die_with_parent
+from runner.core.process_wait import describe_exit, describe_state
 from runner.core.record.text import summarize_error
+from runner.core.security.child_process import ChildProcess
 from runner.core.security.masked_process import MaskingState, run_masked
 from runner.core.security.pickle_transfer import dumps_persistent, loads_persistent
 
@@ -82,7 +84,7 @@ class Workers:
         self.freeze_objects = freeze_objects
         self.most_restarts, self.restarts = most_restarts, 0
         self.report_lost: Callable[[WorkerLost], None] = lambda error: log.warning("%s", error)
-        self.processes: list[Any] = []
+        self.processes: list[ChildProcess] = []
         self.sockets: list[socket.socket] = []
         self.pending: list[deque[Key]] = []  # by worker: batches requested and not yet received
         self.round = 0  # number of the pass; answers to requests of an earlier one are dropped
@@ -174,8 +176,9 @@ class Workers:
         local_end, worker_end = socket.socketpair()
         local_end.settimeout(self.timeout_s)  # a blocked send means a hung worker
         work = (_serve, worker_end, self.fetch, os.getpid())
-        process: Any = context.Process(target=run_masked, args=(MaskingState(), *work), daemon=True)
-        process.name = f"data worker {number}"
+        handle: Any = context.Process(target=run_masked, args=(MaskingState(), *work), daemon=True)
+        handle.name = f"data worker {number}"
+        process = ChildProcess(handle)
         # before the start, so that `close` finds both if this is interrupted
         self.processes[number : number + 1] = [process]
         self.sockets[number : number + 1] = [local_end]
@@ -223,7 +226,7 @@ class Workers:
         # the host waits here; signal handlers that raise interrupt it
         while not (
             ready := wait(
-                [connection, process.sentinel], min(WAIT_SLICE_S, self.timeout_s - waited)
+                [connection, process.handle.sentinel], min(WAIT_SLICE_S, self.timeout_s - waited)
             )
         ):
             waited += WAIT_SLICE_S
@@ -243,9 +246,8 @@ class Workers:
             raise WorkerLost(f"{lost}; {limit} is reached: raise it")
         self.restarts += 1
         self.report_lost(lost)
-        self.processes[worker].kill()
-        self.processes[worker].join()
-        self.processes[worker].close()
+        self.processes[worker].end()
+        self.processes[worker].handle.close()
         self.sockets[worker].close()
         self._start(worker)
         for key in self.pending[worker]:
@@ -253,19 +255,15 @@ class Workers:
 
     def _death_error(self, worker: int) -> WorkerLost:
         process = self.processes[worker]
-        process.join(1.0)
-        code = process.exitcode
-        cause = f"ended with exit code {code}"
-        if code is not None and code < 0:
-            cause = f"was killed by {signal.Signals(-code).name} (possibly low memory)"
-        return WorkerLost(f"{process.name} {cause} while fetching {self._next_batch(worker)}")
+        code = process.wait(1.0)
+        hint = " (possibly low memory)" if code == -signal.SIGKILL else ""
+        cause = f"{process.handle.name} {describe_exit(code)}{hint}"
+        return WorkerLost(f"{cause} while fetching {self._next_batch(worker)}")
 
     def _hang_error(self, worker: int) -> WorkerLost:
-        from runner.core.process_wait import describe_state
-
         process = self.processes[worker]
         symptom = f"did not respond for data.timeout_s={self.timeout_s:g} s while fetching"
-        name = f"{process.name}{describe_state(process.pid)}"
+        name = f"{process.handle.name}{describe_state(process.pid)}"
         return WorkerLost(f"{name} {symptom} {self._next_batch(worker)}")
 
     def _next_batch(self, worker: int) -> str:
@@ -273,17 +271,19 @@ class Workers:
         return f"batch {number} of epoch {epoch}"
 
 
-def _kill(processes: list[Any], sockets: list[socket.socket], frozen: bool, owner: int) -> None:
+def _kill(
+    processes: list[ChildProcess], sockets: list[socket.socket], frozen: bool, owner: int
+) -> None:
     if os.getpid() != owner:
         return
     if frozen:
         gc.unfreeze()
-    started = [process for process in processes if process.pid is not None]
+    started = [process for process in processes if process.pid]
     for process in started:
         process.kill()
     for process in started:
-        process.join()
-        process.close()
+        process.wait()
+        process.handle.close()
     for connection in sockets:
         connection.close()
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 
 from runner.core.bounds import bounded, check_bounds
 from runner.core.errors import ConfigError
-
-ENDPOINT = re.compile(r"[\w.-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
 class DistributedKind(Enum):
@@ -41,8 +38,6 @@ class DistributedConfig:
     # none: one process; ddp: a copy of the model in each; fsdp: shards of weights and states
     kind: DistributedKind = DistributedKind.none
     processes: int | None = bounded(None, min=1)  # per machine; null: one per GPU, 1 without GPUs
-    nodes: int = bounded(1, min=1)  # number of machines; run the same command on each
-    rendezvous: str | None = None  # host:port of the first machine; required if nodes > 1
     backend: Backend | None = None  # null: nccl on CUDA, else gloo
     timeout_s: float = bounded(300.0, min=1)  # seconds until a silent process counts as hung
     # restarts of all processes, from the last checkpoint, after one is lost or hangs
@@ -55,13 +50,6 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "distributed")
-        if self.rendezvous is not None and not ENDPOINT.fullmatch(self.rendezvous):
-            problem = f"must be host:port, got {self.rendezvous!r}"
-            raise ConfigError("distributed.rendezvous", problem, "for example node1:29500")
-        if self.nodes > 1 and self.rendezvous is None:
-            problem = "is not set, so the machines cannot find each other"
-            fix = "set it to host:port of the first machine, the same on each"
-            raise ConfigError("distributed.rendezvous", problem, fix)
         if self.kind is DistributedKind.none and self.processes not in (None, 1):
             problem = f"is {self.processes}, but distributed=none trains in one process"
             raise ConfigError("distributed.processes", problem, "use distributed=ddp or fsdp")

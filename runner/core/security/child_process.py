@@ -1,4 +1,8 @@
-"""A child process that answers requests through a pipe and reports how it ended. Torch-free."""
+"""Processes that this one starts: their limits, signals and end. Torch-free.
+
+`ChildProcess` is any process of multiprocessing or subprocess; `RequestProcess` also answers
+requests through a pipe.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import Any
 
 import psutil
@@ -19,15 +26,144 @@ import psutil
 from runner.core import fork_server
 from runner.core.device import cgroup
 from runner.core.errors import ProcessLost, UsageError, WorkerFailure
-from runner.core.parent_death import watch_parent
-from runner.core.process_wait import STOPPED, PolledClock, describe_state, process_state
+from runner.core.parent_death import kill_group, watch_parent
+from runner.core.process_wait import (
+    ENDED,
+    STOPPED,
+    PolledClock,
+    describe_exit,
+    describe_state,
+    process_state,
+)
 from runner.core.record.storage import make_folder, safe_opener
 from runner.core.schemas.device import omp_env
 from runner.core.security.masked_process import MaskingState, run_masked
 
+POLL_S = 0.1
 WAIT_SLICE_S = 1.0  # of a wait for an answer
+KILL_S = 10.0  # for a process to die after SIGKILL
 EXIT_TIMEOUT_S = 5.0  # for a process to exit after it was asked to
 UNGUARDED_EXIT_CODE = 77  # exit code of a child that imported an unguarded script
+
+
+class ChildProcess:
+    """A process that this one starts; it has its own session or group, which ends with it.
+
+    `handle` is that of multiprocessing or of subprocess. A forked process may lose its exit code:
+    the fork server reports it, and is killed if it does not (`problem`).
+    """
+
+    def __init__(self, handle: Any, forked: bool = False) -> None:
+        self.handle, self.forked = handle, forked
+        self.clock = PolledClock()  # since the start, without the time in which this one is stopped
+        self.problem = ""  # of the fork server
+        self.oom_kills = cgroup.oom_kills() or 0
+        self._server: int | None = fork_server.server_pid()
+        self._since: dict[str, float] = {}  # its state → time of the clock since which it has it
+
+    def start(
+        self, start_s: float = fork_server.START_S, cancelled: Callable[[], bool] = bool
+    ) -> None:
+        """Start a process of multiprocessing; the fork server has `start_s` for its imports.
+
+        Raises ProcessLost for the fork server, whose wait `cancelled` ends.
+        """
+        if self.forked:
+            fork_server.start_process(self.handle, start_s, cancelled)
+        else:
+            self.handle.start()
+        self.clock, self._server = PolledClock(), fork_server.server_pid()
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also its group id; 0 before the start."""
+        pid: int = self.handle.pid or 0
+        return pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs, and before the start."""
+        code: int | None
+        if isinstance(self.handle, Popen):
+            code = self.handle.poll()
+        else:
+            code = self.handle.exitcode if self.pid else None
+        return code
+
+    def poll(self) -> int | None:
+        """Return the exit code, after counting the time in its state.
+
+        Kills a fork server that does not report the end of the process.
+        """
+        now, code = self.clock.poll(), self.exit_code
+        state = process_state(self.pid) if code is None else ""
+        self._since = {state: self._since.get(state, now)}
+        if self.forked and state == ENDED and now - self._since[ENDED] > fork_server.ANSWER_S:
+            server = describe_state(fork_server.server_pid() or 0)
+            problem = f"the fork server{server} reported no exit for {fork_server.ANSWER_S:g} s"
+            self.problem = f"{problem}: it was killed, and the processes with it"
+            fork_server.kill()
+        return code
+
+    @property
+    def stopped_s(self) -> float:
+        """For how long the process has been stopped, when last polled."""
+        return self.clock.seconds - self._since.get(STOPPED, self.clock.seconds)
+
+    def has_lost_server(self) -> bool:
+        """Whether its exit code is unknown, because the fork server has ended."""
+        if not self.forked or self.exit_code != fork_server.SERVER_LOST:
+            return False
+        return fork_server.server_pid() != self._server or fork_server.has_ended(0.0)
+
+    def wait(self, seconds: float = inf) -> int | None:
+        """Wait for the process to exit, for at most `seconds`; return its exit code."""
+        clock = PolledClock()
+        while (code := self.poll()) is None and (left := seconds - clock.poll()) > 0:
+            if isinstance(self.handle, Popen):
+                with suppress(TimeoutExpired):
+                    self.handle.wait(min(POLL_S, left))
+            else:
+                self.handle.join(min(POLL_S, left))
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, if it still exists."""
+        if self.pid and (self.exit_code is None or self.has_lost_server()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and its group."""
+        with suppress(ProcessLookupError, PermissionError):
+            if self.pid:
+                os.killpg(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)  # it may have no group of its own yet
+
+    def end(self) -> None:
+        """Kill the process and all its descendants, and wait for its end."""
+        if not self.pid:
+            return
+        descendants: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            if self.exit_code is None:  # else the process id may be that of another one
+                descendants = psutil.Process(self.pid).children(recursive=True)
+        self.kill()
+        for process in descendants:
+            with suppress(psutil.Error):  # psutil compares start times, so a reused id is safe
+                process.kill()
+        self.wait()
+        if self.has_lost_server():  # the kernel reports its end to another process
+            clock = PolledClock()
+            while process_state(self.pid) not in ("", ENDED) and clock.poll() < KILL_S:
+                time.sleep(POLL_S / 5)
+
+    def describe_end(self) -> tuple[str, str]:
+        """Return the status (failed, killed or oom) and reason of an end without an answer."""
+        code = self.exit_code
+        if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
+            return "oom", "was killed by the kernel: out of memory"
+        return "killed" if code is not None and code < 0 else "failed", describe_exit(code)
 
 
 class UnguardedScript(UsageError):
@@ -47,14 +183,13 @@ class ChildContext:
     """What the child receives from its parent."""
 
     pipe: Connection
-    parent_death_pipe: Connection  # closed when the parent ends
     log: Path | None
     start_method: str  # of the parent
     environment: dict[str, str]
 
 
-class ChildProcess:
-    """The parent's side of a child process. It handles one request at a time.
+class RequestProcess(ChildProcess):
+    """The parent's side of a child that handles one request at a time.
 
     `main(child, *arguments)` runs in the child, with a `ChildContext`. The child and its
     descendants end with the parent. `forked` uses the fork server, which must be running; else the
@@ -69,40 +204,30 @@ class ChildProcess:
         forked: bool = False,
     ) -> None:
         context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
-        self.log, self.forked = log, forked
+        self.log = log
         self.has_answered = False  # at least one request
-        self.oom_kills = cgroup.oom_kills() or 0
-        self.pipe, child_pipe = context.Pipe()
-        death_pipe, self.parent_death_pipe = context.Pipe(duplex=False)
-        self.child_ends = child_pipe, death_pipe
+        self.pipe, self.child_pipe = context.Pipe()
         environment = {**os.environ, **omp_env(os.environ)}
         if sys.flags.safe_path:
             environment["PYTHONSAFEPATH"] = "1"
-        method = multiprocessing.get_start_method()
-        child = ChildContext(child_pipe, death_pipe, log, method, environment)
+        child = ChildContext(self.child_pipe, log, multiprocessing.get_start_method(), environment)
         # not a daemon: daemons may have no children, but runs start data workers and compilers
         child_arguments = MaskingState(), _run_child, main, child, arguments
-        self.process = context.Process(target=run_masked, args=child_arguments, daemon=False)
+        handle = context.Process(target=run_masked, args=child_arguments, daemon=False)
+        super().__init__(handle, forked)
 
-    def start(self, start_s: float = fork_server.START_S) -> None:
+    def start(
+        self, start_s: float = fork_server.START_S, cancelled: Callable[[], bool] = bool
+    ) -> None:
         """Start the process; the fork server has `start_s` for its imports."""
         exit_if_imported()
         try:
             with worker_environment(), block_interrupt():
-                if self.forked:
-                    fork_server.start_process(self.process, start_s)
-                else:
-                    self.process.start()
+                super().start(start_s, cancelled)
         except ProcessLost as lost:
             raise WorkerFailure("killed", str(lost)) from None
         finally:
-            for end in self.child_ends:
-                end.close()
-
-    @property
-    def pid(self) -> int:
-        """Process id, which is also its group id; 0 before the start."""
-        return self.process.pid or 0
+            self.child_pipe.close()
 
     def ask(self, request: Any) -> None:
         """Send a request; bytes are sent as they are."""
@@ -112,7 +237,7 @@ class ChildProcess:
             else:
                 self.pipe.send(request)
         except OSError:
-            raise self._describe_exit() from None
+            raise self._exit_failure() from None
 
     def answer(self, timeout_s: float) -> Any:
         """Wait up to `timeout_s` for the answer.
@@ -120,7 +245,7 @@ class ChildProcess:
         Raises WorkerFailure; the caller still has to call `end`.
         """
         clock, waited = PolledClock(WAIT_SLICE_S), 0.0
-        ends = [self.pipe, self.process.sentinel]
+        ends = [self.pipe, self.handle.sentinel]
         while not wait(ends, max(0.0, min(WAIT_SLICE_S, timeout_s - waited))):
             if (waited := clock.poll()) >= timeout_s:
                 state = describe_state(self.pid) if process_state(self.pid) == STOPPED else ""
@@ -128,7 +253,7 @@ class ChildProcess:
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            raise self._describe_exit() from None
+            raise self._exit_failure() from None
         self.has_answered = True
         if isinstance(answer, RequestFailure):
             raise WorkerFailure(answer.status, f"{answer.reason}{self._log_path_text()}")
@@ -139,46 +264,22 @@ class ChildProcess:
         with suppress(OSError):
             self.pipe.send(None)
 
-    def wait(self, seconds: float) -> None:
-        """Wait for the process to exit, for at most `seconds`."""
-        self.process.join(max(0.0, seconds))
-
     def end(self) -> None:
         """Kill the process and all its descendants."""
-        if not self.pid:
-            return
-        children: list[psutil.Process] = []
-        with suppress(psutil.Error):
-            children = psutil.Process(self.pid).children(recursive=True)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.kill()  # it may have no group of its own yet
-        for process in children:
-            with suppress(psutil.Error):  # psutil compares start times, so a reused id is safe
-                process.kill()
-        if self.forked and fork_server.is_running():
-            self.process.join(EXIT_TIMEOUT_S)
-            if self.process.exitcode is None:  # the fork server does not report its end
-                fork_server.kill()
-        self.process.join()
+        super().end()
         self.pipe.close()
-        self.parent_death_pipe.close()
 
-    def _describe_exit(self) -> WorkerFailure:
+    def _exit_failure(self) -> WorkerFailure:
         """Return how a process ended that sent no answer. Raises UnguardedScript."""
-        self.process.join(EXIT_TIMEOUT_S)
-        code, hint = self.process.exitcode, self._log_path_text()
+        code = self.wait(EXIT_TIMEOUT_S)
         if code == UNGUARDED_EXIT_CODE and not self.has_answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
             raise UnguardedScript(
                 f'{script.name} must do this under `if __name__ == "__main__":`, because '
                 "the measured processes import it"
             )
-        if code is None or code >= 0:
-            return WorkerFailure("failed", f"it ended with exit code {code}{hint}")
-        if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
-            return WorkerFailure("oom", f"killed by the system: out of memory{hint}")
-        return WorkerFailure("killed", f"killed by {signal.Signals(-code).name}{hint}")
+        status, reason = self.describe_end()
+        return WorkerFailure(status, f"it {reason}{self._log_path_text()}")
 
     def _log_path_text(self) -> str:
         return f"; see {self.log}" if self.log is not None and self.log.exists() else ""
@@ -221,20 +322,33 @@ def block_interrupt() -> Iterator[None]:
 
 def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[Any, ...]) -> None:
     """Start a session with its own log that ends with the parent, then call `main`."""
-    os.setsid()
-    fork_server.leave()
-    # Restore the parent's start method: forked workers have unnamed locks, which a process that
-    # is killed cannot leave behind.
-    multiprocessing.set_start_method(child.start_method, force=True)
+    detach(child.start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     redirect_output(child.log)
-    watch_parent(child.parent_death_pipe.fileno())
+    end_with_parent(kill_group)
     os.environ.clear()  # the fork server's may be stale; PYTHONSAFEPATH was for the start only
     os.environ.update(child.environment)
     main(child, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def detach(start_method: str | None = None) -> None:
+    """Give a new process its own session, without the pipes of the fork server.
+
+    Its own children start by `start_method`, None for the default: forked workers have unnamed
+    locks, which a process that is killed cannot leave behind, but a fork inherits another one.
+    """
+    os.setsid()
+    fork_server.leave()
+    multiprocessing.set_start_method(start_method, force=True)
+
+
+def end_with_parent(end: Callable[[], None]) -> None:
+    """Call `end` in a thread of a new process when its parent ends."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        watch_parent(parent.sentinel, end)
 
 
 def redirect_output(log: Path | None) -> None:

@@ -53,8 +53,8 @@ LEVELS = list(SecurityLevel)  # least strict first
 WORD = re.compile(r"\w+")
 BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 RESUME_KEYS = ("checkpoint.resume", "sweep.resume", "replay.path")
-NO_FILE_KEYS = ("distributed.rendezvous", "search.storage", "monitoring.sinks")
-"""Keys of machines to connect to and places to write, which a file cannot choose freely."""
+NO_FILE_KEYS = ("search.storage", "monitoring.sinks")
+"""Keys of places to write, which a file cannot choose freely."""
 RESERVED_GROUPS = ("security", "schema", "hydra")
 """Groups with permissions and types, in which no file may replace one of ours."""
 CLI_ONLY_GROUPS = {"launcher": "isolated", "job_logging": "none", "hydra_logging": "none"}

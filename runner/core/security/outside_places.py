@@ -1,7 +1,7 @@
-"""Check what a config names outside of the output folders: places to write, and another machine.
+"""Check what a config names outside of the output folders: places to write.
 
-A file may name a place below the output roots; others, and machines, have to be typed. So have
-some keys that a sweep's parameters would set.
+A file may name a place below the output roots; others have to be typed. So have some keys that a
+sweep's parameters would set.
 """
 
 from __future__ import annotations
@@ -27,24 +27,22 @@ from runner.core.security.cli_overrides import (
 from runner.core.security.config_files import NO_FILE_KEYS, WORD, raw_value, select
 from runner.core.security.paths import check_output_path
 
-RENDEZVOUS = "distributed.rendezvous"
 FOLDER_KEYS = (
     *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"),
     *("hydra.output_subdir", "hydra.job.name"),
 )
 """Keys that `ConfigFileChecker.check_folders` checks."""
+ADDRESS_KEY = "distributed.rendezvous"  # of earlier versions, from which pickles were read
 WRITTEN_KEYS = ("search.storage", "monitoring.sinks")
 """With FOLDER_KEYS all keys that name a place to write, also by arguments of a class."""
 URL_PARTS = set("?#%")  # with which a URL names another file than its text
 
 
 def check_outside_places(config: DictConfig, cli: CliOverrides) -> None:
-    """Raise SecurityError for a place or machine that a file names and that was not typed."""
+    """Raise SecurityError for a place that a file names and that was not typed."""
     config = config.copy()
     with open_dict(config):
         config.pop("hydra", None)  # as when the run's config is made, on which values may depend
-    for address in () if cli.has(RENDEZVOUS) else _texts(config, RENDEZVOUS):
-        raise _refusal(RENDEZVOUS, address, "a file cannot name the machine to connect to")
     for key in WRITTEN_KEYS:
         for text in () if cli.has(key) and not cli.strict else _texts(config, key):
             if "://" in text and URL_PARTS & set(text):
@@ -93,7 +91,10 @@ def check_sweep_parameters(config: DictConfig) -> None:
         words = WORD.findall(f"{override.key_or_group} {override.package}")
         key = override.key_or_group
         is_map = isinstance(override.value(), dict)  # of keys below this one
-        refused = any(is_below(key, (k,)) or is_map and is_below(k, (key,)) for k in NO_FILE_KEYS)
+        refused = any(
+            is_below(key, (k,)) or is_map and is_below(k, (key,))
+            for k in (*NO_FILE_KEYS, ADDRESS_KEY)
+        )
         if refused or {"security", "hydra", *FACTORY_KEYS} & set(words):
             raise SecurityError(
                 f"hydra.sweeper.params: {name} is refused: a config file cannot set it"

@@ -21,7 +21,7 @@ from runner.core.record import markdown, provenance, storage
 from runner.core.record.console import facts_table, plain_text, print_stdout
 from runner.core.record.summary import Summary
 from runner.core.record.text import json_safe
-from runner.core.security.child_process import ChildContext, ChildProcess
+from runner.core.security.child_process import ChildContext, RequestProcess
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.secrets import environment_access, permitted_variables
@@ -86,7 +86,7 @@ class AttemptProcesses:
     def __call__(self, without: Collection[str]) -> Attempt:
         """Repeat the step without these techniques."""
         arguments = (self.path, list(self.trusted), sorted(without), permitted_variables())
-        process = ChildProcess(_send_attempt, arguments, self.log)
+        process = RequestProcess(_send_attempt, arguments, self.log)
         try:
             process.start()
             attempt: Attempt = process.answer(self.limit_s)

@@ -34,6 +34,7 @@ from runner.core.record import provenance
 from runner.core.record.storage import make_folder, replace_text, user_cache
 from runner.core.record.text import dataclass_from_json, escape_control_chars, json_safe
 from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.distributed import DistributedConfig, DistributedKind
 from runner.core.schemas.optimization import Optimization
 from runner.core.techniques.attention import record_calls
 from runner.measure.auto.search import (
@@ -119,8 +120,16 @@ def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
 
 
 def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
-    """Return the run's config with these techniques, starting at step 0 and writing nothing."""
+    """Return the run's config with these techniques, starting at step 0 and writing nothing.
+
+    Of a distributed run it is one process, with its part of each batch.
+    """
     arm = without_side_effects(config)
+    if config.distributed.kind is not DistributedKind.none:
+        from runner.scale.distributed.launch import count_processes
+
+        arm.training.batch_size = -(-arm.training.batch_size // count_processes(config))
+        arm.distributed = DistributedConfig()
     arm.optimization = enable_techniques(config.optimization, names)
     arm.checkpoint.resume = "none"
     return arm

@@ -25,6 +25,7 @@ from runner.core.module_path import python_command
 from runner.core.record.text import escape_control_chars as escape
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.data import LOADING_KEYS
+from runner.core.schemas.distributed import DistributedKind
 from runner.core.security.secrets import check_name
 
 KEY = "benchmark.arms"
@@ -75,6 +76,10 @@ def compose_arms(
             config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
         except ConfigError as error:
             raise ConfigError(KEY, f"{escape(name)}: {error}") from error
+        if config.distributed.kind is not DistributedKind.none:
+            kind = config.distributed.kind.value
+            problem = f"{escape(name)}: distributed={kind}: arms are compared as single processes"
+            raise ConfigError(KEY, problem, "a sweep (-m) shows the seconds of distributed runs")
         # a recipe may ask for the benchmark
         has_recipe = any(parse_override(one).key == "experiment" for one in merged)
         job = ["job=train"] if has_recipe else []

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import UsageError, WorkerFailure
-from runner.core.schemas.distributed import DistributedConfig
-from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildContext, ChildProcess
+from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildContext, RequestProcess
 from runner.core.security.pickle_transfer import pickle_parts, unpickle_parts
 from runner.measure.benchmark.arms import Arm, requests_techniques
 
@@ -39,7 +38,7 @@ class ParityChecker:
 
     def __init__(self, timeout_s: float, given: Any = None) -> None:
         self.timeout_s, self.given = timeout_s, given
-        self.process: ChildProcess | None = None
+        self.process: RequestProcess | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +52,7 @@ class ParityChecker:
     def check(
         self, arm: Arm, choices: Mapping[str, Any] | None = None, within_s: float | None = None
     ) -> ParityVerdict:
-        """Return the verdict on one arm, trained by a single process, within `within_s`.
+        """Return the verdict on one arm, within `within_s`.
 
         The limit defaults to `timeout_s`; `choices` are the arm's automatic choices, to repeat.
         """
@@ -63,10 +62,9 @@ class ParityChecker:
         try:
             if self.process is None:
                 arguments = (pickle_parts({"given": self.given}),)
-                self.process = ChildProcess(_judge_requests, arguments, None)
+                self.process = RequestProcess(_judge_requests, arguments, None)
                 self.process.start()
-            single_process = replace(arm.config, distributed=DistributedConfig())
-            self.process.ask({"config": single_process, "choices": choices or {}})
+            self.process.ask({"config": arm.config, "choices": choices or {}})
             return ParityVerdict(*self.process.answer(limit_s))
         except WorkerFailure as failure:
             self._end()

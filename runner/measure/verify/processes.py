@@ -16,7 +16,7 @@ import torch
 
 from runner.core.build.build import Components
 from runner.core.config.run_config import RunConfig
-from runner.core.errors import ConfigError, UsageError
+from runner.core.errors import UsageError
 from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder, Technique
@@ -155,8 +155,6 @@ def train_in_processes(
 
     Returns when all have ended, including one that the probe kills. Raises the run's error.
     """
-    if config.distributed.nodes > 1:
-        raise ConfigError("distributed.nodes", "job=verify uses one machine", "remove it")
     probe, techniques = probe or RunProbe(), {}
     if precision is not None:
         config = copy(config)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import psutil
 
 from runner.core import fork_server
 from runner.core.device.signals import (
@@ -26,9 +23,10 @@ from runner.core.device.signals import (
     unclaimed_signals,
 )
 from runner.core.errors import ProcessLost
-from runner.core.process_wait import ENDED, STOPPED, PolledClock, describe_state, process_state
+from runner.core.process_wait import STOPPED, PolledClock, describe_state, process_state
+from runner.core.security.child_process import ChildProcess
 from runner.core.security.masked_process import MaskingState, run_masked
-from runner.scale.distributed.outcome import LOST_KINDS, MachineReport, RankEnd, RankOutcome
+from runner.scale.distributed.outcome import LOST_KINDS, RankEnd, RankOutcome, RunVerdict, judge
 
 PRELOAD = ["runner.scale.distributed.preload"]  # imports torch once for all processes
 POLL_S = 0.2
@@ -37,7 +35,6 @@ SAVE_S = 30.0  # minimum time for a final checkpoint
 SIGNAL_REPEAT_S = 6.0  # after which a signal is repeated; then a process no longer waits for data
 ABORT_S = 1.0  # for a hung process to write its stacks
 END_S = 5.0  # after others have waited a full timeout, or if not all processes trained
-KILL_S = 10.0  # for a process to die after SIGKILL
 EARLY_END_S = 0.5  # to end after a signal before training: a library may have swallowed it
 
 unblock_signals = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, END_SIGNALS)
@@ -52,30 +49,25 @@ class Agent:
         outcome_folder: Path,
         timeout_s: float,
         grace_s: float,
-        exchange: Callable[[bool], bool] = bool,
         uses_nccl: bool = False,
         start_s: float = fork_server.START_S,
         trains: Callable[[], bool] = lambda: True,
     ) -> None:
         """`outcome_folder` is the folder in which processes write their outcomes.
 
-        A process has `grace_s` to end after a signal. `exchange` is called repeatedly with whether
-        a process has failed here, and returns whether one has failed on any machine. With
-        `uses_nccl`, processes that remain may wait for their device forever, and have nothing to
-        save. The fork server has `start_s` for its imports. `trains` returns whether training has
-        begun; before that nothing is saved after a signal.
+        A process has `grace_s` to end after a signal. With `uses_nccl`, processes that remain may
+        wait for their device forever, and have nothing to save. The fork server has `start_s` for
+        its imports. `trains` returns whether training has begun; before that nothing is saved after
+        a signal.
         """
         self.uses_nccl, self.start_s, self.trains = uses_nccl, start_s, trains
         self.outcome_folder, self.timeout_s, self.grace_s = outcome_folder, timeout_s, grace_s
-        self.exchange = exchange
-        self.processes: dict[int, ForkServerProcess] = {}  # by rank
+        self.processes: dict[int, ChildProcess] = {}  # by rank
         self.received_signal: int | None = None  # the signal that this process received
         self.aborted_at: dict[int, float] = {}  # rank → time at which it was aborted as hung
         self.server_lost = False  # the fork server has ended; its children die with it
         self.problem = ""  # of the fork server or of stopped processes
         self._clock = PolledClock()
-        self._stopped_at: float | None = None  # since when all processes are stopped
-        self._unreported_at: float | None = None  # since when the fork server owes an exit code
         # of the first signal; of the first failure
         self._signal_time: float | None = None
         self._failure_time: float | None = None
@@ -93,21 +85,24 @@ class Agent:
                     fork_server.start(PRELOAD, os.environ)
                 for rank, args in arguments.items():
                     args = (MaskingState(), start, *args)
-                    self.processes[rank] = context.Process(target=run_masked, args=args)
+                    handle = context.Process(target=run_masked, args=args)
+                    self.processes[rank] = ChildProcess(handle, forked=True)
                     self._start_process(self.processes[rank])
                     if self.received_signal is not None:  # no process has begun to train
                         raise Terminated(self.received_signal)
                 self._clock = PolledClock()  # not polled until here
                 while (alive := self._alive_processes()) and not self.server_lost:
-                    wait([process.sentinel for process in alive.values()], POLL_S)
+                    wait([process.handle.sentinel for process in alive.values()], POLL_S)
                     self._clock.poll()
                     self._end_stopped(alive)
                     self._abort_hung()
                     self.server_lost = self._server_has_ended()
             finally:
-                self._send_signal(signal.SIGKILL)
+                for process in self._alive_processes().values():
+                    process.kill()
         if self.server_lost:
-            self._kill_all()
+            for process in self.processes.values():
+                process.end()
 
     @property
     def stopped_s(self) -> float:
@@ -118,15 +113,11 @@ class Agent:
         gap_s = self._clock.longest_gap_s
         return gap_s if gap_s > self.timeout_s / 2 else 0.0
 
-    def exit_codes(self) -> dict[int, int]:
-        """Exit codes by rank: negative for a signal; for a process not started SERVER_LOST or 0."""
+    def verdict(self, names: Mapping[int, str]) -> RunVerdict:
+        """Return how the run ends; `names` of the processes by rank are used in messages."""
+        outcomes, pairs = self.outcomes(), self.processes.items()
         not_started = fork_server.SERVER_LOST if self.server_lost else 0
-        pairs = self.processes.items()
-        return {rank: (p.exitcode or 0) if p.pid else not_started for rank, p in pairs}
-
-    def report(self, names: Mapping[int, str]) -> MachineReport:
-        """Return how all processes ended; `names` by rank are used in messages."""
-        codes, outcomes = self.exit_codes(), self.outcomes()
+        codes = {rank: (p.exit_code or 0) if p.pid else not_started for rank, p in pairs}
         if self.server_lost:  # a process that was done had only its exit code to report
             codes |= {rank: 0 for rank, outcome in outcomes.items() if outcome.kind == "done"}
         ends = [
@@ -135,72 +126,49 @@ class Agent:
         ]
         killed = self.server_lost and any(end.code for end in ends)
         problem = "the fork server was killed, and the processes with it" if killed else ""
-        return MachineReport(ends, self.received_signal or 0, self.problem or problem)
+        return judge(ends, self.received_signal or 0, self.problem or problem)
 
     def outcomes(self) -> dict[int, RankOutcome]:
         """Return the outcomes that processes have written so far, by rank."""
         outcomes = {rank: RankOutcome.read(self.outcome_folder, rank) for rank in self.processes}
         return {rank: outcome for rank, outcome in outcomes.items() if outcome is not None}
 
-    def _start_process(self, process: ForkServerProcess) -> None:
+    def _start_process(self, process: ChildProcess) -> None:
         try:
             if not self.server_lost:
-                fork_server.start_process(process, self.start_s, self._has_signal)
+                process.start(self.start_s, lambda: self.received_signal is not None)
         except ProcessLost as lost:
             self.server_lost, self.problem = True, str(lost)
 
-    def _has_signal(self) -> bool:
-        return self.received_signal is not None
-
     def _server_has_ended(self) -> bool:
         """Whether the fork server has ended; its pipes close shortly before its exit."""
-        exit_unknown = any(
-            p.exitcode == fork_server.SERVER_LOST for p in self.processes.values() if p.pid
-        )
-        return fork_server.has_ended(fork_server.PIPE_CLOSE_S if exit_unknown else 0.0)
+        lost = [p for p in self.processes.values() if p.exit_code == fork_server.SERVER_LOST]
+        return fork_server.has_ended(fork_server.PIPE_CLOSE_S if lost else 0.0)
 
-    def _end_stopped(self, alive: Mapping[int, ForkServerProcess]) -> None:
-        """Kill processes that are all stopped for `timeout_s`, or a fork server that is silent.
+    def _end_stopped(self, alive: Mapping[int, ChildProcess]) -> None:
+        """Kill processes that are all stopped for `timeout_s`.
 
         If only some are stopped, the others notice that they do not answer.
         """
-        now = self._clock.seconds
-        states = [process_state(process.pid or 0) for process in alive.values()]
-        if any(state != STOPPED for state in states):
-            self._stopped_at = None
-        elif self._stopped_at is None:
-            self._stopped_at = now
-        elif now > self._stopped_at + self.timeout_s and not self.problem:
-            names = ", ".join(f"{r}{describe_state(p.pid or 0)}" for r, p in alive.items())
-            limit = f"distributed.timeout_s={self.timeout_s:g} s"
-            self.problem = f"all processes of this machine were stopped for {limit}: {names}"
-            self._send_signal(signal.SIGKILL)
-            if process_state(fork_server.server_pid() or 0) == STOPPED:
-                fork_server.kill()
-        if ENDED not in states:
-            self._unreported_at = None
-        elif self._unreported_at is None:
-            self._unreported_at = now
-        elif now > self._unreported_at + fork_server.ANSWER_S:
-            state = describe_state(fork_server.server_pid() or 0)
-            problem = f"the fork server{state} reported no exit for {fork_server.ANSWER_S:g} s"
-            self.problem = f"{problem}: it was killed, and the processes with it"
+        for process in alive.values():
+            process.poll()
+            self.problem = self.problem or process.problem
+        if self.problem or any(p.stopped_s <= self.timeout_s for p in alive.values()):
+            return
+        names = ", ".join(f"{rank}{describe_state(p.pid)}" for rank, p in alive.items())
+        limit = f"distributed.timeout_s={self.timeout_s:g} s"
+        self.problem = f"all processes were stopped for {limit}: {names}"
+        for process in alive.values():
+            process.kill()
+        if process_state(fork_server.server_pid() or 0) == STOPPED:
             fork_server.kill()
 
-    def _kill_all(self) -> None:
-        """Kill all processes: without the fork server their exit is not reported."""
-        pids = [process.pid for process in self.processes.values() if process.pid]
-        survivors = [process for process in psutil.process_iter() if process.pid in pids]
-        self._send_signal(signal.SIGKILL, self.processes.values())
-        psutil.wait_procs(survivors, KILL_S)
-
-    def _alive_processes(self) -> dict[int, ForkServerProcess]:
-        return {rank: p for rank, p in self.processes.items() if p.pid and p.exitcode is None}
+    def _alive_processes(self) -> dict[int, ChildProcess]:
+        return {rank: p for rank, p in self.processes.items() if p.pid and p.exit_code is None}
 
     def _abort_hung(self) -> None:
         now = self._clock.seconds
-        failed = self.exchange(any(end.failed for end in self._ends()))
-        if failed and self._failure_time is None:
+        if self._failure_time is None and any(end.failed for end in self._ends()):
             self._failure_time = now
         if self._failure_time is None and self._signal_time is None:
             return
@@ -211,9 +179,9 @@ class Agent:
         for rank, process in self._alive_processes().items():
             if rank not in self.aborted_at and now > self._hang_deadline(rank, outcomes):
                 self.aborted_at[rank] = now
-                self._send_signal(signal.SIGABRT, [process])  # it writes its stacks
+                process.send_signal(signal.SIGABRT)  # it writes its stacks
             if rank in self.aborted_at and now > self.aborted_at[rank] + ABORT_S:
-                self._send_signal(signal.SIGKILL, [process])
+                process.kill()
         overdue = now > (self._signal_time or 0.0) + SIGNAL_REPEAT_S
         if self.received_signal and not self._signal_repeated and overdue:
             self._signal_repeated = True
@@ -248,7 +216,7 @@ class Agent:
 
     def _ends(self) -> list[RankEnd]:
         """Return how the processes that have ended so far did so."""
-        codes = {rank: p.exitcode for rank, p in self.processes.items() if p.pid}
+        codes = {rank: p.exit_code for rank, p in self.processes.items() if p.pid}
         return [
             RankEnd(rank, "", code, outcome=RankOutcome.read(self.outcome_folder, rank))
             for rank, code in codes.items()
@@ -274,13 +242,9 @@ class Agent:
         self._signal_time = self._clock.seconds if self._signal_time is None else self._signal_time
         self._send_signal(signal.SIGKILL if is_repeat else number)
 
-    def _send_signal(
-        self, number: int, processes: Iterable[ForkServerProcess] | None = None
-    ) -> None:
-        for process in self._alive_processes().values() if processes is None else processes:
-            with suppress(ProcessLookupError):
-                if process.pid:
-                    os.kill(process.pid, number)
+    def _send_signal(self, number: int) -> None:
+        for process in self._alive_processes().values():
+            process.send_signal(number)
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def join_from_program(
             f"distributed={kind}: this process was not launched as one of several; start with "
             "`torchrun --nproc-per-node 2 program.py` (or srun), or leave distributed out"
         )
-    place.check(config.distributed.processes, config.distributed.nodes)
+    place.check(config.distributed.processes)
     world = join_world(config, place, scope)
     return world, world.broadcast_choice(lambda: folder)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from runner.core.execution.recovery import MICRO_BATCH
 from runner.core.interfaces.technique import Choice
 from runner.core.jobs import load_job, train
 from runner.core.jobs import run_report as report
-from runner.core.record import hydra_files
 from runner.core.record.storage import remove_folder
 from runner.core.record.summary import SUMMARY_FILE as SUMMARY
 from runner.core.record.summary import CheckpointPaths, Summary
@@ -36,11 +33,10 @@ from runner.core.schemas.distributed import Backend, DistributedConfig, Distribu
 from runner.core.schemas.jobs import JobKind
 from runner.scale.distributed.agent import Agent
 from runner.scale.distributed.join import device_type, gpu_index
-from runner.scale.distributed.outcome import RANKS_FOLDER, MachineReport, RunVerdict, judge_reports
+from runner.scale.distributed.outcome import RANKS_FOLDER, RunVerdict
 from runner.scale.distributed.rank import STACKS_FOLDER, run_rank, run_rank_process
-from runner.scale.distributed.rank_info import RankInfo, detect_rank
-from runner.scale.distributed.rendezvous import join_rendezvous
-from runner.scale.distributed.world import choose_backend, open_store
+from runner.scale.distributed.rank_info import LOOPBACK, RankInfo, detect_rank
+from runner.scale.distributed.world import choose_backend, host_local_store, open_store
 
 log = logging.getLogger("runner")
 
@@ -59,7 +55,7 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
     if place is not None:
         return _run_as_rank_zero(config, folder, place)
     processes = count_processes(config)
-    if processes * config.distributed.nodes == 1:
+    if processes == 1:
         log.info("distributed: there is one process; distributed.processes=N starts more")
         load_job(config.job.kind)(replace(config, distributed=DistributedConfig()), folder)
         return _read_summary(config, folder)
@@ -67,11 +63,8 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
     losses, mtime_before = list[AttemptLost](), _summary_mtime(folder)
     while True:
         try:
-            record_location = run_attempt(config, folder, components, processes, losses)
-            if not record_location:
-                return _read_summary(config, folder)
-            _log_record_location(record_location, folder)
-            return None
+            run_attempt(config, folder, components, processes, losses)
+            return _read_summary(config, folder)
         except AttemptLost as loss:
             losses.append(loss)
             if sum(loss.kind == PROCESS_LOST for loss in losses) > config.distributed.restarts:
@@ -88,13 +81,6 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
 
 def _read_summary(config: RunConfig, folder: Path) -> Summary | None:
     return Summary.read(folder) if config.job.kind is JobKind.train else None
-
-
-def _log_record_location(record_location: str, folder: Path) -> None:
-    """Log where the record is, on a machine without rank 0."""
-    log.info("the record is on %s", record_location)
-    if not (folder / SUMMARY).exists():  # else the folder would look like a killed run
-        remove_folder(folder / hydra_files.FOLDER, ignore_errors=True)
 
 
 def _run_as_rank_zero(config: RunConfig, folder: Path, place: RankInfo) -> Summary | None:
@@ -129,14 +115,9 @@ class AttemptLost(Exception):
     """The processes have to be restarted, after a fault of this kind."""
 
     def __init__(
-        self,
-        message: str,
-        kind: str = PROCESS_LOST,
-        choices: Mapping[str, Any] | None = None,
-        folder: str = "",
+        self, message: str, kind: str = PROCESS_LOST, choices: Mapping[str, Any] | None = None
     ) -> None:
-        """`folder` is rank 0's."""
-        self.kind, self.choices, self.folder = kind, choices or {}, folder
+        self.kind, self.choices = kind, choices or {}
         super().__init__(message)
 
     def apply_to(self, components: Components) -> Components:
@@ -154,60 +135,42 @@ def run_attempt(
     processes: int,
     losses: Sequence[AttemptLost] = (),
     begin: Callable[..., None] = run_rank_process,
-) -> str:
+) -> None:
     """Start all processes and wait for their end; each attempt has its own store.
 
-    Returns host and folder of rank 0 if that is another machine, else "". Raises the error that
-    ended the run, or AttemptLost if a process was lost.
+    Raises the error that ended the run, or AttemptLost if a process was lost.
     """
-    mtime_before = _summary_mtime(folder)
-    with tempfile.TemporaryDirectory(prefix="runner-") as folder_name:
-        with join_rendezvous(config, processes, len(losses)) as rendezvous:
-            limits = config.distributed.timeout_s, config.checkpoint.grace_s
-            uses_nccl = choose_backend(config.distributed, device_type(config).type) == "nccl"
-            agent = Agent(
-                Path(folder_name),
-                *limits,
-                rendezvous.exchange,
-                uses_nccl,
-                config.data.timeout_s,
-                # on several machines, only one has the record
-                lambda: config.distributed.nodes > 1 or _summary_mtime(folder) != mtime_before,
+    mtime_before, store = _summary_mtime(folder), host_local_store()
+    reasons = tuple((loss.kind, str(loss)) for loss in losses)
+    with tempfile.TemporaryDirectory(prefix="runner-") as outcome_folder:
+        agent = Agent(
+            Path(outcome_folder),
+            config.distributed.timeout_s,
+            config.checkpoint.grace_s,
+            choose_backend(config.distributed, device_type(config).type) == "nccl",
+            config.data.timeout_s,
+            lambda: _summary_mtime(folder) != mtime_before,
+        )
+        places = [
+            RankInfo(
+                rank, processes, rank, processes, LOOPBACK, store.port, True, len(losses), "runner",
+                outcome_folder=agent.outcome_folder, losses=reasons,
             )
-            reasons = tuple((loss.kind, str(loss)) for loss in losses)
-            outcome_folder = agent.outcome_folder
-            places = [
-                replace(p, outcome_folder=outcome_folder, losses=reasons) for p in rendezvous.places
-            ]
-            agent.run(begin, {place.rank: (config, folder, components, place) for place in places})
-            report = agent.report({place.rank: _process_name(config, place) for place in places})
-            verdict = rendezvous.agree_on_verdict(report, partial(_judge_run, folder, mtime_before))
+            for rank in range(processes)
+        ]  # fmt: skip
+        agent.run(begin, {place.rank: (config, folder, components, place) for place in places})
+        verdict = agent.verdict({place.rank: _process_name(config, place) for place in places})
+    trained = _summary_mtime(folder) != mtime_before
+    if verdict.kind == "lost" and agent.stopped_s:
+        text = f"{verdict.message}; all processes had been stopped for {agent.stopped_s:.0f} s"
+        raise AttemptLost(text, RUN_STOPPED)
     if verdict.kind != "done":
-        error = _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
-        if verdict.kind == "lost" and agent.stopped_s and config.distributed.nodes == 1:
-            text = f"{error}; all processes had been stopped for {agent.stopped_s:.0f} s"
-            raise AttemptLost(text, RUN_STOPPED)
-        raise error
-    return "" if rendezvous.node == 0 else f"{places[0].address}: {verdict.folder}"
+        raise _error_of(verdict, folder, trained)
 
 
 def _process_name(config: RunConfig, place: RankInfo) -> str:
-    host = f" on {socket.gethostname()}" if place.local_size < place.size else ""
     index = gpu_index(config, place)
-    cuda = "" if index is None else f" (cuda:{index})"
-    return f"process {place.rank}{host}{cuda}"
-
-
-def _judge_run(
-    folder: Path, mtime_before: int, reports: Sequence[MachineReport], unreachable: str
-) -> RunVerdict:
-    """Return what ended the run; called on the machine of rank 0, which has the record."""
-    verdict = judge_reports(reports, unreachable)
-    verdict.folder = str(folder.absolute())
-    if verdict.kind == "interrupted":
-        trained = _summary_mtime(folder) != mtime_before
-        verdict.message = _describe_interruption(folder, verdict.exit_code - 128, trained)
-    return verdict
+    return f"process {place.rank}" + ("" if index is None else f" (cuda:{index})")
 
 
 def _summary_mtime(folder: Path) -> int:
@@ -226,14 +189,10 @@ def _error_of(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
         kind = "out_of_memory" if MICRO_BATCH in verdict.choices else "compiler_failed"
         return AttemptLost(verdict.message, kind, verdict.choices)
     if verdict.kind == "lost":
-        return AttemptLost(verdict.message, folder=verdict.folder)
+        return AttemptLost(verdict.message)
     error = RunnerError(verdict.message)
     if verdict.kind == "interrupted":
-        signal_number = verdict.exit_code - 128
-        where = verdict.message.removeprefix(str(Interrupted(signal_number)))
-        error = Interrupted(signal_number, where)
-    if verdict.kind == "unreachable":
-        error = ProcessLost(verdict.message)
+        error = _interruption(folder, verdict.exit_code - 128, trained)
     error.exit_code = verdict.exit_code
     if trained:
         status = "interrupted" if verdict.kind == "interrupted" else "failed"
@@ -241,7 +200,7 @@ def _error_of(verdict: RunVerdict, folder: Path, trained: bool) -> Exception:
     if error.exit_code == UsageError.exit_code:
         _remove_rank_folders(folder)
     if verdict.log:
-        error.args = (f"{error}; the traceback is in {Path(verdict.folder, verdict.log)}",)
+        error.args = (f"{error}; the traceback is in {folder.absolute() / verdict.log}",)
     return error
 
 
@@ -257,25 +216,24 @@ def _remove_rank_folders(folder: Path) -> None:
 
 def _restarts_exhausted(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost:
     fix = "distributed.restarts=N restarts all from the last checkpoint, as does"
-    error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(Path(losses[-1].folder or folder))}")
+    error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(folder)}")
     if trained:
         _update_summary(folder, "failed", str(error), losses)
     return error
 
 
-def _describe_interruption(folder: Path, signal_number: int, trained: bool) -> str:
-    """Describe how a signal ended the run, with the command to resume."""
-    ending = " before the first step; no checkpoint is written"
+def _interruption(folder: Path, signal_number: int, trained: bool) -> Interrupted:
+    """Return how a signal ended the run, with the command to resume."""
+    where = " before the first step; no checkpoint is written"
     with suppress(RunnerError):
-        if not trained:  # a summary is that of an earlier attempt
-            return str(Interrupted(signal_number, ending))
-        summary = Summary.read(folder)
-        if summary.status == "interrupted":  # written by rank 0
-            return summary.reason
-        ending = f" at step {summary.steps}"
-        if any(folder.glob("checkpoints/step_*")):
-            ending += f"; to resume: {resume_argument(folder)}"
-    return str(Interrupted(signal_number, ending))
+        if trained:  # else a summary is that of an earlier attempt
+            summary = Summary.read(folder)
+            where = f" at step {summary.steps}"
+            if summary.status == "interrupted":  # written by rank 0
+                where = summary.reason.removeprefix(str(Interrupted(signal_number)))
+            elif any(folder.glob("checkpoints/step_*")):
+                where += f"; to resume: {resume_argument(folder)}"
+    return Interrupted(signal_number, where)
 
 
 def _update_summary(

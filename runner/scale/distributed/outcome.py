@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import Interrupted, ProcessLost, RestartRequired, RunnerError
 from runner.core.masking import mask_secrets
+from runner.core.process_wait import MEMORY_HINT, describe_exit
 from runner.core.record.console import LOG
 from runner.core.record.storage import read_record, replace_text
 from runner.core.record.text import dataclass_from_json, describe_error
@@ -24,24 +25,12 @@ from runner.core.record.text import dataclass_from_json, describe_error
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-T = TypeVar("T")
-
 OUTCOME_FILE = "outcome-{}.json"
 RANKS_FOLDER = "ranks"  # subfolder for files of ranks other than 0
 CAUSE_KINDS = ("error", "restart", "interrupted")  # outcomes that make other processes end
 LOST_KINDS = ("lost", "hung")  # outcomes of processes that noticed the end of another one
 REPORT_S = 2.0  # for others to report after one is lost
 POLL_S = 0.05
-
-
-def dump_json(value: Any) -> str:
-    """Serialise a dataclass for another process or machine."""
-    return json.dumps(asdict(value))
-
-
-def parse_json(kind: type[T], text: str | bytes) -> T:
-    """Parse the output of `dump_json`."""
-    return dataclass_from_json(kind, json.loads(text))
 
 
 @dataclass
@@ -72,16 +61,25 @@ class RankOutcome:
         text, file, number = describe_error(error)
         return cls(rank, "error", f"{text} ({file}:{number})", 1)
 
+    def to_json(self) -> str:
+        """Serialise the outcome for another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankOutcome:
+        """Parse the output of `to_json`."""
+        return dataclass_from_json(cls, json.loads(text))
+
     def write(self, folder: Path) -> None:
         """Write the outcome to the agent's folder; an OSError is ignored."""
         with suppress(OSError):
-            replace_text(folder / OUTCOME_FILE.format(self.rank), dump_json(self))
+            replace_text(folder / OUTCOME_FILE.format(self.rank), self.to_json())
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:
         """Read a process's outcome; None if it left none, e.g. because it was killed."""
         try:
-            return parse_json(cls, read_record(folder / OUTCOME_FILE.format(rank)))
+            return cls.from_json(read_record(folder / OUTCOME_FILE.format(rank)))
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 
@@ -97,7 +95,7 @@ class SharedOutcomes:
         """Publish an outcome; ignored if the store has ended with its process."""
         outcome.message = mask_secrets(outcome.message)
         with suppress(RuntimeError):
-            self._store.set(f"outcome/{outcome.rank}", dump_json(outcome))
+            self._store.set(f"outcome/{outcome.rank}", outcome.to_json())
 
     def find_error(self) -> ProcessLost | None:
         """Return the error that ended another process, if already published; else None."""
@@ -126,7 +124,7 @@ class SharedOutcomes:
         while True:
             for rank in {*range(self.size)} - {self.rank, *outcomes}:
                 if self._store.check([key := f"outcome/{rank}"]):
-                    outcomes[rank] = parse_json(RankOutcome, self._store.get(key))
+                    outcomes[rank] = RankOutcome.from_json(self._store.get(key))
             causes = [o for _, o in sorted(outcomes.items()) if o.kind in CAUSE_KINDS]
             if causes or len(outcomes) == self.size - 1 or time.monotonic() > deadline:
                 return outcomes, min(causes, key=lambda o: CAUSE_KINDS.index(o.kind), default=None)
@@ -161,29 +159,21 @@ class RankEnd:
 
 
 @dataclass
-class MachineReport:
-    """How the processes of one machine ended."""
-
-    ends: list[RankEnd]
-    received: int = 0  # signal that its agent received
-    problem: str = ""  # that ended all processes
-
-
-@dataclass
 class RunVerdict:
-    """How a run ends, or why its processes are restarted; the same on all machines."""
+    """How a run ends, or why its processes are restarted."""
 
-    kind: str = "done"  # done | error | interrupted | restart | lost | unreachable
+    kind: str = "done"  # done | error | interrupted | restart | lost
     message: str = ""
     exit_code: int = 1
     choices: dict[str, Any] = field(default_factory=dict)
-    folder: str = ""  # of rank 0
-    log: str = ""  # log with the traceback of an unexpected error, relative to `folder`
+    log: str = ""  # log with the traceback of an unexpected error, relative to the run's folder
 
 
-def judge_reports(reports: Sequence[MachineReport], unreachable: str = "") -> RunVerdict:
-    """Return the verdict on all machines' reports; `unreachable` names missing machines."""
-    ends = sorted((end for report in reports for end in report.ends), key=lambda end: end.rank)
+def judge(ends: Sequence[RankEnd], received: int = 0, problem: str = "") -> RunVerdict:
+    """Return what ended a run, by the ends of its processes in the order of their ranks.
+
+    `received` is the signal that the agent received, `problem` what ended all processes.
+    """
     by_kind = {end.kind: end for end in reversed(ends)}
     if (end := by_kind.get("error")) and end.outcome:
         message = end.outcome.message if end.rank == 0 else f"{end.name}: {end.outcome.message}"
@@ -191,32 +181,27 @@ def judge_reports(reports: Sequence[MachineReport], unreachable: str = "") -> Ru
         if verdict.exit_code == 1:
             verdict.log = f"{RANKS_FOLDER}/{end.rank}/{LOG}" if end.rank else LOG
         return verdict
-    signal_number = max(report.received for report in reports)
     if (end := by_kind.get("interrupted")) and end.outcome:
-        signal_number = signal_number or end.outcome.exit_code - 128
-    failed = unreachable or any(end.failed for end in ends)
-    if failed and signal_number:
-        return RunVerdict("interrupted", exit_code=128 + signal_number)
-    if unreachable:
-        return RunVerdict("unreachable", unreachable)
+        received = received or end.outcome.exit_code - 128
+    failed = any(end.failed for end in ends)
+    if failed and received:
+        return RunVerdict("interrupted", exit_code=128 + received)
     if (end := by_kind.get("restart")) and end.outcome:
         return RunVerdict("restart", f"{end.name}: {end.outcome.message}", 1, end.outcome.choices)
     if not failed:
         return RunVerdict(exit_code=0)
-    problems = [report.problem for report in reports if report.problem]
-    return RunVerdict("lost", problems[0] if problems else _describe_lost_process(ends))
+    return RunVerdict("lost", problem or _describe_lost_process(ends))
 
 
 def _describe_lost_process(ends: Sequence[RankEnd]) -> str:
     """Name the lost process: one that was killed from outside before one that hung."""
     for end in ends:
         if end.code < 0 and not end.killed:
-            oom_hint = "; by the kernel, if the memory was used up"
-            hint = oom_hint if end.code == -signal.SIGKILL else ""
-            return f"{end.name} was killed by {signal.Signals(-end.code).name}{hint}"
+            hint = MEMORY_HINT if end.code == -signal.SIGKILL else ""
+            return f"{end.name} {describe_exit(end.code)}{hint}"
     for end in ends:
         if end.failed and not end.killed and end.kind in ("", "running"):
-            return f"{end.name} ended with exit code {end.code} during the run"
+            return f"{end.name} {describe_exit(end.code)} during the run"
     for end in ends:
         if end.killed:
             return f"{end.name} was killed: no answer within distributed.timeout_s"

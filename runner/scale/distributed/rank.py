@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ from traceback import format_exception
 import torch
 
 from runner import rooms
-from runner.core import fork_server
 from runner.core.build.build import Components
 from runner.core.checkpoint.ownership import folder_is_checked
 from runner.core.config.run_config import RunConfig
@@ -27,18 +25,19 @@ from runner.core.device.signals import interruption_before_run, raise_on_signals
 from runner.core.errors import Interrupted, ProcessLost, UsageError
 from runner.core.jobs import train
 from runner.core.masking import mask_secrets
-from runner.core.parent_death import die_with_parent, watch_parent
+from runner.core.parent_death import die_with_parent
 from runner.core.record.console import close_logging, restore_logging, set_up_logging
 from runner.core.record.storage import guard_folder, make_folder
 from runner.core.record.summary import Summary
 from runner.core.record.text import escape_control_chars
 from runner.core.schemas.distributed import DistributedConfig
 from runner.core.schemas.jobs import JobKind
+from runner.core.security.child_process import detach, end_with_parent
 from runner.core.security.secrets import redact_errors
 from runner.core.standard_streams import write_stream
 from runner.scale.distributed.agent import block_signals, unblock_signals
 from runner.scale.distributed.join import config_for_rank, join_world
-from runner.scale.distributed.links import measure_links
+from runner.scale.distributed.links import examine_links
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome
 from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World, as_lost, is_lost
@@ -51,13 +50,13 @@ def run_rank_process(
     config: RunConfig, folder: Path, components: Components, place: RankInfo
 ) -> None:
     """Entry point of a new process: run its part and write the outcome for the agent."""
-    os.setpgid(0, 0)  # Ctrl-C of the terminal is forwarded by the agent, once
+    detach()  # Ctrl-C of the terminal is forwarded by the agent, once
     os.environ.pop("PYTHONSAFEPATH", None)  # set for the fork server only
     if not _is_only_process(place):
         os.environ.update(place.environ())
-    multiprocessing.set_start_method(None, force=True)  # the default: a fork inherits another
-    fork_server.leave()
-    _end_with_parent()
+    # a resumed run must not be disturbed; the kernel also kills stopped processes: see `preload.py`
+    die_with_parent()
+    end_with_parent(partial(os.kill, os.getpid(), signal.SIGKILL))
     outcome = _run_to_outcome(config, folder, components, place)
     if place.outcome_folder is not None:
         outcome.write(place.outcome_folder)
@@ -169,10 +168,10 @@ def _is_only_process(place: RankInfo) -> bool:
 
 
 def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
-    """Run job=doctor, with a measurement of the links between processes."""
+    """Run job=doctor, with a description of the processes."""
     with ExitStack() as scope:
         device = select(config_for_rank(config, world.place).device, scope)
-        links = measure_links(world, device.torch)
+        links = examine_links(world, device.torch)
         if world.is_rank_zero:
             rooms.find("job", "doctor", "job=doctor")(config, folder, links)
         world.barrier()
@@ -183,13 +182,3 @@ def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> No
     guard_folder(folder)
     make_folder(log_folder)
     set_up_logging(config.monitoring.log_level, log_folder, screen=place.rank == 0)
-
-
-def _end_with_parent() -> None:
-    """Kill this process when its parent ends, so that a resumed run is not disturbed.
-
-    On Linux the kernel also kills stopped processes, through the fork server: see `preload.py`.
-    """
-    die_with_parent()
-    if (parent := multiprocessing.parent_process()) is not None:
-        watch_parent(parent.sentinel, partial(os.kill, os.getpid(), signal.SIGKILL))

@@ -32,16 +32,12 @@ class RankInfo:
     outcome_folder: Path | None = None  # where our agent reads how each process ends
     losses: tuple[tuple[str, str], ...] = ()  # reasons of restarts: (kind of fault, message)
 
-    def check(self, processes: int | None, nodes: int) -> None:
+    def check(self, processes: int | None) -> None:
         """Raise ConfigError if the config disagrees with the launcher."""
-        for key, number, actual in (
-            ("processes", processes or self.size, (self.local_size, self.size)),
-            ("nodes", nodes, (1, self.nodes)),
-        ):
-            if number not in actual:
-                started = f"{self.size} processes, {self.local_size} of them on this machine"
-                problem = f"is {number}, but {self.by} has started {started}"
-                raise ConfigError(f"distributed.{key}", problem, "leave it out")
+        if processes not in (None, self.local_size, self.size):
+            started = f"{self.size} processes, {self.local_size} of them on this machine"
+            problem = f"is {processes}, but {self.by} has started {started}"
+            raise ConfigError("distributed.processes", problem, "leave it out")
 
     def environ(self) -> dict[str, str]:
         """Return the variables that torchrun sets, for user code."""

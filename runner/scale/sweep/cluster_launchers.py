@@ -1,8 +1,8 @@
 """hydra/launcher=submitit_slurm and =ray: handle jobs that end without a result or restart.
 
-submitit asks `sacct` whether a job has ended, which needs an accounting database; without one the
-launcher waits forever for a killed job. `squeue` works on every cluster. The Ray plugin raises at
-the first lost worker, and Ray would rerun its job in the same folder.
+Both launchers raise at the first job that is lost. submitit asks `sacct` whether a job has ended,
+which needs an accounting database: without one it would wait forever for a killed job. Ray would
+rerun a lost job in the same folder.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.core.checkpoint.ownership import archive_record, has_checkpoints
 from runner.core.device.signals import InterruptHandler, raise_on_signals
-from runner.core.errors import Interrupted, StorageError, SweepFailed
+from runner.core.errors import Interrupted, StorageError, SweepFailed, UsageError
 from runner.core.record.console import close_logging, set_up_logging
 from runner.core.record.summary import Summary
 from runner.scale.sweep.job_process import GRACE_S
@@ -35,8 +36,11 @@ log = logging.getLogger("runner")
 
 PLUGIN_FOLDER = Path(__file__).resolve().parents[1] / "plugins"
 SUBMITIT_VARIABLE = "SUBMITIT_EXECUTOR"  # set within a job
-SLURM_POLL_S = 30  # maximum interval between queries of the scheduler
-ENDED_STATE = "ENDED"
+SACCT_TIMEOUT_S = 60.0
+ARRAY_JOB = (
+    "sbatch --array=0-2 --signal=TERM@120 --requeue --wrap 'srun python -m runner "
+    "seed=$SLURM_ARRAY_TASK_ID name=mine-$SLURM_ARRAY_TASK_ID checkpoint.resume=auto'"
+)
 SLURM_ERROR = re.compile(r"slurmstepd\S*: error: \*\*\* (.*) \*\*\*")
 
 RAY_INIT = {"include_dashboard": False, "log_to_driver": False}  # each job has its own log
@@ -57,12 +61,19 @@ def adapt_launcher(target: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *map(str, plugin_paths)]))
     os.environ["PYTHONSAFEPATH"] = "1"
     if "hydra_submitit_launcher" in target:
-        _use_squeue()
+        if target.endswith("SlurmLauncher"):
+            _check_accounting()
+        from submitit.core.core import Job
+
+        job: Any = Job
+        job.results = partialmethod(_read_results, job.results)
+        logging.getLogger("submitit").setLevel(logging.ERROR)
     elif target.endswith("ray_launcher.RayLauncher"):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        from hydra_plugins.hydra_ray_launcher import _core
+        from hydra_plugins.hydra_ray_launcher.ray_launcher import RayLauncher
 
-        _core.launch = launch_on_ray
+        launcher: Any = RayLauncher
+        launcher.launch = launch_on_ray
 
 
 def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reason: str) -> None:
@@ -87,34 +98,26 @@ def _mark_failed(result: JobReturn, reason: str) -> JobReturn:
 # -- SLURM -----------------------------------------------------------------------------------------
 
 
-def _use_squeue() -> None:
-    """Make submitit query jobs by squeue."""
-    from submitit.core.core import Job
-    from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
-
-    watcher: Any = SlurmInfoWatcher
-    watcher._make_command, watcher.read_info = _squeue_command, _parse_squeue
-    SlurmJob.watcher = watcher(delay_s=SLURM_POLL_S)
-    job: Any = Job
-    read_results = job.results
-    job.results = lambda job: _read_slurm_results(job, read_results)
-    logging.getLogger("submitit").setLevel(logging.ERROR)
-
-
-def _squeue_command(watcher: Any) -> list[str] | None:
-    if not watcher._registered - watcher._finished:
-        return None
-    return ["squeue", "--noheader", "--array", "--me", "--format=%i|%T"]
-
-
-def _parse_squeue(watcher: Any, output: bytes | str) -> dict[str, dict[str, str]]:
-    """Return the state of each job; a job that is not in the queue has ended."""
-    text = output.decode() if isinstance(output, bytes) else output
-    states = dict(line.strip().split("|") for line in text.splitlines() if "|" in line)
-    return {job: {"State": states.get(job, ENDED_STATE)} for job in watcher._registered}
+def _check_accounting() -> None:
+    """Raise UsageError unless `sacct` works, which submitit asks whether a job has ended."""
+    command = ["sacct", "--noheader", "--starttime=now"]
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, errors="replace", timeout=SACCT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    else:
+        if done.returncode == 0:
+            return
+        problem = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    raise UsageError(
+        "hydra/launcher=submitit_slurm: submitit learns from sacct that a job has ended, but it "
+        f"does not work here ({problem[:200]}); use an array of jobs instead: {ARRAY_JOB}"
+    )
 
 
-def _read_slurm_results(job: Any, read_results: Any) -> list[Any]:
+def _read_results(job: Any, read_results: Any) -> list[Any]:
     """Return a job's results, or a failure, recorded in its folder."""
     try:
         results: list[Any] = read_results(job)
@@ -164,14 +167,13 @@ def launch_on_ray(
 ) -> list[JobReturn]:
     """Run the jobs, each in a Ray worker. Raises Interrupted."""
     import ray
-    from hydra_plugins.hydra_ray_launcher._launcher_util import launch_job_on_ray
 
     setup_globals()
     set_up_logging("info", None)
     try:
         ray.init(**{**RAY_INIT, **_to_dict(launcher.ray_cfg.init)})
-        remote = OmegaConf.create({**RAY_REMOTE, **_to_dict(launcher.ray_cfg.remote)})
-        task, state = partial(_run_on_ray, launcher.task_function), Singleton.get_state()
+        remote = ray.remote(**{**RAY_REMOTE, **_to_dict(launcher.ray_cfg.remote)})(_run_on_ray)
+        task, state = launcher.task_function, Singleton.get_state()
         context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
         # after init: Ray has its own handlers
         with InterruptHandler("ending the jobs") as interrupts:
@@ -179,7 +181,7 @@ def launch_on_ray(
                 config = context.config_loader.load_sweep_config(launcher.config, list(overrides))
                 with open_dict(config):
                     config.hydra.job.num = config.hydra.job.id = number
-                jobs[launch_job_on_ray(context, remote, config, task, state)] = config
+                jobs[remote.remote(context, config, task, state)] = config
             _wait_for_jobs(ray, list(jobs), interrupts)
             results = [_ray_result(ray, job, config) for job, config in jobs.items()]
         if interrupts.received is not None:
@@ -195,8 +197,21 @@ def _to_dict(config: DictConfig) -> dict[str, Any]:
     return values or {}
 
 
-def _run_on_ray(task: Any, config: DictConfig) -> Any:
-    """Run one job in its worker; a job that Ray restarts resumes from its last checkpoint."""
+def _run_on_ray(context: Any, config: DictConfig, task: Any, state: Any) -> JobReturn:
+    """Run one job in its worker."""
+    setup_globals()
+    Singleton.set_state(state)
+    return run_job(
+        hydra_context=context,
+        task_function=partial(_continue_on_ray, task),
+        config=config,
+        job_dir_key="hydra.sweep.dir",
+        job_subdir_key="hydra.sweep.subdir",
+    )
+
+
+def _continue_on_ray(task: Any, config: DictConfig) -> Any:
+    """Run the job's task; a job that Ray restarts resumes from its last checkpoint."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if has_checkpoints(folder) and config.checkpoint.resume == "none":
         config.checkpoint.resume = "auto"

@@ -9,15 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import DupFd
-from subprocess import TimeoutExpired
 from typing import Any
 
 from runner.core import fork_server
-from runner.core.process_wait import ENDED, PolledClock, process_state
+from runner.core.security.child_process import ChildProcess, detach
 
 PRELOAD = [
     "runner.core.build.build",
@@ -34,42 +33,20 @@ CAN_FORK = fork_server.can_fork()
 """Whether the fork server could fork safely after its imports; a child cannot tell."""
 
 
-class ForkedProcess:
-    """The `subprocess.Popen` interface for a forked job."""
+StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], ChildProcess]
+"""(command, environment, stdin descriptor, output descriptor) → started process."""
 
-    def __init__(self, process: ForkServerProcess) -> None:
-        self.process = process
-        self.pid = process.pid or 0
-        self._server = fork_server.server_pid()
-        self._unreported = PolledClock()  # since the server owes the exit code
 
-    @property
-    def returncode(self) -> int | Any:
-        """The exit code; None while it runs, negative for a signal."""
-        return self.process.exitcode
-
-    def poll(self) -> int | None:
-        """Return the current exit code; None while it runs. Kills a server that is silent."""
-        code = self.process.exitcode
-        if code is not None or process_state(self.pid) != ENDED:
-            self._unreported = PolledClock()
-        elif self._unreported.poll() > fork_server.ANSWER_S:
-            fork_server.kill()
-        return code
-
-    def has_lost_server(self) -> bool:
-        """Whether the exit code is unknown, because the fork server has ended."""
-        lost = fork_server.server_pid() != self._server or fork_server.has_ended(0.0)
-        return lost and self.process.exitcode == fork_server.SERVER_LOST
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it ends. Raises TimeoutExpired."""
-        clock = PolledClock()
-        while (code := self.poll()) is None:
-            if timeout is not None and clock.poll() >= timeout:
-                raise TimeoutExpired(self.process.name, timeout)
-            self.process.join(fork_server.POLL_S)
-        return code
+def spawn_job(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
+) -> ChildProcess:
+    """Start a job by its command, without a shell. Raises OSError."""
+    return ChildProcess(
+        subprocess.Popen(  # noqa: S603  # our own interpreter
+            command, stdin=stdin, stdout=output, stderr=output, start_new_session=True,
+            env=environment,
+        )
+    )  # fmt: skip
 
 
 def fork_job(
@@ -78,13 +55,13 @@ def fork_job(
     stdin: int,
     output: int,
     start_s: float = fork_server.START_S,
-) -> ForkedProcess:
+) -> ChildProcess:
     """Start a job by forking; `command` is that of a spawned job. Raises OSError, ProcessLost."""
     context = multiprocessing.get_context("forkserver")
     arguments = (list(command), dict(environment), os.getcwd(), _FileDescriptors(stdin, output))
-    process = context.Process(target=_run_job, args=arguments)
-    fork_server.start_process(process, start_s)
-    return ForkedProcess(process)
+    process = ChildProcess(context.Process(target=_run_job, args=arguments), forked=True)
+    process.start(start_s)
+    return process
 
 
 class _FileDescriptors:
@@ -105,8 +82,7 @@ def _run_job(
     command: list[str], environment: dict[str, str], folder: str, descriptors: tuple[int, int]
 ) -> None:
     """Become the job that `command` starts."""
-    os.setsid()
-    fork_server.leave()
+    detach()
     stdin, output = descriptors
     for descriptor, number in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)
@@ -115,7 +91,6 @@ def _run_job(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    multiprocessing.set_start_method(None, force=True)  # the default: a fork inherits another
     if not CAN_FORK:
         os.execve(command[0], command, environment)  # noqa: S606  # spawn instead
     sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)

@@ -5,28 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from runner.core.device import cgroup
 from runner.core.device.signals import END_SIGNALS
 from runner.core.errors import ProcessLost, StorageError
-from runner.core.process_wait import ENDED, STOPPED, PolledClock, process_state
+from runner.core.process_wait import MEMORY_HINT
 from runner.core.record.storage import make_folder, safe_opener
-from runner.core.record.summary import FINISHED_STATUSES, Summary
-from runner.core.record.summary import SUMMARY_FILE as SUMMARY_FILE
+from runner.core.record.summary import FINISHED_STATUSES, SUMMARY_FILE, Summary
 from runner.core.record.text import limit_length
+from runner.core.security.child_process import ChildProcess
+from runner.scale.sweep.fork import StartProcess, spawn_job
 from runner.scale.sweep.job_context import has_reported_end, parent_death_pipe
-
-if TYPE_CHECKING:
-    from runner.scale.sweep.fork import ForkedProcess
-
-    ProcessHandle = subprocess.Popen[bytes] | ForkedProcess
 
 CONSOLE_LOG = "console.log"
 TAIL_BYTES = 1 << 16  # bytes read from the end of the log
@@ -42,15 +35,11 @@ INTERRUPTED_CODES = {code for number in END_SIGNALS for code in (128 + number, -
 TIME_PREFIX = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
-StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], "ProcessHandle"]
-"""(command, environment, stdin descriptor, output descriptor) → started process."""
-
-
 @dataclass
 class JobProcess:
-    """A job's process in its own session, so that its descendants end with it."""
+    """A job's process in its own session, its log and the record of its end."""
 
-    handle: ProcessHandle
+    process: ChildProcess
     folder: Path
     timeout_s: float | None
     death_pipe: int  # closing it ends the process
@@ -60,12 +49,9 @@ class JobProcess:
     writes_summary: bool = False
     reported_end: bool = False  # else an exit code 0 is that of user code
     start_time: float = field(default_factory=time.monotonic)
-    oom_kills_before: int = field(default_factory=lambda: cgroup.oom_kills() or 0)
     requested_status: str = ""  # status after being asked to end: timeout or interrupted
     requested_reason: str = ""
-    deadline: float = float("inf")  # of the polled clock, at which it is killed
-    _clock: PolledClock = field(default_factory=PolledClock)
-    _stopped_at: float | None = None  # of the polled clock
+    deadline: float = float("inf")  # of the process's clock, at which it is killed
 
     @classmethod
     def start(
@@ -77,49 +63,46 @@ class JobProcess:
         overrides: Sequence[str] = (),
         writes_summary: bool = False,
         folder_trusted: bool = True,
-        start_process: StartProcess | None = None,  # None: it is spawned
+        start_process: StartProcess = spawn_job,
     ) -> JobProcess:
-        """Start a job with output to `console.log` in its folder. Raises OSError."""
+        """Start a job with output to `console.log` in its folder. Raises OSError, ProcessLost."""
         make_folder(folder)
-        earlier_summary, log_start = _file_identity(folder / SUMMARY_FILE), 0
+        earlier_summary = _file_identity(folder / SUMMARY_FILE)
         variables, read_end, write_end = parent_death_pipe(overrides, folder_trusted)
         try:
             with open(folder / CONSOLE_LOG, "ab", opener=safe_opener) as log_file:
-                log_start = log_file.tell()
-                start = start_process or _spawn
-                handle = start(command, {**environment, **variables}, read_end, log_file.fileno())
+                log_start, environment = log_file.tell(), {**environment, **variables}
+                process = start_process(command, environment, read_end, log_file.fileno())
         except (OSError, ProcessLost):
             os.close(write_end)
             raise
         finally:
             os.close(read_end)
         return cls(
-            handle, folder, timeout_s, write_end, earlier_summary, log_start,
+            process, folder, timeout_s, write_end, earlier_summary, log_start,
             writes_summary=writes_summary,
         )  # fmt: skip
 
     def has_ended(self) -> bool:
         """Whether it has ended; asks it to end after the timeout, and kills it at the deadline."""
         self._trim_log(MAX_LOG_BYTES)
-        if self.handle.poll() is not None:
+        if self.process.poll() is not None:
             return True
-        now, stopped = self._clock.poll(), process_state(self.handle.pid) == STOPPED
-        if not stopped or self._stopped_at is None:
-            self._stopped_at = now if stopped else None
-        timed_out = self.timeout_s is not None and now > self.timeout_s
-        if timed_out and not self.requested_status:
-            reason = f"not done within {self.timeout_s:g} s"
-            reason += f"; {self.stop_notice()}" if stopped else ""
+        now = self.process.clock.seconds
+        if self.timeout_s is not None and now > self.timeout_s and not self.requested_status:
+            notice = f"; {self.stop_notice()}" if self.stop_notice() else ""
+            reason = f"not done within {self.timeout_s:g} s{notice}"
             self.request_end(signal.SIGTERM, "timeout", reason, GRACE_S)
         if now > self.deadline:
-            self.kill()
+            self.process.kill()
         return False
 
     def stop_notice(self) -> str:
         """Describe a process that has been stopped for STOPPED_S; "" for one that runs."""
-        if self._stopped_at is None or (s := self._clock.seconds - self._stopped_at) < STOPPED_S:
+        if (seconds := self.process.stopped_s) < STOPPED_S:
             return ""
-        return f"pid {self.handle.pid} is stopped (state T) for {s:.0f} s; SIGCONT continues it"
+        pid = self.process.pid
+        return f"pid {pid} is stopped (state T) for {seconds:.0f} s; SIGCONT continues it"
 
     def request_end(
         self, number: int, status: str, reason: str, grace_s: float = float("inf")
@@ -130,32 +113,16 @@ class JobProcess:
         """
         if not self.requested_status:
             self.requested_status, self.requested_reason = status, reason
-        self.deadline = min(self.deadline, self._clock.seconds + grace_s)
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(self.handle.pid, number)
-
-    def kill(self) -> None:
-        """Kill the process and its descendants."""
-        for kill in (os.killpg, os.kill):  # it may not have its own session yet
-            with suppress(ProcessLookupError, PermissionError):
-                kill(self.handle.pid, signal.SIGKILL)
+        self.deadline = min(self.deadline, self.process.clock.seconds + grace_s)
+        self.process.send_signal(number)
 
     def close(self) -> None:
         """Kill what is left, and release its resources."""
-        self.kill()
-        self.handle.wait()
+        self.process.end()
         self._trim_log(2 * KEPT_BYTES)
-        if self.has_lost_server():  # the kernel reports its end to another process
-            clock = PolledClock()
-            while process_state(self.handle.pid) not in ("", ENDED) and clock.poll() < GRACE_S:
-                time.sleep(0.02)
         with suppress(OSError):
             self.reported_end = has_reported_end(self.death_pipe)
             os.close(self.death_pipe)
-
-    def has_lost_server(self) -> bool:
-        """Whether its exit code is unknown, because the fork server has ended."""
-        return not isinstance(self.handle, subprocess.Popen) and self.handle.has_lost_server()
 
     @property
     def seconds(self) -> float:
@@ -197,10 +164,10 @@ class JobProcess:
 
     def end_status(self) -> tuple[str, str]:
         """Return status and reason, from exit code, summary, report and log, after `close`."""
-        code, summary = self.handle.returncode, self._summary()
+        code, summary = self.process.exit_code or 0, self._summary()
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
-        if self.has_lost_server() and not self.requested_status:
+        if self.process.has_lost_server() and not self.requested_status:
             if summary is not None and succeeded:  # the exit code was all that it had to report
                 return summary.status, reason
             return "killed", "the sweep's fork server was killed, or did not report the job's end"
@@ -223,7 +190,9 @@ class JobProcess:
         if code in INTERRUPTED_CODES:
             return "interrupted", reason or "it was interrupted"
         if code < 0:
-            return self._describe_signal(-code)
+            status, reason = self.process.describe_end()
+            hint = MEMORY_HINT if status == "killed" and code == -signal.SIGKILL else ""
+            return status, reason + hint
         reason = "" if succeeded else reason  # the error came after the run itself
         reason = reason or self._describe_error(code)
         return ("oom" if OUT_OF_MEMORY.search(reason) else "failed"), reason
@@ -237,24 +206,10 @@ class JobProcess:
         output = f"printed last: {line}" if line else "printed nothing"
         return f"it exited with code {code}{storage_note} and {output}"
 
-    def _describe_signal(self, number: int) -> tuple[str, str]:
-        if number == signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills_before:
-            return "oom", "killed by the kernel: the container's memory was used up"
-        hint = "; by the kernel, if the memory was used up" if number == signal.SIGKILL else ""
-        return "killed", f"by signal {number} ({signal.Signals(number).name}){hint}"
-
     def _summary(self) -> Summary | None:
         with suppress(StorageError):
             return Summary.read(self.folder) if self.wrote_summary else None
         return None
-
-
-def _spawn(
-    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
-        command, stdin=stdin, stdout=output, stderr=output, start_new_session=True, env=environment
-    )
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:

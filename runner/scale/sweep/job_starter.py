@@ -82,7 +82,9 @@ class JobStarter:
         environment = {**job_environment(self.settings.jobs), **self._assign_gpus(plan)}
         safe_flag = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
         self.start_fork_server()  # it may have been killed
-        start_process = partial(fork.fork_job, start_s=plan.start_s) if self.use_fork else None
+        start_process: fork.StartProcess = fork.spawn_job
+        if self.use_fork:
+            start_process = partial(fork.fork_job, start_s=plan.start_s)
         return JobProcess.start(
             [sys.executable, *safe_flag, "-m", "runner", *self.arguments(plan.job.overrides)],
             environment,

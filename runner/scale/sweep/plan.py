@@ -101,7 +101,7 @@ class Planner:
     """Matches each requested job with the job of an earlier process that it continues.
 
     That is the job with the same overrides or, among jobs that are no longer requested, the same
-    hash. So each job can be planned before the next one is composed.
+    hash.
     """
 
     def __init__(
@@ -116,31 +116,19 @@ class Planner:
         self._requested = {tuple(overrides) for overrides in requested}
         self._taken_folders = {*taken_folders, *(job.folder for job in self.unmatched)}
 
-    def reserve_folder(self, name: str) -> str:
-        """Return `name`, or the lowest number that is free as a folder."""
-        names = chain([name], map(str, count()))
-        folder = next(
-            n for n in names if n not in self._taken_folders and not (self.folder / n).exists()
-        )
-        self._taken_folders.add(folder)
-        return folder
-
-    def take_match(self, overrides: Sequence[str], hash: str = "") -> Job | None:
-        """Remove and return the earlier job that these overrides continue; None if none does."""
-        same = (job for job in self.unmatched if job.overrides == overrides)
-        others = (job for job in self.unmatched if tuple(job.overrides) not in self._requested)
-        job = next(chain(same, (job for job in others if hash == job.hash != "")), None)
-        if job is not None:
-            self.unmatched.remove(job)
-        return job
-
     def match(self, plan: JobPlan) -> JobPlan:
         """Set the plan's folder, and its record if an earlier job is continued."""
         job = plan.job
-        earlier = self.take_match(job.overrides, job.hash)
+        same = (other for other in self.unmatched if other.overrides == job.overrides)
+        others = (
+            other for other in self.unmatched if tuple(other.overrides) not in self._requested
+        )
+        equal = (other for other in others if other.hash == job.hash != "")
+        earlier = next(chain(same, equal), None)
         if earlier is None:
-            job.folder = self.reserve_folder(job.folder)
+            job.folder = self._free_folder(job.folder)
             return plan
+        self.unmatched.remove(earlier)
         job.folder = earlier.folder
         job_folder = self.folder / job.folder
         if job.hash == earlier.hash != "" and not changed_files(job_folder):
@@ -152,6 +140,16 @@ class Planner:
             plan.continues = not plan.done and can_continue(plan, job_folder)
         plan.replaces = not (plan.done or plan.continues) and job_folder.exists()
         return plan
+
+    def _free_folder(self, name: str) -> str:
+        """Return `name`, or the lowest number that is free as a folder."""
+        folder = next(
+            name
+            for name in chain([name], map(str, count()))
+            if name not in self._taken_folders and not (self.folder / name).exists()
+        )
+        self._taken_folders.add(folder)
+        return folder
 
 
 def _has_finished(folder: Path) -> bool:

@@ -162,12 +162,12 @@ class Schedule:
         """Record how a process ended, and queue the job again if it is to be retried."""
         process.close()
         job = plan.job
-        job.exit_code = process.handle.returncode
+        job.exit_code = process.process.exit_code
         job.status, job.reason = process.end_status()
         job.seconds, job.ended = job.seconds + process.seconds, utc_now()
         invalid = plan.continues and job.exit_code == CHECKPOINT_ERROR and not process.wrote_summary
         retries_used = self.retry_counts.get(job.number, 0)
-        lost = process.has_lost_server() and self._may_repeat(job)
+        lost = process.process.has_lost_server() and self._may_repeat(job)
         retry_left = invalid or lost or retries_used < self.settings.retries
         retries = may_retry and job.status in RETRIED_STATUSES and retry_left
         if retries:  # an invalid checkpoint would fail each time

@@ -40,11 +40,10 @@ class SearchTrial:
 
 @dataclass(frozen=True)
 class SearchParameter:
-    """A varied key, its range as text, and its importance (share of the metric's variance)."""
+    """A varied key and its range as text."""
 
     key: str
     text: str
-    importance: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import FloatDistribution
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from runner.core.checkpoint.lock import is_locked
@@ -40,8 +38,6 @@ STATES = {
     TrialState.FAIL: "failed",
     TrialState.RUNNING: "running",
 }
-DIGITS = 4
-MIN_TRIALS = 4  # minimum number of finished trials for importances
 
 
 class StudyFile:
@@ -148,7 +144,6 @@ class StudyFile:
         """Return the contents of `search.json`."""
         plan, trials = self.plan, self.trials()
         done = [trial for trial in trials if trial.state is TrialState.COMPLETE]
-        importance = self._importance(done)
         return {
             "metric": plan.metric,
             "direction": "maximize" if plan.maximize else "minimize",
@@ -160,40 +155,26 @@ class StudyFile:
             "points": plan.space.points,
             "best": self.study.best_trial.number if done else None,
             "parameters": [
-                {"key": k, "text": parameter_text(distribution), "importance": importance.get(k)}
+                {"key": k, "text": parameter_text(distribution)}
                 for k, distribution in plan.space.parameters.items()
             ],
             "trials": [_trial_entry(trial, self.folder) for trial in trials],
         }
 
-    def _importance(self, done: list[FrozenTrial]) -> dict[str, float]:
-        """Return each parameter's importance by PED-ANOVA, which does not need scikit-learn."""
-        if len(done) < MIN_TRIALS or len({trial.value for trial in done}) < 2:
-            return {}
-        try:
-            return get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
-        except (ValueError, RuntimeError, ZeroDivisionError):  # values too similar
-            return {}
-
     def _intermediate_values(self, trial: Trial) -> Mapping[int, float]:
         return self.study._storage.get_trial(trial._trial_id).intermediate_values
 
     def _propose(self, number: int) -> dict[str, Any]:
-        """Return the sampler's next values; floats are rounded to DIGITS digits for overrides.
+        """Return the sampler's next values.
 
         Determined by the trials so far, the search's seed and the trial's number.
         """
-        settings, proposed = self.plan.settings, {}
-        sampler = _sampler(settings.sampler, settings.seed + number)
-        trial = optuna.trial.create_trial(state=TrialState.RUNNING)
-        trial.number = number
-        for key, distribution in self.plan.space.parameters.items():
-            value = sampler.sample_independent(self.study, trial, key, distribution)
-            if isinstance(distribution, FloatDistribution):
-                rounded = float(f"{value:.{DIGITS}g}")
-                value = min(max(rounded, distribution.low), distribution.high)
-            proposed[key] = value
-        return proposed
+        settings, trial = self.plan.settings, optuna.trial.create_trial(state=TrialState.RUNNING)
+        sampler, trial.number = _sampler(settings.sampler, settings.seed + number), number
+        return {
+            key: sampler.sample_independent(self.study, trial, key, distribution)
+            for key, distribution in self.plan.space.parameters.items()
+        }
 
     def _end_lost_trials(self) -> None:
         """Fail trials of processes that no longer run, or that ended within `ask`."""

@@ -183,7 +183,7 @@ TEXT_KEYS = {  # all others that hold text: names, choices, and places that are 
     *("security.environment", "security.allow_pickle", "security.pinned", "checkpoint.resume"),
     *("monitoring.log_level", "replay.path", "scan.path", "benchmark.arms"),
     *("benchmark.reference", "benchmark.baseline", "sweep.resume", "search.metric"),
-    *("distributed.kind", "distributed.backend", "distributed.rendezvous"),
+    *("distributed.kind", "distributed.backend"),
     *("hydra.launcher._target_", "hydra.sweeper._target_"),
     *("hydra.sweeper.params", "hydra.sweeper.direction", "hydra.sweeper.n_trials"),
     *("hydra.sweeper.max_batch_size", "hydra.job.chdir"),
@@ -210,7 +210,7 @@ def test_every_key_that_names_a_place_to_write_is_in_the_list() -> None:
     for schema in (JobSweeperConfig, SearchSweeperConfig):
         keys |= set(text_keys(schema, "hydra.sweeper."))
     assert keys == TEXT_KEYS | set(FOLDER_KEYS) | set(WRITTEN_KEYS)
-    assert set(NO_FILE_KEYS) == {"distributed.rendezvous", *WRITTEN_KEYS}
+    assert set(NO_FILE_KEYS) == set(WRITTEN_KEYS)
 
 
 @pytest.mark.parametrize(

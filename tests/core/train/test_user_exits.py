@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from runner.core.record.summary import Summary
-from runner.scale.distributed.outcome import MachineReport, RankEnd, RankOutcome, judge_reports
+from runner.scale.distributed.outcome import RankEnd, RankOutcome, judge
 from tests.runs import QUICK, command
 from tests.scale.sweep.test_endings import child_of, end_of
 
@@ -138,7 +138,7 @@ def test_a_job_without_a_summary_is_done_if_it_reports_its_end(start: str, folde
 def test_a_process_of_a_run_that_ends_with_code_0_before_its_outcome_is_lost() -> None:
     done, running = (RankOutcome(rank, kind) for rank, kind in enumerate(("done", "running")))
     ends = [RankEnd(0, "process 0", 0, outcome=done), RankEnd(1, "process 1", 0, outcome=running)]
-    verdict = judge_reports([MachineReport(ends)])
+    verdict = judge(ends)
     assert (verdict.kind, verdict.exit_code) == ("lost", 1)
     assert verdict.message == "process 1 ended with exit code 0 during the run"
 

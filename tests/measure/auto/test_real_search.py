@@ -111,6 +111,13 @@ def test_what_is_switched_on_by_name_is_on_in_every_candidate() -> None:
     assert all(not arm.config.checkpoint.enabled for arm in arms)
 
 
+def test_candidates_of_a_distributed_run_are_one_process_with_its_part_of_the_batch() -> None:
+    typed = ["distributed=ddp", "distributed.processes=2", "training.batch_size=33", "device=cpu"]
+    (arm, _) = make_arms(compose(["optimization=auto", *typed]), [])
+    assert arm.config.distributed.kind.value == "none"
+    assert arm.config.training.batch_size == 17
+
+
 def test_auto_is_refused_where_it_was_not_resolved() -> None:
     with pytest.raises(ConfigError, match="resolved by measuring"):
         build(compose(["optimization=auto"]))

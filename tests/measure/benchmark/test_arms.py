@@ -51,6 +51,15 @@ def test_the_command_of_an_arm_trains_the_same_by_itself() -> None:
         assert compose(words[4:]) == arm.config
 
 
+@pytest.mark.parametrize(
+    ("typed", "over"),
+    [("basic distributed=ddp", ()), ("basic", ("distributed=fsdp", "distributed.processes=2"))],
+)
+def test_a_distributed_arm_is_refused_by_name(typed: str, over: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"benchmark.arms: .*distributed=.*single processes"):
+        arms("none", typed, over=over)
+
+
 def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:
     quoted = """name='x.x' "device.threads=1\""""
     measured = arms("none", "NONE: basic", "comparison: ultra", quoted)

@@ -16,7 +16,6 @@ import pytest
 
 from runner import compose
 from runner.core import fork_server
-from runner.core.record.summary import Summary
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
@@ -153,7 +152,7 @@ def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path: Path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["benchmark.json", "none", "same"]
 
 
-# -- data workers, and arms of several processes ---------------------------------------------------
+# -- data workers ----------------------------------------------------------------------------------
 
 SLOW = ["model=mlp", f"data._target_={PARTS}.Slow", "+data.seconds=0.012", "training.batch_size=5"]
 
@@ -188,27 +187,3 @@ def test_data_workers_are_stopped_while_another_arm_has_its_turn(pool: WorkerPoo
     assert len(workers) == 2
     assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
     pool.turn("w2", 0.05)  # and then continue
-
-
-@pytest.mark.slow
-def test_an_arm_of_two_processes_has_turns_beside_one_of_one_and_leaves_none(
-    tmp_path: Path,
-) -> None:
-    ddp = [*BASE, "optimization=none", "distributed=ddp"]
-    arms = [arm(f"of {n}", *ddp, f"distributed.processes={n}") for n in (1, 2)]
-    with WorkerPool(arms, QUICK, tmp_path) as pool:
-        turns = []
-        for name in ("of 2", "of 1"):
-            pool.start(name)
-            turns += [pool.turn(name, 0.1), pool.turn(name, 0.1)]
-        assert all(turn.steps >= 3 and turn.samples > 31 * turn.steps for turn in turns)
-        pid = pool.workers["of 2"].pid
-        losses = [pool.finish(one.name).losses[0] for one in arms]
-        assert is_gone(pid)
-        pool.start("of 2")  # and ends early
-        pid = pool.workers["of 2"].pid
-        other = next(p for p in psutil.Process(pid).children() if "spawn_main" in str(p.cmdline()))
-    assert is_gone(pid) and not other.is_running()
-    assert abs(losses[0] - losses[1]) < 1e-5  # the same first batch, in two parts
-    assert Summary.read(tmp_path / "of 1").distributed == {}
-    assert (tmp_path / "of 2" / "ranks" / "1" / "run.log").exists()

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -80,14 +79,7 @@ class Started:
 
     def ranks(self, rank: int | str) -> list[psutil.Process]:
         """The processes of a rank; all of the run's for an empty one."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                environ = process.environ()
-                if environ.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
+        found = forked.marked(MARK, self.mark)
         if rank == "":
             return found
         pid = (self.folder / f"pid-{rank}").read_text()
@@ -142,21 +134,6 @@ def run(folder: Path, fault: str = "", *typed: str, **how: Any) -> Started:
         started.kill()
     assert started.left() == []
     return started
-
-
-def start_machines(place: Path, fault: str = "", *typed: str, **how: Any) -> list[Started]:
-    """A run of two machines with a process each, which are both this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    meet = ("distributed.nodes=2", f"distributed.rendezvous={endpoint}", *typed)
-    once = place / "run-once"  # an attempt's fault is not done again by the next one
-    machines = []
-    for name in ("a", "b"):
-        own = {"FAULT_ONCE": str(once), **how}
-        machines.append(start(place / name, fault, *meet, processes=1, **own))
-    once.mkdir(exist_ok=True)
-    return machines
 
 
 def digest(folder: Path) -> str:

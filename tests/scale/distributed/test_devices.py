@@ -134,5 +134,5 @@ def test_more_processes_than_gpus_are_refused_before_they_start(use_gpus: UseGpu
 @pytest.mark.parametrize(("gpus", "status"), [("abcd", "ok"), ("abca", "fail")])
 def test_the_doctor_counts_gpus_by_their_identity(gpus: str, status: str) -> None:
     facts = [{"host": "n", "device": "cuda:0", "gpu": gpu} for gpu in gpus]
-    checks = {check.name: check for check in LinkReport("ddp", "nccl", facts, [], 0).checks()}
+    checks = {check.name: check for check in LinkReport("ddp", "nccl", facts, 0).checks()}
     assert checks["devices"].status.value == status

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,9 @@ from runner.core.techniques.flops import PeakFlops
 from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World
 from tests import runs
+from tests.faults import processes as forked
 from tests.scale.distributed.processes import alone
+from tests.scale.distributed.runs import PATH
 
 SLOW = """
 import os, time
@@ -56,13 +56,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "slow_net.py").write_text(SLOW)
     typed = ["distributed=ddp", "distributed.processes=2", "data=digits", "training.steps=20"]
     typed += ["model._target_=slow_net.Net", "security.trusted=[slow_net]", *runs.QUICK]
-    command = [sys.executable, "-m", "runner", *typed, "hydra.run.dir=outputs/runs/a"]
-    environment = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
-    done = subprocess.run(
-        command, cwd=home, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 (ddp, gloo)" in done.stdout and "of a step waiting" in done.stdout
+    path = os.pathsep.join([str(home), PATH])
+    forked.serve("runner.scale.distributed.launch", PYTHONPATH=PATH)
+    done = forked.start(home, [*typed, "hydra.run.dir=outputs/runs/a"], "console", PYTHONPATH=path)
+    output = (home / "console").read_text() if done.wait(300) == 0 else ""
+    assert "2 (ddp, gloo)" in output and "of a step waiting" in output
     return home / "outputs" / "runs" / "a"
 
 

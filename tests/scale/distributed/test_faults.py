@@ -98,7 +98,7 @@ def test_a_process_that_remains_under_nccl_is_not_waited_for(
 ) -> None:  # fmt: skip
     agent = Agent(tmp_path, timeout_s=100, grace_s=1000, uses_nccl=uses_nccl)
     process: Any = SimpleNamespace
-    agent.processes = {rank: process(pid=rank, exitcode=code) for rank, code in codes.items()}
+    agent.processes = {rank: process(pid=rank, exit_code=code) for rank, code in codes.items()}
     agent._failure_time = agent._clock.seconds = 1000.0
     reported = {rank: RankOutcome(rank, kind) for rank, kind in outcomes.items()}
     assert agent._hang_deadline(0, reported) == 1000.0 + seconds
@@ -357,51 +357,6 @@ def test_a_fork_server_that_is_killed_is_named_and_all_start_again(tmp_path: Pat
     (reason,) = done.summary["distributed"]["restarts"]
     assert reason == "the fork server was killed, and the processes with it"
     assert started.left() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "code", "reason"),
-    [
-        ("1:backward:raise:6", 1, "ValueError: planted"),
-        ("1:build:usage:1", 2, "planted"),
-        ("1:forward:kill:6", 1, "was killed by SIGKILL"),
-    ],
-)
-def test_two_machines_end_with_the_same_line_and_exit_code(
-    tmp_path: Path, fault: str, code: int, reason: str
-) -> None:
-    machines = [machine.end() for machine in runs.start_machines(tmp_path, fault, NO_WORKERS)]
-    assert [machine.code for machine in machines] == [code, code], machines[0].output
-    first, second = (machine.message.partition("error: ")[2] for machine in machines)
-    assert first == second
-    assert first.startswith("process 1 on ") and reason in first
-    assert [machine.left() for machine in machines] == [[], []]
-
-
-@pytest.mark.slow
-def test_two_machines_start_again_together_after_a_loss(tmp_path: Path) -> None:
-    typed = NO_WORKERS, "distributed.restarts=1"
-    machines = [m.end() for m in runs.start_machines(tmp_path, "1:forward:kill:6", *typed)]
-    assert [machine.code for machine in machines] == [0, 0], machines[0].output
-    (first,) = [m for m in machines if (m.folder / "summary.json").exists()]
-    assert len(first.summary["distributed"]["restarts"]) == 1
-    assert (first.summary["steps"], first.summary["distributed"]["world_size"]) == (12, 2)
-    (other,) = [machine for machine in machines if machine is not first]
-    assert "the record is on " in other.output
-
-
-@pytest.mark.slow
-def test_a_machine_whose_agent_is_killed_ends_the_others(tmp_path: Path) -> None:
-    machines = runs.start_machines(tmp_path, "", NO_WORKERS, steps=100_000, STEP_S="0.02")
-    while not (ready := [m for m in machines if [*m.folder.glob("checkpoints/step_*")]]):
-        assert machines[0].process.poll() is None, machines[0].output
-    (first,), (second,) = ready, [m for m in machines if m not in ready]
-    second.send(signal.SIGKILL)
-    assert first.end().code == 1
-    assert "machine 1 of 2 has ended, or does not answer" in first.message
-    assert first.summary["status"] == "failed"
-    assert [machine.left() for machine in machines] == [[], []]
 
 
 @contextmanager

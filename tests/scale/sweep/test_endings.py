@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from runner.core.errors import Interrupted
 from runner.core.record.summary import Summary
 from runner.core.schemas.sweep import LauncherConfig
 from runner.scale.sweep.job_process import JobProcess
+from runner.scale.sweep.launch import PlannedJobs
 from runner.scale.sweep.plan import JobPlan, Planner, wait_for_running_jobs
 from runner.scale.sweep.schedule import Schedule, write_failed_summary
 from runner.scale.sweep.state import Job, Sweep
@@ -95,7 +95,7 @@ def child_of(folder: Path, code: str, **settings: bool) -> JobProcess:
 
 
 def end_of(child: JobProcess) -> tuple[str, str]:
-    child.handle.wait(30)
+    child.process.wait(30)
     child.close()
     return child.end_status()
 
@@ -113,24 +113,6 @@ def test_a_job_that_does_not_listen_is_ended_at_the_first_deadline_for_the_first
     while not child.has_ended():
         assert time.monotonic() < deadline
     assert end_of(child) == ("timeout", "too long")
-
-
-class PlannedJobs:
-    """A source of jobs that do not depend on each other."""
-
-    def __init__(self, plans: list[JobPlan]) -> None:
-        self.plans = deque(plans)
-
-    def next_job(self) -> JobPlan | None:
-        return self.plans.popleft() if self.plans else None
-
-    def on_poll(self, plan: JobPlan) -> None:
-        """Nothing to do."""
-
-    on_end = on_poll
-
-    def take_remaining(self) -> list[Job]:
-        return [plan.job for plan in self.plans if not plan.job.ended]
 
 
 def test_an_interrupted_sweep_keeps_why_jobs_failed_before_that_it_did_not_begin(
@@ -217,7 +199,7 @@ def test_a_job_s_log_keeps_its_first_and_last_mb_and_the_reason_of_the_last_try(
         assert text.startswith("first\nline 000000") and text.endswith("error: last words\n")
         assert text.count("bytes of output left out") == 1
     child = child_of(tmp_path, "pass")  # a try that prints nothing
-    child.handle.wait(30)
+    child.process.wait(30)
     assert child.last_line() == ""
     child.close()
 

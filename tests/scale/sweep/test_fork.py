@@ -45,7 +45,7 @@ def test_a_forked_process_has_its_own_session_environment_output_and_exit_code(
         command = [sys.executable, "-P", "-m", "runner", typed]
         variables = {**job_environment(1), "OWN": "1"}
         child = JobProcess.start(command, variables, tmp_path, None, start_process=fork_job)
-        assert child.handle.wait(60) == code
+        assert child.process.wait(60) == code
         assert child.last_line().startswith(last) and os.environ.get("OWN") is None
         child.close()
 
@@ -63,7 +63,7 @@ from runner.scale.sweep.fork import fork_job
 fork_server.start(["starts_thread", "runner.scale.sweep.fork"], os.environ)
 child = JobProcess.start(["./spawned", "runner", "--version"], dict(os.environ), Path(), None,
                     start_process=fork_job)
-child.handle.wait(60)
+child.process.wait(60)
 print(child.last_line())
 """
 

@@ -117,7 +117,7 @@ def test_no_file_is_emptied_or_written_to_through_a_link(tmp_path: Path) -> None
     child = JobProcess.start(
         [sys.executable, "-c", "print('said')"], dict(os.environ), Path(), None
     )
-    child.handle.wait()
+    child.process.wait()
     child.close()
     assert precious.read_text() == "precious" and Path(CONSOLE_LOG).read_text() == "said\n"
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults.processes import marked
+
 from .conftest import environment, only, read
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -57,24 +59,13 @@ class RaySweep:
         lineage = [psutil.Process(pid), *psutil.Process(pid).parents()]
         return next(process for process in lineage if process.cmdline()[0].startswith("ray::"))
 
-    def left_over(self) -> list[psutil.Process]:
-        processes = []
-        for process in psutil.process_iter():
-            try:
-                mine = process.environ().get("MARK") == self.mark
-                ended = process.status() == psutil.STATUS_ZOMBIE  # of a parent that reaps nothing
-            except psutil.Error:
-                continue
-            processes += [process] if mine and not ended else []
-        return processes
-
     def assert_nothing_is_left(self) -> None:
-        self._until(lambda: not self.left_over(), 20)
+        self._until(lambda: not marked("MARK", self.mark), 20)
 
     def _until(self, done: Callable[[], bool], seconds: float = 200) -> None:
         until = time.monotonic() + seconds
         while not done():
-            assert time.monotonic() < until, (self.left_over(), (self.folder / "out").read_text())
+            assert time.monotonic() < until, (self.folder / "out").read_text()
             time.sleep(0.1)
 
 

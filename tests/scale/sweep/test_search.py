@@ -42,7 +42,7 @@ PLANTED = [
     "stability=off",
 ]
 KINDS = [
-    "+model.how=choice(good,bad,lost,fail)", "+model.x=choice(0.3,1.3)", "search=grid",
+    "+model.how=choice(good,lost,fail)", "+model.x=choice(0.3,1.3)", "search=grid",
 ]  # fmt: skip
 
 
@@ -147,7 +147,6 @@ def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path: Path) -> None:
     late = [abs(x - 0.3) for _, x in found[25:]]
     assert sorted(late)[len(late) // 2] < 1.0  # random ones would be 2.5 off
     assert ask_all(tmp_path / "b", given) == found
-    assert all(len(f"{abs(x):g}") <= 7 for _, x in found)  # what is typed is what was tried
 
 
 def test_a_grid_is_every_combination_once_and_then_ends(tmp_path: Path) -> None:
@@ -234,12 +233,12 @@ def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any])
     place = only(folder)
     record, compared = read(place, "search.json"), read(place, "comparison.json")
     trials = record["trials"]
-    assert len(trials) == len(compared["rows"]) == 8
+    assert len(trials) == len(compared["rows"]) == 6
     states = {(t["values"]["+model.arguments.how"], t["status"]) for t in trials}
-    assert states == {("good", "done"), ("bad", "done"), ("lost", "failed"), ("fail", "failed")}
+    assert states == {("good", "done"), ("lost", "failed"), ("fail", "failed")}
     reasons = {t["values"]["+model.arguments.how"]: t["reason"] for t in trials}
     assert "told to fail" in reasons["fail"] and "val/loss is nan" in reasons["lost"]
-    assert done.returncode == 7 and "4 of 8 jobs failed" in done.stderr  # as of every sweep
+    assert done.returncode == 7 and "4 of 6 jobs failed" in done.stderr  # as of every sweep
     best = next(t for t in trials if t["number"] == record["best"])
     assert best["value"] == pytest.approx(0, abs=1e-6)
     assert "Best val/loss: " in done.stdout and "+model.x=0.3" in best["command"]
@@ -248,7 +247,7 @@ def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any])
     assert "experiment=search" not in best["command"] and "search." not in best["command"]
 
 
-def test_the_page_of_a_search_shows_importance_best_command_and_trials(
+def test_the_page_of_a_search_shows_best_command_and_trials(
     mixed: tuple[Path, Any],
 ) -> None:
     place = only(mixed[0])
@@ -257,8 +256,6 @@ def test_the_page_of_a_search_shows_importance_best_command_and_trials(
     wanted = ["The best trial", "What failed", "Trials"]
     assert [heading for heading in headings if heading in wanted] == wanted
     assert "Speed" not in headings and "Memory against speed" not in headings
-    importance = {p["key"]: p["importance"] for p in read(place, "search.json")["parameters"]}
-    assert sum(importance.values()) == pytest.approx(1)
     document = (place / "comparison.md").read_text()
     assert "To repeat the best trial:" in document and "| trial | status |" in document
 
@@ -271,7 +268,7 @@ def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
     before = read(only(folder), "search.json")["trials"]
     more = ["search.trials=50", "checkpoint.resume=auto"]
     again = sweep(folder, *PLANTED, *KINDS, *more)
-    assert "8 of 50 trials are done" in again.stderr and " started" not in again.stderr
+    assert "6 of 50 trials are done" in again.stderr and " started" not in again.stderr
     assert read(only(folder), "search.json")["trials"] == before
 
 

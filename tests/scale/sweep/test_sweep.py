@@ -36,7 +36,7 @@ def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed: Mix
     assert "2 of 4 jobs failed:" in done.stderr
     assert len(re.findall(r" #\d .*: started\n", done.stderr)) == 4
     assert re.search(r"\n  #2 .*\+model.how=fail.*: told to fail", done.stderr)
-    assert re.search(r"\n  #3 .*\+model.how=die.*signal 9", done.stderr)
+    assert re.search(r"\n  #3 .*\+model.how=die.*was killed by SIGKILL", done.stderr)
     for word in ("Traceback", "Error executing job", "HYDRA_FULL_ERROR"):
         assert word not in done.stderr + done.stdout
     rows = read(place, "comparison.json")["rows"]
@@ -60,7 +60,7 @@ def test_every_job_has_a_process_and_a_record_of_its_own(mixed: Mixed) -> None:
     big, fine = (record["memory"]["peak_process_bytes"] for record in records[:2])
     assert big - fine > 2**28
     assert [record["status"] for record in records] == ENDS
-    assert "told to fail" in records[2]["reason"] and "signal 9" in records[3]["reason"]
+    assert "told to fail" in records[2]["reason"] and "killed by SIGKILL" in records[3]["reason"]
     assert "Traceback" in (place / "2" / "run.log").read_text()
     for number, how in enumerate(["big", "fine", "fail", "die"]):
         assert f"how={how}" in (place / str(number) / ".hydra" / "overrides.yaml").read_text()

@@ -19,7 +19,7 @@ from runner.core.record.storage import make_folder
 from runner.core.record.summary import Summary
 from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.device import omp_env
-from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildProcess, block_interrupt
+from runner.core.security.child_process import EXIT_TIMEOUT_S, RequestProcess, block_interrupt
 from runner.core.security.pickle_transfer import pickle_parts
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
@@ -65,7 +65,7 @@ class WorkerPool:
         self.settings, self.folder = settings, folder
         parts = {} if given is None else {f.name: getattr(given, f.name) for f in fields(given)}
         self.payload = pickle_parts({**parts, "metrics": dict(metrics or {})})
-        self.workers: dict[str, ChildProcess] = {}
+        self.workers: dict[str, RequestProcess] = {}
         self.idle_workers: dict[str, WorkerSetup] = {}  # those that wait for a request
         self.use_mean_step = False  # compare mean steps, because an arm has data workers
         self.use_fork_server = fork_server.available() and not fork_server.is_running()
@@ -130,7 +130,7 @@ class WorkerPool:
         with self._end_on_failure(name):
             if self.use_fork_server and not fork_server.is_running():  # it was killed
                 self._start_fork_server()
-            process = ChildProcess(worker.main, (spec,), log, self.use_fork_server)
+            process = RequestProcess(worker.main, (spec,), log, self.use_fork_server)
             self.workers[name] = process
             process.start(arm.config.data.timeout_s)
             # a fork may deadlock on the locks of threads
@@ -179,7 +179,7 @@ class WorkerPool:
             del self.workers[name]
 
     @contextmanager
-    def _reserve(self, name: str) -> Iterator[tuple[ChildProcess, WorkerSetup]]:
+    def _reserve(self, name: str) -> Iterator[tuple[RequestProcess, WorkerSetup]]:
         """Yield the arm's process, which is not idle meanwhile or after an error."""
         if name not in self.idle_workers:
             raise WorkerFailure("failed", f"{name} was not started, or has ended")

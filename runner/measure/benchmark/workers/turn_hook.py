@@ -182,8 +182,7 @@ class TurnHook(Hook):
         self.is_finishing = True
         self.peak_bytes = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
         run.stop_reason = STOP_REASON
-        if not run.is_shared:  # with several ranks all would have to skip it
-            run.saved_step = run.progress.step  # no run continues from here: no last checkpoint
+        run.saved_step = run.progress.step  # no run continues from here: no last checkpoint
         return Verdict.STOP
 
 
@@ -281,8 +280,6 @@ def collect_results(
             summary.write(run.folder)
         except StorageError as error:
             notes.append(str(error))
-    if run.is_shared:
-        notes.append(f"memory is of one of {run.world.size} processes")
     if any(row.evidence.get("cache") == "warm" for row in summary.techniques):
         notes.append("compiled from the disk cache; a first run takes longer")
     values: dict[str, Any] = {}

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import Interrupted, RunnerError, StorageError
 from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.distributed import DistributedKind
 from runner.core.schemas.jobs import JobConfig
 from runner.core.schemas.optimizer import ScheduleConfig
 from runner.core.security.child_process import ChildContext, RequestFailure
@@ -89,10 +88,6 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
     parts = unpickle_parts(payload)
     metrics = parts.pop("metrics")
     with ExitStack() as scope:
-        if config.distributed.kind is not DistributedKind.none:
-            from runner.measure.benchmark.workers.ranks import join_ranks
-
-            config, parts["world"] = scope.enter_context(join_ranks(config, spec, payload))
         scope.enter_context(folder_is_checked())  # the benchmark's own folder
         run = scope.enter_context(build(config, spec.folder, Components(**parts)))
         remove_limits(run)
@@ -103,7 +98,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
         if not hook.is_finishing:
             raise RunnerError(f"the run ended early: {summary.reason or summary.status}")
         results = collect_results(run, hook, summary, metrics)
-    if spec.config.optimization.measure and config.distributed.kind is DistributedKind.none:
+    if spec.config.optimization.measure:
         results = replace(results, planned=planned_techniques(spec.config, payload))
     pipe.send(results)
 

@@ -1,0 +1,91 @@
+"""A process that another one starts: its end, signals and state."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from runner.core.process_wait import describe_exit
+from runner.core.security.child_process import ChildProcess
+
+STARTS_ANOTHER = """
+import subprocess, sys
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], {how})
+print(other.pid, flush=True)
+{then}
+"""
+
+
+def started(code: str) -> ChildProcess:
+    command = [sys.executable, "-c", code]
+    return ChildProcess(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_end_of_a_process_is_that_of_all_its_descendants() -> None:
+    then = "import time; time.sleep(600)"
+    process = started(STARTS_ANOTHER.format(how="start_new_session=True", then=then))
+    other = int(process.handle.stdout.readline())
+    assert process.poll() is None and process.wait(0.01) is None
+    process.end()
+    assert process.exit_code == -signal.SIGKILL
+    assert wait_until_gone(other)
+    process.handle.stdout.close()
+
+
+def test_what_a_process_leaves_behind_ends_with_its_group() -> None:
+    process = started(STARTS_ANOTHER.format(how="", then=""))
+    other = int(process.handle.stdout.readline())
+    assert process.wait(60) == 0 and psutil.pid_exists(other)
+    process.end()
+    assert wait_until_gone(other)
+    process.handle.stdout.close()
+
+
+def test_a_process_that_is_stopped_is_told_from_one_that_runs() -> None:
+    process = started("import time; time.sleep(600)")
+    try:
+        process.poll()
+        assert process.stopped_s == 0
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while process.stopped_s < 0.2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGCONT)
+        while process.stopped_s:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.end()
+        process.handle.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "status", "text"),
+    [
+        ("raise SystemExit(3)", 3, "failed", "ended with exit code 3"),
+        ("import os; os.kill(os.getpid(), 11)", -11, "killed", "was killed by SIGSEGV"),
+    ],
+)
+def test_how_a_process_ended_is_told_by_its_exit_code(
+    code: str, end: int, status: str, text: str
+) -> None:
+    process = started(code)
+    assert process.wait(60) == end
+    assert process.describe_end() == (status, text) and describe_exit(end) == text
+    process.end()
+    process.handle.stdout.close()
