@@ -94,8 +94,9 @@ class Debugger:
         """
         if on not in ("record", "raise"):
             raise UsageError(f"debugger.check: on must be 'record' or 'raise', got {on!r}")
-        if not isinstance(name, str):
-            got = f"got a {type(name).__name__}; write check(value, name)"
+        label: Any = name
+        if not isinstance(label, str):
+            got = f"got a {type(label).__name__}; write check(value, name)"
             raise UsageError(f"debugger.check: name must be a string, {got}")
         from runner.loops.inference import count_non_finite
 
