@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -24,8 +24,10 @@ from runner.core.config.run_config import RunConfig
 from runner.core.errors import ConfigError
 from runner.core.format import nearest
 
+Groups = Mapping[str, Mapping[str, str]]
 # other words are left to Hydra's grammar
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)=([\w.+-]+)")
+OPEN_GROUPS = (*USER_CLASS_GROUPS, "optimizer")  # a value may be another program's name
 VALUE_PATTERNS = {
     int: r"[+-]?\d+",
     float: r"[+-]?\d*\.?\d+(e[+-]?\d+)?",
@@ -40,56 +42,45 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
         return None
     groups = group_options()
     words = [match.groups() for match in map(ASSIGNMENT.fullmatch, overrides) if match]
-    for key, value in words:
-        if value in groups.get(key, [value]):
-            continue
-        if suggestion := _nearest_option(groups, key, value):
-            existing = f"use one of {', '.join(groups[key])}"
-            fix = f"did you mean {key}={suggestion}? {existing}"
-            return ConfigError(key, f"no option {value!r}", fix)
-    return next(filter(None, (_key_typo(groups, key, value) for key, value in words)), None)
+    typos = (find(groups, *word) for find in (_option_typo, _key_typo) for word in words)
+    return next(filter(None, typos), None)
 
 
-def _nearest_option(groups: Mapping[str, Mapping[str, str]], group: str, value: str) -> str:
-    """Return the option or the most similar one; "" if it may be another program's name."""
-    from runner.core.config import aliases
+def _option_typo(groups: Groups, key: str, value: str) -> ConfigError | None:
+    if value in groups.get(key, [value]) or key in OPEN_GROUPS:
+        return None
+    from runner.core.config.suggestions import Suggester
 
-    if value in groups[group]:
-        return value
-    if group in (*USER_CLASS_GROUPS, "optimizer") or value.casefold() in aliases.OPTION_ALIASES.get(
-        group, {}
-    ):
-        return ""
-    return nearest(value, groups[group]) or ""
+    suggester = Suggester(groups, [], partial(_is_valid, groups))
+    is_certain = suggester.first_composing(suggester.for_option(key, value))
+    return suggester.option_error(key, value) if is_certain else None
 
 
-def _key_typo(groups: Mapping[str, Mapping[str, str]], key: str, value: str) -> ConfigError | None:
+def _key_typo(groups: Groups, key: str, value: str) -> ConfigError | None:
     parts = key.split(".")
     i, names = _first_unknown_part(parts, groups)
     if i == len(parts):
         return None
     from runner.core.config import aliases
+    from runner.core.config.suggestions import Suggester, suggestion_error
 
-    if parts[-1].casefold() in aliases.VALUE_ALIASES or aliases.find_replacement(key):
+    name = nearest(parts[i], names, MIN_SIMILARITY)
+    is_foreign = parts[-1].casefold() in aliases.VALUE_ALIASES
+    is_foreign = is_foreign or bool(aliases.find_replacement(key))
+    if not name or is_foreign or (name in OPEN_GROUPS and value not in groups[name]):
         return None
-    nearest_name = nearest(parts[i], names, MIN_SIMILARITY) or ""
-    suggested_parts = [*parts[:i], nearest_name, *parts[i + 1 :]]
-    path = ".".join(parts[:i])
-    if suggested_parts == [nearest_name] and nearest_name in groups:
-        option = _nearest_option(groups, nearest_name, value)
-    else:
-        option = value if nearest_name and _accepts(suggested_parts, value) else ""
-    if not option:
+    suggester = Suggester(groups, [], partial(_is_valid, groups))
+    guesses = suggester.assign(".".join([*parts[:i], name, *parts[i + 1 :]]), value)
+    if not (suggestion := suggester.first_composing(guesses)):
         return None
-    fix = f"did you mean {'.'.join(suggested_parts)}={option}?"
+    problem, fallback = f"no config group or key {parts[i]!r}", ""
     if i:
-        return ConfigError(
-            key, f"no key {parts[i]!r} in {path}", f"{fix} use one of {', '.join(names)}"
-        )
-    return ConfigError(key, f"no config group or key {parts[i]!r}", fix)
+        problem = f"no key {parts[i]!r} in {'.'.join(parts[:i])}"
+        fallback = f"use one of {', '.join(names)}"
+    return suggestion_error(key, problem, suggestion, fallback)
 
 
-def _first_unknown_part(parts: Sequence[str], groups: Mapping[str, Any]) -> tuple[int, list[str]]:
+def _first_unknown_part(parts: Sequence[str], groups: Groups) -> tuple[int, list[str]]:
     """Return the index of the first part of a key that does not exist, and the names allowed."""
     node: Any = RunConfig
     for i, part in enumerate(parts):
@@ -102,15 +93,23 @@ def _first_unknown_part(parts: Sequence[str], groups: Mapping[str, Any]) -> tupl
     return len(parts), []
 
 
-def _accepts(parts: Sequence[str], value: str) -> bool:
-    """Whether a key exists and the typed value has its type."""
-    node: Any = RunConfig
-    for part in parts:
-        node = _field_types(node).get(part)
-    if isinstance(node, type) and issubclass(node, Enum):
-        return value in node.__members__
-    pattern = VALUE_PATTERNS.get(node)
-    return pattern is not None and re.fullmatch(pattern, value, re.IGNORECASE) is not None
+def _is_valid(groups: Groups, guess: Sequence[str]) -> bool:
+    """Whether each override names an option, or an existing key with a value of its type."""
+    for text in guess:
+        key, _, value = text.partition("=")
+        node: Any = RunConfig
+        for part in () if key in groups else key.split("."):
+            node = _field_types(node).get(part)
+        if key in groups:
+            valid = value in groups[key]
+        elif isinstance(node, type) and issubclass(node, Enum):
+            valid = value in node.__members__
+        else:
+            pattern = VALUE_PATTERNS.get(node)
+            valid = pattern is not None and bool(re.fullmatch(pattern, value, re.IGNORECASE))
+        if not valid:
+            return False
+    return True
 
 
 @cache

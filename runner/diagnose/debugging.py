@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.core.errors import RunnerError, UsageError
@@ -60,7 +60,7 @@ class Debugger:
     """Counts operations and faults; thread-safe, with bounded memory."""
 
     def __init__(self) -> None:
-        self.lock, self.threads = threading.Lock(), threading.local()
+        self.lock = Lock()
         self.reset()
 
     def __repr__(self) -> str:
@@ -76,9 +76,7 @@ class Debugger:
 
         Names nest: `forward` inside `step` is counted as `step/forward`.
         """
-        stack = self._stack()
-        stack.append(name)
-        path = "/".join(stack)
+        path = self._path(name)
         self.totals.enter(path, "")
         try:
             yield
@@ -86,7 +84,6 @@ class Debugger:
             self._record_fault("exception", f"{path}: {type(error).__name__}: {error}", error)
             raise
         finally:
-            stack.pop()
             self.totals.leave()
 
     def check(self, value: T, name: str = "value", *, on: str = "record") -> T:
@@ -103,8 +100,7 @@ class Debugger:
             raise UsageError(f"debugger.check: name must be a string, {got}")
         from runner.loops.inference import count_non_finite
 
-        _, lines = count_non_finite(value, "/".join((*self._stack(), name)))
-        if lines:
+        if lines := count_non_finite(value, self._path(name))[1]:
             message = "; ".join(lines[:3])
             self._record_fault("non_finite", message)
             if on == "raise":
@@ -150,8 +146,8 @@ class Debugger:
             raise UsageError(f"debugger.check_gradients: {problem}")
         report = layers.check_gradients(model, optimizer)
         for state, names in layers.names_by_state(report.layers).items():
-            path = "/".join((*self._stack(), "gradients"))
-            self._record_fault(layers.FAULTS[state], f"{path}: {state}: {join_names(names)}")
+            message = f"{self._path('gradients')}: {state}: {join_names(names)}"
+            self._record_fault(layers.FAULTS[state], message)
         return report
 
     def summary(self) -> DebugSummary:
@@ -159,25 +155,18 @@ class Debugger:
         with self.lock:
             return DebugSummary(self.totals.by_time(), list(self.history.faults.values()))
 
-    def _stack(self) -> list[str]:
-        """Return the current thread's stack of contexts."""
-        stack: list[str] = self.threads.__dict__.setdefault("stack", [])
-        return stack
+    def _path(self, name: str) -> str:
+        """Return the name below those of the current thread's contexts."""
+        return "/".join([*self.totals.open_names()[-1:], name])
 
     def _record_fault(self, kind: str, message: str, error: Exception | None = None) -> None:
         """Record a fault; its step is the call number of the outermost context."""
         category, severity = ("code", "error") if error else ("numerics", "warning")
         with self.lock:
-            outermost = self.totals.rows.get((self._stack()[0], "")) if self._stack() else None
-            fault = self.history.add(
-                kind,
-                message,
-                step=1 + (outermost.calls if outermost else 0),
-                category=category,
-                severity=severity,
-                error=error,
-                say=False,
-            )
+            outermost = self.totals.rows.get((next(iter(self.totals.open_names()), ""), ""))
+            step = 1 + (outermost.calls if outermost else 0)
+            kinds: Any = {"category": category, "severity": severity}
+            fault = self.history.add(kind, message, step=step, error=error, say=False, **kinds)
         if fault.count == 1 and error is None:  # an exception is shown by Python
             log.warning("%s", message)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -66,14 +66,13 @@ class Memory:
             self.device = select(compose(overrides).device, scope)
         self.phases: dict[str, MemoryPhase] = {}
         self._lock = Lock()
-        self._detectors = {"process": LeakDetector(), "child processes": LeakDetector()}
-        if self.device.kind == "cuda":
-            self._detectors["device"] = LeakDetector()
-        self._size_readers: dict[str, Callable[[], int]] = {
+        self._size_readers = {
             "process": memory.anonymous_bytes,
             "child processes": memory.child_bytes,
-            "device": self._allocated,
         }
+        if self.device.kind == "cuda":
+            self._size_readers["device"] = self._allocated
+        self._detectors = {name: LeakDetector() for name in self._size_readers}
 
     def stats(self) -> MemoryStats:
         """Return the memory in use now; 300 µs, without device synchronisation."""

@@ -113,7 +113,14 @@ def profile_model(
         module.train(backward)
         inputs = move_to_device(example_input, device_of_model)
         forward = partial(call_model, model, inputs)
-        run_call = partial(_call_model, forward, module, backward)
+
+        def run_call() -> None:
+            with torch.set_grad_enabled(backward):
+                output = forward()
+            if backward:
+                mean_output(output).backward()  # type: ignore[no-untyped-call]
+                module.zero_grad()
+
         fix = "; give a tensor, a tuple (by position) or a dict (by name)"
         with translate_model_errors("profile_model", inputs, fix):
             for _ in range(max(1, warmup)):
@@ -154,14 +161,6 @@ def profile_model(
         peak=peak,
         mfu=None if peak is None or not flops else flops / p50 / peak.flops_per_second,
     )
-
-
-def _call_model(forward: Callable[[], Any], module: nn.Module, backward: bool) -> None:
-    with torch.set_grad_enabled(backward):
-        output = forward()
-    if backward:
-        mean_output(output).backward()  # type: ignore[no-untyped-call]
-        module.zero_grad()
 
 
 def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:

@@ -187,84 +187,9 @@ def _to_full_precision(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def optimize_training_loop(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Loss,
-    *,
-    level: str = "advanced",
-    example: Any = None,
-    steps: int | None = None,
-    clip_norm: float | None = 1.0,
-    guard: bool = True,
-    device: str | torch.device | None = None,
-    overrides: Sequence[str] = (),
-) -> TrainingLoop:
-    """Return an object that makes a loop's steps with the techniques of `optimization=<level>`.
-
-    They are applied using `example`, a batch, or the first batch. `steps` is the expected number of
-    steps, if known: compiling pays back over many. Clipping, guard and optimizer are as in
-    `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` splits each batch.
-    Raises UsageError or ConfigError.
-    """
-    caller, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
-    check_model_arguments(caller, model, loss_fn=loss_fn)
-    if steps is not None:
-        check_whole_number(caller, "steps", steps, 1)
-    own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
-    lazy = LazyRun(caller, model, level, own, device, NOT_FOR_A_LOOP, optimizer, loss_fn, steps)
-    if example is not None:
-        lazy.build_run(*as_batch(example, caller))
-    return TrainingLoop(lazy)
-
-
-@final
-class TrainingLoop(Closeable):
-    """Makes a step when called with a batch. Close it, or use it as a context manager."""
-
-    def __init__(self, lazy: LazyRun) -> None:
-        self.lazy, self.model = lazy, lazy.model
-        self.skipped: Tensor | None = None  # number so far, on the device
-
-    @exclusive_random_state("optimize_training_loop")
-    def __call__(self, batch: Any) -> Step:
-        """Make one step on (inputs, target), without host-device synchronisation."""
-        inputs, target = as_batch(batch, self.lazy.caller)
-        run = self.lazy.build_run(inputs, target)
-        run.stopwatch.start()
-        inputs, target = move_inputs(run, inputs), move_to_device(target, run.device.torch)
-        run.stopwatch.split("data")
-        step, _ = make_step(run, (inputs, target))
-        run.progress.step += 1
-        run.stopwatch.stop(batch_size_of(target))
-        run.stopwatch.pause(wait=False)  # what the loop does until the next call does not count
-        self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
-        return step
-
-    def summary(self) -> Summary:
-        """Return steps, time, memory and techniques so far. Synchronises and runs the model."""
-        run = self.lazy.run
-        if run is None:
-            raise UsageError("optimize_training_loop: no batch yet, or it is closed")
-        run.device.synchronize()
-        run.stopwatch.pause()
-        run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
-        techniques = self.lazy.statuses()
-        summary = build_summary(run, "running")
-        summary.techniques = techniques
-        return summary
-
-    def close(self) -> None:
-        """Undo every global switch; model and optimizer behave as before."""
-        self.lazy.close()
-
-
-# -- the run behind both ---------------------------------------------------------------------------
-
-
-@dataclass
-class LazyRun:
-    """The settings of a run, and the run itself after the first batch."""
+@dataclass(eq=False, repr=False)
+class LazyRun(Closeable):
+    """The settings of a run around a user's model, and the run itself after the first batch."""
 
     caller: str  # the function that was called, for messages
     model: nn.Module
@@ -320,7 +245,7 @@ class LazyRun:
         ]
 
     def close(self) -> None:
-        """Undo every global switch and restore the uncompiled model."""
+        """Undo every global switch; model and optimizer behave as before."""
         self.closed = True
         if self.run is not None:
             self.run.scope.close()
@@ -340,10 +265,11 @@ class LazyRun:
         data = InMemoryDataset(inputs, labels, Sizes("given"), (rows, rows))
         compiled = [(module, module._compiled_call_impl) for module in self.model.modules()]
         tensors_before = [*self.model.parameters(), *self.model.buffers()]
-        layouts = [(tensor, tensor.stride()) for tensor in tensors_before if _has_layout(tensor)]
-        dummy = torch.zeros(
-            1, dtype=torch.float32, device=device_of(self.model), requires_grad=True
-        )
+        # techniques may change the memory format of images and their kernels
+        may_change = (t for t in tensors_before if t.layout is torch.strided and t.ndim in (4, 5))
+        layouts = [(tensor, tensor.stride()) for tensor in may_change]
+        device = device_of(self.model)
+        dummy = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         optimizer = self.optimizer or torch.optim.SGD([dummy], lr=0.0)  # dummy: not trained
         run = build(config, given=Components(self.model, data, self.objective, optimizer))
         for module, implementation in compiled:  # techniques compile in place
@@ -356,9 +282,71 @@ class LazyRun:
         return run
 
 
-def _has_layout(tensor: Tensor) -> bool:
-    """Whether a technique may change the memory format: of images or their kernels."""
-    return tensor.layout is torch.strided and tensor.ndim in (4, 5)
+def optimize_training_loop(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Loss,
+    *,
+    level: str = "advanced",
+    example: Any = None,
+    steps: int | None = None,
+    clip_norm: float | None = 1.0,
+    guard: bool = True,
+    device: str | torch.device | None = None,
+    overrides: Sequence[str] = (),
+) -> TrainingLoop:
+    """Return an object that makes a loop's steps with the techniques of `optimization=<level>`.
+
+    They are applied using `example`, a batch, or the first batch. `steps` is the expected number of
+    steps, if known: compiling pays back over many. Clipping, guard and optimizer are as in
+    `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` splits each batch.
+    Raises UsageError or ConfigError.
+    """
+    caller, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
+    check_model_arguments(caller, model, loss_fn=loss_fn)
+    if steps is not None:
+        check_whole_number(caller, "steps", steps, 1)
+    own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
+    refused = NOT_FOR_A_LOOP
+    loop = TrainingLoop(caller, model, level, own, device, refused, optimizer, loss_fn, steps)
+    if example is not None:
+        loop.build_run(*as_batch(example, caller))
+    return loop
+
+
+@final
+@dataclass(eq=False, repr=False)
+class TrainingLoop(LazyRun):
+    """Makes a step when called with a batch. Close it, or use it as a context manager."""
+
+    skipped: Tensor | None = None  # number so far, on the device
+
+    @exclusive_random_state("optimize_training_loop")
+    def __call__(self, batch: Any) -> Step:
+        """Make one step on (inputs, target), without host-device synchronisation."""
+        inputs, target = as_batch(batch, self.caller)
+        run = self.build_run(inputs, target)
+        run.stopwatch.start()
+        inputs, target = move_inputs(run, inputs), move_to_device(target, run.device.torch)
+        run.stopwatch.split("data")
+        step, _ = make_step(run, (inputs, target))
+        run.progress.step += 1
+        run.stopwatch.stop(batch_size_of(target))
+        run.stopwatch.pause(wait=False)  # what the loop does until the next call does not count
+        self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
+        return step
+
+    def summary(self) -> Summary:
+        """Return steps, time, memory and techniques so far. Synchronises and runs the model."""
+        if (run := self.run) is None:
+            raise UsageError("optimize_training_loop: no batch yet, or it is closed")
+        run.device.synchronize()
+        run.stopwatch.pause()
+        run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
+        techniques = self.statuses()
+        summary = build_summary(run, "running")
+        summary.techniques = techniques
+        return summary
 
 
 def _restore_layouts(layouts: list[tuple[Tensor, tuple[int, ...]]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +27,7 @@ from runner.core.security.files.provenance import (
     OTHER,
     Assessment,
     FileFacts,
+    check_link,
     link_roots,
     set_trust,
     trust_by_digest,
@@ -47,11 +48,6 @@ class ScanItem:
     findings: list[Reason] = field(default_factory=list)  # links that lead outside, pipes, …
 
     @property
-    def size(self) -> int:
-        """Total bytes of its files."""
-        return sum(path.stat().st_size for path in self.files.values() if path.is_file())
-
-    @property
     def refused(self) -> bool:
         """Whether it contains something loadable that cannot be examined."""
         return any(reason.severity is Severity.REFUSAL for reason in self.findings)
@@ -70,8 +66,8 @@ class Scanner:
     def __exit__(self, *exc: object) -> None:
         self.sandbox.close()
 
-    def scan(self, item: ScanItem, report: Callable[[int], None] | None = None) -> Assessment:
-        """Return the verdict; `report` is called with the size of each finished file."""
+    def scan(self, item: ScanItem) -> Assessment:
+        """Return the verdict on an item."""
         start = time.perf_counter()
         assessment = Assessment(str(item.path))
         assessment.refuse(item.findings)
@@ -85,8 +81,6 @@ class Scanner:
                 continue
             assessment.files[name] = facts
             assessment.refuse(reasons if is_single else [_prefix_name(name, r) for r in reasons])
-            if report is not None:
-                report(facts.size)
         if not is_single:
             assessment.refuse(self._check_folders(item, assessment))
         set_trust(assessment, item.path, self.policy)
@@ -210,20 +204,17 @@ def _add_file(item: ScanItem, name: str, path: Path, roots: list[Path]) -> None:
     """Add a file to `item`, or the reason why it cannot be opened."""
     is_model = is_model_name(path.name)
     try:
-        if path.is_symlink():
-            target = path.resolve()
-            if not target.exists() or not any(target.is_relative_to(root) for root in roots):
-                evidence = f"a link that leads to {target}"
-                item.findings.append(_unopened_reason("link.outside", name, evidence, is_model))
-            elif target.is_file() and is_model and path.suffix != target.suffix:
-                item.files[name] = path  # a loader uses the name it is given
-            # else it is visited at its real place
-        elif path.is_file():
-            item.files[name] = path
-        else:
+        check_link(path, roots)
+    except FileRefusal as refusal:
+        severity = Severity.REFUSAL if is_model else Severity.NOTE
+        item.findings.append(replace(refusal.reason, where=name, severity=severity))
+        return
+    if not path.is_file():
+        if not path.is_symlink():  # one to a folder of the same tree is visited there
             item.findings.append(_unopened_reason("file.special", name, SPECIAL_FILE, is_model))
-    except (OSError, RuntimeError) as error:  # a symlink loop
-        item.findings.append(_unopened_reason("link.broken", name, str(error), is_model))
+    elif not path.is_symlink() or (is_model and path.suffix != path.resolve().suffix):
+        item.files[name] = path  # a loader uses the name it is given
+    # else it is visited at its real place
 
 
 def _unopened_reason(code: str, name: str, evidence: str, refuse: bool) -> Reason:

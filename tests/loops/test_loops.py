@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from runner import Stability, optimize, optimize_training_loop, train_step
 from runner.core.errors import ConfigError, UsageError
+from tests.loops.builders import assert_close, poisoned, same, state
 
 Batch = tuple[Tensor, Tensor]
 Optimizer = torch.optim.Optimizer
@@ -71,18 +71,8 @@ def plain_step(
     return loss.item(), norm.item()
 
 
-def assert_close(net: nn.Module, twin: nn.Module) -> None:
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-
-
 def updates(optimizer: Optimizer) -> set[float]:
     return {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
-
-
-def state(net: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    values = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
-    return [*net.state_dict().values(), *(torch.as_tensor(v) for v in values if v is not None)]
 
 
 @pytest.mark.parametrize(("way", "made"), CASES)
@@ -129,7 +119,7 @@ def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
     made: tuple[Any, dict[str, Any]],
 ) -> None:
     kind, options = made
-    bad = (batches[9][0] * math.nan, batches[9][1])
+    bad = poisoned(batches[9])
     ends = []
     for model, seen in ((net, [*batches[:3], bad, *batches[3:6]]), (twin, batches[:6])):
         optimizer = kind(model.parameters(), **options)
@@ -137,7 +127,7 @@ def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
             skipped = [bool(step(batch).skipped) for batch in seen]
             ends.append(state(model, optimizer))
         assert skipped == [batch is bad for batch in seen]
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert same(*ends)
 
 
 # -- train_step ------------------------------------------------------------------------------------
@@ -145,7 +135,7 @@ def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
 
 def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: list[Batch]) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
-    bad = (batches[0][0] * math.nan, batches[0][1])
+    bad = poisoned(batches[0])
     assert not train_step(net, optimizer, bad, loss_of, guard=False).skipped
     assert not next(net.parameters()).isfinite().all()
 
@@ -226,7 +216,7 @@ def test_steps_and_skipped_steps_are_counted(net: nn.Module, batches: list[Batch
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     with optimize_training_loop(net, optimizer, loss_of, level="basic") as loop:
         loop(batches[0])
-        loop((batches[1][0] * math.nan, batches[1][1]))
+        loop(poisoned(batches[1]))
         summary = loop.summary()
     rows = {row.name: row for row in summary.techniques}
     assert rows["fused_optimizer"].engaged

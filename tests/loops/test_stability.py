@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from runner.core.schemas.stability import (
 )
 from runner.diagnose.replay.results import StepPhase
 from runner.loops.stability import device_random_state, replay_step, set_device_random_state
+from tests.loops.builders import assert_close, poisoned, same, state
 
 Batch = tuple[Tensor, Tensor]
 loss_of = nn.functional.cross_entropy
@@ -32,19 +32,6 @@ def loop(
         stability.step(net, loss_of(net(x), y), optimizer, batch=(x, y) if also else None)
         for x, y in batches
     ]
-
-
-def state(net: nn.Module, optimizer: Any) -> list[Tensor]:
-    values = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
-    return [*net.state_dict().values(), *(torch.as_tensor(v) for v in values if v is not None)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def poisoned(batch: Batch) -> Batch:
-    return batch[0] * math.nan, batch[1]
 
 
 def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,17 +16,21 @@ from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.core.config import aliases
+from runner.core.config.aliases import find_replacement
 from runner.core.config.groups import MIN_SIMILARITY, group_options
 from runner.core.config.spelling import (
     CliOverride,
     Compose,
     first_job,
     parse_override,
-    sweep_overrides,
+)
+from runner.core.config.suggestions import (
+    Suggester,
+    format_command,
+    own_keys,
+    suggestion_error,
 )
 from runner.core.errors import ConfigError, StorageError, install_command
-from runner.core.format import nearest
 from runner.core.record import hydra_files
 from runner.core.record.column_overrides import list_override
 from runner.core.schemas.data import OPTIONS as DATA_OPTIONS
@@ -40,7 +44,6 @@ CONVERSION_ERROR = re.compile(
 )
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
-NUMBERED_DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
 PLUGIN_HINT = (
     "plugins of packages: pip install hydra-joblib-launcher, hydra-submitit-launcher (SLURM; "
     f"{install_command('slurm')}), hydra-ray-launcher ({install_command('ray')}) or "
@@ -71,10 +74,13 @@ def explain_error(
         return translate(error)
     chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])
     suggester = Suggester(groups, chosen, composes)
-    problems = [_check_option(override, suggester) for override in parsed if override.key in groups]
-    if "--multirun" in str(error):
-        problems.append(_check_several_values(parsed, suggester))
-    problem = next(filter(None, problems), None) or _check_config_files(folders, suggester, compose)
+    for override in parsed:
+        value = override.value.strip().strip("'\"")
+        is_valid = not value or value in groups.get(override.key, [value]) or "${" in value
+        if not (is_valid or override.sign == "~" or override.parsed.is_sweep_override()):
+            return suggester.option_error(override.key, value)
+    problem = _check_several_values(parsed, suggester) if "--multirun" in str(error) else None
+    problem = problem or _check_config_files(folders, suggester, compose)
     if problem is not None:
         return problem
     try:
@@ -87,122 +93,6 @@ def explain_error(
     return problem or translate(error, folders)
 
 
-@dataclass(frozen=True)
-class Suggester:
-    """Suggests overrides for a mistake, in the context of the chosen options."""
-
-    groups: Mapping[str, Mapping[str, str]]
-    choices: list[str]  # valid options, e.g. `data=cancer`
-    composes: Callable[[list[str]], bool]
-
-    def first_composing(self, guesses: Iterable[list[str]]) -> list[str]:
-        """Return the first guess that composes with the chosen options, or an empty list."""
-        for guess in guesses:
-            keys = {text.partition("=")[0] for text in guess}
-            others = [text for text in self.choices if text.partition("=")[0] not in keys]
-            if self.composes([*others, *guess]):
-                return guess
-        return []
-
-    def for_option(self, group: str, value: str) -> Iterator[list[str]]:
-        """Yield guesses for an option that does not exist."""
-        name = value.casefold()
-        if value.startswith("["):
-            yield [f"{group}={value.strip('[]').replace(' ', '')}"]
-        if alias := aliases.OPTION_ALIASES.get(group, {}).get(name):
-            yield alias.split()
-        if group == "device" and (numbered := NUMBERED_DEVICE.fullmatch(name)):
-            yield ["device=cuda", f"device.index={numbered[1]}"]
-        if group == "data" and (kind := aliases.OPTION_BY_SUFFIX.get(Path(name).suffix)):
-            yield [f"data={kind}", f"data.path={value}"]
-        if group == "model" and name.startswith(aliases.TORCHVISION_PREFIXES):
-            yield [f"model._target_=torchvision.models.{value}", "security.trusted=[torchvision]"]
-        if group == "optimizer" and (nearest_name := nearest(value, aliases.TORCH_OPTIMIZERS, 0.8)):
-            yield [f"optimizer.name={nearest_name}"]
-        if nearest_name := nearest(value, self.groups[group]):
-            yield [f"{group}={nearest_name}"]
-
-    def for_key(self, override: CliOverride, i: int, config: DictConfig) -> Iterator[list[str]]:
-        """Yield guesses for a key whose i-th part does not exist."""
-        parts, value = override.key.split("."), override.value
-        name = parts[-1].casefold().replace("-", "_")
-        group = self.find_group(parts[0]) if len(parts) > 1 else ""
-        keys = [self.nearest_key(override, i, config, MIN_SIMILARITY)]
-        if alias := aliases.VALUE_ALIASES.get(name, {}).get(value.strip("'\"").casefold()):
-            yield alias.split()
-        if group and len(parts) == 2 and name in aliases.OPTION_KEYS:
-            keys.append(group)
-        keys.append(aliases.find_key(name))
-        if name in self.groups or (group and name in config and name != "name"):
-            keys.append(name)
-        if not aliases.find_replacement(override.key):
-            leaves = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(config)))}
-            keys.append(leaves.get(nearest(name, leaves, 0.8) or "", ""))
-            keys.append(self.nearest_key(override, i, config))
-        for key in dict.fromkeys(filter(None, keys)):
-            yield from self._assign(key, value)
-
-    def nearest_key(
-        self, override: CliOverride, i: int, config: DictConfig, cutoff: float = 0.6
-    ) -> str:
-        """Return the key with the existing name nearest to its i-th part; "" without one."""
-        parts = override.key.split(".")
-        node: Any = OmegaConf.select(config, ".".join(parts[:i])) if i else config
-        nearest_name = nearest(parts[i], _own_keys(node) + ([] if i else list(self.groups)), cutoff)
-        return ".".join([*parts[:i], nearest_name, *parts[i + 1 :]]) if nearest_name else ""
-
-    def _assign(self, key: str, value: str) -> Iterator[list[str]]:
-        """Yield overrides that set a key, which may be a group or follow other overrides."""
-        *others, last = key.split()
-        if last not in self.groups:
-            yield [*others, f"{last}={value}"]
-            if last.startswith("+"):  # the key may exist already
-                yield [*others, f"{last[1:]}={value}"]
-        elif all(option in self.groups[last] for option in value.split(",")):
-            yield [f"{last}={value}"]
-        else:
-            yield from self.for_option(last, value)
-
-    def find_group(self, name: str) -> str:
-        """Return our group for a name, here or in other programs; "" without one."""
-        group = name if name in self.groups else aliases.find_key(name)
-        return group if group in self.groups else ""
-
-    def option_error(self, group: str, value: str) -> ConfigError:
-        """Return the error about an option that does not exist."""
-        others = [text for text in self.choices if text.partition("=")[0] != group]
-        suggestion = replace(self, choices=others).first_composing(self.for_option(group, value))
-        fallback = f"use one of {', '.join(self.groups[group])}"
-        if group == "experiment" and (replacement := aliases.find_replacement(value)):
-            suggestion, fallback = [], f"{replacement}; {fallback}"
-        if group == "model" and not (suggestion and suggestion[0].startswith("model=")):
-            fallback += "; for your own class set model._target_ and security.trusted"
-        if group == "data" and not suggestion:
-            fallback += "; your own data: data=tabular|images|arrays|text data.path=…"
-        return _suggestion_error(group, f"no option {value!r}", suggestion, fallback)
-
-
-def _suggestion_error(
-    key: str, problem: str, suggestion: Sequence[str], fallback: str
-) -> ConfigError:
-    """Return the error about a key, with a `suggestion` that composes and the text `fallback`."""
-    guess = f"did you mean {_format_command(suggestion)}?" if suggestion else ""
-    return ConfigError(key, problem, " ".join(part for part in (guess, fallback) if part))
-
-
-def _format_command(overrides: Sequence[str]) -> str:
-    """Return the overrides as typed, with -m if they sweep."""
-    return " ".join([*(["-m"] if sweep_overrides(overrides) else []), *overrides])
-
-
-def _check_option(override: CliOverride, suggester: Suggester) -> ConfigError | None:
-    value = override.value.strip().strip("'\"")
-    is_valid = not value or value in suggester.groups[override.key] or "${" in value
-    if override.sign == "~" or is_valid or override.parsed.is_sweep_override():
-        return None
-    return suggester.option_error(override.key, value)
-
-
 def _check_several_values(
     parsed: Sequence[CliOverride], suggester: Suggester
 ) -> ConfigError | None:
@@ -213,11 +103,11 @@ def _check_several_values(
         if wrong := next((value for value in override.values() if value not in allowed), None):
             return suggester.option_error(override.key, wrong)
     first, fixes = sweeps[0], []
-    if suggestion := suggester.first_composing([[str(override) for override in sweeps]]):
-        fixes.append(f"to run one after the other: {_format_command(suggestion)}")
-    as_list = [f"{first.sign}{first.key}=[{first.value}]"]
-    if first.key not in suggester.groups and suggester.first_composing([as_list]):
-        fixes.append(f"for a list: {as_list[0]}")
+    if suggester.first_composing([[str(override) for override in sweeps]]):
+        fixes.append(f"to run one after the other: {format_command([*map(str, sweeps)])}")
+    as_list = f"{first.sign}{first.key}=[{first.value}]"
+    if first.key not in suggester.groups and suggester.first_composing([[as_list]]):
+        fixes.append(f"for a list: {as_list}")
     problem = f"{first.value} names several values"
     return ConfigError(first.key, problem, "; ".join(fixes)) if fixes else None
 
@@ -261,38 +151,23 @@ def _unknown_key_error(
         fix = f"add it: +{override}"
         return None if override.sign else ConfigError(override.key, "does not exist yet", fix)
     problem = f"no key {part!r} in {path}" if i else f"no config group or key {part!r}"
-    existing = f"use one of {', '.join(_own_keys(node) if i else suggester.groups)}"
-    kinds_with_key: list[str] = []
+    existing = f"use one of {', '.join(own_keys(node) if i else suggester.groups)}"
+    kinds: list[str] = []
     if path in SCHEMAS and not OmegaConf.is_missing(node, "kind") and node.kind:
         problem += f"={node.kind}"
-        kinds_with_key = [k for k, s in SCHEMAS[path].items() if part in s.__dataclass_fields__]
-        existing = (
-            f"{path}={'|'.join(kinds_with_key)} has it; {existing}" if kinds_with_key else existing
-        )
-    suggestion = (
-        [] if kinds_with_key else suggester.first_composing(suggester.for_key(override, i, config))
-    )
-    nearest_key = suggester.nearest_key(override, i, config, MIN_SIMILARITY)
+        kinds = [kind for kind, s in SCHEMAS[path].items() if part in s.__dataclass_fields__]
+    if kinds:
+        existing = f"{path}={'|'.join(kinds)} has it; {existing}"
+    guesses = suggester.for_key(override.key, override.value, i, config)
+    suggestion = [] if kinds else suggester.first_composing(guesses)
+    nearest_key = suggester.nearest_key(override.key, i, config, MIN_SIMILARITY)
     group = suggester.find_group(part)
     if nearest_key and not suggestion:  # the key exists, and only its value is wrong
         existing = f"did you mean {nearest_key}? {existing}"
     elif not i and isinstance(config.get(group), DictConfig):
-        existing = f"{group} has {', '.join(_own_keys(config[group]))}"
-    fallback = aliases.find_replacement(override.key) or ("" if suggestion and not i else existing)
-    return _suggestion_error(override.key, problem, suggestion, fallback)
-
-
-def _own_keys(node: DictConfig) -> list[str]:
-    return [str(key) for key in node if key not in ("kind", "arguments", "_target_")]
-
-
-def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in config:
-        if prefix or key != "hydra":
-            yield f"{prefix}{key!s}"
-            node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
-            if isinstance(node, DictConfig) and not node._is_none():
-                yield from _all_keys(node, f"{prefix}{key!s}.")
+        existing = f"{group} has {', '.join(own_keys(config[group]))}"
+    fallback = find_replacement(override.key) or ("" if suggestion and not i else existing)
+    return suggestion_error(override.key, problem, suggestion, fallback)
 
 
 # -- user config files ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.errors import ConfigError, SecurityError, UsageError
@@ -206,16 +207,10 @@ def _read_security(parsed: Sequence[Override]) -> SecurityConfig:
             raise SecurityError(f"{key}: interpolation is not allowed here; write the value")
         if item.package is not None or item.is_delete() or isinstance(item.value(), dict):
             raise SecurityError(f"{key}: is refused: type security=LEVEL, security.KEY=VALUE")
-        _set_security_key(config, key, item.value())
+        name, value = key.partition(".")[2] or "level", item.value()
+        is_list = name in ("trusted", "environment")
+        with suppress(OmegaConfBaseException, ValueError, TypeError):  # composing reports it
+            value = [value] if is_list and isinstance(value, str) else value
+            OmegaConf.update(config, name, value, merge=False)
     security: SecurityConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
     return security
-
-
-def _set_security_key(config: DictConfig, key: str, value: Any) -> None:
-    name = key.partition(".")[2] or "level"
-    if name in ("trusted", "environment") and isinstance(value, str):
-        value = [value]
-    try:
-        OmegaConf.update(config, name, value, merge=False)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        pass  # composing the config reports it

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import re
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,13 +88,11 @@ class ConfigFileChecker:
             paths = [path for group in RESERVED_GROUPS for path in (folder / group).rglob("*.yaml")]
             for path in (folder / "config.yaml", *sorted(paths)):
                 name = path.relative_to(folder).as_posix()
-                if path.is_file() and not self._is_builtin(str(path)) and self._is_ours(name):
+                is_ours = ConfigStore.instance().get_type(name) is ObjectType.CONFIG
+                is_ours = is_ours or any((f / name).is_file() for f in self.builtin_folders)
+                if is_ours and path.is_file() and not self._is_builtin(str(path)):
                     problem = f"{path}: is refused: {name} is a file of the runner or of Hydra"
                     raise SecurityError(f"{problem}, and cannot be replaced; rename it")
-
-    def _is_ours(self, name: str) -> bool:
-        stored = ConfigStore.instance().get_type(name) is ObjectType.CONFIG
-        return stored or any((folder / name).is_file() for folder in self.builtin_folders)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -110,10 +107,12 @@ class ConfigFileChecker:
         def load_config(source: Any, config_path: str) -> ConfigResult:
             name = source._normalize_file_name(config_path)
             path = os.path.join(source.path, name)
-            if self._is_builtin(path) and (folder := self._replacing_folder(name)) is not None:
+            theirs = (f for f in self.user_folders if (f / name).is_file())
+            folder = next((f for f in theirs if not self._is_builtin(str(f / name))), None)
+            if folder is not None and self._is_builtin(path):
                 source, path = type(source)(source.provider, f"file://{folder}"), str(folder / name)
                 self.replaced_options["=".join(config_path.rsplit("/", 1))] = path
-            if not os.path.exists(path) or (self._is_builtin(path) and not _starts_with_bom(path)):
+            if self._is_builtin(path) or not os.path.exists(path):
                 return cast(ConfigResult, original_load(source, config_path))
             return self._read(source, path, config_path)
 
@@ -180,14 +179,10 @@ class ConfigFileChecker:
         return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
 
     def _read(self, source: Any, path: str, config_path: str) -> ConfigResult:
-        """Check a foreign file as text, then parse the same text.
-
-        So is one of ours with a byte order mark, with which Hydra does not find the header.
-        """
-        foreign, path = not self._is_builtin(path), os.path.realpath(path)
-        if foreign:
-            self.foreign_files.append(path)
-        if foreign and self.cli.strict:
+        """Check a foreign file as text, then parse the same text."""
+        path = os.path.realpath(path)
+        self.foreign_files.append(path)
+        if self.cli.strict:
             raise SecurityError(
                 f"{path}: is refused: security=strict reads no configs from other folders"
             )
@@ -199,18 +194,12 @@ class ConfigFileChecker:
                 path, f"its first line is not a valid header: {error}", "write # @package _global_"
             ) from error
         config = _parse_yaml(path, text)
-        if foreign:
-            self._check_hydra_choices(path, config_path, config)
-        if foreign and not self.cli.off:
+        self._check_hydra_choices(path, config_path, config)
+        if not self.cli.off:
             check_foreign_file(path, config_path, header.get("package") or "", config)
         return ConfigResult(
             provider=source.provider, path=f"file://{source.path}", config=config, header=header
         )
-
-    def _replacing_folder(self, name: str) -> Path | None:
-        """Return the user's folder with an option of this name; None for a name of ours alone."""
-        is_theirs = (f for f in self.user_folders if (f / name).is_file())
-        return next((f for f in is_theirs if not self._is_builtin(str(f / name))), None)
 
     def _check_hydra_choices(self, path: str, config_path: str, config: Any) -> None:
         """Raise ConfigError for an option of a Hydra group that Hydra ignores in this file."""
@@ -309,14 +298,6 @@ def raw_value(config: DictConfig, key: str) -> Any:
     return tree.get(name) if isinstance(tree, dict) else tree
 
 
-def _starts_with_bom(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(BOM_UTF8)) == BOM_UTF8
-    except OSError:  # Hydra reports it
-        return False
-
-
 def _read_text(path: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -366,15 +347,12 @@ def _check_base_60(path: str, text: str) -> None:
             raise ConfigError(f"{path}:{event.start_mark.line + 1}", problem, fix)
 
 
-class _InterpolationCounters:
-    """Counters of resolved interpolations and their characters since the last composition."""
-
-    count = chars = 0
+_resolved = {"values": 0, "chars": 0}  # interpolations since the last composition
 
 
 def reset_interpolation_counters() -> None:
     """Reset the interpolation counters before a config is resolved."""
-    _InterpolationCounters.count = _InterpolationCounters.chars = 0
+    _resolved.update(values=0, chars=0)
 
 
 def limit_interpolations() -> None:
@@ -384,18 +362,15 @@ def limit_interpolations() -> None:
         return
 
     def bounded(container: Container, *args: Any, **kwargs: Any) -> Any:
-        _InterpolationCounters.count += 1
-        if (
-            _InterpolationCounters.count > MAX_INTERPOLATIONS
-            or _InterpolationCounters.chars > MAX_RESOLVED_CHARS
-        ):
+        _resolved["values"] += 1
+        if _resolved["values"] > MAX_INTERPOLATIONS or _resolved["chars"] > MAX_RESOLVED_CHARS:
             raise InterpolationResolutionError("too many references") from SecurityError(
                 "config: its interpolations expand beyond "
                 f"{MAX_INTERPOLATIONS} values or {MAX_RESOLVED_CHARS} characters; write the values"
             )
         node = original(container, *args, **kwargs)
         value = None if node is None or isinstance(node, Container) else node._value()
-        _InterpolationCounters.chars += len(value) if isinstance(value, str) else 0
+        _resolved["chars"] += len(value) if isinstance(value, str) else 0
         return node
 
     bounded.bounded = True  # type: ignore[attr-defined]

@@ -112,10 +112,14 @@ def restrict_run_folder(folder: Path, level: SecurityLevel) -> list[str]:
     """
     if level is SecurityLevel.off:
         return []
+    absolute, current = folder.absolute(), Path.cwd()
+    parents = [absolute, absolute.parent]
+    if absolute.is_relative_to(current):
+        parents = [p for p in (absolute, *absolute.parents) if p.is_relative_to(current)][:-1]
     warnings = [
         f"{parent} is writable by every user, who could replace checkpoints in it; "
         f"chmod o-w {parent}"
-        for parent in _parents_to_check(folder)
+        for parent in parents
         if _others_may_replace(parent)
     ]
     if level is SecurityLevel.strict:
@@ -159,14 +163,6 @@ def _paths_of(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 def _walk_paths(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         yield from (Path(parent) / name for name in (*folders, *files))
-
-
-def _parents_to_check(folder: Path) -> list[Path]:
-    """Return the folder and its parents below the current one; outside it, folder and parent."""
-    folder, current = folder.absolute(), Path.cwd()
-    if not folder.is_relative_to(current):
-        return [folder, folder.parent]
-    return [path for path in (folder, *folder.parents) if path.is_relative_to(current)][:-1]
 
 
 def _others_may_replace(folder: Path) -> bool:

@@ -276,9 +276,8 @@ def mask_words(text: str) -> str:
     """Replace each word of the text that is an environment value by `${oc.env:NAME}`."""
     values = sorted((v for v in _values if v.strip()), key=len, reverse=True)
     words = [rf"(?<![A-Za-z0-9_]){re.escape(value)}(?![A-Za-z0-9_])" for value in values]
-    pattern = "|".join([REFERENCE.pattern, *words])
-    return re.sub(
-        pattern,
-        lambda match: reference_to(_values[match[0]]) if match[0] in _values else match[0],
-        mask_secrets(text),
-    )
+
+    def replacement(match: re.Match[str]) -> str:
+        return reference_to(_values[match[0]]) if match[0] in _values else match[0]
+
+    return re.sub("|".join([REFERENCE.pattern, *words]), replacement, mask_secrets(text))

@@ -78,6 +78,10 @@ class SectionTotals:
         stack: list[tuple[str, str, float, Any]] = self.threads.__dict__.setdefault("stack", [])
         return stack
 
+    def open_names(self) -> list[str]:
+        """Return the names of this thread's open sections, outermost first."""
+        return [name for name, *_ in self._stack()]
+
     def by_time(self) -> list[SectionTotal]:
         """Return all sections, slowest first."""
         with self.lock:

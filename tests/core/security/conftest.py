@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from runner.core import masking
@@ -15,6 +17,13 @@ def _sandbox_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the process that examines files starts and ends as it does for users."""
     for name, original in kept_sandbox.ORIGINAL.items():
         monkeypatch.setattr(Sandbox, name, original)
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    """One process for the files of all tests: it takes seconds to start."""
+    with Sandbox() as opened:
+        yield opened
 
 
 @pytest.fixture

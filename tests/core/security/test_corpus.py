@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +26,6 @@ from tests.core.security.files.hostile import Sample
 HOSTILE = hostile.samples()
 FAMILIES = sorted({sample.family for sample in HOSTILE})
 TIGHT = FileLimits(cpu_s=2, memory=1 << 30)
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    """One for all: it takes seconds to start."""
-    with Sandbox() as opened:
-        yield opened
 
 
 def written(sample: Sample, folder: Path) -> tuple[Path, Path]:

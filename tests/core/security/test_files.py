@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:TypedStorage is deprecated:UserWarning",
 )
 STRICT, STANDARD, OFF = SecurityLevel.strict, SecurityLevel.standard, SecurityLevel.off
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    with Sandbox() as opened:
-        yield opened
 
 
 def digest(path: Path) -> str:

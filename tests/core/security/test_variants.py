@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -37,12 +36,6 @@ POLICY = FilePolicy()
 @pytest.fixture(autouse=True)
 def _sandbox_of_its_own() -> None:
     """Override: one process serves all loaders here, since it takes seconds to start."""
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    with Sandbox() as opened:
-        yield opened
 
 
 def written(variant: Variant, parent: Path) -> Path:

@@ -324,7 +324,7 @@ def test_work_between_the_calls_of_a_users_loop_does_not_count() -> None:
     optimizer, loss = torch.optim.SGD(net.parameters()), torch.nn.functional.cross_entropy
     with optimize_training_loop(net, optimizer, loss, level="none", device="cpu") as training_loop:
         training_loop(batch)
-        run = training_loop.lazy.run
+        run = training_loop.run
         assert run is not None
         run.stopwatch = virtual_stopwatch(clock)
         for _ in range(60):

@@ -8,7 +8,6 @@ own digest detects damage but not forgery, so it counts only in folders of this 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,11 +29,9 @@ OTHER = "other"  # format of files that are never loaded
 SHOWN_DIGESTS = 4  # in one message
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # of checkpoints and captures
-MAX_MANIFEST_BYTES = 1 << 24  # maximum size of a manifest or digest list
-SUMS_FILE = "SHA256SUMS"
+MAX_MANIFEST_BYTES = 1 << 24  # maximum size of a manifest
 COPY_FILE = "copy the file itself"
 INTACT = "use an intact copy or an earlier checkpoint"
-SUM_LINE = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")
 
 
 @dataclass
@@ -154,7 +151,7 @@ def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
     """Return CHECKED or PINNED if the digest is known; hashes only if it could be."""
     if is_in_run_tree(path.parent, policy):
         try:
-            if _listed_digests(path.parent, MANIFEST).get(path.name) == data.sha256:
+            if _recorded_digests(path.parent).get(path.name) == data.sha256:
                 return Trust.CHECKED
         except (CheckpointError, FileRefusal):
             pass  # `set_trust` reports it
@@ -162,45 +159,25 @@ def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
     return Trust.PINNED if pinned else Trust.UNTRUSTED
 
 
-def _listed_digests(folder: Path, source: str) -> dict[str, str]:
-    """Return sha256 by file name from the folder's manifest or SHA256SUMS; {} if missing.
+def _recorded_digests(folder: Path) -> dict[str, str]:
+    """Return sha256 by file name from the folder's manifest; {} without one.
 
     Raises CheckpointError if it is malformed, FileRefusal if it leads out of the folder.
     """
-    path = folder / source
+    path = folder / MANIFEST
     check_link(path, link_roots(folder))
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES >> 20} MiB")
-    listed = _read_sums(path) if source == SUMS_FILE else _read_manifest(path)
-    for name in filter(leads_outside, listed):
-        raise FileRefusal("digests.path", source, f"lists {name!r}, outside its folder", INTACT)
-    return listed
-
-
-def _read_manifest(path: Path) -> dict[str, str]:
     try:
         files = read_checksummed_json(path, MANIFEST_FORMAT)["files"]
-        return {name: str(entry["sha256"]) for name, entry in files.items()}
+        recorded = {name: str(entry["sha256"]) for name, entry in files.items()}
     except (LookupError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None
-
-
-def _read_sums(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    sums: dict[str, str] = {}
-    for line in filter(str.strip, lines):
-        match = SUM_LINE.fullmatch(line)
-        if match is None:
-            raise CheckpointError(f"{path}: not a list of sha256 and file names: {line[:100]!r}")
-        name, digest = match[2].removeprefix("./"), match[1].lower()
-        if sums.setdefault(name, digest) != digest:
-            raise FileRefusal("digests.conflict", path.name, f"has two digests of {name!r}", INTACT)
-    return sums
+    for name in filter(leads_outside, recorded):
+        raise FileRefusal("digests.path", MANIFEST, f"lists {name!r}, outside its folder", INTACT)
+    return recorded
 
 
 def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
@@ -208,14 +185,13 @@ def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
 
     `assessment.files` must be complete, keyed by path in the folder or by the single file's name. A
     folder has the trust of its least trusted loadable file; a file that differs from the manifest
-    or SHA256SUMS beside it is refused.
+    beside it is refused.
     """
     folder = path if path.is_dir() else path.parent
     checked = is_in_run_tree(folder, policy)
     for parent in sorted({(folder / name).parent for name in assessment.files}):
         names = [name for name in assessment.files if (folder / name).parent == parent]
-        _check_digests(assessment, parent, names, SUMS_FILE)
-        recorded = _check_digests(assessment, parent, names, MANIFEST)
+        recorded = _compare_digests(assessment, parent, names)
         loadable = {
             Path(n).name for n in names if assessment.files[n].format != OTHER or is_model_name(n)
         }
@@ -228,24 +204,21 @@ def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
         assessment.trust = Trust.CHECKED if checked else Trust.UNTRUSTED
 
 
-def _check_digests(
-    assessment: Assessment, folder: Path, names: list[str], source: str
-) -> dict[str, str]:
-    """Refuse files that differ from the folder's digest list; return the list."""
+def _compare_digests(assessment: Assessment, folder: Path, names: list[str]) -> dict[str, str]:
+    """Refuse files that differ from the folder's manifest; return its digests."""
     try:
-        listed = _listed_digests(folder, source)
+        recorded = _recorded_digests(folder)
     except FileRefusal as refusal:
         assessment.refuse([refusal.reason])
         return {}
     except CheckpointError as error:
         text = f"{escape_control_chars(str(error))}, so its digests are ignored"
-        assessment.reasons.append(Reason("digests.damaged", Severity.WARNING, source, text))
+        assessment.reasons.append(Reason("digests.damaged", Severity.WARNING, MANIFEST, text))
         return {}
     for name in names:
-        digest, expected = assessment.files[name].sha256, listed.get(Path(name).name)
+        digest, expected = assessment.files[name].sha256, recorded.get(Path(name).name)
         if expected is not None and digest and digest != expected:
             expected = escape_control_chars(expected)
-            text = f"its sha256 is {digest[:16]}…, but {source} lists {expected[:16]}…"
-            reason = Reason("digests.differ", Severity.REFUSAL, name, text, INTACT)
-            assessment.refuse([reason])
-    return listed
+            text = f"its sha256 is {digest[:16]}…, but {MANIFEST} lists {expected[:16]}…"
+            assessment.refuse([Reason("digests.differ", Severity.REFUSAL, name, text, INTACT)])
+    return recorded

@@ -108,10 +108,6 @@ def _index(weight_map: Any) -> bytes:
     return json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
 
 
-def _digests(listed: str, digest: str = "0" * 64) -> bytes:
-    return f"{digest}  {listed}\n".encode()
-
-
 def _manifest(listed: str) -> bytes:
     entry = {"sha256": "0" * 64, "size": 1}
     return to_checksummed_json({"format": 1, "files": {listed: entry}})
@@ -139,14 +135,8 @@ def _lists() -> list[Variant]:
     files = {"model.safetensors": MODEL, "flax.msgpack.index.json": _index({"w": "../x.msgpack"})}
     made.append(Variant("index", "flax", "index.path", files))
     for listed in OUTSIDE:
-        files = {"model.safetensors": MODEL, "SHA256SUMS": _digests(listed)}
-        made.append(Variant("digests", ascii(listed), "digests.path", files))
-    for listed in OUTSIDE[:4]:
         files = {"model.safetensors": MODEL, "manifest.json": _manifest(listed)}
-        made.append(Variant("digests", f"manifest {listed}", "digests.path", files))
-    twice = _digests("other.bin") + _digests("other.bin", "1" * 64)
-    files = {"model.safetensors": MODEL, "SHA256SUMS": twice}
-    made.append(Variant("digests", "conflict", "digests.conflict", files))
+        made.append(Variant("digests", f"manifest {ascii(listed)}", "digests.path", files))
     return made
 
 
@@ -160,7 +150,6 @@ def _links() -> list[Variant]:
         "shard": {SHARD: outside, "model.safetensors.index.json": index},
         "index": {SHARD: MODEL, "model.safetensors.index.json": outside},
         "config": {"model.safetensors": MODEL, "config.json": outside},
-        "digests": {"model.safetensors": MODEL, "SHA256SUMS": outside},
         "manifest": {"model.safetensors": MODEL, "manifest.json": outside},
     }
     return [Variant("link", key, "link.", files) for key, files in rows.items()]
@@ -621,11 +610,6 @@ def _ordinary() -> dict[str, Files]:
         "adapter": {
             "adapter_model.safetensors": MODEL,
             "adapter_config.json": json.dumps(ADAPTER).encode(),
-        },
-        "digests": {
-            "unet/model.safetensors": MODEL,
-            "model.safetensors": MODEL,
-            "SHA256SUMS": _digests("unet/model.bin") + _digests("./a b.txt"),
         },
         "link inside": {
             "weights.safetensors": MODEL,
