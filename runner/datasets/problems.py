@@ -34,6 +34,7 @@ UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
 MAX_DROPPED = 0.5  # share of rows that a suggested command may drop
 MAX_COMMAND_CHARS = 2_000  # characters; a longer command is left out
+NUMERIC_NAME = re.compile(r"\s*[+-]?[\d.,]*\d[\d.,]*(e[+-]?\d+)?\s*", re.IGNORECASE)
 
 
 @dataclass
@@ -61,7 +62,7 @@ class TableProblems:
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
     avoidable: bool = True  # by other config values
-    has_bad_cells: bool = False  # a problem is that of a column, which can be left out
+    has_bad_cells: bool = False  # of a column that can be left out
 
     def __post_init__(self) -> None:
         gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
@@ -75,7 +76,7 @@ class TableProblems:
         for name, count in Counter(names).items():
             if count > 1:
                 what = f"are called {name[:MAX_CELL_CHARS]!r}" if name else "have no name"
-                fix = "give each a unique name in the first line"
+                fix = f"give each a unique name in the first line{_describe_numeric_names(names)}"
                 raise DataError(f"data.path: {self.path}: {count} columns {what}; {fix}")
         names = [name for name in names if name]
         if trained:
@@ -102,6 +103,7 @@ class TableProblems:
         )
         more = f", nor {join_names(f'{n!r} ({k})' for k, n in absent[1:])}" if absent[1:] else ""
         self.columns = f"has no column {absent[0][1]!r}{more}; {'; '.join(near)}"
+        self.columns += _describe_numeric_names(names)
         self.absent = absent
         for key, name in absent:
             replacement = nearest(name, names)
@@ -125,9 +127,10 @@ class TableProblems:
     def add_rows(self, key: str, problems: Mapping[int, str]) -> None:
         """Record problems of rows; they are dropped if the config key `key` says so."""
         rows = self.bad if key == BAD_SAMPLES_KEY else self.gaps
+        needed = tuple(f", column {name!r}:" for name in self.needed.values())
         for row, text in problems.items():
             rows.setdefault(row, text)
-            self.has_bad_cells |= text.startswith(", column")
+            self.has_bad_cells |= text.startswith(", column") and not text.startswith(needed)
             if not self.drops[key]:
                 kind = re.sub(": .* is ", ": is ", text)
                 self.kinds.setdefault(kind, (text, []))[1].append(row)
@@ -218,3 +221,11 @@ class TableProblems:
             changes["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
             self.avoidable &= bad <= MAX_DROPPED
         return changes
+
+
+def _describe_numeric_names(names: Sequence[str]) -> str:
+    """Return a hint if at least half of the columns' names are numbers, else ""."""
+    numeric = sum(NUMERIC_NAME.fullmatch(name) is not None for name in names)
+    if not 0 < len(names) <= 2 * numeric:
+        return ""
+    return "; is a header missing? the first line must name the columns, and holds numbers"

@@ -256,7 +256,7 @@ def _pop_id_columns(
                 kind = "text" if is_text_column(content.columns[name]) else "number"
                 override = mapping_override(TYPES_KEY, {name: kind})
                 advice = f"not an input, but copied to predictions; to use it: {override}"
-                choices.append(notice(TYPES_KEY, f"{name}: id", f"{reason}: {advice}"))
+                choices.append(notice(TYPES_KEY, f"{name!r} is an id", f"{reason}: {advice}"))
             elif reason and name == problems.config.target:
                 reason = f"{reason}: ids cannot be predicted; name another column"
                 choices.append(notice("data.target", name, reason))
