@@ -70,6 +70,7 @@ TARGET_KEY = "data.target"
 UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
 MAX_DROPPED = 0.5  # share of rows that advice may drop
+NUMERIC_NAME = re.compile(r"\s*[+-]?[\d.,]*\d[\d.,]*(e[+-]?\d+)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def _pop_id_columns(
                 kind = "text" if is_text_column(content.columns[name]) else "number"
                 override = mapping_override(TYPES_KEY, {name: kind})
                 advice = f"not an input, but copied to predictions; to use it: {override}"
-                choices.append(notice(TYPES_KEY, f"{name}: id", f"{reason}: {advice}"))
+                choices.append(notice(TYPES_KEY, f"{name!r} is an id", f"{reason}: {advice}"))
             elif reason and name == problems.config.target:
                 reason = f"{reason}: ids cannot be predicted; name another column"
                 choices.append(notice("data.target", name, reason))
@@ -383,7 +384,7 @@ class TableProblems:
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
     avoidable: bool = True  # by other config values
-    has_bad_cells: bool = False  # a problem is that of a column, which can be left out
+    has_bad_cells: bool = False  # of a column that can be left out
 
     def __post_init__(self) -> None:
         gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
@@ -397,7 +398,7 @@ class TableProblems:
         for name, count in Counter(names).items():
             if count > 1:
                 what = f"are called {name[:MAX_CELL_CHARS]!r}" if name else "have no name"
-                fix = "give each a unique name in the first line"
+                fix = f"give each a unique name in the first line{_describe_numeric_names(names)}"
                 raise DataError(f"data.path: {self.path}: {count} columns {what}; {fix}")
         names = [name for name in names if name]
         if trained:
@@ -423,6 +424,7 @@ class TableProblems:
             nor = join_names(f"{n!r} ({k})" for k, n in self.absent[1:])
             more = f", nor {nor}" if nor else ""
             self.columns = f"has no column {self.absent[0][1]!r}{more}; {'; '.join(near)}"
+            self.columns += _describe_numeric_names(names)
             self.needed = {key: name for key, name in self.needed.items() if name in names}
 
     def add_unreadable(self, types: Mapping[str, Any]) -> None:
@@ -434,9 +436,10 @@ class TableProblems:
     def add_rows(self, key: str, problems: Mapping[int, str]) -> None:
         """Record problems of rows; they are dropped if the config key `key` says so."""
         rows = self.bad if key == BAD_SAMPLES_KEY else self.gaps
+        needed = tuple(f", column {name!r}:" for name in self.needed.values())
         for row, text in problems.items():
             rows.setdefault(row, text)
-            self.has_bad_cells |= text.startswith(", column")
+            self.has_bad_cells |= text.startswith(", column") and not text.startswith(needed)
             if not self.drops[key]:
                 kind = re.sub(": .* is ", ": is ", text)
                 self.kinds.setdefault(kind, (text, []))[1].append(row)
@@ -519,3 +522,11 @@ class TableProblems:
             changes["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
             self.avoidable &= bad <= MAX_DROPPED
         return changes
+
+
+def _describe_numeric_names(names: Sequence[str]) -> str:
+    """Return a hint if at least half of the columns' names are numbers, else ""."""
+    numeric = sum(NUMERIC_NAME.fullmatch(name) is not None for name in names)
+    if not 0 < len(names) <= 2 * numeric:
+        return ""
+    return "; is a header missing? the first line must name the columns, and holds numbers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import make_loader
 from runner.core.data.open import OpenOptions, open_data
 from runner.core.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
-from runner.core.errors import CheckpointError, DataError, UsageError
+from runner.core.errors import CheckpointError, DataError, RunnerError, UsageError
 from runner.core.interfaces.run import Run
 from runner.core.jobs.evaluate import build_trained
 from runner.core.record.text import quote_for_hydra
@@ -37,6 +38,11 @@ from runner.datasets.tabular import UNKNOWN_CATEGORIES_KEY
 log = logging.getLogger(__name__)
 
 TABLES = ("tabular", "text")
+ARGUMENTS = {  # of `load`, for the keys that they set
+    r"security\.trusted=\[([\w.]+)\]": r"trusted=['\1']",
+    r"security\.trusted\b": "trusted",
+    r"checkpoint\.resume\b": "run",
+}
 
 
 def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[str] = ()) -> Trained:
@@ -48,8 +54,9 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     """
     load_overrides = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
     load_overrides += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
-    merged = merge_recorded_overrides([*overrides, *load_overrides], sweeps=False)
-    config = compose(merged.overrides)
+    with _name_arguments():
+        merged = merge_recorded_overrides([*overrides, *load_overrides], sweeps=False)
+        config = compose(merged.overrides)
     policy = FilePolicy.of(config.security, run_tree_folders(None))
     stored = Checkpointer(None, 1, policy=policy, best_first=True).read_preprocessing(Path(run))
     if stored is None:
@@ -91,7 +98,8 @@ class Trained(Closeable):
         """
         with self._open_data(data) as source:
             if self._run is None:  # techniques inspect samples of the first data
-                run = build_trained(self.config, None, source)
+                with _name_arguments():
+                    run = build_trained(self.config, None, source)
                 self._run = self._scope.enter_context(run)
             parts = list(predict_batches(self._run, self._loader(self._run, source)))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -166,6 +174,20 @@ class Trained(Closeable):
         indices = np.arange(len(inputs))
         labels = torch.zeros(len(inputs), dtype=torch.int64)
         return TensorsDataset(inputs, labels, sizes, (indices, indices))
+
+
+@contextmanager
+def _name_arguments() -> Iterator[None]:
+    """Name the arguments of `load` in errors that name the config keys which they set."""
+    try:
+        yield
+    except RunnerError as error:
+        text = str(error)
+        for key, argument in ARGUMENTS.items():
+            text = re.sub(key, argument, text)
+        if text != str(error):
+            error.args = (f"load: {text}",)
+        raise
 
 
 def _write_table(table: Any, folder: Path) -> Path:

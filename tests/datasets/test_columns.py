@@ -326,7 +326,7 @@ def test_ids_are_no_inputs_and_stay_beside_the_rows(tmp_path: Path, suffix: str)
     assert source.ids["ticket"].take([3, 1]).to_pylist() == [f"T-{shuffled[i]}" for i in (3, 1)]
     text = chosen(source, "data.types")
     assert "ticket: left out: 2 of 240 rows have a repeated text" in text
-    assert "customer_id: id: its cells are all different, and its name suggests ids" in text
+    assert "'customer_id' is an id: its cells are all different, and its name suggests ids" in text
     assert "to use it: '+data.types={customer_id: number}'" in text
     types = {"row": ColumnType.number, "group_id": ColumnType.id, "customer_id": ColumnType.text}
     declared = opened(path, types=types)

@@ -608,6 +608,7 @@ def test_a_column_that_is_missing_is_named_once_and_no_other_needed_one_suggeste
     [
         ("tabular", "1,2,a", False),  # has too many cells
         ("tabular", "1e99,a", True),
+        ("tabular", "1,", False),  # the target is needed
         ("text", "1,2,a", False),
         ("text", ",a", False),
     ],
@@ -622,3 +623,15 @@ def test_only_a_table_s_bad_column_can_be_left_out(
         else:
             opened(path)
     assert ("leave out a column with data.ignore" in str(raised.value)) is is_column
+
+
+def test_a_csv_without_a_header_is_said_to_lack_one(tmp_path: Path) -> None:
+    rows = "".join(f"5.{i},{i}e-3,-1,{'ab'[i % 2]}\n" for i in range(30))
+    hint = "is a header missing\\? the first line must name the columns, and holds numbers"
+    with pytest.raises(ConfigError, match=f"data.target: .*no column 'y'; .*; {hint}"):
+        opened(write(tmp_path, rows))
+    with pytest.raises(DataError, match=f"2 columns are called '7'; .*; {hint}"):
+        opened(write(tmp_path, "7,7,a\n" * 30))
+    with pytest.raises(ConfigError) as raised:  # texts are names
+        opened(write(tmp_path, f"x,z,2019,class\n{rows}"))
+    assert "is a header missing" not in str(raised.value)

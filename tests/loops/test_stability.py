@@ -19,7 +19,7 @@ from runner.core.schemas.stability import (
 )
 from runner.diagnose.replay.results import StepPhase
 from runner.loops.stability import device_random_state, replay_step, set_device_random_state
-from tests.loops.builders import assert_close, poisoned, same, state
+from tests.loops.builders import poisoned, same, state
 
 Batch = tuple[Tensor, Tensor]
 loss_of = nn.functional.cross_entropy

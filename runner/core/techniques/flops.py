@@ -11,6 +11,7 @@ import torch
 
 from runner.core.device import numerics
 from runner.core.device.device import Device
+from runner.core.format import count_noun
 
 T = 1e12
 MAX_SIZE, REPEATS, SLOW_S = 2048, 5, 0.05
@@ -108,5 +109,5 @@ def _measure_peak(dtype: torch.dtype, threads: int) -> PeakFlops:
         a = torch.ones(size, size, dtype=dtype)
         seconds = min(repeat(partial(torch.mm, a, a), number=1, repeat=REPEATS + 1))
         rate = max(rate, 2 * size**3 / seconds)
-    source = f"measured here: products of up to {size}×{size}, {threads} threads"
+    source = f"measured here: products of up to {size}×{size}, {count_noun(threads, 'thread')}"
     return PeakFlops(rate, DTYPE_NAMES[dtype], source)

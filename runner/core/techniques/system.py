@@ -99,7 +99,7 @@ def engaged(config: System, run: Run) -> Evidence:
         threads = facts["threads"]
         chosen = next((c.value for c in run.choices if c.key == "device.threads"), threads)
         if chosen != threads:
-            problems.append(f"{threads} threads, not the {chosen} chosen")
+            problems.append(f"device.threads is {threads}, not the {chosen} chosen")
         facts["denormals_are_zero"] = denormals_flushed()
         if not facts["denormals_are_zero"] and "denormals_left_alone" not in facts:
             problems.append("denormals are not flushed in every thread")

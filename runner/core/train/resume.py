@@ -177,7 +177,12 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     state = restored.state
     if run.columns:
         _check_fitted_keys(state["settings"], run.settings)
-    load_weights(run, restored.path, restored.model, state["update"])
+    try:
+        load_weights(run, restored.path, restored.model, state["update"])
+    except CheckpointError as error:
+        from runner.core.train.error_notes import name_changed_keys  # imported only if used
+
+        raise name_changed_keys(error, state["settings"], run.settings) from error.__cause__
     with _translate_mismatch(restored.path):
         load_progress(run, state["progress"])
         run.resumed_step = run.progress.step
@@ -203,8 +208,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
         _warn_raised_lr(run, state)
-    older = "seeds_own_generators" not in state
-    if trains and older and run.train.fetch.source.draws_itself():
+    if trains and "seeds_own_generators" not in state and run.train.fetch.source.draws_itself():
         log.warning(
             "data: the random generators that the data set keeps are now seeded for each sample, "
             "by seed, epoch and index: they draw other numbers than before step %d", restored.step,
@@ -481,9 +485,7 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
             run.shards.load(model)
         run.update.load(update)
         if "names" not in update and (update["average"] or update["optimizer"].get("state")):
-            text = (
-                "optimizer state and averages are assigned by position, as it has no names for them"
-            )
+            text = "optimizer state and averages are assigned by position, without their names"
             log.info("%s: %s", path, text)
     except torch.OutOfMemoryError:
         raise

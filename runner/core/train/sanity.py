@@ -84,6 +84,9 @@ def _validate(run: Run) -> None:
                 _check_metrics(run, run.objective.all_metrics(sums), describe(outputs[0]))
         except Exception as error:
             if not outputs or is_out_of_memory(error) or is_device_error(error):
+                from runner.core.train.error_notes import add_error_note  # imported only if used
+
+                add_error_note(run, batch, error)
                 raise  # of the model itself
             raise _objective_error(error, describe(outputs[0])) from error
 

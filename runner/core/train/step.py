@@ -153,6 +153,9 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
                 raise  # whatever touches the device would raise again
             run.update.abandon()
             if not any(recover(run, error) for recover in run.recoveries):
+                from runner.core.train.error_notes import add_error_note  # imported only if used
+
+                add_error_note(run, batch, error)
                 raise
         # repeated outside of `except`, where no traceback references the activations
 

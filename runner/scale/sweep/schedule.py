@@ -13,6 +13,7 @@ from typing import Protocol
 
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import CheckpointError, Interrupted, ProcessLost, StorageError
+from runner.core.format import count_noun
 from runner.core.record.storage import make_folder
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.schemas.sweep import LauncherConfig
@@ -194,7 +195,8 @@ class Schedule:
 
     def _interrupt_jobs(self, number: int) -> None:
         self.stop_reason = "the sweep was interrupted"
-        log.warning("stopping %d jobs; interrupt again to kill them", len(self.running))
+        jobs = count_noun(len(self.running), "job")
+        log.warning("stopping %s; interrupt again to kill at once", jobs)
         # after Ctrl-C a person can press it again; other senders of signals cannot
         grace_s = float("inf") if number == signal.SIGINT else GRACE_S
         for _, process in self.running:

@@ -58,7 +58,7 @@ def test_settings_that_the_users_code_takes_back_are_named() -> None:
         assert not run.evidence["system"].engaged
         # what a thread that has started since then does with denormals may come after it
         reason = run.evidence["system"].reason.partition("; ")[0]
-        assert reason == "2 threads, not the 1 chosen"
+        assert reason == "device.threads is 2, not the 1 chosen"
     torch.set_num_threads(threads)
 
 

@@ -19,6 +19,7 @@ from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives.custom import CustomObjective
+from runner.core.record.text import describe_error
 from tests import runs
 
 OFF = ("checkpoint=off", "training.steps=3", "training.batch_size=8", "optimization=none")
@@ -210,3 +211,23 @@ def test_a_target_that_is_the_input_of_a_language_model_is_named(shift: int) -> 
     target = tokens.roll(-shift, 1)
     data = TensorsDataset(tokens, target, sizes, (np.arange(32), np.arange(32, 40)))
     assert ("copied_target" in named_faults(NextToken(), data, None)) is (shift == 0)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("sanity", ["true", "false"])
+def test_an_input_of_another_size_is_named_with_the_sizes_of_the_data(sanity: str) -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+        trained(F.mse_loss, table(), f"training.sanity={sanity}", model=nn.Linear(5, 1))
+    text = describe_error(raised.value)[0]
+    note = "data gives the model float32 of shape [8, 3]; a model._target_ of your own may take "
+    assert text.endswith(f"; {note}in_features=3, classes=1")
+
+
+def test_a_loss_that_depends_on_no_weight_is_named_with_its_fix() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad") as raised:
+        trained(F.l1_loss, table(1, (40, 1)), model=Detached(3, 1))
+    assert "depends on no weight that is trained; remove .detach()" in str(raised.value.__notes__)

@@ -47,15 +47,15 @@ FAULTS = {
          "stability.spike.watch=grad_norm", "data.shuffle=false"],
         "spike", "skipped", "", "spike", words="gradient",
     ),
-    "fp16 overflow": Seeded(
-        [ONE, "+model.part=overflows", *FP16], "overflow", "skipped", "part", "forward", "amp"
+    "value beyond fp16": Seeded(
+        [ONE, "+model.part=overflows", *FP16], "non_finite", "skipped", "part", "forward", "amp"
     ),
     "BatchNorm's buffers": Seeded(
         [ONE, "model._target_=seeded_models.Normalised"],
         "buffers", "skipped", "norm", "forward", words="buffer",
     ),
 }  # fmt: skip
-SLOW = ("fp16 overflow",)
+SLOW = ("value beyond fp16",)
 CASES = [
     pytest.param(f, id=name, marks=[pytest.mark.slow] * (name in SLOW))
     for name, f in FAULTS.items()
