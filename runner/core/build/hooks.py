@@ -77,7 +77,7 @@ def attach_batch_validator(
     objective, sizes = run.objective, run.sizes
     spec = DataSpec(objective.indices, objective.ignored, sizes.vocab)
     source, sampler = train.fetch.source, train.fetch.order
-    in_memory = type(source) is TensorsDataset
+    table = (source.inputs, source.target) if type(source) is TensorsDataset else None
     train.inspector = BatchValidator(
         BatchChecks(config.checks.inputs, spec),
         run.history,
@@ -85,7 +85,7 @@ def attach_batch_validator(
         run.device.torch,
         first_batch=train.fetch_on_cpu,
         indices=train.indices,
-        table=(source.inputs, source.target) if in_memory else None,
+        table=table,
         rows=sampler.indices,
         smallest=len(sampler.indices) % sampler.batch_size or sampler.batch_size,
     )

@@ -539,3 +539,8 @@ class LossScaler:
             value = value * 2 if overflow else value
             values.append(value)
         return values[::-1]
+
+    def lower(self, factor: float) -> None:
+        """Multiply the scale by `factor`, in addition to its own rule."""
+        self.value.mul_(factor)
+        self.growth_tracker.zero_()
