@@ -314,7 +314,9 @@ class ProfileTool(DebugTool):
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
         names = [name for name, _ in run.techniques if name not in run.fallback_reasons]
         steps = self.trace_steps or 1
-        largest = self.operators[0] if self.operators else {"name": "", "seconds": 0.0}
+        largest: dict[str, Any] = {"name": "", "seconds": 0.0}
+        if self.operators:
+            largest = self.operators[0]
         return StepMeasurements(
             split={phase: seconds / total for phase, seconds in outside.items()} if total else {},
             step_ms=speed.step_ms.p50,
