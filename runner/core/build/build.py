@@ -76,7 +76,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 WEIGHTS = "model.weights"
-CLASS_WEIGHTS = "objective.class_weights"
 MAX_INITIAL_SHARE = 0.05  # of the initial weights in an average at the end, without a notice
 
 
@@ -146,12 +145,17 @@ def build(
 
 def build_run(setup: Setup) -> Run:
     """Run the steps in order; comments give the reasons for it."""
-    check_balance(setup)
+    config = setup.config
+    if setup.trains and config.data.sampler is not None and setup.components.objective is None:
+        from runner.core.objectives.class_weights import check_balance  # imported only if used
+
+        # a replay has the choices of its run
+        check_balance(config.objective, is_new=not setup.resumes and not setup.components.choices)
     had_gradients = torch.is_grad_enabled()
     run_data = load_data(setup)  # with the resumed run's preprocessing
     length = resolve_length(setup, run_data)
     loaders = LoaderFactory(
-        setup.config,
+        config,
         run_data,
         length.batch_size,
         setup.device.torch,
@@ -169,7 +173,6 @@ def build_run(setup: Setup) -> Run:
     step_graph = make_step_graph(builder, update, comparison)
     builder.choices += train.choices
     setup.checkpointer.choices = {c.key: c.value for c in builder.choices}
-    config = setup.config
     validate_every = config.training.validate_every or max(
         1, min(length.steps_per_epoch, length.total_steps // 5)
     )
@@ -225,20 +228,6 @@ def build_run(setup: Setup) -> Run:
     return run
 
 
-def check_balance(setup: Setup) -> None:
-    """Raise ConfigError if sampler and loss both balance the classes of a new run."""
-    objective = setup.config.objective
-    has_own_loss = objective._target_ is not None or objective.kind == "model"
-    both = setup.config.data.sampler is not None and objective.class_weights == "balanced"
-    if not (both and setup.trains) or has_own_loss or setup.components.objective is not None:
-        return
-    problem = "balanced evens out the classes a second time, after data.sampler=balanced"
-    fix = "leave one of them out: objective.class_weights=null or data.sampler=null"
-    if not setup.resumes and not setup.components.choices:  # a replay has those of its run
-        raise ConfigError(CLASS_WEIGHTS, problem, fix)
-    log.warning("%s %s; kept from the resumed run; for a new one %s", CLASS_WEIGHTS, problem, fix)
-
-
 def resolve_length(setup: Setup, run_data: RunData) -> Length:
     """Resolve batch size, number of steps, and the intervals of debug tools."""
     config, samples = setup.config, len(run_data.data.train)
@@ -264,11 +253,7 @@ def make_model(setup: Setup, data: Dataset) -> nn.Module:
     if setup.config.optimizer.freeze:
         from runner.core.optim.fine_tuning import freeze
 
-        freeze(model, setup.config.optimizer.freeze)
-        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        trained, total = sum(n for n, on in sizes if on), sum(n for n, _ in sizes)
-        reason = f"{trained:,} of {total:,} parameters are trained"
-        setup.choices.append(Choice("optimizer.freeze", f"{1 - trained / total:.1%}", reason))
+        setup.choices.append(freeze(model, setup.config.optimizer.freeze))
     return model.to(setup.device.torch)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import LABELS_UNKNOWN
 from runner.core.schemas.objectives import ObjectiveConfig
 
+log = logging.getLogger("runner")
+KEY = "objective.class_weights"
+
 
 def choose_class_weights(
     config: ObjectiveConfig, sizes: Sizes, counts: np.ndarray | None
@@ -20,7 +25,7 @@ def choose_class_weights(
 
     `counts` are the training samples per class. Without weights a choice names the rarest class.
     """
-    key, weights, classes = "objective.class_weights", config.class_weights, sizes.classes
+    key, weights, classes = KEY, config.class_weights, sizes.classes
     if sizes.task != "classification" or config._target_ is not None or not classes:
         return None, []
     if isinstance(weights, list):
@@ -41,3 +46,15 @@ def choose_class_weights(
     extremes = (f"{names[i]!r} {balanced[i]:.3g}" for i in (commonest, rarest))
     reason = "training samples / (classes * those of the class): " + " to ".join(extremes)
     return torch.tensor(balanced, dtype=torch.float32), [Choice(key, "balanced", reason)]
+
+
+def check_balance(objective: ObjectiveConfig, is_new: bool) -> None:
+    """Raise ConfigError if the loss of a new run balances the classes as its sampler does."""
+    has_own_loss = objective._target_ is not None or objective.kind == "model"
+    if objective.class_weights != "balanced" or has_own_loss:
+        return
+    key, problem = KEY, "balanced evens out the classes a second time, after data.sampler=balanced"
+    fix = "leave one of them out: objective.class_weights=null or data.sampler=null"
+    if is_new:
+        raise ConfigError(key, problem, fix)
+    log.warning("%s %s; kept from the resumed run; for a new one %s", key, problem, fix)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.core.errors import ConfigError
+from runner.core.interfaces.technique import Choice
 from runner.core.schemas.optimizer import OptimizerConfig
 
 
@@ -29,8 +30,8 @@ def pop_groups(
         yield [rest.pop(name) for name in matched], options
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that match; ConfigError for a pattern without a match.
+def freeze(model: nn.Module, patterns: Sequence[str]) -> Choice:
+    """Freeze the parameters that match, and say how many; ConfigError for one without a match.
 
     A normalisation layer with all parameters frozen stays in evaluation mode, so that its running
     statistics are used and do not change (as in Keras).
@@ -49,6 +50,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     if not any(p.requires_grad for p in named.values()):
         problem = f"{', '.join(patterns)} leaves none of {len(named)} parameters trainable"
         raise ConfigError("optimizer.freeze", problem, "freeze fewer")
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    trained, total = sum(n for n, on in sizes if on), sum(n for n, _ in sizes)
+    reason = f"{trained:,} of {total:,} parameters are trained"
+    return Choice("optimizer.freeze", f"{1 - trained / total:.1%}", reason)
 
 
 def _stay_in_evaluation(self: nn.Module, mode: bool = True) -> nn.Module:

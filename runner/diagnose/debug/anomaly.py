@@ -136,7 +136,7 @@ class AnomalyTool(DebugTool):
 
 def _trace(run: Run) -> Cause:
     """Repeat the running step with every operation traced; gradients and random state stay."""
-    if run.world is not None:  # one process may end early, and the others would wait for it
+    if run.is_shared:  # one process may end early, and the others would wait for it
         return Cause(StepPhase.nowhere, "")
     gradients = [parameter.grad for parameter in run.model.parameters()]
     run.update.abandon()  # the buffers are again those before the step
@@ -169,6 +169,6 @@ def _describe(run: Run, cause: Cause, error: Exception | None) -> tuple[str, str
     if cause.phase is StepPhase.norm and culprit == "the loss":
         return cause.cause, "the gradient norm"
     hint = "but backward produced no NaN"
-    if run.world is not None:
+    if run.is_shared:
         hint = "job=replay of the step's capture names the module"
     return f"{culprit} is not finite, {hint}", culprit

@@ -19,6 +19,7 @@ from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
+from runner.core.objectives import class_weights
 from runner.core.objectives.build import build_objective
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.regression import RegressionObjective
@@ -180,7 +181,7 @@ def test_classes_evened_out_by_both_sampler_and_loss_are_refused_unless_the_run_
     with pytest.raises(ConfigError, match=problem):
         rare(*both, "checkpoint.resume=auto", folder=tmp_path / "new").__enter__()
     with monkeypatch.context() as older:
-        older.setattr("runner.core.build.build.check_balance", lambda setup: None)
+        older.setattr(class_weights, "check_balance", lambda *_, **__: None)
         with rare(*both, folder=tmp_path / "old") as run:
             train(run)
             weights = run.objective.loss.class_weights.tolist()
