@@ -61,19 +61,19 @@ class RankOutcome:
         text, file, number = describe_error(error)
         return cls(rank, "error", f"{text} ({file}:{number})", 1)
 
-    def to_json(self) -> str:
-        """Serialise the outcome for another process."""
+    def as_json(self) -> str:
+        """Return the outcome as text for another process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankOutcome:
-        """Parse the output of `to_json`."""
+        """Parse the output of `as_json`."""
         return dataclass_from_json(cls, json.loads(text))
 
     def write(self, folder: Path) -> None:
         """Write the outcome to the agent's folder; an OSError is ignored."""
         with suppress(OSError):
-            replace_text(folder / OUTCOME_FILE.format(self.rank), self.to_json())
+            replace_text(folder / OUTCOME_FILE.format(self.rank), self.as_json())
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:
@@ -95,7 +95,7 @@ class SharedOutcomes:
         """Publish an outcome; ignored if the store has ended with its process."""
         outcome.message = mask_secrets(outcome.message)
         with suppress(RuntimeError):
-            self._store.set(f"outcome/{outcome.rank}", outcome.to_json())
+            self._store.set(f"outcome/{outcome.rank}", outcome.as_json())
 
     def find_error(self) -> ProcessLost | None:
         """Return the error that ended another process, if already published; else None."""

@@ -36,7 +36,7 @@ def test_the_cause_is_told_from_what_followed(
     ends: list[RankEnd], received: int, problem: str, kind: str, message: str, code: int
 ) -> None:
     for outcome in (each.outcome for each in ends if each.outcome):
-        assert RankOutcome.from_json(outcome.to_json()) == outcome
+        assert RankOutcome.from_json(outcome.as_json()) == outcome
     verdict = judge(ends, received, problem)
     assert (verdict.kind, verdict.exit_code) == (kind, code)
     assert message in verdict.message
