@@ -62,9 +62,8 @@ def _timeline_panel(
     marks = dict[str, list[tuple[float, float]]]()
     for row in rows["anomalies"]:
         if _is_number(row.get("step")):
-            value = row.get(name)
-            point = row["step"], float(value) if _is_number(value) else math.inf
-            marks.setdefault(str(row.get("kind")), []).append(point)
+            height = float(row[name]) if _is_number(row.get(name)) else math.inf
+            marks.setdefault(str(row.get("kind")), []).append((row["step"], height))
     if len(line) + sum(map(len, marks.values())) < 2:
         return None
     limits = _points(rows["anomalies"], f"{name}_limit")

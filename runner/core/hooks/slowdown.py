@@ -11,7 +11,6 @@ from runner.core.device.load import LoadMonitor
 from runner.core.interfaces.hook import Hook, Report
 from runner.core.interfaces.run import Run
 from runner.core.schemas.stability import WatchConfig
-from runner.core.train.timing import SETTLING
 
 STRETCH_STEPS, STRETCH_S = 50, 10.0  # a stretch has at least as many steps and seconds,
 STRETCH_SHARE = 0.1  # or this share of the run's steps if that is less
@@ -59,7 +58,7 @@ class Slowdown(Hook):
         stopwatch = run.stopwatch
         phases = stopwatch.phase_totals()
         if self.start < 0 or stopwatch.count < self.start:
-            if stopwatch.count > SETTLING:  # the first steps are slower
+            if stopwatch.is_settled:
                 self._begin_stretch(stopwatch.count, phases, stopwatch.settled_seconds)
             return
         steps, seconds = stopwatch.count - self.start, stopwatch.settled_seconds - self.seconds
@@ -67,6 +66,7 @@ class Slowdown(Hook):
         if not (is_long or steps >= STRETCH_SHARE * run.total_steps):
             return
         durations = stopwatch.uninspected_step_seconds(self.start)
+        # host sync: none, of NumPy
         if len(durations) and (step_s := float(np.median(durations))) > 0:
             grown = {name: total - self.phases.get(name, 0.0) for name, total in phases.items()}
             scale = step_s / (sum(grown.values()) or 1.0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -61,7 +62,7 @@ def draw_panels(title: str, panels: Sequence[Callable[[Axes], None]]) -> tuple[s
         canvas.draw()
         picture = np.asarray(canvas.buffer_rgba())[..., :3].copy()
         svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})
     return svg.getvalue(), picture
 
 

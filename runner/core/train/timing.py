@@ -142,6 +142,11 @@ class Stopwatch:
         steps = self._signed_step_seconds(first)
         return steps[steps > 0]
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the first steps, which are slower, are over."""
+        return self.count > SETTLING
+
     def phase_totals(self) -> dict[str, float]:
         """Return the seconds by phase so far; on an accelerator, of the sampled steps there."""
         has_device = any(self.device_seconds.values())
