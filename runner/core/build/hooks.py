@@ -19,7 +19,6 @@ from runner.core.errors import ConfigError, OutOfMemory, WorkerLost
 from runner.core.hooks.progress import ProgressDisplay
 from runner.core.hooks.recording import Recording
 from runner.core.hooks.resources import Resources
-from runner.core.hooks.slowdown import Slowdown
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig, enabled_tools
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from runner.core.build.setup import Setup
 
 HOOKS_KEY = "debug.hooks"
+MIN_WATCHED_STEPS = 50  # of a run whose speed is watched
 
 
 def build_hooks(setup: Setup, run_data: RunData, debug: DebugConfig) -> list[Hook]:
@@ -51,7 +51,10 @@ def build_hooks(setup: Setup, run_data: RunData, debug: DebugConfig) -> list[Hoo
         hooks.append(Recording(*recorded))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, monitor))
-    if config.stability.watch.enabled and config.stability.watch.watches_speed:
+    is_long = config.training.steps is None or config.training.steps >= MIN_WATCHED_STEPS
+    if config.stability.watch.enabled and config.stability.watch.watches_speed and is_long:
+        from runner.core.hooks.slowdown import Slowdown  # imported only if used
+
         hooks.append(Slowdown(config.stability.watch))
     if config.security.limits.has_limit:
         from runner.core.hooks.limits import Limits  # imported only if used

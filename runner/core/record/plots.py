@@ -62,7 +62,8 @@ def draw_panels(title: str, panels: Sequence[Callable[[Axes], None]]) -> tuple[s
         canvas.draw()
         picture = np.asarray(canvas.buffer_rgba())[..., :3].copy()
         svg = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})
+        writer: Any = FigureCanvasSVG(figure)
+        writer.print_svg(svg, metadata={"Date": None})
     return svg.getvalue(), picture
 
 
