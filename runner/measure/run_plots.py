@@ -18,6 +18,7 @@ from runner.measure.curves import downsample_curve
 from runner.measure.tables import is_run, read_rows
 
 FOLDER = "debug/plots"
+MAX_DRAWN = 1e100  # larger numbers have no ticks
 MAX_LAYERS = 12  # lines of a plot
 Panels = list[Callable[[Any], None]]
 Rows = list[dict[str, Any]]
@@ -145,9 +146,12 @@ def _points(rows: Rows, name: str, split: str | None = None) -> list[tuple[float
     return [
         (row["step"], float(row[name]))
         for row in chosen
-        if _is_number(row.get("step")) and _is_number(row.get(name)) and math.isfinite(row[name])
+        if _is_number(row.get("step")) and _is_number(row.get(name))
     ]
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number that matplotlib can draw."""
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_DRAWN
+    )

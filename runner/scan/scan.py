@@ -209,10 +209,15 @@ def _add_file(item: ScanItem, name: str, path: Path, roots: list[Path]) -> None:
         severity = Severity.REFUSAL if is_model else Severity.NOTE
         item.findings.append(replace(refusal.reason, where=name, severity=severity))
         return
-    if not path.is_file():
-        if not path.is_symlink():  # one to a folder of the same tree is visited there
+    try:
+        is_link, is_file = path.is_symlink(), path.is_file()
+    except OSError as error:  # its folder may not be searched
+        item.findings.append(_unopened_reason("link.broken", name, str(error), is_model))
+        return
+    if not is_file:
+        if not is_link:  # one to a folder of the same tree is visited there
             item.findings.append(_unopened_reason("file.special", name, SPECIAL_FILE, is_model))
-    elif not path.is_symlink() or (is_model and path.suffix != path.resolve().suffix):
+    elif not is_link or (is_model and path.suffix != path.resolve().suffix):
         item.files[name] = path  # a loader uses the name it is given
     # else it is visited at its real place
 

@@ -57,7 +57,7 @@ def test_numbers_in_csv_are_the_recorded_ones_to_the_last_bit_and_a_damaged_line
     out = capsys.readouterr().out
     assert "metrics.csv (5 rows)" in out
     assert "metrics.jsonl: 1 damaged line" in out
-    assert "nothing recorded: anomalies, memory, modules" in out
+    assert "nothing recorded: anomalies, memory" in out
     assert not (run / "debug/tables/anomalies.csv").exists()
 
 

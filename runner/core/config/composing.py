@@ -304,6 +304,9 @@ def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> R
         for group, schemas in SCHEMAS:
             config[group] = OmegaConf.structured(schemas[tree[group]["kind"]])
         run_tree = {key: value for key, value in tree.items() if key not in NON_RUN_KEYS}
+        stability = run_tree.get("stability")
+        if isinstance(stability, Mapping):  # an earlier version's has a table of remedies
+            run_tree["stability"] = {k: x for k, x in stability.items() if k != "recovery"}
         merged: Any = OmegaConf.merge(config, run_tree, {"security": {"trusted": list(trusted)}})
     except (OmegaConfBaseException, LookupError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]

@@ -133,8 +133,6 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     typed_values = {GROUP_ALIASES.get(o.key, o.key): o.value for o in typed}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
     dropped |= {"search.storage", *REMOVED_KEYS}
-    if typed_values.keys() & ROLLBACK_KEYS:
-        dropped.add("stability.recovery")  # of an older version, which they replace
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     recorded_values = {o.key: o.value for o in map(parse_override, recorded)}
     if "experiment" not in recorded_values:  # a recipe names its own options
@@ -149,6 +147,8 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     trains = typed_values.get("job", "train") == "train" or typed_values.get("verify.what") == "run"
     dropped_groups = () if trains else ("distributed",)  # other jobs run in one process
     prefixes = ("security", "hydra", *dropped_groups, *replaced_groups)
+    if typed_values.keys() & ROLLBACK_KEYS:
+        prefixes += ("stability.recovery",)  # of an older version, which they replace
     keys = [(text, parse_override(text).key) for text in recorded]
     return [text for text, key in keys if key not in dropped and not key.startswith(prefixes)]
 

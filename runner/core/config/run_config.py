@@ -311,7 +311,9 @@ class WrittenConfig:
             tree["data"].pop(key, None)
         for key in ("slower", "cpu_above"):  # they only report
             del tree["stability"]["watch"][key]
-        tree["stability"]["recovery"] = RECOVERY_ROWS if tree["stability"]["guard"] else []
+        stability = tree["stability"]
+        is_off = not (stability["guard"] or stability["spike"]["enabled"] or stability["clip_norm"])
+        stability["recovery"] = [] if is_off else RECOVERY_ROWS  # as earlier versions had it
         # tools only observe, so they may be enabled on resume; hooks may act
         tree["debug"] = {"hooks": tree["debug"]["hooks"]}
         for group, defaults in DEFAULTS_NOT_HASHED.items():

@@ -14,13 +14,14 @@ from runner import rooms
 from runner.core.device import memory
 from runner.core.device.resources import SystemMonitor
 from runner.core.device.signals import PRUNED, take_stop_request
-from runner.core.errors import Interrupted, UsageError
+from runner.core.errors import Interrupted
 from runner.core.interfaces.hook import Evaluation, Hook, Report, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record import history, hydra_files, markdown, provenance
 from runner.core.record.data_digest import DataFiles
 from runner.core.record.loaded_code import user_packages
 from runner.core.record.storage import read_record
+from runner.core.record.text import summarize_error
 from runner.core.schemas.monitoring import MonitoringConfig
 
 log = logging.getLogger("runner")
@@ -196,8 +197,8 @@ def _record_plots(run: Run, folder: Path) -> None:
     """Write the plots of the record, which debug tools have completed, and show them."""
     try:
         pictures, notes = rooms.find("plots", "run", "debug/plots")(folder)
-    except (UsageError, OSError) as error:
-        log.warning("debug/plots: not written: %s", error)
+    except Exception as error:  # of a link, of matplotlib: the run is finished without plots
+        log.warning("debug/plots: not written: %s", summarize_error(error))
         return
     for note in notes:
         log.debug("%s", note)

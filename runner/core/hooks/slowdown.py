@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ STRETCH_STEPS, STRETCH_S = 50, 10.0  # a stretch has at least as many steps and 
 STRETCH_SHARE = 0.1  # or this share of the run's steps if that is less
 IN_A_ROW = 2  # stretches before anything is reported
 LEAST_LOST_S = 0.1  # that these stretches took longer: less is noise of steps of microseconds
+LEAST_LOAD_S = 1.0  # of a stretch for the load of the CPUs, which is counted in 1/100 s
 LEAST_GROWTH = 0.1  # of the share of waiting in a step
 WAITS = {"data": "for data", "waiting": "for other processes"}
 KEY = "stability.watch"
@@ -49,6 +51,7 @@ class Slowdown(Hook):
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
         self.reference: Stretch | None = None
+        self.kind_of_step: tuple[Any, ...] = ()  # changed by out of memory, or a failed compiler
         self.in_a_row: Counter[str] = Counter()  # stretches, by kind of fault
         self.reported: set[str] = set()
         self._begin_stretch(-1, {}, 0.0)
@@ -72,7 +75,9 @@ class Slowdown(Hook):
             scale = step_s / (sum(grown.values()) or 1.0)
             phase_s = {name: value * scale for name, value in grown.items()}
             first = run.progress.step - steps + 1
-            share = self.load.other_cpu_share()
+            # the run's other ranks are no children of this process
+            measurable = seconds >= LEAST_LOAD_S and not run.is_shared
+            share = self.load.other_cpu_share() if measurable else None
             self._compare(run, Stretch(first, run.progress.step, step_s, phase_s, share))
         self._begin_stretch(stopwatch.count, phases, stopwatch.settled_seconds)
 
@@ -82,8 +87,9 @@ class Slowdown(Hook):
 
     def _compare(self, run: Run, stretch: Stretch) -> None:
         """Count what is worse than in the first stretch, and report what is so again."""
-        if self.reference is None:
-            self.reference = stretch
+        kind_of_step = run.micro_batch, *run.fallback_reasons
+        if self.reference is None or kind_of_step != self.kind_of_step:
+            self.reference, self.kind_of_step = stretch, kind_of_step
         found = dict(self._findings(stretch, self.reference))
         self.in_a_row = Counter({kind: self.in_a_row[kind] + 1 for kind in found})
         for kind, message in found.items():
@@ -101,7 +107,8 @@ class Slowdown(Hook):
         if slower is None:
             return found
         steps = f"in steps {then.first:,} to {then.last:,}"
-        lost = (now.step_s - then.step_s) * IN_A_ROW * (now.last - now.first + 1)
+        counted = IN_A_ROW * (now.last - now.first + 1)
+        lost = (now.step_s - then.step_s) * counted
         if now.step_s > slower * then.step_s and lost > LEAST_LOST_S and not found:
             name = max(now.phase_s, key=lambda x: now.phase_s[x] - then.phase_s.get(x, 0.0))
             part = f"{name.replace('_', ' ')} grew most, from {_ms(then.phase_s.get(name, 0.0))}"
@@ -109,7 +116,8 @@ class Slowdown(Hook):
             found.append(("slower", f"{text}; {part} to {_ms(now.phase_s[name])}"))
         for phase, what in WAITS.items():
             share, before = now.waiting_share(phase), then.waiting_share(phase)
-            if share > max(slower * before, before + LEAST_GROWTH):
+            lost = (share * now.step_s - before * then.step_s) * counted
+            if share > max(slower * before, before + LEAST_GROWTH) and lost > LEAST_LOST_S:
                 text = f"{share:.0%} of a step waits {what}, {before:.0%} {steps}"
                 found.append(("waiting_more", text))
         return found

@@ -39,15 +39,16 @@ def restore_decision(
     """Return the decision saved in a checkpoint, or None; KeyError for an unknown kind.
 
     The message is rebuilt from the recorded anomaly, so that a file cannot inject text into the
-    log. None without that anomaly, for a spike of an older version, and for a request of a hook,
-    which will ask again.
+    log. None without that anomaly, for a spike or an overflow of an older version, and for a hook's
+    request, which it will repeat.
     """
     if saved is None or saved["kind"] == "asked":
         return None
     kind, step = BadStepKind[saved["kind"]], saved["step"]
     in_a_row, since = saved.get("in_a_row", 1), saved.get("since", 0)
     anomaly = next((row for row in anomalies if (row.step, row.kind) == (step, kind.name)), None)
-    if anomaly is None or kind is BadStepKind.spike or not 1 <= in_a_row <= step or since > step:
+    harmless = kind in (BadStepKind.spike, BadStepKind.overflow)  # of an older version
+    if anomaly is None or harmless or not 1 <= in_a_row <= step or since > step:
         return None
     message = describe_fault(kind, anomaly, spikes)
     return Decision(

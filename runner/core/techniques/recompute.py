@@ -53,13 +53,13 @@ def apply(config: Recompute, builder: RunBuilder) -> str | None:
     blocks = repeated_blocks(builder.model)
     if not blocks:
         return "the model has no repeated blocks to recompute one by one"
-    _disable_caches(builder)
     what = config.what
     if what is RecomputePolicy.auto:
         value = builder.choose(f"{KEY}.what", lambda: _choose_policy(config, builder, blocks))
         if value == NOTHING:
             return next(x.reason for x in builder.choices if x.key == f"{KEY}.what")
         what = RecomputePolicy(value)
+    _disable_caches(builder)
     if what is RecomputePolicy.every:
         blocks = blocks[:: config.every]
     recomputed = RecomputedBlocks(what, blocks)
@@ -142,7 +142,8 @@ def engaged(config: Recompute, run: Run) -> Evidence:
     if run.compilation is not None and run.compilation.mode:
         facts["compiled_held_bytes"] = compiled = saved_bytes(run.model, partial(dry_run_step, run))
         # a graph without recomputation saves about as much as eager without it
-        smaller = 0 < compiled < SAVING_RATIO * saved_without
+        share = block_count / len(repeated_blocks(run.model))
+        smaller = 0 < compiled < (1 - (1 - SAVING_RATIO) * share) * saved_without
         return Evidence(smaller, "" if smaller else "the compiled graph saves no memory", facts)
     facts["recomputed_blocks"] = recomputed
     counted = "blocks ran again in the backward"

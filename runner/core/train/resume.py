@@ -199,7 +199,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     run.same_config = state["config_hash"] == run.config_hash
     if trains and not run.same_config:
         before, after = state["settings"], _comparable_settings(run.settings)
-        changed_keys = [k for k in after if before.get(k, "None") != after[k]]
+        changed_keys = [k for k in after if before.get(k, after[k]) != after[k]]
         log.warning(
             "the config differs from %s: %s", restored.path,
             ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -65,6 +66,7 @@ class MemoryTool(DebugTool):
         self.leak = ""  # verdict at the end of the run
         self.growth: list[Growth] = []
         self.fault_counts: dict[str, int] = {}  # counts at the last check
+        self.step_seconds = 0.0  # mean of the last report
 
     def state(self) -> dict[str, Any]:
         """Return the last inspection, and the step of the next one."""
@@ -115,9 +117,10 @@ class MemoryTool(DebugTool):
         """Count the tensors that forward and backward hold."""
         weights = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
         saved = SavedTensors(run.model, weights)
-        micro_batch = run.micro_batch
+        start, micro_batch = time.perf_counter(), run.micro_batch
         with memory.peak_memory(run.device) as peak, saved.count_saved():
             yield
+        self.seconds += max(0.0, time.perf_counter() - start - self.step_seconds)
         if run.micro_batch != micro_batch:  # out of memory and retried: two steps in one
             return
         with self.count_inspection():
@@ -138,6 +141,7 @@ class MemoryTool(DebugTool):
 
     def on_report(self, run: Run, report: Report) -> None:
         """Name growing objects if a leak was found since the last report."""
+        self.step_seconds = report.seconds / len(report.loss)
         if self.breakdown is not None:  # also of a process before this one
             self.object_counts = self.object_counts or count_objects()
         if self.breakdown is not None and run.micro_batch != self.micro_batch:

@@ -127,8 +127,11 @@ def _arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
     arm = without_side_effects(config)
     if config.distributed.kind is not DistributedKind.none:
         from runner.scale.distributed.launch import count_processes
+        from runner.scale.distributed.rank_info import detect_rank
 
-        arm.training.batch_size = -(-arm.training.batch_size // count_processes(config))
+        place = detect_rank()  # of torchrun or SLURM, whose processes the config does not count
+        count = count_processes(config) if place is None else place.size
+        arm.training.batch_size = -(-arm.training.batch_size // count)
         arm.distributed = DistributedConfig()
     arm.optimization = enable_techniques(config.optimization, names)
     arm.checkpoint.resume = "none"
@@ -281,6 +284,12 @@ def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
         "pipeline": "the data is in memory" if in_memory else "",
         "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
     }
+    if config.distributed.kind is not DistributedKind.none:
+        from runner.scale.distributed.sharded import UNSUPPORTED_TECHNIQUES
+
+        sharded = config.distributed.kind is DistributedKind.fsdp
+        refused = {"whole_step", *(UNSUPPORTED_TECHNIQUES if sharded else ())}
+        no_effect |= dict.fromkeys(refused, f"not with distributed={config.distributed.kind.value}")
     exclusions = {}
     for name, technique in Optimization().techniques():
         by_config = "optimization.auto.without names it"

@@ -130,7 +130,7 @@ class DdpTechnique(Technique):
 
     def engaged(self, run: Run) -> Evidence:
         """Return the bucket statistics, and whether all processes have equal gradients."""
-        if self.module is None or run.world is None:
+        if self.module is None or not run.is_shared:
             return Evidence(False, "there is one process")
         facts: Any = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in run.model.parameters() if p.grad is not None]

@@ -39,7 +39,7 @@ class ProcessStats(Hook):
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
         """Write waiting and memory of each process to TensorBoard's group `ranks`."""
-        if run.world is not None:
+        if run.is_shared:
             memories = memory.peak_process_bytes(), memory.peak_device_bytes(run.device) or 0
             by_rank = run.world.all_gather((_waiting_share(run), *(n / 2**20 for n in memories)))
             names = ("waiting", "peak_process_mib", "peak_device_mib")

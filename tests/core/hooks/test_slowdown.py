@@ -60,21 +60,30 @@ def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_p
     assert 31 < fault.last_step <= 54  # two stretches of 6 steps
 
 
-def planted(durations: list[float], config: WatchConfig, phase: str = "backward") -> dict[str, str]:
+def test_waiting_that_costs_no_time_is_not_reported() -> None:
+    durations = [seconds / 1000 for seconds in grows(400)]
+    assert planted(durations, WatchConfig(), phase="data") == {}
+
+
+def planted(
+    durations: list[float], config: WatchConfig, phase: str = "backward", shared: bool = False
+) -> dict[str, str]:
     """Return the findings, by kind, for a run with these step times; `phase` has what grows."""
     stopwatch = Stopwatch(torch.device("cpu"))
     progress = SimpleNamespace(step=0)
     run: Any = SimpleNamespace(
-        stopwatch=stopwatch, progress=progress, history=History(None), total_steps=len(durations)
-    )
+        stopwatch=stopwatch, progress=progress, history=History(None), total_steps=len(durations),
+        is_shared=shared, micro_batch=8, fallback_reasons={},
+    )  # fmt: skip
     hook = Slowdown(config)
     for number, seconds in enumerate(durations):
         stopwatch.durations[number] = seconds
         stopwatch.count = progress.step = number + 1
         if number >= SETTLING:
             stopwatch.settled_seconds += abs(seconds)
-        stopwatch.phase_seconds["forward"] += FAST
-        stopwatch.phase_seconds[phase] += abs(seconds) - FAST
+        forward = min(FAST, min(map(abs, durations)))
+        stopwatch.phase_seconds["forward"] += forward
+        stopwatch.phase_seconds[phase] += abs(seconds) - forward
         hook.on_report(run, SimpleNamespace())  # type: ignore[arg-type]  # unused
     assert all(fault.count == 1 for fault in run.history.faults.values())
     return {fault.kind: fault.message for fault in run.history.faults.values()}
@@ -124,6 +133,7 @@ def test_busy_cpus_are_reported_in_place_of_slower_steps(others: None) -> None:
         "cpu_busy": "other processes use 95% of the CPUs (stability.watch.cpu_above=0.9)"
     }
     assert "slower" in planted(grows(400), WatchConfig(cpu_above=0.96))
+    assert "slower" in planted(grows(400), WatchConfig(), shared=True)  # by ranks, not by others
 
 
 @pytest.mark.parametrize(
