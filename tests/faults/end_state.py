@@ -18,7 +18,8 @@ from runner.core.record.storage import read_link
 OF_THE_UPDATE = ("optimizer", "average", "scale", "updates", "backoff")
 GUARD = ("stability", "history", "inputs", "reader", "progress")
 OF_THE_MACHINE = ("watch_usage/", "watch_ranks/")  # groups of TensorBoard: at other steps, too
-WITH_TIMES = ("_hparams_", "about/", "watch_profile/", "watch_memory/")  # steps are compared
+WITH_TIMES = ("_hparams_", "about/", "watch_profile/", "watch_memory/", "watch_plots/memory")
+"""Tags of which steps are compared."""
 UNCOMPARED_FILES = ("debug/history.json", "ranks/1/debug/history.json")  # of a lost process
 EVERYTHING = dict.fromkeys(("scalars", "tensors"), 0)
 logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says what it purges

@@ -159,6 +159,9 @@ class Recording(Hook):
                 provenance.add_loaded_modules(run.folder, self.origin, packages)
         if self.steps:
             self._write_system_row(run)
+        elif self.write_empty:  # so that the plot of the memory does not depend on resuming
+            values = {"process_gib": memory.process_bytes() / GIB}
+            run.recorder.scalars(run.progress.step, "system", values)
         if run.folder is not None and self.write_empty:
             _record_plots(run, run.folder)
         name, value = run.monitor.removeprefix("val/"), run.progress.best

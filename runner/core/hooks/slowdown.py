@@ -16,7 +16,7 @@ from runner.core.schemas.stability import WatchConfig
 STRETCH_STEPS, STRETCH_S = 50, 10.0  # a stretch has at least as many steps and seconds,
 STRETCH_SHARE = 0.1  # or this share of the run's steps if that is less
 IN_A_ROW = 2  # stretches before anything is reported
-LEAST_LOST_S = 0.1  # that these stretches took longer: less is noise of steps of microseconds
+LEAST_LOST_S = 1.0  # that these stretches took longer: less is noise, or no matter
 LEAST_LOAD_S = 1.0  # of a stretch for the load of the CPUs, which is counted in 1/100 s
 LEAST_GROWTH = 0.1  # of the share of waiting in a step
 WAITS = {"data": "for data", "waiting": "for other processes"}

@@ -82,7 +82,9 @@ def draw_lines(
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
     for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), label=_shorten(name), linewidth=1.2)
+        marker = "o" if len(points) == 1 else None
+        xs, ys = zip(*points, strict=True)
+        axes.plot(xs, ys, marker=marker, label=_shorten(name), linewidth=1.2)
     for i, (name, points) in enumerate(marks.items()):
         steps = [x for x, _ in points]
         heights = [y if math.isfinite(y) else max(finite, default=1.0) for _, y in points]

@@ -99,7 +99,7 @@ def resolve_config(
 ) -> RunConfig:
     """Return the config with `optimization=auto` replaced by its selection."""
     optimization = resolve_auto(config, folder, given).optimization
-    return replace(config, optimization=optimization or config.optimization)
+    return config if optimization is None else replace(config, optimization=optimization)
 
 
 def resolve_arms(

@@ -59,6 +59,7 @@ def examine_links(world: World, device: torch.device) -> LinkReport:
         **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         "local rank": world.place.local_rank,
     }
-    total = world.all_reduce_sum(torch.full((1 << 18,), world.rank + 1.0, device=device))
+    ones = torch.ones(1 << 18, dtype=torch.float32, device=device)
+    total = world.all_reduce_sum(ones * (world.rank + 1))
     wrong = world.all_gather(int((total != world.size * (world.size + 1) / 2).any()))
     return LinkReport(world.kind, world.backend, world.all_gather(rank_facts), sum(wrong))

@@ -104,7 +104,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Compile by tracing alone; returns the modes of the compiled calls."""
     modes: list[str] = []
 
-    def compile_traced(part: nn.Module, mode: str) -> None:
+    def compile_traced(part: nn.Module, mode: str, dynamic: bool | None) -> None:
         def backend(graph: Any, inputs: Any) -> Any:
             def call(*args: Any) -> Any:
                 modes.append(mode)
