@@ -437,7 +437,7 @@ def _refuse_device_tensors(call: str, value: object) -> None:
 
 def world_of(owner: Run | RunBuilder) -> World | None:
     """Return the World of a run of several processes; the core knows its interface alone."""
-    return cast("World", owner.world) if owner.is_shared else None
+    return cast("World", owner.world) if owner.world.is_shared else None
 
 
 def refuse_lost(run: Run, error: Exception) -> bool:
