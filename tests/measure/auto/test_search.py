@@ -152,6 +152,8 @@ def test_a_candidate_no_faster_than_the_control_is_not_chosen() -> None:
     lucky = {name: 0.95 for name in [*NAMES, CONTROL_ARM]}  # by where its memory lies, say
     setups = dict.fromkeys(NAMES, 3.0)
     assert searched(world(factors=lucky, setups=setups, noise=0.005)).chosen == NONE
+    barely = dict.fromkeys(NAMES, 0.92) | {CONTROL_ARM: 0.95}  # than the control, within its noise
+    assert searched(world(factors=barely, setups=setups, noise=0.005)).chosen == NONE
     assert searched(world(factors=dict.fromkeys(NAMES, 1.2))).chosen == NONE
 
 
