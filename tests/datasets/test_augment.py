@@ -89,6 +89,24 @@ def test_processes_share_what_one_of_them_has_decoded_and_half_of_an_image_is_no
     assert cache.get(1) is None
 
 
+class Watched(np.ndarray):
+    """An array that notes where it is written to."""
+
+    starts: list[int | None]
+
+    def __setitem__(self, place: slice, value: object) -> None:
+        self.starts.append(place.start)
+        super().__setitem__(place, value)
+
+
+def test_the_size_of_a_cached_image_is_written_after_its_pixels() -> None:
+    cache, starts = ImageCache(np.array([12, 12]), 3, 100), list[int | None]()
+    cache.pixels = cache.pixels.view(Watched)
+    Watched.starts = starts
+    cache.store(1, np.ones((3, 4, 3), np.uint8))
+    assert starts == [None, int(cache.starts[1])]  # pixels, in a view of their own; then the header
+
+
 def test_each_operation_changes_an_image_at_full_strength_and_both_modes_take_it() -> None:
     draw = np.random.default_rng(0)
     pixels = draw.integers(40, 200, (24, 20, 3), np.uint8)

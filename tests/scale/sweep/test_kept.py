@@ -88,9 +88,10 @@ def test_a_job_is_another_one_with_another_variable() -> None:
 
 
 def test_other_code_of_the_runner_is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = job_hash()
+    config = compose(["data=cancer"])
+    before = identity.job_hash(config)
     monkeypatch.setattr(identity, "code_hash", lambda package: f"{package}, edited")
-    assert job_hash() != before
+    assert identity.job_hash(config) != before
 
 
 def context(stdin: int, **variables: str) -> str:
