@@ -109,7 +109,7 @@ def _write_tables(arguments: argparse.Namespace) -> int:
 
     from runner.core.format import short_path
     from runner.core.record.console import print_stdout, set_up_logging
-    from runner.measure.tables import FOLDER, write_tables
+    from runner.measure.run_tables import FOLDER, write_tables
 
     set_up_logging("info", None)
     folders = list(dict.fromkeys(arguments.folders))

@@ -15,7 +15,7 @@ from runner.core.errors import UsageError
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import link_refusal, make_folder, replace_text
 from runner.measure.curves import downsample_curve
-from runner.measure.tables import is_run, read_rows
+from runner.measure.run_tables import is_run, read_rows
 
 FOLDER = "debug/plots"
 MAX_DRAWN = 1e100  # larger numbers have no ticks
