@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.errors import GaveUp
 from runner.core.interfaces.hook import Cost, Step
+from runner.core.interfaces.processes import OneProcess
 from runner.core.interfaces.run import Run
 from runner.core.preserved_state import preserve_random_state
 from runner.core.schemas.debug import DebugConfig
@@ -135,17 +138,29 @@ class AnomalyTool(DebugTool):
 
 
 def _trace(run: Run) -> Cause:
-    """Repeat the running step with every operation traced; gradients and random state stay."""
-    if run.is_shared:  # one process may end early, and the others would wait for it
+    """Repeat the running step with every operation traced; gradients and random state stay.
+
+    Of several processes each repeats its own part alone, as one may end early.
+    """
+    if run.shards is not None or any(map(_needs_others, run.model.modules())):
         return Cause(StepPhase.nowhere, "")
+    world, forward = run.world, run.forward
+    if run.is_shared:
+        run.world, run.forward = OneProcess(), run.model
     gradients = [parameter.grad for parameter in run.model.parameters()]
     run.update.abandon()  # the buffers are again those before the step
     try:
         with torch.autograd.set_detect_anomaly(False), preserve_random_state():
             return trace_step(run, run.train.at(run.progress.step))
     finally:
+        run.world, run.forward = world, forward
         for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
+
+
+def _needs_others(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that normalises by the batch of all processes."""
+    return isinstance(module, _BatchNorm) and "forward" in vars(module)
 
 
 def _describe(run: Run, cause: Cause, error: Exception | None) -> tuple[str, str]:
