@@ -128,9 +128,10 @@ def _write_plots(folders: list[Path]) -> int:
     from runner.core.record.console import print_stdout, set_up_logging
     from runner.core.record.storage import guard_folder
     from runner.measure.run_plots import FOLDER, write_plots
+    from runner.measure.run_tables import require_runs
 
     set_up_logging("info", None)
-    for folder in folders:
+    for folder in [run for each in folders for run in require_runs(each)]:
         guard_folder(folder)
         try:
             pictures, notes = write_plots(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ MANY_GROUPS = r"^\s*[+-]?\d{{1,3}}([{0}]\d{{3}}){{2,}}\s*$"
 NUMBER_WITH_SIGNS = r"^\s*[+-]?(\d{{1,3}}([{0}]\d{{3}})+|\d*)([{1}]\d*)?([eE][+-]?\d+)?\s*$"
 SIGN_PAIRS = [(",", "."), (".", ","), *((t, d) for t in (SPACES, APOSTROPHES) for d in ",.")]
 COMMA, POINT = DECIMAL.format(","), DECIMAL.format("[.]")
+GROUPED_NUMBER = re.compile(r"\d,\d{3}(?!\d)")  # within a text, with a currency sign, say
 GROUPED_BY_COMMA, GROUPED_BY_ANY = GROUPED.format(","), GROUPED.format(f"[{GROUP_SIGNS}]")
 NO_MATCH = "^$"
 

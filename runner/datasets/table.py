@@ -48,7 +48,7 @@ from runner.datasets.cells import (
     select_rows,
 )
 from runner.datasets.date_format import DATE_EXAMPLES, describe_form, guess_form, parse_time
-from runner.datasets.number_format import is_text_column
+from runner.datasets.number_format import GROUPED_NUMBER, is_text_column
 from runner.datasets.saved_dataset import is_saved
 from runner.datasets.table_files import TableContent, is_blank, limit_cells, read_content
 
@@ -231,7 +231,9 @@ def _check_declared(name: str, column: ParsedColumn, problems: TableProblems) ->
     if 2 * count > present:
         example = next(iter(column.unparsed.values()))[:MAX_CELL_CHARS]
         cells = f"{count:,} of {present:,} cells of {name!r}, such as {example!r},"
-        fix = mapping_override(TYPES_KEY, {name: "text"})
+        fix = f"to keep them as texts: {mapping_override(TYPES_KEY, {name: 'text'})}"
+        if column.kind is CellKind.numbers and GROUPED_NUMBER.search(example):
+            fix = f"for commas between thousands: data.thousands=comma; {fix}"
         if form := problems.formats.get(name):
             problem = f"{problems.path}: {cells} do not fit {form!r}"
             raise ConfigError(key, problem, "use the codes of strptime")

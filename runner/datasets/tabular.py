@@ -48,6 +48,7 @@ from runner.datasets.cells import (
     extract_part,
     missing_cells,
 )
+from runner.datasets.number_format import GROUPED_NUMBER
 from runner.datasets.table import (
     MEASURED,
     MISSING_KEY,
@@ -335,7 +336,8 @@ def _check_class_sizes(
         ways.insert(
             0,
             f"if they are {value if key == TYPES_KEY else 'date'}s, use "
-            f"{mapping_override(key, {config.target: value})}",
+            f"{mapping_override(key, {config.target: value})}"
+            + (" data.thousands=comma" if GROUPED_NUMBER.search(names[0]) else ""),
         )
     raise DataError(f"{what} {problem}, too few rows of each; {', '.join(ways)}")
 

@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.core.errors import UsageError
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import link_refusal, make_folder, replace_text
 from runner.measure.curves import downsample_curve
-from runner.measure.run_tables import is_run, read_rows
+from runner.measure.run_tables import read_rows
 
 FOLDER = "debug/plots"
 MAX_DRAWN = 1e100  # larger numbers have no ticks
@@ -27,11 +26,9 @@ Rows = list[dict[str, Any]]
 def write_plots(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Write the plots of a run as SVG; returns pictures (RGB uint8) by name, and notes.
 
-    A note says why a plot is not made, or what is damaged. Raises UsageError if the folder is no
-    run, SecurityError for a link, OSError.
+    A note says why a plot is not made, or what is damaged. Raises SecurityError for a link, and
+    OSError.
     """
-    if not is_run(folder):
-        raise UsageError(f"{folder}: not a run; name a folder of outputs/runs")
     if (folder / FOLDER).is_symlink():
         raise link_refusal(folder / FOLDER)
     notes = list[str]()
@@ -77,7 +74,7 @@ def _memory(rows: Mapping[str, Rows]) -> Panels:
     names = {"process, GiB": "process_gib", "device peak, GiB": "device_peak_gib"}
     lines = {label: _points(rows["metrics"], name, "system") for label, name in names.items()}
     return [
-        partial(_draw_lines, title=label, lines={label: points}, marks={})
+        partial(_draw_lines, title=label, lines={label: points}, marks={}, from_zero=True)
         for label, points in lines.items()
         if points  # one is drawn, too: how many there are depends on the time
     ]
@@ -127,11 +124,17 @@ def _panels(
             yield panel
 
 
-def _draw_lines(axes: Any, title: str, lines: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
+def _draw_lines(
+    axes: Any,
+    title: str,
+    lines: Mapping[str, Any],
+    marks: Mapping[str, Any],
+    from_zero: bool = False,
+) -> None:
     from runner.core.record import plots
 
     drawn = {name: downsample_curve(points) for name, points in lines.items() if points}
-    plots.draw_lines(axes, title, drawn, marks)
+    plots.draw_lines(axes, title, drawn, marks, from_zero)
 
 
 def _draw_histogram(axes: Any, title: str, groups: Mapping[str, list[float]]) -> None:

@@ -55,10 +55,7 @@ def write_tables(folders: Sequence[Path], kind: str, out: Path) -> tuple[list[st
     has the folder. Returns descriptions of the written files, and notes on what is not in them.
     Raises UsageError if there is no run, SecurityError for a link, StorageError.
     """
-    runs = [run for folder in folders for run in _find_runs(folder, MAX_DEPTH)]
-    runs = list(dict.fromkeys(runs))
-    if not runs:
-        raise UsageError(f"{folders[0]}: no run in it; name a folder of outputs/runs or a sweep")
+    runs = list(dict.fromkeys(run for folder in folders for run in require_runs(folder)))
     if out.is_symlink():
         raise link_refusal(out)
     guard_folder(runs[0] if out == runs[0] / FOLDER else out)
@@ -79,7 +76,7 @@ def write_tables(folders: Sequence[Path], kind: str, out: Path) -> tuple[list[st
     return written, notes + ([f"nothing recorded: {', '.join(missing)}"] if missing else [])
 
 
-def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
+def find_runs(folder: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
     """Yield the folder if it is a run, else the runs in its subfolders; links are not followed."""
     try:
         names = sorted(os.listdir(folder), key=lambda name: (len(name) * name.isdigit(), name))
@@ -91,7 +88,16 @@ def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
         for name in names:
             path = folder / name
             if path.is_dir() and not (path.is_symlink() or name.startswith(".")):
-                yield from _find_runs(path, depth - 1)
+                yield from find_runs(path, depth - 1)
+
+
+def require_runs(folder: Path) -> list[Path]:
+    """Return the folders of the runs in a folder, or that folder; UsageError if there is none."""
+    if runs := list(find_runs(folder)):
+        return runs
+    raise UsageError(
+        f"{folder}: no run in it; name a folder of a run, or of several such as a sweep"
+    )
 
 
 def is_run(folder: Path) -> bool:

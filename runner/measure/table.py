@@ -112,7 +112,8 @@ def _note_lines(comparison: Comparison) -> list[Text]:
     if benchmark is not None:
         stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
         how = f"{verdicts.describe_measurement(benchmark)}{stopped}"
-        how = f"in turns: {how}" if comparison.kind == "sweep" else how
+        if comparison.kind == "sweep":
+            how = f"the speed-up is measured in turns, other columns in each run: {how}"
         notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
     return [plain_text(f"· {note}", "dim") for note in notes]
 

@@ -248,6 +248,18 @@ def test_labels_that_differ_in_case_form_or_spaces_are_named(tmp_path: Path) -> 
     assert "'cafe\\u0301' and 'café'" in notices(source) and source.sizes.classes == 5
 
 
+def test_prices_as_a_target_name_both_keys_that_read_them(tmp_path: Path) -> None:
+    prices = [f'"${200_000 + 317 * i:,}"' for i in range(ROWS)]
+    path = write(tmp_path, z=NUMBERS, y=prices)
+    with pytest.raises(DataError, match=r"'\+data.types=\{y: number\}' data.thousands=comma"):
+        opened(path)
+    number = {"y": ColumnType.number}
+    with pytest.raises(ConfigError, match="for commas between thousands: data.thousands=comma"):
+        opened(path, types=number)
+    read = opened(path, types=number, thousands="comma")
+    assert read.target.tolist() == [200_000 + 317 * i for i in range(ROWS)]
+
+
 def test_class_numbers_with_gaps_make_as_many_outputs_as_there_are_classes(tmp_path: Path) -> None:
     labels = np.array([7, 40, 90001] * 20)
     x = RNG.normal(size=(60, 3)).astype(np.float32)

@@ -95,6 +95,13 @@ def test_a_declared_type_that_fits_less_than_half_of_the_cells_is_an_error(tmp_p
         )
 
 
+def test_types_may_be_typed_without_spaces() -> None:
+    typed = ["data=tabular", "data.path=a.csv", "data.target=y"]
+    for types in ("{price:number}", "{price: number}"):
+        config = runs.config(*typed, f"+data.types={types}").data
+        assert config.types == {"price": ColumnType.number}  # type: ignore[attr-defined]
+
+
 def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
     cells = [True, False, None] * (ROWS // 3)
     source = opened(write(tmp_path / "a.parquet", {"paid": cells}))

@@ -62,7 +62,7 @@ def test_lines_and_marks_are_the_recorded_values(
     drawn: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     histograms: dict[str, Mapping[str, Sequence[float]]] = {}
 
-    def draw_lines(axes: Any, title: str, lines: Any, marks: Any) -> None:
+    def draw_lines(axes: Any, title: str, lines: Any, marks: Any, from_zero: bool) -> None:
         drawn[title] = drawn.get(title, (lines, marks))
 
     def draw_histogram(axes: Any, title: str, groups: Any) -> None:
@@ -85,6 +85,13 @@ def test_a_run_with_a_debug_tool_leaves_the_plots_also_in_tensorboard(tmp_path: 
     (events,) = tmp_path.glob("events.out.*")
     for name in ("timeline", "gradient_norms", "distribution"):
         assert f"watch_plots/{name}".encode() in events.read_bytes()
+
+
+def test_all_runs_in_a_folder_are_drawn(crashed: Path) -> None:
+    crashed.rename(crashed.parent / "0")
+    assert report.main([str(crashed.parent), "--plots"]) == 0
+    assert (crashed.parent / "0/debug/plots/timeline.svg").is_file()
+    assert b"mathdefault" not in (crashed.parent / "0/debug/plots/distribution.svg").read_bytes()
 
 
 @pytest.mark.parametrize(("name", "code"), [("none", 2), ("empty", 2), ("linked", 3)])

@@ -53,7 +53,7 @@ from runner.core.schemas.objectives import ObjectiveConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.schemas.training import MonitorMode
 from runner.core.stability.controller import StabilityController
-from runner.core.techniques.application import apply_techniques
+from runner.core.techniques.application import apply_techniques, warn_unused_settings
 from runner.core.train.best import BestCriterion, digest_validation
 from runner.core.train.length import (
     resolve_batches,
@@ -437,6 +437,8 @@ def apply_requested_techniques(
 ) -> tuple[list[tuple[str, Technique]], list[TechniqueStatus]]:
     """Apply the techniques in order; record a smaller micro-batch of the resumed run."""
     recorded = setup.recorded
+    if setup.trains and setup.components.optimization is None:  # auto's choice is its own
+        warn_unused_settings(setup.config.optimization)
     techniques, unapplied = apply_techniques(
         setup.config.optimization, builder, setup.components.techniques, setup.resolve_target
     )

@@ -33,6 +33,8 @@ def encode_names(text: str) -> str:
             return text
     if not isinstance(values, dict) or not all(isinstance(x, str) for x in values.values()):
         return text
+    if "" in values.values():  # such as `{price:number}`: no mapping in YAML, but one in Hydra
+        return text
     if match["name"] is None and all(map(PLAIN_NAME.fullmatch, values)):
         return text
     pairs = (

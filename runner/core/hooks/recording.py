@@ -198,6 +198,7 @@ def _record_confusion(run: Run, evaluation: Evaluation) -> None:
 
 def _record_plots(run: Run, folder: Path) -> None:
     """Write the plots of the record, which debug tools have completed, and show them."""
+    log.info("drawing debug/plots")
     try:
         pictures, notes = rooms.find("plots", "run", "debug/plots")(folder)
     except Exception as error:  # of a link, of matplotlib: the run is finished without plots

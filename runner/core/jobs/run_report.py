@@ -321,7 +321,8 @@ def _speed_rows(summary: Summary) -> TableRows:
     rate, rank_note = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
     if speed.tokens_per_second is not None:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
-    step = f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at the 95th percentile"
+    median, high = map(_format_ms, (speed.step_ms.p50, speed.step_ms.p95))
+    step = f"{median} ms median, {high} ms at the 95th percentile"
     step += f" of {count_noun(speed.step_ms.steps, 'step')}" if speed.step_ms.steps else ""
     split = speed.split if any(speed.split.values()) else {}  # an evaluation has no steps
     shares = ", ".join(f"{share:.0%} {part}" for part, share in split.items())
@@ -337,6 +338,10 @@ def _speed_rows(summary: Summary) -> TableRows:
         ("processes", _format_processes(facts) if facts else ""),
         ("in all", total_peak and total_peak + _format_flops(facts)),
     ]
+
+
+def _format_ms(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _format_tf32(device: dict[str, Any]) -> str:

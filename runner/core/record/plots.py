@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +42,7 @@ STYLE: Any = {
 }
 MAX_NAME_CHARS = 28  # maximum characters of a name
 PANEL_HEIGHT = 260  # pixels
+FEW_ROWS = 100  # up to which a histogram's counts have a linear axis
 Points = Sequence[tuple[float, float]]
 
 
@@ -68,11 +69,15 @@ def draw_panels(title: str, panels: Sequence[Callable[[Axes], None]]) -> tuple[s
 
 
 def draw_lines(
-    axes: Axes, title: str, lines: Mapping[str, Points], marks: Mapping[str, Points]
+    axes: Axes,
+    title: str,
+    lines: Mapping[str, Points],
+    marks: Mapping[str, Points],
+    from_zero: bool = False,
 ) -> None:
     """Draw points by step as lines and, by kind, as marks; logarithmic over two decades.
 
-    Marks that are not finite are at the upper edge.
+    Marks that are not finite are at the upper edge. With `from_zero` the axis begins at 0.
     """
     axes.set_title(title)
     axes.set_xlabel("step")
@@ -81,6 +86,7 @@ def draw_lines(
     if finite and min(finite) > 0 and max(finite) > 100 * min(finite):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     for name, points in lines.items():
         marker = "o" if len(points) == 1 else None
         xs, ys = zip(*points, strict=True)
@@ -89,8 +95,11 @@ def draw_lines(
         steps = [x for x, _ in points]
         heights = [y if math.isfinite(y) else max(finite, default=1.0) for _, y in points]
         axes.scatter(steps, heights, s=18, marker="x", label=name, color=MARKS[i % 3])
-    if len(lines) + len(marks) > 1:
-        axes.legend(frameon=False, fontsize=8, ncols=3)
+    if from_zero:
+        axes.set_ylim(0)
+    if len(lines) + len(marks) > 1:  # below the axes, where it covers no line
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
+        axes.legend(frameon=False, fontsize=8, ncols=3, **place)
 
 
 def draw_histogram(axes: Axes, title: str, groups: Mapping[str, Sequence[float]]) -> None:
@@ -102,14 +111,21 @@ def draw_histogram(axes: Axes, title: str, groups: Mapping[str, Sequence[float]]
     if every and min(every) > 0 and max(every) > 100 * min(every):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         bins = np.geomspace(min(every), max(every), 30).tolist()
     else:
         bins = np.linspace(min(every, default=0.0), max(every, default=1.0), 30).tolist()
-    axes.set_yscale("log", nonpositive="clip")  # a few bad steps among many good ones
-    axes.yaxis.set_major_formatter("{x:g}")
+    if len(every) > FEW_ROWS:
+        axes.set_yscale("log", nonpositive="clip")  # a few bad steps among many good ones
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     for i, (name, values) in enumerate(finite.items()):
-        axes.hist(values, bins, label=f"{name} ({len(values):,})", color=(BLUE, RED)[i], alpha=0.7)
-    axes.set_ylim(0.5)
+        if values:
+            label, colour = f"{name} ({len(values):,})", (BLUE, RED)[i]
+            axes.hist(values, bins, label=label, color=colour, alpha=0.7)
+    axes.set_ylim(0.5 if len(every) > FEW_ROWS else 0)
     axes.legend(frameon=False, fontsize=8)
 
 

@@ -55,7 +55,8 @@ class WatchConfig:
     gpu: bool | None = None  # NVML readings; null: if nvidia-ml-py and a GPU are present
     leaks: bool = True  # detect steady growth of memory
     leak_mb: float = bounded(8.0, min=0)  # MiB of growth below which nothing is reported
-    # a step that takes this many times that of the first ones is reported; null: never
+    # steps that take this many times as long as the first ones are reported; null: never. Medians
+    # are compared, of a tenth of the run each, or of 50 steps and 10 s if that is less
     slower: float | None = bounded(1.5, above=1)
     # share of the CPUs that other processes use, above which it is reported; null: never
     cpu_above: float | None = bounded(0.9, min=0, max=1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import Enum
 from typing import Any
 
 from runner.core.errors import ConfigError
@@ -14,6 +17,8 @@ from runner.core.interfaces.technique import (
 )
 from runner.core.preserved_state import NotRestorable
 from runner.core.schemas.optimization import Optimization
+
+log = logging.getLogger("runner")
 
 EXTRA_KEY = "optimization.extra"
 NamedTechniques = list[tuple[str, Technique]]
@@ -53,6 +58,20 @@ def apply_techniques(
     if config.strict and requested:
         raise _strict_error(requested)
     return applied, not_applied
+
+
+def warn_unused_settings(config: Optimization) -> None:
+    """Log a warning for each setting of a technique that is off, as it has no effect."""
+    for name, technique in config.techniques():
+        default = type(technique)()
+        for key in (field.name for field in fields(technique) if not technique.enabled):
+            value = getattr(technique, key)
+            if value != getattr(default, key):
+                text = value.value if isinstance(value, Enum) else value
+                log.warning(
+                    "optimization.%s.%s=%s has no effect: optimization.%s.enabled=true switches "
+                    "the technique on", name, key, text, name,
+                )  # fmt: skip
 
 
 def _build_extra(

@@ -78,8 +78,10 @@ def compose_arms(
             raise ConfigError(KEY, f"{escape(name)}: {error}") from error
         if config.distributed.kind is not DistributedKind.none:
             kind = config.distributed.kind.value
-            problem = f"{escape(name)}: distributed={kind}: arms are compared as single processes"
-            raise ConfigError(KEY, problem, "a sweep (-m) shows the seconds of distributed runs")
+            problem = f"arm {escape(name)} has {kind}, but arms are compared as single processes"
+            is_own = any(_override_key(text).startswith("distributed") for text in arm_overrides)
+            fix = "a sweep (-m) shows the seconds of distributed runs"
+            raise ConfigError(KEY if is_own else "distributed", problem, fix)
         # a recipe may ask for the benchmark
         has_recipe = any(parse_override(one).key == "experiment" for one in merged)
         job = ["job=train"] if has_recipe else []

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner import build, train
 from runner.core.build.build import Components
+from runner.core.config.groups import CONF
 from runner.core.errors import ConfigError
 from runner.core.format import technique_status
 from runner.core.interfaces.run import Run
@@ -28,6 +29,7 @@ from runner.core.interfaces.technique import (
 )
 from runner.core.schemas.data import DataConfig
 from runner.core.schemas.optimization import CudaGraphs, Optimization, Tf32
+from runner.core.techniques.application import warn_unused_settings
 from runner.core.techniques.fingerprint import FIELDS_READ, MeasuredTechnique
 from runner.core.train.evidence import collect_evidence, technique_statuses
 from tests import runs
@@ -580,3 +582,16 @@ def test_a_field_of_the_group_is_all_that_registers_a_technique() -> None:
     assert summary.techniques[-1].name == "half_batch"
     status = runs.status(summary, "half_batch")
     assert status.engaged and status.evidence == {"micro_batch": 16}
+
+
+def test_a_setting_of_a_technique_that_is_off_is_named_and_no_option_has_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with runs.opened(*runs.TABLE, "optimization=none", "optimization.recompute.what=every"):
+        (message,) = (r.message for r in caplog.records if "has no effect" in r.message)
+    assert message.startswith("optimization.recompute.what=every has no effect: ")
+    assert "optimization.recompute.enabled=true" in message
+    caplog.clear()
+    for option in sorted((CONF / "optimization").glob("*.yaml")):
+        warn_unused_settings(runs.config(f"optimization={option.stem}").optimization)
+    assert not caplog.records
