@@ -98,8 +98,9 @@ def draw_lines(
     if from_zero:
         axes.set_ylim(0)
     if len(lines) + len(marks) > 1:  # below the axes, where it covers no line
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
-        axes.legend(frameon=False, fontsize=8, ncols=3, **place)
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize=8, ncols=3
+        )
 
 
 def draw_histogram(axes: Axes, title: str, groups: Mapping[str, Sequence[float]]) -> None:
