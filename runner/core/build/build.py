@@ -377,6 +377,10 @@ def make_builder(
         if user_optimizer
         else resolve_optimizer_class(config.optimizer, model, setup.resolve_target)
     )
+    if config.optimizer.combines and user_optimizer is None:
+        from runner.core.optim.combined import CombinedOptimizer
+
+        cls = CombinedOptimizer
     builder = RunBuilder(
         device=setup.device,
         sizes=data.sizes,
@@ -426,6 +430,7 @@ def measured_gains(setup: Setup, builder: RunBuilder, batch_size: int) -> Measur
         micro_batch = setup.config.training.micro_batch
         batch = [builder.sizes, batch_size, micro_batch]
         classes = [type(builder.objective).__name__, builder.optimizer_class.__name__]
+        classes += [group["name"] for group in setup.config.optimizer.groups if "name" in group]
         machine = [cpu_name(), usable_cores(), setup.device.name, threads, versions()]
         return [str(model), weights, batch, classes, optimization, machine]
 
@@ -465,6 +470,13 @@ def make_optimizer_step(
 
     def construct(options: dict[str, Any]) -> Optimizer:
         cls = builder.optimizer_class
+        if config.optimizer.combines:
+            from runner.core.optim.combined import build_combined
+
+            cls = resolve_optimizer_class(config.optimizer, model, setup.resolve_target)
+            combined, notices = build_combined(config.optimizer, cls, model)
+            builder.choices += notices
+            return combined
         return build_optimizer(config.optimizer, cls, trained, options, names)
 
     requested = builder.optimizer_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,19 +40,27 @@ def resolve_optimizer_class(
                 f"{config._target_} is not an optimizer",
                 "name a subclass of torch.optim.Optimizer",
             )
-    if conflict := incompatibility(cls, model, config.weight_decay):
+    # several are checked where each one's parameters are known
+    if not config.combines and (conflict := incompatibility(cls, model, config.weight_decay)):
         raise ConfigError(key, *conflict)
     return cls
 
 
 def incompatibility(
-    cls: type[Optimizer], model: nn.Module, weight_decay: float = 0.0
+    cls: type[Optimizer],
+    model: nn.Module,
+    weight_decay: float = 0.0,
+    names: Collection[str] | None = None,
 ) -> tuple[str, str] | None:
-    """Return why a training step cannot use this class, and what can be used; None if it can."""
+    """Return why a training step cannot use this class, and what can be used; None if it can.
+
+    With `names` it is asked for these parameters alone.
+    """
     name = cls.__name__
     if _needs_closure(cls):
         return f"{name} runs the model several times a step", "use AdamW"
     weights = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    weights = [(n, p) for n, p in weights if names is None or n in names]
     sparse_ids = {id(module.weight) for module in sparse_embeddings(model)}
     sparse = [n for n, p in weights if id(p) in sparse_ids]
     dense = [n for n, p in weights if id(p) not in sparse_ids]
@@ -87,7 +95,7 @@ def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
     return [module for module in model.modules() if isinstance(module, kinds) and module.sparse]
 
 
-def find_optimizer(name: str) -> type[Optimizer]:
+def find_optimizer(name: str, key: str = "optimizer.name") -> type[Optimizer]:
     """Return the class of torch.optim with that name. Raises ConfigError."""
     classes = {
         key: value
@@ -99,7 +107,7 @@ def find_optimizer(name: str) -> type[Optimizer]:
         fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(classes))}"
         if "." in name:
             fix = f"for your own class use optimizer._target_={name}"
-        raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
+        raise ConfigError(key, f"torch.optim has no {name!r}", fix)
     return classes[name]
 
 
@@ -109,6 +117,7 @@ def build_optimizer(
     model: nn.Module,
     options: dict[str, Any],
     names: Mapping[str, Tensor] | None = None,
+    key: str = "optimizer",  # named in errors
 ) -> Optimizer:
     """Construct the optimizer of the model's trainable parameters, or of those in `names`.
 
@@ -116,7 +125,7 @@ def build_optimizer(
     He et al. 2019, arXiv:1812.01187, section 3.1).
     """
     accepted = _accepted_options(cls)
-    _check_config_options(config, cls.__name__, accepted)
+    _check_config_options(config, cls.__name__, accepted, key)
     if config.options.keys() & IMPLEMENTATION_OPTIONS:
         options = {}  # the config has precedence
     arguments = {"lr": config.lr, **config.options, **options}
@@ -127,14 +136,20 @@ def build_optimizer(
         arguments["weight_decay"] = config.weight_decay
     elif config.weight_decay:
         log.info("optimizer.weight_decay is not used: %s has no weight decay", cls.__name__)
-    groups = _parameter_groups(config, names or dict(model.named_parameters()), has_weight_decay)
-    stand_ins = [{**g, "params": [_stand_in(p) for p in g["params"][:4]]} for g in groups]
+    # of the whole model: vectors alone do decay
+    has_matrix = any(p.ndim >= 2 for p in model.parameters() if p.requires_grad)
+    trained = names or dict(model.named_parameters())
+    groups = _parameter_groups(config, trained, has_weight_decay, has_matrix)
+    stand_ins = [{**g, "params": [small_weight(p) for p in g["params"][:4]]} for g in groups]
     try:
         with skip_compiler_import():
             optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = f"{cls.__name__}: {error}"
-        raise ConfigError("optimizer", problem, "check its options") from error
+        fix = "check its options"
+        if cls is torch.optim.Muon and any(p.ndim != 2 for g in groups for p in g["params"]):
+            fix = "give it matrices alone: optimizer.groups='[{match: \"*.weight\", name: Muon}]'"
+        raise ConfigError(key, problem, fix) from error
     if not is_torch_class(cls):
         _refuse_closure(partial(cls, stand_ins, **arguments), cls.__name__)
     if any("lr_share" in group for group in groups) and not any(
@@ -149,7 +164,7 @@ def build_optimizer(
     return optimizer
 
 
-def _stand_in(parameter: Tensor) -> Tensor:
+def small_weight(parameter: Tensor) -> Tensor:
     """Return a small weight with as many dimensions, and a gradient."""
     weight = nn.Parameter(torch.ones([min(2, n) for n in parameter.shape], dtype=parameter.dtype))
     weight.grad = torch.full_like(weight, 0.01)
@@ -172,12 +187,11 @@ def _refuse_closure(make: Callable[[], Optimizer], name: str) -> None:
 
 
 def _parameter_groups(
-    config: OptimizerConfig, names: Mapping[str, Tensor], has_weight_decay: bool
+    config: OptimizerConfig, names: Mapping[str, Tensor], has_weight_decay: bool, has_matrix: bool
 ) -> list[dict[str, Any]]:
     """Return the parameter groups: those of `optimizer.groups`, then the rest."""
     rest = {name: p for name, p in names.items() if p.requires_grad}
-    # vectors alone do decay
-    exempt_vectors = has_weight_decay and any(p.ndim >= 2 for p in rest.values())
+    exempt_vectors = has_weight_decay and has_matrix
     groups: list[dict[str, Any]] = []
     if config.groups:
         from runner.core.optim.fine_tuning import pop_groups
@@ -198,14 +212,16 @@ def _split_decayed(
     return groups + ([{"params": undecayed, **options, "weight_decay": 0.0}] if undecayed else [])
 
 
-def _check_config_options(config: OptimizerConfig, name: str, accepted: list[str]) -> None:
+def _check_config_options(
+    config: OptimizerConfig, name: str, accepted: list[str], key: str
+) -> None:
     choices = [n for n in accepted if n not in ("params", *OPTIONS_WITH_OWN_KEY)]
     for option in config.options:
-        key = f"optimizer.options.{option}"
+        own_key = f"{key}.options.{option}"
         if option in OPTIONS_WITH_OWN_KEY:
-            raise ConfigError(key, "has its own key", f"use optimizer.{option}")
+            raise ConfigError(own_key, "has its own key", f"use {key}.{option}")
         if option not in accepted:
-            raise ConfigError(key, f"{name} has no such option", f"use {', '.join(choices)}")
+            raise ConfigError(own_key, f"{name} has no such option", f"use {', '.join(choices)}")
 
 
 def _accepted_options(cls: type[Optimizer]) -> list[str]:

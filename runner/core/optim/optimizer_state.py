@@ -27,8 +27,15 @@ OPTIONS_OF_THIS_RUN = (
 """Options that techniques, the config and the model set, whatever a checkpoint has."""
 
 
+def combined_parts(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that a CombinedOptimizer steps; none of any other."""
+    return vars(optimizer).get("combined_parts", [])
+
+
 def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return a copy of each group's values of constructor arguments: those a config can change."""
+    if parts := combined_parts(optimizer):
+        return [options for part in parts for options in constructor_options(part)]
     signatures = [inspect.signature(base) for base in type(optimizer).__mro__[:-1]]
     names = {name for signature in signatures for name in signature.parameters} - {"params"}
     names |= set(OPTIONS_OF_THIS_RUN)
@@ -107,6 +114,10 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
         return dict(saved)
     saved_groups, groups = saved["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
+    if (parts := combined_parts(optimizer)) and sizes[0] == sizes[1]:
+        combined: Any = optimizer
+        states = map(compatible_state, parts, combined.split_state(saved))
+        return {**saved, **combined.join_states([*states])}
     if torch_base(optimizer) is None or sizes[0] != sizes[1]:  # torch itself refuses other sizes
         return dict(saved)
     numbers = [number for group in saved_groups for number in group["params"]]
@@ -152,6 +163,8 @@ def check_saved_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def check_optimizer_state(optimizer: Optimizer) -> None:
     """Raise ValueError if state does not have the shape of its weight."""
+    for part in combined_parts(optimizer):
+        check_optimizer_state(part)
     if torch_base(optimizer) is not None:
         for _, weight in _iterate_weights(optimizer):
             check_tensors(optimizer, weight, optimizer.state.get(weight, {}))

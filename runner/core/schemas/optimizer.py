@@ -10,7 +10,9 @@ from typing import Any
 from runner.core.bounds import bounded, check_bounds
 from runner.core.errors import ConfigError
 
-GROUP_KEYS = ("match", "lr", "weight_decay")
+GROUP_KEYS = ("match", "lr", "weight_decay", "name", "options")
+OWN_OPTIMIZER = {"name", "options"}
+"""With one of these keys a group has an optimizer of its own."""
 
 
 @dataclass
@@ -28,7 +30,8 @@ class OptimizerConfig:
     _target_: str | None = None  # your optimizer class, instead of `name`
     # parameters not to train, by name; a pattern may begin at any dot: [embeddings.*]
     freeze: list[str] = field(default_factory=list)
-    # other rates, the first match wins: '[{match: classifier.*, lr: 1e-3, weight_decay: 0}]'
+    # other rates, the first match wins: '[{match: classifier.*, lr: 1e-3, weight_decay: 0}]'; or
+    # another optimizer: '[{match: blocks.*.weight, name: Muon, lr: 0.02, options: {ns_steps: 6}}]'
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -37,6 +40,11 @@ class OptimizerConfig:
             raise ConfigError("optimizer.freeze", "has an empty name", "e.g. [embeddings.*]")
         for number, group in enumerate(self.groups):
             self._check_group(f"optimizer.groups.{number}", group)
+
+    @property
+    def combines(self) -> bool:
+        """Whether a group has an optimizer of its own."""
+        return any(group.keys() & OWN_OPTIMIZER for group in self.groups)
 
     def _check_group(self, key: str, group: dict[str, Any]) -> None:
         unknown = [name for name in group if name not in GROUP_KEYS]
@@ -47,7 +55,13 @@ class OptimizerConfig:
         if not (match and isinstance(match, str)) or len(group) < 2:
             problem = f"needs match and an option, got {group}"
             raise ConfigError(key, problem, "e.g. {match: classifier.*, lr: 1e-3}")
-        for name in GROUP_KEYS[1:]:
+        if not isinstance(group.get("name", ""), str):
+            problem = f"must be the name of a class, got {group['name']!r}"
+            raise ConfigError(f"{key}.name", problem, "e.g. Muon, of torch.optim")
+        if not isinstance(group.get("options", {}), dict):
+            problem = f"must be arguments by name, got {group['options']!r}"
+            raise ConfigError(f"{key}.options", problem, "e.g. {momentum: 0.95}")
+        for name in ("lr", "weight_decay"):
             value = group.get(name, 0.0)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ConfigError(f"{key}.{name}", f"must be a number ≥ 0, got {value!r}")
