@@ -40,6 +40,7 @@ NAMES = {
         "tabular": "datasets.tabular:tabular",
         "images": "datasets.images:ImageFolder",
         "text": "datasets.text:text",
+        "text_lm": "datasets.text_lm:text_lm",
         "tokens": "datasets.tokens:tokens",
         "arrays": "core.data.arrays:arrays",
     },

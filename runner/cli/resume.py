@@ -31,13 +31,13 @@ BUILD_JOBS = (JobKind.train, *EVALUATION_JOBS, JobKind.benchmark, JobKind.verify
 def check_inputs_exist(config: RunConfig) -> None:
     """Raise ConfigError if `model.weights` or `data.path` will be read and does not exist.
 
-    A run that resumes from a checkpoint does not read `model.weights`.
+    A run that resumes from a checkpoint does not read `model.weights`, a prompt no data.
     """
     if config.job.kind not in BUILD_JOBS:
         return
     if config.model.weights is not None and config.checkpoint.resume == "none":
         existing_path(config.model.weights, "model.weights")
-    if isinstance(config.data, FromFiles):
+    if isinstance(config.data, FromFiles) and config.predict.prompt is None:
         existing_path(config.data.path)
 
 

@@ -117,8 +117,8 @@ def encode_texts(tokenizer: bytes, texts: list[str]) -> None:
 
 
 def vocabulary_digest(folder: Path) -> str:
-    """Return one sha256 of the vocabulary files; "" if there are none."""
-    files = [*folder.glob(VOCABULARY_FILES[0])]
+    """Return one sha256 of the vocabulary files, or of the file; "" if there are none."""
+    files = [folder] if folder.is_file() else [*folder.glob(VOCABULARY_FILES[0])]
     files = files or sorted(f for pattern in VOCABULARY_FILES[1:] for f in folder.glob(pattern))
     digest = hashlib.sha256()
     for file in files:

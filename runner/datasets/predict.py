@@ -36,6 +36,10 @@ PredictionColumns = dict[str, Any]  # name → numpy or Arrow array
 
 def main(config: RunConfig, folder: Path) -> Summary:
     """Predict with the weights of `checkpoint.resume` or `model.weights` into `folder`."""
+    if config.predict.prompt is not None:
+        from runner.datasets.continued_text import continue_prompt
+
+        return continue_prompt(config, folder)
     with build_trained(config, folder) as run:
         run.history.load({"counts": {}, "faults": []})  # drop the faults of the training
         kind = config.predict.format

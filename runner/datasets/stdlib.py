@@ -13,6 +13,7 @@ from runner.core.data.paths import suggestion
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import StdlibParts, StdlibText
 from runner.datasets.text import TextDataset, byte_sizes, cut_passages
+from runner.datasets.text_lm import ByteCodec
 from runner.datasets.tokens import TokenStream, TokenWindows
 
 # Packages installed beside the library, and tests, which some systems omit.
@@ -25,12 +26,14 @@ def stdlib_text(config: StdlibText) -> TokenWindows:
     for path, text in read_stdlib():
         parts[_rank(path, config.split_seed) < config.validation].append(text)
     train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    return TokenWindows(
+    windows = TokenWindows(
         TokenStream(train, "the standard library's training files"),
         TokenStream(validation, "the standard library's validation files"),
         vocab=256,
         sequence=config.sequence,
     )
+    windows.codec = ByteCodec()
+    return windows
 
 
 def stdlib_parts(config: StdlibParts) -> TextDataset:

@@ -42,7 +42,9 @@ PROBE = string.printable + "a" * 64 + "0" * 64 + " " * 64  # a text with common 
 
 
 class Tokenizer:
-    """A tokenizer loaded from a local folder; raises ConfigError for anything else.
+    """A tokenizer loaded from a local folder, or its tokenizer.json alone.
+
+    Raises ConfigError for anything else.
 
     A foreign tokenizer.json has to pass the sandbox first, with some of the `texts` to encode;
     SecurityError if it is refused.
@@ -56,16 +58,22 @@ class Tokenizer:
         texts: Sequence[bytes] = (),
     ) -> None:
         folder = existing_path(path, KEY)
-        if not folder.is_dir():
-            raise ConfigError(KEY, f"{folder} is a file", "name its folder")
+        file = folder / TOKENIZER_FILE if folder.is_dir() else folder
+        if file == folder and file.suffix != ".json":
+            raise ConfigError(KEY, f"{folder} is a file", "name its folder, or a tokenizer.json")
         self.path, self.digest = path, vocabulary_digest(folder)
         if fitted is not None and fitted.tokenizer not in ("", self.digest):
             problem = f"{folder} has a different vocabulary from the trained model's"
             raise ConfigError(KEY, problem, "name the folder of its tokenizer")
-        auto = import_transformers(KEY).AutoTokenizer
-        if (folder / TOKENIZER_FILE).is_file():
-            _try_tokenizer(folder / TOKENIZER_FILE, policy or FilePolicy(), texts)
-        self.hf_tokenizer: Any = load_pretrained(folder, KEY, auto.from_pretrained, use_fast=True)
+        transformers = import_transformers(KEY)
+        if file.is_file():
+            _try_tokenizer(file, policy or FilePolicy(), texts)
+        self.hf_tokenizer: Any
+        if file == folder:
+            self.hf_tokenizer = _load_file(transformers, file)
+        else:
+            auto = transformers.AutoTokenizer
+            self.hf_tokenizer = load_pretrained(folder, KEY, auto.from_pretrained, use_fast=True)
         self.vocab = max(len(self.hf_tokenizer), max(self.hf_tokenizer.get_vocab().values()) + 1)
         padding = (self.hf_tokenizer.pad_token_id, self.hf_tokenizer.eos_token_id, 0)
         self.padding = int(next(number for number in padding if number is not None))
@@ -96,6 +104,14 @@ class Tokenizer:
         log.warning("%s: %s: %s; name one of their language", KEY, self.path, reason)
         return (Choice(KEY, self.path, reason),)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+        return self._ids([text], add_special_tokens=False)[0]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return str(self.hf_tokenizer.decode(ids, skip_special_tokens=True))
+
     def encode_file(self, path: Path) -> np.ndarray:
         """Return the ids of a text file, 1-d, without special tokens except a final EOS."""
         check_memory(path, path.stat().st_size, "its ids", "use a shorter text")
@@ -119,6 +135,15 @@ class Tokenizer:
             problem = f"{self.path}: it fails on a text: {shorten(str(error), 200)}"
             raise ConfigError(KEY, problem, "use another tokenizer") from None
         return ids
+
+
+def _load_file(transformers: Any, path: Path) -> Any:
+    """Load a tokenizer.json. Raises ConfigError."""
+    try:
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # tokenizers may raise any type
+        problem = f"{path} cannot be read ({shorten(' '.join(str(error).split()), 200)})"
+        raise ConfigError(KEY, problem, "name a tokenizer.json of Hugging Face") from error
 
 
 def _read_piece(file: TextIO) -> str:

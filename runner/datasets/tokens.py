@@ -14,8 +14,8 @@ from runner.core.data.dataset import Dataset
 from runner.core.data.open import DEFAULT_OPENING, OpenOptions
 from runner.core.data.paths import check_link, existing_path
 from runner.core.errors import BadSample, ConfigError, DataError
-from runner.core.interfaces.batch import Batch, Sizes
-from runner.core.schemas.data import Tokens
+from runner.core.interfaces.batch import Batch, Sizes, TextCodec
+from runner.core.schemas.data import TextLM, Tokens
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
@@ -38,6 +38,7 @@ class TokenWindows(Dataset):
 
     augments = True  # the epoch's offset comes with the seeds
     tokenizer = ""  # digest of the tokenizer that made the ids
+    codec: TextCodec | None = None  # from text to the ids and back, if it is known
 
     def __init__(
         self, train: TokenStream, validation: TokenStream, *, vocab: int, sequence: int
@@ -101,11 +102,11 @@ def tokens(config: Tokens, opening: OpenOptions = DEFAULT_OPENING) -> TokenWindo
     if tokenizer is not None and is_text:
         streams = _streams(config, path, opening, "txt", tokenizer.encode_file)
     else:
-        read = partial(_map_file, kind=np.dtype(config.dtype))
+        read = partial(map_file, kind=np.dtype(config.dtype))
         streams = _streams(config, path, opening, "bin", read)
     windows = TokenWindows(*streams, vocab=vocab, sequence=config.sequence)
     if tokenizer is not None and is_text:
-        windows.tokenizer = tokenizer.digest
+        windows.tokenizer, windows.codec = tokenizer.digest, tokenizer
     return windows
 
 
@@ -118,13 +119,20 @@ def _streams(
         files = [check_link(file_path, path, opening.policy) for file_path in paths]
         train, validation = (TokenStream(read(file), str(file)) for file in files)
         return train, validation
-    ids = read(path)
+    return split_off_end(config, path, opening, read(path))
+
+
+def split_off_end(
+    config: Tokens | TextLM, path: Path, opening: OpenOptions, ids: np.ndarray
+) -> tuple[TokenStream, TokenStream]:
+    """Return training ids and those at the end, for validation; all of both if nothing is split."""
     start = len(ids) - round(len(ids) * config.validation) if opening.splits_samples(config) else 0
     validation = TokenStream(ids[start:], str(path), start)
     return (TokenStream(ids[:start], str(path)) if start else validation), validation
 
 
-def _map_file(path: Path, kind: np.dtype) -> np.ndarray:
+def map_file(path: Path, kind: np.dtype) -> np.ndarray:
+    """Return the ids of a file, memory-mapped to read. Raises DataError."""
     size = path.stat().st_size
     if not size or size % kind.itemsize:
         problem = f"{size:,} bytes are not a multiple of the {kind} size" if size else "is empty"

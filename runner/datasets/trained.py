@@ -26,14 +26,17 @@ from runner.core.data.loader import make_loader
 from runner.core.data.open import OpenOptions, open_data
 from runner.core.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
 from runner.core.errors import CheckpointError, DataError, RunnerError, UsageError
+from runner.core.interfaces.batch import TextCodec
 from runner.core.interfaces.run import Run
 from runner.core.jobs.evaluate import build_trained
 from runner.core.record.text import quote_for_hydra
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.registry import resolve
+from runner.datasets.continued_text import check_sampling, continue_text, prompted_run
 from runner.datasets.predict import PredictionColumns, predict_batches
 from runner.datasets.tabular import UNKNOWN_CATEGORIES_KEY
+from runner.datasets.text_lm import find_codec
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,8 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
         raise CheckpointError(f"{run}: {problem}; train again or evaluate on its own data")
     preprocessing = parse_preprocessing(stored[1], stored[0])
     preprocessing.check_kind(config.data)
-    check_predicts(preprocessing)
+    if preprocessing.sizes.task != "language_modelling":  # of which `generate` is the prediction
+        check_predicts(preprocessing)
     return Trained(config, preprocessing, policy)
 
 
@@ -78,6 +82,7 @@ class Trained(Closeable):
         self.config, self.preprocessing = config, preprocessing
         self._policy, self._scope = policy, ExitStack()
         self._run: Run | None = None
+        self._codec: TextCodec | None = None
 
     def __repr__(self) -> str:
         fitted = self.preprocessing
@@ -96,6 +101,7 @@ class Trained(Closeable):
         pyarrow.Table) or a tensor: a table's columns as numbers, or model inputs. Unknown
         categories are logged.
         """
+        check_predicts(self.preprocessing)
         with self._open_data(data) as source:
             if self._run is None:  # techniques inspect samples of the first data
                 with _name_arguments():
@@ -103,6 +109,30 @@ class Trained(Closeable):
                 self._run = self._scope.enter_context(run)
             parts = list(predict_batches(self._run, self._loader(self._run, source)))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        tokens: int = 200,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> str:
+        """Return the prompt and `tokens` tokens that the language model continues it with.
+
+        They are drawn one by one from the distribution at `temperature` (0: the likeliest), from
+        the `top_k` likeliest, by a generator with the `seed`. Raises UsageError, ConfigError.
+        """
+        sampling = check_sampling(prompt, tokens, temperature, top_k, seed)
+        if self._run is None:
+            with _name_arguments():
+                scope = prompted_run(self.config, self.preprocessing)
+                self._run = self._scope.enter_context(scope)
+        if self._codec is None:
+            digest = self.preprocessing.tokenizer
+            self._codec = find_codec(self.config.data, self._policy, digest)
+        return continue_text(self._run, self._codec, prompt, sampling)
 
     def _loader(self, run: Run, source: Dataset) -> Any:
         loader = make_loader(

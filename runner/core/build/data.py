@@ -110,7 +110,7 @@ def open_run_data(
     if fitted is not None and user_data is None:
         fitted.check_kind(config.data)
     predicts = config.job.kind is JobKind.predict
-    if predicts:
+    if predicts and config.predict.prompt is None:
         check_predicts(fitted)
     split_rule = fitted.split if fitted else split_rule
     evaluates = config.job.kind in EVALUATION_JOBS

@@ -66,6 +66,10 @@ def build_hooks(setup: Setup, run_data: RunData, debug: DebugConfig) -> list[Hoo
         hooks.append(ModelCheck())
     hooks += tools
     hooks += [_make_user_hook(h, f"{HOOKS_KEY}.{i}", resolve) for i, h in enumerate(debug.hooks)]
+    if config.monitoring.samples or config.data.kind == "text_lm":
+        from runner.core.hooks.text_samples import text_samples  # imported only if used
+
+        hooks += text_samples(config, run_data.data)
     if config.monitoring.progress:
         hooks.append(ProgressDisplay(config.monitoring))
     return [*hooks, *setup.components.hooks]

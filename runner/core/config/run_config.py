@@ -48,11 +48,11 @@ from runner.core.security import secrets
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
 MODEL_INPUTS = {
-    "gpt": ("tokens", ("stdlib_text", "tokens")),
+    "gpt": ("tokens", ("stdlib_text", "text_lm", "tokens")),
     "classifier": ("labelled text", ("stdlib_parts", "text")),
 }
 """Input of our models and the data that provides it; other models take any numbers."""
-TEXT_DATA = ("text", "tokens")
+TEXT_DATA = ("text", "text_lm", "tokens")
 """Data that model=hf provides a tokenizer for."""
 RESUME_WITHOUT_RUN = ("none", "auto")
 MODEL_BY_DATA = {kind: model for model, (_, kinds) in MODEL_INPUTS.items() for kind in kinds}

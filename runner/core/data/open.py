@@ -13,7 +13,7 @@ from runner.core.errors import ConfigError
 from runner.core.schemas.data import DataConfig
 from runner.core.security.files.policy import FilePolicy
 
-FROM_FILES = ("tabular", "images", "text", "tokens", "arrays")
+FROM_FILES = ("tabular", "images", "text", "text_lm", "tokens", "arrays")
 
 
 @dataclass(frozen=True)

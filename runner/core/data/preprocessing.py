@@ -114,7 +114,9 @@ def check_predicts(fitted: Preprocessing | None) -> None:
         raise ConfigError("job", problem, "name a run: checkpoint.resume=RUN")
     if fitted.sizes.task not in PREDICTABLE_TASKS:
         problem = f"predict needs {' or '.join(PREDICTABLE_TASKS)}, got {fitted.sizes.task}"
-        raise ConfigError("job", problem, "use job=evaluate")
+        is_text = fitted.sizes.task == "language_modelling"
+        fix = "give it a text to continue: predict.prompt=…" if is_text else "use job=evaluate"
+        raise ConfigError("job", problem, fix)
 
 
 def kind_of(config: DataConfig) -> str:

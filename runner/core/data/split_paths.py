@@ -27,6 +27,8 @@ SPLIT_FOLDER_NAMES = {
 SPLIT_FOLDERS_KEY = "data.split_folders"
 SAVED_KINDS = ("tabular", "text", "images")
 """Kinds of data that may be a folder written by Hugging Face `datasets`."""
+TOKEN_FILES = {"bin": ("tokens",), "txt": ("tokens", "text_lm")}
+"""Kinds of data whose folder may have train, val and test files, by their ending."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,12 @@ def find_split_paths(config: DataConfig, opening: OpenOptions) -> SplitPaths:
         if not inner.folder and getattr(config, "split_folders", False):
             inner = _split_folders(root, config, opening)
         sources = {"": root / inner.folder}
-        if config.kind == "tokens" and not evaluates_all:
-            inner = _token_files(root, paths, opening)
-            sources = {"": root / "train.bin", "validation": root / "val.bin"}
+        kind = "txt" if (root / "train.txt").is_file() else "bin"
+        if config.kind in TOKEN_FILES[kind] and not evaluates_all:
+            inner = _token_files(root, kind, paths, opening)
+            sources = {"": root / f"train.{kind}"}
+            if (validation := root / f"val.{kind}").is_file():
+                sources["validation"] = validation
     if "validation" in inner.paths and (config.split is not None or config.folds is not None):
         key = "data.split" if config.folds is None else "data.folds"
         problem = f"{inner.paths['validation']} is the validation set"
@@ -123,15 +128,15 @@ def _saved_splits(root: Path, opening: OpenOptions, config: DataConfig) -> Split
     return _build_split_paths(root, chosen, "data.path", reason, opening)
 
 
-def _token_files(root: Path, paths: dict[str, Path], opening: OpenOptions) -> SplitPaths:
-    """Return a token folder's test.bin; ConfigError for data.validation_path beside val.bin."""
-    if "validation" in paths:
-        fix = f"leave it out, or name data.path={root / 'train.bin'}"
-        raise ConfigError(PATH_KEYS["validation"], f"{root} has a val.bin", fix)
-    test = root / "test.bin"
+def _token_files(root: Path, kind: str, paths: dict[str, Path], opening: OpenOptions) -> SplitPaths:
+    """Return a token folder's test file; ConfigError for data.validation_path beside val.bin."""
+    if "validation" in paths and (root / f"val.{kind}").is_file():
+        fix = f"leave it out, or name data.path={root / f'train.{kind}'}"
+        raise ConfigError(PATH_KEYS["validation"], f"{root} has a val.{kind}", fix)
+    test = root / f"test.{kind}"
     if not test.is_file() or "test" in paths:
         return SplitPaths()
-    reason = f"{test} is next to train.bin; to change it: {PATH_KEYS['test']}"
+    reason = f"{test} is next to train.{kind}; to change it: {PATH_KEYS['test']}"
     check_link(test, root, opening.policy)
     return SplitPaths(paths={"test": test}, choices=(Choice(PATH_KEYS["test"], str(test), reason),))
 

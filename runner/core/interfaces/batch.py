@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,6 +48,18 @@ class Sizes:
         """Return the known sizes by parameter name."""
         names = ("in_features", "in_channels", "image_size", "classes", "vocab", "sequence")
         return {name: size for name in names if (size := getattr(self, name)) is not None}
+
+
+class TextCodec(Protocol):
+    """Turns text into the token ids of a language model, and back."""
+
+    vocab: int  # ids are below this
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,6 +34,18 @@ class SelfAttention(nn.Module):
         y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
         return self.projection(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
+    def extend(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        """[batch, n, width] -> the same, for n tokens after those of the cache.
+
+        It has keys and values, to which those of the n tokens are added; n is 1 unless it is empty.
+        """
+        qkv = self.qkv(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2)
+        query, *new = qkv.chunk(3, dim=1)
+        cache[:] = [torch.cat(pair, 2) for pair in zip(cache, new, strict=True)] if cache else new
+        is_first = cache[0].shape[2] == x.shape[1]
+        y = F.scaled_dot_product_attention(query, cache[0], cache[1], is_causal=is_first)
+        return self.projection(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
 
 class Block(nn.Module):
     """Attention and a two-layer perceptron, pre-normalised and residual.
@@ -54,6 +67,12 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.norm1(x), mask))
         hidden = F.gelu(self.expand(self.norm2(x)), approximate="tanh")
         return x + self.dropout(self.projection(hidden))  # type: ignore[no-any-return]
+
+    def extend(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        """Return `forward` in evaluation mode, for tokens after those in the `cache`."""
+        x = x + self.attention.extend(self.norm1(x), cache)
+        hidden = F.gelu(self.expand(self.norm2(x)), approximate="tanh")
+        return x + self.projection(hidden)  # type: ignore[no-any-return]
 
 
 def initialise_weights(model: nn.Module, blocks: nn.ModuleList) -> None:
@@ -108,6 +127,19 @@ class GPT(nn.Module):
             x = block(x)
         # tied embedding: one parameter under one name, so that saving, averaging and decay
         # cannot process it twice
+        return self.output(self.norm(x), self.tokens.weight)  # type: ignore[no-any-return]
+
+    def extend(self, input_ids: Tensor, caches: list[list[Tensor]]) -> Tensor:
+        """Return the logits [batch, n, vocab] of n tokens after those in the blocks' caches.
+
+        In evaluation mode; the caches are empty before the first tokens, and grow by the n.
+        """
+        start = caches[0][0].shape[2] if caches else 0
+        caches[:] = caches or [[] for _ in self.blocks]
+        end = start + input_ids.shape[1]
+        x = self.tokens(input_ids) + position_embeddings(self.positions, end)[start:]
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block.extend(x, cache)  # type: ignore[operator]
         return self.output(self.norm(x), self.tokens.weight)  # type: ignore[no-any-return]
 
 

@@ -401,6 +401,20 @@ class Tokens(FromFiles):
 
 
 @dataclass
+class TextLM(FromFiles):
+    """Your own text for a language model.
+
+    `path` is a text file or a folder of .txt files; with a train.txt in it, val.txt and test.txt
+    are the other splits.
+    """
+
+    kind: str = "text_lm"
+    # Hugging Face folder or tokenizer.json; null: bytes; model=hf sets its own
+    tokenizer: str | None = None
+    sequence: int = bounded(128, min=1)  # bytes per sample, or tokens with a tokenizer
+
+
+@dataclass
 class Arrays(FromFiles):
     """An `.npz` file with an array of inputs and an array of targets."""
 
@@ -410,5 +424,8 @@ class Arrays(FromFiles):
     task: str = "auto"  # classification, language_modelling, regression or auto (by the arrays)
 
 
-_ALL = (Digits, Cancer, StdlibText, StdlibParts, Synthetic, Tabular, Images, Text, Tokens, Arrays)
+_ALL = (
+    *(Digits, Cancer, StdlibText, StdlibParts, Synthetic),
+    *(Tabular, Images, Text, TextLM, Tokens, Arrays),
+)
 OPTIONS: dict[str, type[DataConfig]] = {cls.kind: cls for cls in _ALL}

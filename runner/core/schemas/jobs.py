@@ -74,6 +74,15 @@ class PredictConfig:
     """Output of job=predict."""
 
     format: PredictFormat = PredictFormat.csv  # file format of the predictions
+    prompt: str | None = None  # a language model continues it, into predictions.txt
+    tokens: int = bounded(200, min=1)  # that follow the prompt
+    temperature: float = bounded(1.0, min=0)  # they are drawn at; 0: the likeliest
+    top_k: int | None = bounded(None, min=1)  # drawn from the likeliest only; null: from all
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "predict")
+        if self.prompt == "":
+            raise ConfigError("predict.prompt", "is empty", "give the first words of the text")
 
 
 @dataclass

@@ -18,6 +18,8 @@ class MonitoringConfig:
     every: int = bounded(10, min=1)  # steps per row of metrics.jsonl
     system_every_s: float = bounded(5.0, above=0)  # seconds between CPU, memory, disk, GPU readings
     tensorboard: bool = True  # write TensorBoard event files
+    # generated texts at each validation, in TensorBoard; null: 3 with data=text_lm, else 0
+    samples: int | None = bounded(None, min=0, max=20)
     # copies of the record: mlflow, wandb, or {_target_: package.Class, …}
     sinks: list[Any] = field(default_factory=list)
     sink_timeout_s: float = bounded(60.0, above=0)  # seconds to deliver the last rows, and to close

@@ -27,7 +27,7 @@ from runner.core.schemas.training import MonitorMode
 
 EXAMPLE = "'optimizer.lr=tag(log,interval(1e-4,1e-1))' 'model.width=choice(32,64)'"
 CLASSIFICATION_DATA = ("digits", "cancer", "stdlib_parts", "images", "text")
-LANGUAGE_MODELLING_DATA = ("stdlib_text", "tokens")
+LANGUAGE_MODELLING_DATA = ("stdlib_text", "text_lm", "tokens")
 MAX_GRID_POINTS = 10_000  # of a grid
 
 

@@ -44,6 +44,7 @@ NEEDS = {
     ("data", "tabular"): ["data.path=x.csv", "data.target=y"],
     ("data", "images"): ["data.path=x"],
     ("data", "text"): ["data.path=x", "model=classifier"],
+    ("data", "text_lm"): ["data.path=x", "model=gpt"],
     ("data", "tokens"): ["data.path=x", "data.vocab=9", "model=gpt"],
     ("data", "arrays"): ["data.path=x"],
     ("model", "gpt"): ["data=stdlib_text"],
