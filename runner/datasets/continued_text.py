@@ -23,7 +23,7 @@ from runner.core.interfaces.batch import TextCodec
 from runner.core.interfaces.run import Run
 from runner.core.jobs import run_report as report
 from runner.core.jobs.evaluate import build_trained
-from runner.core.record.storage import write_file
+from runner.core.record.storage import replace_text
 from runner.core.record.summary import Summary
 from runner.core.record.text import escape_control_chars
 from runner.core.security.files.policy import FilePolicy
@@ -50,7 +50,7 @@ def continue_prompt(config: RunConfig, folder: Path) -> Summary:
         text = continue_text(run, codec, str(options.prompt), sampling)
         sys.stdout.write("\n".join(map(escape_control_chars, text.split("\n"))) + "\n")
         try:
-            write_file(path, lambda file: file.write(text.encode("utf-8", "replace")))
+            replace_text(path, text.encode("utf-8", "replace").decode())
             size = path.stat().st_size
         except OSError as error:
             raise StorageError(f"{path}: not written: {error.strerror or error}") from error

@@ -27,7 +27,7 @@ class ByteCodec:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the bytes."""
-        return list(text.encode())
+        return list(text.encode("utf-8", "surrogateescape"))  # as typed in a terminal
 
     def decode(self, ids: list[int]) -> str:
         """Return the text; bytes that are no UTF-8 become U+FFFD."""

@@ -122,15 +122,15 @@ def divide(
             reason = f"{cls.__name__} takes matrices only: {left[0]} is left to the other groups"
             value = f"{len(taken)} of {len(matched)} weights"
             notes.append(notice(key, value, reason))
-        own = {
+        changes: dict[str, Any] = {
             "options": {**({} if "name" in group else config.options), **group.get("options", {})}
         }
         if "name" in group:
-            own |= {"name": group["name"], "_target_": None}
+            changes |= {"name": group["name"], "_target_": None}
         if "weight_decay" in group:
-            own["weight_decay"] = group["weight_decay"]
+            changes["weight_decay"] = group["weight_decay"]
         rate = [{"match": group["match"], "lr": group["lr"]}] if "lr" in group else []
-        own_config = replace(config, groups=rate, **own)
+        own_config = replace(config, groups=rate, **changes)
         parts.append(Part(key, cls, own_config, {name: rest.pop(name) for name in taken}))
     if of_main or rest:
         others = [group for group in config.groups if not group.keys() & OWN_OPTIMIZER]

@@ -29,7 +29,8 @@ OPTIONS_OF_THIS_RUN = (
 
 def combined_parts(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that a CombinedOptimizer steps; none of any other."""
-    return vars(optimizer).get("combined_parts", [])
+    parts: list[Optimizer] = vars(optimizer).get("combined_parts", [])
+    return parts
 
 
 def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
