@@ -1,4 +1,4 @@
-"""`python -m runner.report DIR…`: compare runs, write their tables, or start TensorBoard."""
+"""`python -m runner.report DIR…`: compare runs, write tables, clean up, or start TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ examples:
   python -m runner.report outputs/runs/digits-mlp outputs/runs/digits-cnn --out outputs/mine
   python -m runner.report outputs/runs/digits-mlp/2026-01-31_12-00-00-1a2b3c --tables csv
   python -m runner.report --tensorboard outputs --port=6007
+  python -m runner.report --clean
+  python -m runner.report --clean outputs/runs/digits-mlp/2026-01-31_12-00-00-1a2b3c
 """
 
 
@@ -45,6 +47,8 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tables", choices=("csv", "parquet"), help=tables_help)
     plots_help = "only draw plots of runs from their records, also of runs that ended early"
     parser.add_argument("--plots", action="store_true", help=plots_help)
+    clean_help = "only list runs, checkpoints and caches with their sizes, or remove each DIR"
+    parser.add_argument("--clean", action="store_true", help=clean_help)
     tensorboard_help = (
         "only start TensorBoard, with runs named by their differences (default: outputs)"
     )
@@ -52,11 +56,14 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments, tensorboard_options = parser.parse_known_args(argv)
     if tensorboard_options and not arguments.tensorboard:
         parser.error(f"unrecognized arguments: {' '.join(tensorboard_options)}")
-    if sum(map(bool, (arguments.tables, arguments.plots, arguments.tensorboard))) > 1:
-        parser.error("--tables, --plots and --tensorboard exclude each other")
+    modes = (arguments.tables, arguments.plots, arguments.clean, arguments.tensorboard)
+    if sum(map(bool, modes)) > 1:
+        parser.error("--tables, --plots, --clean and --tensorboard exclude each other")
     if arguments.plots and arguments.out:
         parser.error("--plots writes to DIR/debug/plots, without --out")
-    if not (arguments.folders or arguments.tensorboard):
+    if arguments.clean and arguments.out:
+        parser.error("--clean writes nothing, without --out")
+    if not (arguments.folders or arguments.tensorboard or arguments.clean):
         parser.error("the following arguments are required: DIR")
     arguments.options = tensorboard_options  # passed to TensorBoard, e.g. --port=6007
     return arguments
@@ -75,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
                 from runner.measure.tensorboard_server import serve
 
                 return serve(arguments.folders or [Path("outputs")], arguments.options)
+            if arguments.clean:
+                return _clean(arguments.folders)
             if arguments.plots:
                 return _write_plots(arguments.folders)
             return _write_tables(arguments) if arguments.tables else _compare(arguments)
@@ -141,6 +150,23 @@ def _write_plots(folders: list[Path]) -> int:
         names = ", ".join(f"{name}.svg" for name in pictures) or "no plot"
         for line in (f"{short_path(folder / FOLDER)}: {names}", *notes):
             print_stdout(Text(line), fold=False)
+    return 0
+
+
+def _clean(paths: list[Path]) -> int:
+    from rich.text import Text
+
+    from runner.core.format import count_noun, size
+    from runner.core.record.console import print_stdout, set_up_logging
+    from runner.measure.clean import entries_table, list_entries, remove
+
+    set_up_logging("info", None)
+    entries = remove(paths) if paths else list_entries()
+    if entries:
+        print_stdout(entries_table(entries), crop=False)
+    total = f"{count_noun(len(entries), 'folder')}, {size(sum(e.bytes for e in entries))}"
+    verb = "removed" if paths else "found; to remove some: python -m runner.report --clean PATH…"
+    print_stdout(Text(f"{total} {verb}"), fold=False)
     return 0
 
 

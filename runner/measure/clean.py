@@ -1,0 +1,172 @@
+"""List and remove old runs, checkpoints and caches: `python -m runner.report --clean [PATH…]`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
+from runner.core.checkpoint.lock import NAME as LOCK
+from runner.core.checkpoint.lock import is_locked
+from runner.core.errors import StorageError, UsageError
+from runner.core.format import short_path, size
+from runner.core.record.console import plain_text
+from runner.core.record.hydra_files import FOLDER as HYDRA
+from runner.core.record.hydra_files import SWEEP, read_flat_config, read_start_folder
+from runner.core.record.recorder import METRICS
+from runner.core.record.storage import remove_file, remove_folder, user_cache
+from runner.core.record.summary import SUMMARY_FILE
+
+OUTPUTS = "outputs"
+MARKS = (SUMMARY_FILE, METRICS, HYDRA, CHECKPOINTS, SWEEP, "sweep.json", "benchmark.json")
+"""Names of which one is in the folder of each run, sweep, benchmark or prediction."""
+REFERENCES = ("checkpoint.resume", "model.weights")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What can be removed as a whole, with its size on disk."""
+
+    path: Path
+    bytes: int
+    checkpoint_bytes: int
+    changed: float  # seconds since the epoch, of the newest file
+    note: str = ""
+
+
+def list_entries() -> list[Entry]:
+    """Return the runs and sweeps below `outputs` and the folders of the cache, largest first."""
+    outputs, references = Path(OUTPUTS), find_references()
+    entries: list[Entry] = []
+    for folder in find_folders(outputs):
+        note = "running" if is_running(folder) else ""
+        if users := [user for user, used in references if overlaps(folder, used)]:
+            note = f"used by {short_path(users[0])}" if users[0] != folder.absolute() else note
+        entries.append(_measure(folder, note))
+    if (cache := user_cache(os.environ)) is not None and cache.is_dir():
+        entries += [_measure(path, "cache, made again") for path in sorted(cache.iterdir())]
+    return sorted(entries, key=lambda entry: -entry.bytes)
+
+
+def remove(paths: Sequence[Path]) -> list[Entry]:
+    """Remove files or folders, all or none, and return them.
+
+    Raises UsageError for what is outside outputs/ and the cache, a link, of a running process, or
+    used by another run; StorageError if removing fails.
+    """
+    targets = list(dict.fromkeys(path.absolute() for path in paths))
+    references = find_references()
+    for target in targets:
+        _check(target, targets, references)
+    removed: list[Entry] = []
+    for target in targets:
+        if not target.exists():  # in another one of them
+            continue
+        entry = _measure(target, "")
+        try:
+            (remove_folder if target.is_dir() else remove_file)(target)
+        except OSError as error:
+            raise StorageError(f"{target}: not removed: {error.strerror or error}") from error
+        removed.append(entry)
+    return removed
+
+
+def find_folders(root: Path) -> Iterator[Path]:
+    """Yield the topmost folders at or below `root` that have one of `MARKS`; links are left out."""
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return
+    if root.name != OUTPUTS and any(mark in names for mark in MARKS):
+        yield root
+        return
+    for name in names:
+        if (path := root / name).is_dir() and not path.is_symlink():
+            yield from find_folders(path)
+
+
+def find_references() -> list[tuple[Path, Path]]:
+    """Return (run, path that it names in one of `REFERENCES`) of all runs below `outputs`."""
+    found: list[tuple[Path, Path]] = []
+    for folder, names, _ in os.walk(OUTPUTS):
+        if HYDRA not in names:
+            continue
+        run = Path(folder)
+        config, start = read_flat_config(run), read_start_folder(run) or Path()
+        for key in REFERENCES:
+            value = config.get(key)
+            if isinstance(value, str) and value not in ("none", "auto", ""):
+                used = (start / os.path.expanduser(value)).resolve()
+                found.append((run.absolute(), used))
+    return found
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process has locked the folder, or one in it."""
+    return any(LOCK in files and is_locked(Path(path)) for path, _, files in os.walk(folder))
+
+
+def overlaps(path: Path, used: Path) -> bool:
+    """Whether one of both lies in the other."""
+    own = path.resolve()
+    return own == used or own in used.parents or used in own.parents
+
+
+def _check(target: Path, targets: list[Path], references: list[tuple[Path, Path]]) -> None:
+    if not os.path.lexists(target):
+        raise UsageError(f"--clean: {target} does not exist")
+    if target.is_symlink():
+        raise UsageError(f"--clean: {target} is a link; name the folder that it leads to")
+    real, outputs, cache = target.resolve(), Path(OUTPUTS).resolve(), user_cache(os.environ)
+    if real == outputs:
+        raise UsageError(f"--clean: {target} is all outputs; name folders in it")
+    in_cache = cache is not None and cache.resolve() in (real, *real.parents)
+    if outputs not in real.parents and not in_cache:
+        problem = f"{target} is outside {outputs}"
+        raise UsageError(f"--clean: {problem}; remove it yourself, or start in its folder")
+    if is_running(target) or any(is_locked(folder) for folder in real.parents):
+        raise UsageError(f"--clean: {target} is in use by a running process; stop it first")
+    for user, used in references:
+        stays = not any(other in (user, *user.parents) for other in targets)
+        if stays and overlaps(target, used) and user.resolve() not in (real, *real.parents):
+            problem = f"{target} is used by {short_path(user)} (checkpoint.resume, model.weights)"
+            raise UsageError(f"--clean: {problem}; remove both")
+
+
+def _measure(path: Path, note: str) -> Entry:
+    total, checkpoints, newest, seen = 0, 0, 0.0, set[tuple[int, int]]()
+    walked = [(str(path.parent), [], [path.name])] if path.is_file() else os.walk(path)
+    for folder, _, names in walked:
+        for name in names:
+            try:
+                found = os.lstat(os.path.join(folder, name))
+            except OSError:  # it has gone
+                continue
+            newest = max(newest, found.st_mtime)
+            if (found.st_dev, found.st_ino) in seen:  # a hard link
+                continue
+            seen.add((found.st_dev, found.st_ino))
+            taken = found.st_blocks * 512
+            total += taken
+            checkpoints += taken if CHECKPOINTS in Path(folder).parts else 0
+    return Entry(path, total, checkpoints, newest, note)
+
+
+def entries_table(entries: Sequence[Entry]) -> Table:
+    """Return the entries as a table for the screen."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("size", "checkpoints"):
+        table.add_column(heading, justify="right")
+    for heading in ("last changed", "folder", ""):
+        table.add_column(heading, no_wrap=True, overflow="ignore")
+    for entry in entries:
+        day = datetime.fromtimestamp(entry.changed).strftime("%Y-%m-%d %H:%M")
+        parts = size(entry.checkpoint_bytes) if entry.checkpoint_bytes else ""
+        cells = (size(entry.bytes), parts, day, short_path(entry.path), entry.note)
+        table.add_row(*map(plain_text, cells))
+    return table

@@ -1,0 +1,89 @@
+"""`python -m runner.report --clean`: what is listed, what is removed, and what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner import report
+from runner.core.checkpoint.lock import lock
+from tests import runs
+
+SMALL = ("training.steps=2", "device=cpu", "monitoring.progress=false")
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a run and a cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache/runner/compiled").mkdir(parents=True)
+    (tmp_path / "cache/runner/compiled/graph").write_bytes(b"x" * 40_000)
+    runs.trained("training.steps=2", folder=tmp_path / "outputs/runs/first")
+    return tmp_path
+
+
+def test_runs_and_caches_are_listed_with_their_sizes_and_removed(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (started / "outputs/runs/first/blob").write_bytes(b"x" * 300_000)
+    assert report.main(["--clean"]) == 0
+    shown = capsys.readouterr().out
+    first, cache = (next(x for x in shown.splitlines() if n in x) for n in ("first", "compiled"))
+    assert shown.index("first") < shown.index("compiled")  # the largest first
+    assert "MiB" in first  # weights, optimizer and their two checkpoints
+    assert "cache, made again" in cache
+    assert (started / "outputs/runs/first").is_dir()
+    assert report.main(["--clean", "outputs/runs/first/checkpoints"]) == 0
+    assert (started / "outputs/runs/first/summary.json").is_file()
+    assert not (started / "outputs/runs/first/checkpoints").exists()
+    assert report.main(["--clean", "outputs/runs/first", "cache/runner/compiled"]) == 0
+    assert "2 folders" in capsys.readouterr().out
+    assert not (started / "outputs/runs/first").exists()
+    assert not (started / "cache/runner/compiled").exists()
+
+
+@pytest.mark.parametrize("key", ["checkpoint.resume", "model.weights"])
+def test_a_run_that_another_one_names_stays_until_both_go(
+    started: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    typed = (f"{key}=outputs/runs/first", "hydra.run.dir=outputs/runs/second", "training.steps=3")
+    made = runs.command(started, *SMALL[1:], *typed)
+    assert made.returncode == 0, made.stderr
+    for path in ("outputs/runs/first", "outputs/runs/first/checkpoints", "outputs/runs"):
+        code = report.main(["--clean", path])
+        assert code == (0 if path == "outputs/runs" else 2), path
+        if code:
+            assert "is used by outputs/runs/second" in capsys.readouterr().err
+            assert (started / "outputs/runs/first/checkpoints").is_dir()
+    assert not (started / "outputs/runs").exists()
+
+
+def test_what_is_elsewhere_running_or_a_link_is_refused_and_nothing_is_removed(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (started / "mine").mkdir()
+    (started / "outputs/link").symlink_to(started / "mine")
+    running = started / "outputs/runs/running"
+    running.mkdir()
+    expected = {
+        "mine": "is outside",
+        "outputs/../mine": "is outside",
+        "outputs": "is all outputs",
+        "outputs/link": "is a link",
+        "outputs/none": "does not exist",
+        "outputs/runs/running": "is in use by a running process",
+        "outputs/runs/running/debug": "is in use by a running process",
+    }
+    (running / "debug").mkdir()
+    held = lock(running)
+    try:
+        for path, problem in expected.items():
+            assert report.main(["--clean", "outputs/runs/first", path]) == 2, path
+            assert problem in capsys.readouterr().err
+            assert (started / "outputs/runs/first").is_dir()
+    finally:
+        held.release()
+    assert report.main(["--clean", "--tables", "csv"]) == 2
+    assert (started / "mine").is_dir()
