@@ -178,6 +178,13 @@ def link_target(root: Path, name: str) -> str | None:
     return f"{FOLDER}/{target}" if target and is_checkpoint(root / target) else None
 
 
+def describe_links(checkpoint: Path) -> str:
+    """Return which links of its folder lead to a checkpoint, as " (best, last)"; "" if none do."""
+    target = f"{FOLDER}/{checkpoint.name}"
+    names = [n for n in ("best", "last") if link_target(checkpoint.parent, n) == target]
+    return f" ({', '.join(names)})" if names else ""
+
+
 def prune(root: Path, keep: int, protected: set[int | None], extra: Collection[int] = ()) -> None:
     """Delete all checkpoints but the `keep` newest complete ones and those in `protected`.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -28,7 +28,14 @@ SHARED_KEYS = {
 EXCLUSIVE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 """Setting one of these unsets the other, which a recipe may have set."""
 LEVEL_LABEL = "optimization.level"  # set by the group's options alone
-LIST_KEYS = ("security.trusted", "security.environment")
+LIST_KEYS = frozenset(
+    "benchmark.arms data.ignore data.parts debug.gradcheck.skip debug.hooks device.affinity "
+    "model.weights_except monitoring.sinks objective.metrics optimization.auto.without "
+    "optimization.extra optimizer.freeze security.allow_pickle security.environment "
+    "security.pinned security.trusted".split()
+)
+"""Keys whose value is a list, in which a single name needs no brackets."""
+SINGLE_NAME = re.compile(r"(?!null$)[\w*][\w.*/-]*")
 SAMPLE_JOBS = 24  # jobs of a sweep that are checked before it starts; Hydra checks the rest
 
 Compose = Callable[[list[str]], DictConfig]
@@ -92,6 +99,7 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
     `compose` is used to find a group's `_target_` if no override sets it.
     """
     groups = group_options()
+    _check_spaces(overrides, groups)
     normal = [_normalize(parse_override(text), groups) for text in overrides]
     for group in USER_CLASS_GROUPS:
         normal = _rename_arguments(group, normal, compose)
@@ -102,12 +110,25 @@ def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]
     return [*map(str, normal), *(f"{key}=null" for key in unset)]
 
 
+def _check_spaces(overrides: Sequence[str], groups: Collection[str]) -> None:
+    """Raise ConfigError for words without a key that follow one: `seed=0 1`."""
+    for number, text in enumerate(overrides):
+        rest = overrides[number + 1 :]
+        words = [*takewhile(lambda word: "=" not in word and word[:1] not in "+~-", rest)]
+        is_key = words and words[0].partition(".")[0] in groups  # its value is missing
+        if words and "=" in text and not is_key:
+            key, _, first = text.partition("=")
+            fix = f"several values are a sweep: -m {key}={','.join([first, *words])}; a text with "
+            fix += f"spaces is quoted: {quote_for_shell(key, ' '.join([first, *words]))}"
+            raise ConfigError(key, f"{' '.join(words)!r} follows its value after a space", fix)
+
+
 def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliOverride:
     key, value = GROUP_ALIASES.get(override.key, override.key), override.value.strip()
     if key == LEVEL_LABEL:
         fix = f"write optimization={value or 'none'}"
         raise ConfigError(key, "is the label of a level, and enables nothing", fix)
-    if key in LIST_KEYS and value.isidentifier():  # a single name needs no brackets
+    if key in LIST_KEYS and SINGLE_NAME.fullmatch(value):
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
         return replace(override, key=key)

@@ -101,6 +101,8 @@ class Suggester:
         """Return the error about an option that does not exist."""
         others = [text for text in self.choices if text.partition("=")[0] != group]
         suggestion = replace(self, choices=others).first_composing(self.for_option(group, value))
+        if group == "checkpoint" and not suggestion:
+            suggestion = [f"checkpoint.resume={value}"]
         fallback = f"use one of {', '.join(self.groups[group])}"
         if group == "experiment" and (replacement := aliases.find_replacement(value)):
             suggestion, fallback = [], f"{replacement}; {fallback}"

@@ -372,7 +372,9 @@ def _from_checkpoint(restored: folders.RestoredCheckpoint) -> StoredWeights:
     for warning in restored.warnings:
         log.warning("%s: %s", KEY, warning)
     averaged = restored.state["update"]["average"]
-    notes = ["the raw weights, not their average (optimizer.ema)"] if averaged else []
+    notes = [f"of step {restored.step:,}{folders.describe_links(restored.path)}"]
+    if averaged:
+        notes.append("the raw weights, not their average (optimizer.ema)")
     return StoredWeights(
         restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes
     )

@@ -18,7 +18,7 @@ import torch
 
 from runner.core.checkpoint import folder as folders
 from runner.core.checkpoint.finite_checks import find_non_finite
-from runner.core.checkpoint.folder import RestoredCheckpoint
+from runner.core.checkpoint.folder import RestoredCheckpoint, describe_links
 from runner.core.data.order import Segment
 from runner.core.errors import CheckpointError, ConfigError, SecurityError
 from runner.core.interfaces.hook import Hook
@@ -217,7 +217,10 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         log.warning(
             "threads: %d before, %d now: last bits may differ; see device.threads", then, now
         )
-    reason = f"continues at step {restored.step}" if trains else f"weights of step {restored.step}"
+    reason = f"continues at step {restored.step}"
+    if not trains:
+        reason = f"weights of step {restored.step}{describe_links(restored.path)}"
+        log.info("checkpoint.resume: %s: %s", restored.path, reason)
     run.choices.append(Choice("checkpoint.resume", str(restored.path), reason))
     if run.checkpointer.owns(restored.path):
         run.record_offset, run.event_position = state["record"], state.get("events")

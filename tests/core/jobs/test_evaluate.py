@@ -16,7 +16,7 @@ from runner.core.jobs import run_report as report
 from runner.core.record.summary import Summary
 from tests.runs import command
 
-QUICK = ["device=cpu", "monitoring=quiet", "optimization=none"]
+QUICK = ["device=cpu", "monitoring.progress=false", "optimization=none"]
 RUN = "outputs/runs/digits-mlp/one"
 
 
