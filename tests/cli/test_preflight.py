@@ -50,7 +50,7 @@ def ask(*typed: str) -> Request:
             "device.kind: Invalid value 'gpu', expected one of [auto, cpu, cuda, mps]",
         ),
         ("optimizer.groups=[3]", "optimizer.groups: Cannot assign int"),
-        ("debug.hooks={}", "debug.hooks: Invalid value assigned: dict is not a ListConfig, list"),
+        ("debug.hooks={}", "debug.hooks: Cannot merge DictConfig with ListConfig"),
         ("seed=null", "seed: field 'seed' is not Optional"),
         ("seed=0,1,2", "names several values; to run one after the other: -m seed=0,1,2"),
         ("device.affinity=0,1", "-m device.affinity=0,1; for a list: device.affinity=[0,1]"),
