@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from runner.core.execution.evaluation import evaluate
     from runner.core.interfaces.hook import Hook, Verdict
     from runner.core.interfaces.technique import Evidence, Technique
+    from runner.core.jobs.train import train
     from runner.core.record.summary import Summary
-    from runner.core.train.loop import train
     from runner.datasets.trained import Trained, load
     from runner.diagnose.debugging import debug_operation, debugger, profile
     from runner.diagnose.memory import Memory, system_info
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from runner.loops.pipeline import create_training_pipeline
     from runner.loops.stability import Stability
     from runner.measure.benchmark.live_model import benchmark_optimizations, show_comparison
+    from runner.measure.discover import compare
 
 __version__ = "0.1.0"
 
@@ -41,9 +42,9 @@ rooms.install()
 
 __all__ = [
     "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Trained",
-    "Verdict", "__version__", "benchmark_optimizations", "build", "check_model", "compose",
-    "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load", "optimize",
-    "optimize_model", "optimize_training_loop", "profile", "profile_model", "safe_inference",
+    "Verdict", "__version__", "benchmark_optimizations", "build", "check_model", "compare",
+    "compose", "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load",
+    "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model", "safe_inference",
     "sanitise", "show_comparison", "system_info", "train", "train_step",
 ]  # fmt: skip
 
@@ -60,6 +61,7 @@ _MODULE_BY_NAME = {
     "benchmark_optimizations": "runner.measure.benchmark.live_model",
     "build": "runner.core.build.build",
     "check_model": "runner.loops.inference",
+    "compare": "runner.measure.discover",
     "compose": "runner.core.config.composing",
     "create_training_pipeline": "runner.loops.pipeline",
     "debug_operation": "runner.diagnose.debugging",
@@ -75,7 +77,7 @@ _MODULE_BY_NAME = {
     "sanitise": "runner.core.checks.outputs",
     "show_comparison": "runner.measure.benchmark.live_model",
     "system_info": "runner.diagnose.memory",
-    "train": "runner.core.train.loop",
+    "train": "runner.core.jobs.train",
     "train_step": "runner.loops.guarded_optimizer",
 }
 
@@ -85,3 +87,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_BY_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names alone."""
+    return sorted(__all__)

@@ -57,6 +57,10 @@ NAMES = {
     },
     "checks": {"table": "datasets.table_report:check_data_table"},
     "model": {"hf": "datasets.hugging_face_model:build_pretrained"},
+    "notebook": {
+        "run": "core.jobs.notebook:show_run",
+        "summary": "core.jobs.notebook:show_summary",
+    },
     "plots": {"run": "measure.run_plots:write_plots"},
     "replay": {"step": "diagnose.replay.step:replay_step"},
     "preflight": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,9 +98,9 @@ class Trained(Closeable):
     def predict(self, data: Any) -> PredictionColumns:
         """Return predictions for each sample, as the columns of job=predict's file.
 
-        `data` is a path as in `data.path`, a table (dict of columns, list of row dicts, or
-        pyarrow.Table) or a tensor: a table's columns as numbers, or model inputs. Unknown
-        categories are logged.
+        `data` is a path as in `data.path`, a table (dict of columns, list of row dicts, one row's
+        dict, or a table of pyarrow, pandas or polars), a list of texts for a model of texts, or a
+        tensor: a table's columns as numbers, or model inputs. Unknown categories are logged.
         """
         check_predicts(self.preprocessing)
         with self._open_data(data) as source:
@@ -168,6 +169,8 @@ class Trained(Closeable):
         with ExitStack() as stack:
             if in_memory:
                 columns = self._columns(data) if isinstance(data, Tensor) else data
+                if kind == "text" and _is_list_of(data, str):
+                    columns = {getattr(self.config.data, "text", "text"): data}
                 data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
             resolve_class = partial(resolve, trusted=self.config.security.trusted_packages)
             config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
@@ -225,21 +228,34 @@ def _write_table(table: Any, folder: Path) -> Path:
     import pyarrow
     from pyarrow import parquet
 
-    if isinstance(table, list) and table and all(isinstance(row, Mapping) for row in table):
+    if isinstance(table, Mapping) and table and all(map(_is_cell, table.values())):
+        table = [table]
+    if _is_list_of(table, Mapping):
         names = dict.fromkeys(name for row in table for name in row)
         table = {name: [row.get(name) for row in table] for name in names}
     if isinstance(table, Mapping):
         for name, cells in table.items():
-            if cells is None or isinstance(cells, str | bytes | float | int):
+            if _is_cell(cells):
                 problem = f"the column {name!r} is {cells!r}, not a list of cells"
-                raise UsageError(f"load: {problem}; for one row give a list with its dict")
+                raise UsageError(f"load: {problem}, as others are; for one row give no list")
         try:
             table = pyarrow.table(dict(table))
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
             raise UsageError(f"load: the columns do not form a table: {error}") from None
+    if hasattr(table, "__arrow_c_stream__"):  # pandas, polars and others
+        table = pyarrow.table(table)
     if not isinstance(table, pyarrow.Table):
         what = type(table).__name__
-        fix = "give a path, a dict of columns, a list of dicts, a pyarrow.Table or a tensor"
+        fix = "give a path, a dict of columns, a list of dicts, a table or a tensor"
         raise UsageError(f"load: {what} is not a table; {fix}")
     parquet.write_table(table, folder / "table.parquet")
     return folder / "table.parquet"
+
+
+def _is_cell(value: Any) -> bool:
+    """Whether a value is one cell of a table."""
+    return value is None or isinstance(value, str | bytes | float | int | datetime.date)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, kind) for x in value)

@@ -207,6 +207,13 @@ class Comparison:
     speed_command: str = ""  # compares the speeds of a sweep's configurations
     schema: int = 1
 
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows."""
+        from runner.core.record.console import to_html
+        from runner.measure.table import ComparisonScreen
+
+        return to_html(ComparisonScreen(self))
+
     @property
     def failures(self) -> list[ComparisonRow]:
         """The rows that did not finish."""

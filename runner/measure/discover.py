@@ -55,6 +55,20 @@ UNPAIRED_NOTE = (
 )
 
 
+def compare(folders: str | Path | Sequence[str | Path]) -> Comparison:
+    """Compare runs, sweeps or a benchmark, as `python -m runner.report` does, writing nothing.
+
+    A notebook shows its table. Raises UsageError if there is nothing to compare, StorageError for a
+    damaged benchmark.
+    """
+    several = [folders] if isinstance(folders, str | Path) else folders
+    if not isinstance(several, Sequence) or not all(isinstance(f, str | Path) for f in several):
+        raise UsageError(f"compare: takes folders of runs, got {folders!r}")
+    if not several:
+        raise UsageError("compare: takes at least one folder of a run")
+    return compare_folders([Path(folder) for folder in several])
+
+
 def compare_folders(folders: Sequence[Path]) -> Comparison:
     """Return the comparison of a benchmark, a sweep, or all runs and sweeps in several folders.
 

@@ -138,6 +138,10 @@ def build(
             run = build_run(start_setup(config, folder, components, scope))
             run.scope = scope.pop_all()  # success: the run now owns the clean-up
         run.random = RandomGenerators()
+        if folder is not None and run.writes and config.job.kind is JobKind.train:
+            from runner.core.config.composed import record_config
+
+            record_config(config, folder)
     finally:
         generators.restore()
     return run

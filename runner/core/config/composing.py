@@ -118,6 +118,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 
     Works inside another Hydra application and in several threads. Raises ConfigError.
     """
+    from runner.core.config.composed import remember
     from runner.core.config.spelling import normalize_overrides
 
     if isinstance(overrides, str):
@@ -126,15 +127,17 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError("compose: overrides must be a list of strings: 'training.steps=100'")
     with _LOCK, secrets.environment_access(parse_security_overrides(overrides).readable_variables):
         if not any("hydra.searchpath" in text for text in overrides):
-            return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
+            normal = normalize_overrides(overrides, compose_raw)
+            return remember(typed(compose_raw(normal, hydra_too=True)), [*overrides])
         cli = parse_overrides(overrides, CONF)
         files = ConfigFileChecker(BUILTIN_FOLDERS, cli, user_folders=cli.search_folders)
         files.check_reserved_names()
         with files.at_work():
-            config = typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
+            normal = normalize_overrides(overrides, compose_raw)
+            config = typed(compose_raw(normal, hydra_too=True))
         for note in files.notes:
             log.info("%s", note)
-        return config
+        return remember(config, [*overrides])
 
 
 def compose_raw(

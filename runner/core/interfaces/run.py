@@ -223,6 +223,13 @@ class Run(RunParts):
             self.random = RandomGenerators()
             caller.restore()
 
+    def _repr_html_(self) -> str | None:
+        """Return the curves so far, as a notebook shows them; None if there are none."""
+        from runner import rooms
+
+        html: str | None = rooms.find("notebook", "run")(self)
+        return html
+
     def __enter__(self) -> Run:
         return self
 

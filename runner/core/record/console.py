@@ -96,6 +96,14 @@ def _console_for(stream: object) -> EscapingConsole:
     return EscapingConsole(stderr=True, soft_wrap=True)
 
 
+def to_html(renderable: RenderableType, width: int = 100) -> str:
+    """Return what would be printed as HTML, for a notebook."""
+    screen = EscapingConsole(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    screen.print(renderable)
+    form = "<pre style='line-height:1.3'>{code}</pre>"
+    return screen.export_html(inline_styles=True, code_format=form)
+
+
 def console() -> EscapingConsole:
     """Return the console on stderr, shared by live display and log lines so that neither breaks."""
     stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # unwraps a live display

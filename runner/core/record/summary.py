@@ -147,6 +147,13 @@ class Summary:
         self.status, self.reason = status, reason
         self.ended_by = ENDS.get(status, "error")
 
+    def _repr_html_(self) -> str:
+        """Return the end table, as a notebook shows it."""
+        from runner import rooms
+
+        html: str = rooms.find("notebook", "summary")(self)
+        return html
+
     def write(self, folder: Path) -> None:
         """Replace `summary.json` in `folder` atomically; NaN becomes null.
 

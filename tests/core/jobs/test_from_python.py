@@ -1,0 +1,135 @@
+"""Runs that are built and trained from Python, in programs and in notebooks."""
+
+from __future__ import annotations
+
+import pydoc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import runner
+from runner import build, compare, compose, load, train
+from runner.core.errors import UsageError
+from runner.core.record.console import NOTEBOOK_ENV
+from tests import runs
+
+TYPED = ("data=cancer", "model=mlp", "training.steps=8", "device=cpu", "monitoring.progress=false")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose config was changed after it was composed."""
+    folder = tmp_path_factory.mktemp("python") / "outputs/runs/mine"
+    config = compose([*TYPED, "optimizer.lr=0.01"])
+    config.training.batch_size = 50
+    config.optimizer.options = {"betas": [0.9, 0.95]}
+    with build(config, folder) as run:
+        train(run)
+    return folder
+
+
+def test_the_folder_is_as_the_command_line_leaves_it(trained: Path, tmp_path: Path) -> None:
+    same = ("optimizer.lr=0.01", "training.batch_size=50", "hydra.run.dir=outputs/runs/typed")
+    made = runs.command(tmp_path, *TYPED, *same)
+    assert made.returncode == 0, made.stderr
+
+    def files(folder: Path) -> set[str]:
+        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        return {re.sub(r"tfevents.*", "tfevents", name) for name in names} - {
+            "run.log",
+            "table.json",
+        }
+
+    assert files(trained) == files(tmp_path / "outputs/runs/typed")
+
+
+def test_what_was_changed_is_loaded_and_continued_without_typing_it_again(trained: Path) -> None:
+    with load(trained) as model:
+        assert model.config.training.batch_size == 50
+        assert model.config.optimizer.options == {"betas": [0.9, 0.95]}
+    root = trained.parent.parent.parent
+    made = runs.command(
+        root, "checkpoint.resume=outputs/runs/mine", "training.steps=12", *runs.QUICK
+    )
+    assert made.returncode == 0, made.stderr
+    assert "continuing after step 8" in made.stderr
+    assert "batch_size" not in made.stderr and "betas" not in made.stderr  # as before
+
+
+def test_a_run_of_one_folder_is_continued_from_python_with_its_new_config(tmp_path: Path) -> None:
+    for steps in (4, 6):
+        config = compose([*TYPED, f"training.steps={steps}", "checkpoint.resume=auto"])
+        with build(config, tmp_path) as run:
+            assert train(run).steps == steps
+    with load(tmp_path) as model:
+        assert model.config.training.steps == 6
+
+
+def test_public_names_and_nothing_else_are_listed() -> None:
+    assert dir(runner) == sorted(runner.__all__)
+    text = pydoc.plain(pydoc.render_doc(runner))
+    assert "benchmark_optimizations" in text and "import_module" not in text
+
+
+def test_progress_is_lines_in_a_program_and_one_line_in_a_notebook(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_notebook in (False, True):
+        if is_notebook:
+            monkeypatch.setenv(NOTEBOOK_ENV, "1")
+        with build(compose([*TYPED])) as run:
+            train(run, progress=True)
+        shown = capsys.readouterr()
+        text = shown.out if is_notebook else shown.err
+        assert text.count("validation accuracy") >= 2
+        assert ("\r" in text) is is_notebook
+        assert text.count("\n") == 1 if is_notebook else text.count("\n") >= 2
+        with build(compose([*TYPED])) as run:
+            train(run)
+        assert capsys.readouterr() == ("", "")
+
+
+def test_a_cell_shows_the_end_table_the_curves_and_the_comparison(trained: Path) -> None:
+    summary = runner.Summary.read(trained)
+    assert "val/accuracy" in summary._repr_html_() and "<pre" in summary._repr_html_()
+    config = compose([*TYPED, "checkpoint.resume=auto"])
+    with build(config, trained) as run:
+        curves = run._repr_html_()
+        assert curves is not None and curves.startswith("<svg")
+    shown = compare(trained)._repr_html_()
+    assert "mine" in shown and "val/accuracy" in shown
+    assert not (trained / "comparison.html").exists()
+
+
+@pytest.mark.parametrize("folders", [3, [3], []])
+def test_what_is_no_folder_cannot_be_compared(folders: Any) -> None:
+    with pytest.raises(UsageError, match="compare: takes"):
+        compare(folders)
+
+
+def test_texts_one_row_and_tables_of_others_are_predicted_as_the_same_rows(tmp_path: Path) -> None:
+    rows = "\n".join(f"{n},{n % 7},{'yes' if n % 2 else 'no'}" for n in range(80))
+    (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}\n")
+    typed = ("data=tabular", f"data.path={tmp_path}/t.csv", "data.target=y", "training.steps=3")
+    with build(compose([*typed, "device=cpu"]), tmp_path / "run") as run:
+        train(run)
+    with load(tmp_path / "run") as model:
+        expected = model.predict([{"a": 3, "b": 4}])
+        assert model.predict({"a": 3, "b": 4})["probability yes"] == expected["probability yes"]
+        pandas = pytest.importorskip("pandas")
+        table = pandas.DataFrame({"a": [3, 5], "b": [4, 5]})
+        both = model.predict(table)["probability yes"]
+        assert len(both) == 2
+        numpy.testing.assert_allclose(both[:1], expected["probability yes"], rtol=1e-5)
+    text = "\n".join(f"{'great fun' if n % 2 else 'dull stuff'} {n},{n % 2}" for n in range(60))
+    (tmp_path / "texts.csv").write_text(f"text,label\n{text}\n")
+    typed = ("data=text", f"data.path={tmp_path}/texts.csv", "model=classifier", "model.width=16",
+             "model.depth=1", "training.steps=3", "device=cpu")  # fmt: skip
+    with build(compose(list(typed)), tmp_path / "texts") as run:
+        train(run)
+    with load(tmp_path / "texts") as model:
+        rows_of_dicts = model.predict([{"text": "great fun"}, {"text": "dull"}])
+        texts = model.predict(["great fun", "dull"])
+        assert texts["probability 1"].tolist() == rows_of_dicts["probability 1"].tolist()
