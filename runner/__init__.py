@@ -44,8 +44,8 @@ __all__ = [
     "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Trained",
     "Verdict", "__version__", "benchmark_optimizations", "build", "check_model", "compare",
     "compose", "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load",
-    "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model", "safe_inference",
-    "sanitise", "show_comparison", "system_info", "train", "train_step",
+    "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
+    "safe_inference", "sanitise", "show_comparison", "system_info", "train", "train_step",
 ]  # fmt: skip
 
 _MODULE_BY_NAME = {
