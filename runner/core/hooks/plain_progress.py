@@ -38,7 +38,7 @@ class _Line(logging.Handler):
 
 
 @contextmanager
-def shown_progress(run: Run) -> Iterator[None]:
+def print_progress(run: Run) -> Iterator[None]:
     """Print the run's progress while entered."""
     logger, handler = logging.getLogger("runner"), _Line(NOTEBOOK_ENV in os.environ)
     level = logger.level

@@ -34,9 +34,9 @@ def train(run: Run, *, progress: bool = False) -> Summary:
     check_run("train", run)
     scope: AbstractContextManager[None] = nullcontext()
     if progress:
-        from runner.core.hooks.plain_progress import shown_progress  # imported only if used
+        from runner.core.hooks.plain_progress import print_progress  # imported only if used
 
-        scope = shown_progress(run)
+        scope = print_progress(run)
     with scope, _report_at_end(run):
         return loop.train(run)
 
