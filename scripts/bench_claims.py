@@ -35,7 +35,7 @@ from runner.core.interfaces.run import Run  # noqa: E402
 from runner.core.models import modes  # noqa: E402
 from runner.core.record import provenance  # noqa: E402
 from runner.core.record.markdown import code, escape, table  # noqa: E402
-from runner.core.schemas.benchmark import BenchmarkConfig  # noqa: E402
+from runner.core.schemas.jobs import BenchmarkConfig  # noqa: E402
 from runner.core.techniques.probe import dry_run_step  # noqa: E402
 from runner.measure.benchmark.arms import Arm  # noqa: E402
 from runner.measure.benchmark.blocks import INTERRUPTED  # noqa: E402

@@ -46,7 +46,7 @@ from runner.core.interfaces.batch import call_model
 from runner.core.models import build as models
 from runner.core.objectives.build import build_objective
 from runner.core.optim.optimizer import build_optimizer, resolve_optimizer_class
-from runner.core.schemas.distributed import Compression, DistributedKind
+from runner.core.schemas.device import Compression, DistributedKind
 from runner.core.schemas.optimization import Precision
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.registry import resolve

@@ -46,7 +46,7 @@ jobs
 
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-core.errors core.format core.bounds core.count_limits core.module_path
+core.errors core.format core.bounds core.module_path
 core.schemas.* core.interfaces.batch core.interfaces.objective core.interfaces.hook
 core.interfaces.technique core.interfaces.run core.record.summary core.config.*
 core.security.config_* core.security.cli_overrides core.security.registry

@@ -32,7 +32,8 @@ from runner.core.preserved_state import large_parameters, preserve_state
 from runner.core.random_state import exclusive_random_state
 from runner.core.techniques.cost import count_flops
 from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
-from runner.core.techniques.probe import enter_contexts, profile_step, saved_bytes
+from runner.core.techniques.model_calls import enter_contexts
+from runner.core.techniques.probe import profile_step, saved_bytes
 from runner.diagnose.debug.profile import is_operator
 from runner.diagnose.memory import table_text
 from runner.loops.optimize import Optimized, mean_output, stash_gradients

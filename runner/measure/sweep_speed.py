@@ -18,9 +18,8 @@ from runner.core.record.console import print_stdout, set_up_logging
 from runner.core.record.hydra_files import overrides_by_key
 from runner.core.record.storage import remove_file
 from runner.core.record.text import escape_control_chars
-from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.distributed import DistributedKind
-from runner.core.schemas.jobs import JobKind
+from runner.core.schemas.device import DistributedKind
+from runner.core.schemas.jobs import BenchmarkConfig, JobKind
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.result import FILE, BenchmarkResult
 from runner.measure.comparison import Comparison, ComparisonRow, write_comparison

@@ -10,9 +10,9 @@ import pytest
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
+from runner.core.bounds import DEFAULT_LIMIT, LIMITS, SEED_KEYS, check_counts
 from runner.core.config.composing import compose, config_from_plain
 from runner.core.config.run_config import RunConfig, config_to_plain
-from runner.core.count_limits import DEFAULT_LIMIT, LIMITS, SEED_KEYS, check_counts
 from runner.core.errors import ConfigError
 from runner.core.schemas import data as data_config
 from runner.core.schemas import models as model_config

@@ -18,7 +18,7 @@ from runner.core.device.device import Device, seed_everything, select
 from runner.core.errors import ConfigError
 from runner.core.interfaces.processes import OneProcess
 from runner.core.record.storage import guard_folder, make_folder
-from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.device import DistributedKind
 from runner.core.schemas.jobs import EVALUATION_JOBS
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders

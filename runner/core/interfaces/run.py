@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from runner.core.record.recorder import Recorder
     from runner.core.stability.controller import StabilityController
     from runner.core.train.bad_samples import BadSampleTracker
-    from runner.core.train.best import BestCriterion
     from runner.core.train.gain_tests import GainTests
     from runner.core.train.metrics import StepMetricsReader
     from runner.core.train.timing import Stopwatch
@@ -49,6 +48,27 @@ class Quantized:
 
     model: nn.Module
     evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class BestCriterion:
+    """By what the best checkpoint is chosen; values of different ones are not compared."""
+
+    metric: str
+    mode: str  # min | max
+    validation: str  # sha256 of the validation indices and the data's digest
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], now: BestCriterion, default: str) -> BestCriterion:
+        """Return that of a checkpoint.
+
+        An older one does not have it: its metric is that of its settings, or `default`, and the
+        rest counts as unchanged.
+        """
+        if "criterion" in state:
+            return cls(**state["criterion"])
+        metric = state["settings"].get("training.monitor", "None")
+        return cls(default if metric == "None" else metric, now.mode, now.validation)
 
 
 @dataclass

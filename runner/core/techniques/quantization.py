@@ -21,7 +21,7 @@ from runner.core.interfaces.run import Quantized, Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.models import modes
 from runner.core.schemas.optimization import Quantization, QuantizationMode
-from runner.core.techniques.probe import enter_contexts
+from runner.core.techniques.model_calls import enter_contexts
 
 ROUNDS = 5  # of timed forwards, int8 and float in turn, the same number on each machine
 INT8_LEVELS = 127  # on either side of zero

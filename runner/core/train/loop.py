@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING
 
 from runner.core.checkpoint.lock import owns_folder
 from runner.core.checkpoint.ownership import NOT_FINITE
+from runner.core.device.device_errors import (
+    is_device_error,
+    is_out_of_memory,
+    suppress_device_errors,
+    translate_oom,
+)
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import (
     ConfigError,
@@ -23,12 +29,6 @@ from runner.core.errors import (
     StorageError,
 )
 from runner.core.execution.evaluation import evaluate
-from runner.core.execution.recovery import (
-    is_device_error,
-    is_out_of_memory,
-    suppress_device_errors,
-    translate_oom,
-)
 from runner.core.format import count_noun, metric
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
@@ -51,12 +51,7 @@ from runner.core.train.evidence import (
     technique_statuses,
 )
 from runner.core.train.last_state import LastState
-from runner.core.train.resume import (
-    first_bad_step,
-    inherit_best,
-    restore_last_good_checkpoint,
-    save,
-)
+from runner.core.train.run_state import first_bad_step, save
 from runner.core.train.step import (
     call_hooks,
     enter_session,
@@ -206,7 +201,10 @@ def _train(run: Run) -> None:
             if run.saved_step < 0:
                 # the first rollback restores it; a fork may begin at the best step
                 save(run, best=progress.best_step == progress.step > 0)
-                inherit_best(run)
+                if run.parent_best is not None:
+                    from runner.core.train.resume import inherit_best  # imported only by a fork
+
+                    inherit_best(run)
             # may be due where a resumed run had stopped
             _validate_and_checkpoint(run, interrupts, last_state)
             while progress.step < run.total_steps and not run.stop_reason:
@@ -560,6 +558,8 @@ def _apply_verdict(run: Run, verdict: Verdict) -> None:
 
 
 def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
+    from runner.core.train.resume import restore_last_good_checkpoint  # imported only if needed
+
     controller = run.stability
     run.stopwatch.pause()
     if verdict is Verdict.STOP:

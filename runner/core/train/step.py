@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from runner.core.data.order import mix
+from runner.core.device.device_errors import (
+    is_device_error,
+    is_out_of_memory,
+    suppress_device_errors,
+)
 from runner.core.errors import UsageError
-from runner.core.execution.recovery import is_device_error, is_out_of_memory, suppress_device_errors
 from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run

@@ -28,7 +28,8 @@ from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
-from runner.core.train.resume import load_progress, load_weights, restore_random_state
+from runner.core.train.resume import load_progress, load_weights
+from runner.core.train.run_state import restore_random_state
 from runner.core.train.step import make_step
 from runner.diagnose.replay.capture_reader import Capture, open_capture
 

@@ -33,8 +33,8 @@ from runner.core.models.modes import enter_training
 from runner.core.record import provenance
 from runner.core.record.storage import make_folder, replace_text, user_cache
 from runner.core.record.text import dataclass_from_json, escape_control_chars, json_safe
-from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.distributed import DistributedConfig, DistributedKind
+from runner.core.schemas.device import DistributedConfig, DistributedKind
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.techniques.attention import record_calls
 from runner.measure.auto.search import (

@@ -25,7 +25,7 @@ from runner.core.interfaces.technique import Technique, is_complete_technique
 from runner.core.optim.optimizer import Optimizer
 from runner.core.record.console import print_stdout
 from runner.core.record.storage import guard_folder, make_folder
-from runner.core.schemas.benchmark import LEVELS, BenchmarkConfig
+from runner.core.schemas.jobs import LEVELS, BenchmarkConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.security.child_process import UnguardedScript, exit_if_imported
 from runner.loops.pipeline import dotted_class_name, split_into_dataset, with_components

@@ -15,9 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.core.errors import RestartRequired, UsageError
-from runner.core.execution.recovery import MICRO_BATCH, halve_micro_batch
+from runner.core.execution.recovery import halve_micro_batch
 from runner.core.interfaces.technique import Evidence, Technique
-from runner.core.schemas.distributed import Compression, DistributedKind
+from runner.core.schemas.device import Compression, DistributedKind
+from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.cost import forward_cost
 from runner.core.techniques.probe import OperatorObserver
 from runner.core.train.step import forward_backward

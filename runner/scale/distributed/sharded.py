@@ -23,11 +23,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.core.checkpoint.shards import has_rows
 from runner.core.checkpoint.snapshot import DTYPES
 from runner.core.errors import ConfigError, UsageError
-from runner.core.execution.recovery import MICRO_BATCH
 from runner.core.interfaces.batch import Batch, slice_rows
 from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.optim.origin import is_torch_class
-from runner.core.techniques.probe import enter_contexts, repeated_blocks
+from runner.core.schemas.training import MICRO_BATCH
+from runner.core.techniques.model_calls import enter_contexts
+from runner.core.techniques.probe import repeated_blocks
 from runner.scale.distributed.parallel import count_collectives
 from runner.scale.distributed.world import World, world_of
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.core.errors import ConfigError, ProcessLost, RunnerError, UsageError
-from runner.core.schemas.distributed import DistributedConfig, DistributedKind
+from runner.core.schemas.device import DistributedConfig, DistributedKind
 from runner.core.security.pickle_transfer import dumps_persistent
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
 from runner.scale.distributed.rank_info import LOOPBACK, RankInfo

@@ -17,7 +17,7 @@ from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.custom import CustomObjective
 from runner.core.objectives.language_modelling import LanguageModellingObjective
 from runner.core.objectives.regression import RegressionObjective
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 from tests.core.objectives.sums import totals
 
 LABELS = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))

@@ -16,7 +16,7 @@ from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.objectives.build import build_objective
 from runner.core.objectives.custom import CustomObjective
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 from runner.datasets import predict
 from tests.runs import OURS, opened, trained
 

@@ -13,7 +13,7 @@ import torch._inductor.compile_fx as inductor
 from torch import Tensor, nn
 
 from runner import train
-from runner.core.execution import recovery
+from runner.core.device import device_errors
 from runner.core.execution.evaluation import evaluate
 from runner.core.interfaces.run import Run
 from runner.core.optim import whole_step
@@ -235,7 +235,7 @@ def test_out_of_memory_in_the_whole_step_goes_on_eagerly_with_half(
 def test_a_failed_call_of_compiled_code_that_only_computes_is_not_taken_for_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "_last_cause", str)  # torch's is of an earlier test
+    monkeypatch.setattr(device_errors, "_last_cause", str)  # torch's is of an earlier test
     error = RuntimeError("aoti_torch_cpu_mm_out(buf2, arg6, arg4) API call failed at c.cpp, line 1")
     with runs.opened(*TABLE, *WHOLE) as run:
         assert run.step_graph is not None

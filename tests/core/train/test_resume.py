@@ -21,7 +21,7 @@ from runner.core.errors import CheckpointError, Interrupted, SecurityError, Usag
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.security.paths import distrust_resumed_folder
-from runner.core.train import resume
+from runner.core.train import run_state
 from tests import runs
 from tests.faults.end_state import end_state, run_files
 from tests.runs import AtSteps, command, interrupt, opened, rows
@@ -295,12 +295,12 @@ def test_an_older_run_whose_data_set_keeps_a_generator_says_that_draws_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     typed = [*NOISY, "data._target_=my_package.Keeper", "checkpoint.resume=auto"]
-    complete = resume._run_state
+    complete = run_state._run_state
     with monkeypatch.context() as patched:
         if older:
             without = {"seeds_own_generators"}
             patched.setattr(
-                resume, "_run_state",
+                run_state, "_run_state",
                 lambda run: {k: v for k, v in complete(run).items() if k not in without},
             )  # fmt: skip
         with opened(*typed, "training.steps=2", folder=tmp_path) as run:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.core.errors import ConfigError
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.regression import (
     BaselineComparison,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.train.loop import train
 from runner.measure.benchmark.statistics import Estimate
 from tests.measure.benchmark.simulated import World

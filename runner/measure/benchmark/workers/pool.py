@@ -17,8 +17,8 @@ from runner.core.device.load import LoadMonitor
 from runner.core.errors import StorageError, WorkerFailure
 from runner.core.record.storage import make_folder
 from runner.core.record.summary import Summary
-from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.device import omp_env
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.security.child_process import EXIT_TIMEOUT_S, RequestProcess, block_interrupt
 from runner.core.security.pickle_transfer import pickle_parts
 from runner.measure.benchmark.arms import Arm

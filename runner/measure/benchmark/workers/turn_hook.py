@@ -23,13 +23,13 @@ import numpy as np
 
 from runner.core.data.loader import BatchLoader
 from runner.core.device import memory
+from runner.core.device.device_errors import is_out_of_memory
 from runner.core.errors import OutOfMemory, StorageError
-from runner.core.execution.recovery import is_out_of_memory
 from runner.core.interfaces.hook import Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.record.text import shorten
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
 from runner.measure.benchmark.workers.worker import FINISH
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import Interrupted, RunnerError, StorageError
-from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.jobs import JobConfig
+from runner.core.schemas.jobs import BenchmarkConfig, JobConfig
 from runner.core.schemas.optimizer import ScheduleConfig
 from runner.core.security.child_process import ChildContext, RequestFailure
 from runner.measure.benchmark.result import ENGAGED, TRIED
