@@ -163,7 +163,7 @@ def build_run(setup: Setup) -> Run:
         run_data,
         length.batch_size,
         setup.device.torch,
-        rank_slice=setup.world.local_slice if setup.world.is_shared else None,
+        rank_slice=setup.world.local_slice if setup.is_shared else None,
     )
     model = make_model(setup, run_data.data)
     goal = make_goal(setup, run_data.data, model)
@@ -372,7 +372,7 @@ def make_builder(
     target_input = goal.target_input
     # techniques are measured only in our own loop, with one process
     can_measure = (
-        config.job.kind is JobKind.train and not setup.world.is_shared and user_optimizer is None
+        config.job.kind is JobKind.train and not setup.is_shared and user_optimizer is None
     )
     move = make_batch_mover(setup.device.torch, pin=False, aside=False) or (lambda b: b)
     add_target = target_input or (lambda batch: batch)
@@ -458,10 +458,9 @@ def apply_requested_techniques(
     techniques, unapplied = apply_techniques(
         setup.config.optimization, builder, setup.components.techniques, setup.resolve_target
     )
-    if setup.world.is_shared:  # last: layers are sharded after techniques have changed them
-        techniques += rooms.find("processes", "parallel")(setup.world, builder)
-        if setup.world.shards is not None:
-            setup.checkpointer.commit = setup.world.checkpoint_commit()
+    if setup.is_shared:  # last: layers are sharded after techniques have changed them
+        techniques += rooms.find("processes", "parallel")(builder)
+        setup.checkpointer.commit = setup.world.checkpoint_commit()
     undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
     if MICRO_BATCH in recorded and undecided:
         if builder.micro_batch == resolve_micro_batch(None, builder.batch_size, recorded):
@@ -510,7 +509,7 @@ def make_optimizer_step(
             sets_rate=user_optimizer is None,
             scheduled=scheduled,
         )
-        options, shortcuts = _select_implementation(setup, comparison)
+        options, shortcuts = _select_implementation(setup, builder, comparison)
     if user_optimizer is not None:
         adopt_optimizer(user_optimizer, options, setup.scope)
     elif options != requested:
@@ -553,12 +552,14 @@ def make_lr_factors(setup: Setup, steps: int) -> list[float]:
     return lr_factors(setup.config.schedule, steps)
 
 
-def _select_implementation(setup: Setup, comparison: UpdateComparison) -> Implementation:
+def _select_implementation(
+    setup: Setup, builder: RunBuilder, comparison: UpdateComparison
+) -> Implementation:
     """Return the first implementation with torch's default updates, and record the reason."""
     from runner.core.optim.equivalence import KEY
 
     recorded = setup.recorded.get(KEY)
-    name, reason = setup.world.broadcast_choice(lambda: comparison.select(recorded))
+    name, reason = builder.broadcast_choice(lambda: comparison.select(recorded))
     if reason:
         setup.choices.append(Choice(KEY, name, reason))
     return comparison.candidates[name]
@@ -610,7 +611,7 @@ def resume(setup: Setup, run: Run, measure_gains: bool) -> None:
         if restore(run, None if resume == "auto" else Path(resume), trains) and trains:
             left = "" if run.progress.step < run.total_steps else ": no steps are left to train"
             log.info("continuing after step %s%s", f"{run.progress.step:,}", left)
-    if setup.world.is_rank_zero:
+    if run.rank == 0:
         weights = None if trains else setup.config.model.weights
         if setup.resumes:
             source = setup.folder if resume == "auto" else Path(resume)

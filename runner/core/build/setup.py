@@ -55,6 +55,11 @@ class Setup:
         return self.config.job.kind not in EVALUATION_JOBS
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several processes train the model."""
+        return self.world.is_shared
+
+    @property
     def record_folder(self) -> Path | None:
         """The folder of the run's record; None in processes that do not write it."""
         return self.folder if self.world.is_rank_zero else None
@@ -96,18 +101,15 @@ def start_setup(
         seed_everything(config.seed)
     policy = FilePolicy.of(config.security, run_tree_folders(own_folder))
     config_hash = request.hash()
-    if not world.is_rank_zero:
-        world.barrier()  # rank 0 deletes remains of a crash
-    checkpointer = Checkpointer(
-        folder if config.checkpoint.enabled else None,  # that all processes share
-        config.checkpoint.keep,
-        config_hash,
-        policy,
-        best_first=config.job.kind in EVALUATION_JOBS,
-        writes=world.is_rank_zero,
-    )
-    if world.is_rank_zero:
-        world.barrier()
+    with world.rank_zero_first():  # which deletes remains of a crash
+        checkpointer = Checkpointer(
+            folder if config.checkpoint.enabled else None,  # that all processes share
+            config.checkpoint.keep,
+            config_hash,
+            policy,
+            best_first=config.job.kind in EVALUATION_JOBS,
+            writes=world.is_rank_zero,
+        )
     resume = config.checkpoint.resume
     resumes = resume != "none" and (resume != "auto" or checkpointer.has_checkpoints)
     path = None if resume == "auto" else Path(resume)

@@ -84,7 +84,7 @@ def train(run: Run) -> Summary:
     read_ended = partial(_read_ended_summary, run)
     previous: Summary | None = None
     if is_over:
-        previous = run.world.broadcast_choice(read_ended)
+        previous = run.broadcast_choice(read_ended)
     if previous is not None:
         log.info("this run already ended at step %d; to continue: training.steps=…", previous.steps)
         return previous  # its record stays as it is
@@ -235,7 +235,7 @@ def _train(run: Run) -> None:
                 signal_number = interrupts.received
                 interrupts.warn_replaced()
                 if distributed:
-                    worst, number = run.world.all_reduce_max(verdict, signal_number or 0)
+                    worst, number = run.all_reduce_max(verdict, signal_number or 0)
                     verdict, signal_number = Verdict(worst), number or None
                 stopwatch.stop(samples)
 
@@ -254,7 +254,7 @@ def _train(run: Run) -> None:
                 run.batch_validator.settle()
         except KeyboardInterrupt:
             interrupts.end_grace()
-            _leave_world(run, interrupts.error())
+            run.leave_others(interrupts.error())
             if interrupts.wait_interrupted and not _has_stalled_device(run):
                 _save_and_stop(run)  # a second signal saves nothing
             raise interrupts.error(_resume_hint(run)) from None
@@ -264,7 +264,7 @@ def _train(run: Run) -> None:
             interrupts.end_grace()
             if not isinstance(error, RunnerError) and _means_lost_process(run, error):
                 raise
-            _leave_world(run, error)
+            run.leave_others(error)
             # of an unfinished step or validation only buffers and random state have changed
             if _has_stalled_device(run) or not last_state.restore(error):
                 raise
@@ -377,14 +377,9 @@ def _save_and_stop(
     _process_reports(run, wait=True)
     run.stopwatch.pause()
     if error is not None:
-        _leave_world(run, error)
+        run.leave_others(error)
     save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
-
-
-def _leave_world(run: Run, error: BaseException) -> None:
-    """Stop waiting for the other processes of the run, if there are any."""
-    run.leave_others(error)
 
 
 def _has_stalled_device(run: Run) -> bool:

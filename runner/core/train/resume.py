@@ -210,7 +210,7 @@ def inherit_best(run: Run) -> None:
     source, run.parent_best = run.parent_best, None
     if source is not None:
         copy = partial(run.checkpointer.inherit, source)
-        problem = run.world.broadcast_choice(copy)
+        problem = run.broadcast_choice(copy)
         if problem:
             restart_best(run.progress, f"cannot be copied ({problem})")
 

@@ -37,7 +37,7 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
     weights are copied; files are written in the background.
     """
     if run.saved_step < run.progress.step or best:
-        if run.world.lost and run.shards is not None:
+        if run.shards is not None and run.shards.is_lost:
             log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
             return
         if not final and not run.stability.has_finite_weights():

@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -40,11 +40,12 @@ COLLECTIVES = {
 """Collective by name of the dispatcher's operator."""
 
 
-def parallelise(world: World, builder: RunBuilder) -> NamedTechniques:
+def parallelise(builder: RunBuilder) -> NamedTechniques:
     """Set up the model for training by all processes; return the techniques by name."""
     builder.recoveries[:] = [refuse_lost, restart_smaller, restart_uncompiled]
     if builder.forward is not builder.model:
         raise UsageError("distributed: a technique has replaced the model's forward; disable it")
+    world = cast("World", builder.world)
     world.shards = world.validation_forward = world.usable_samples = None
     world.no_sync, world.trained_weights = nullcontext, []
     world.sample_flop = _sample_flop(builder)

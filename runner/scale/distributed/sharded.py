@@ -96,6 +96,11 @@ class Shards:
         state = model.state_dict(keep_vars=True)
         self.names = {name for name, value in state.items() if id(value) in self._indices}
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether those of a process that has ended are missing."""
+        return self.world.lost
+
     def by_name(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
         """Return the rows of each weight by the model's parameter names."""
         named = nn.Module.named_parameters(self.model, remove_duplicate=remove_duplicate)

@@ -191,8 +191,10 @@ class World:
 
         return UNSUPPORTED_TECHNIQUES.get(technique)
 
-    def checkpoint_commit(self) -> CheckpointCommit:
-        """Return the object that coordinates checkpoints."""
+    def checkpoint_commit(self) -> CheckpointCommit | None:
+        """Return the object that coordinates checkpoints of shards; None without shards."""
+        if self.shards is None:
+            return None
         from runner.scale.distributed.commit import CheckpointCommit
 
         if self._commit is None:
@@ -306,6 +308,15 @@ class World:
     def barrier(self) -> None:
         """Wait for all processes."""
         self.all_reduce_max(0)
+
+    @contextmanager
+    def rank_zero_first(self) -> Iterator[None]:
+        """Let rank 0 run the body before the others do."""
+        if not self.is_rank_zero:
+            self.barrier()
+        yield
+        if self.is_rank_zero:
+            self.barrier()
 
     # -- lost processes --------------------------------------------------------------------------
 
