@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -129,9 +128,9 @@ def step_seconds(builder: RunBuilder) -> float:
     with model_calls.preserve_builder_state(builder), torch.no_grad():
         enter_training(builder.model)
         for _ in range(TIMED_FORWARDS):
-            start = perf_counter()
             try:
-                model_calls.forward(builder, inputs)
+                forward = partial(model_calls.forward, builder, inputs)
+                seconds.append(builder.device.seconds_of(forward))
             except Exception as error:
                 if is_out_of_memory(error):
                     release_references(error)
@@ -139,8 +138,6 @@ def step_seconds(builder: RunBuilder) -> float:
                 if not seconds:
                     raise
                 break  # training will raise it, with its context
-            builder.device.synchronize()
-            seconds.append(perf_counter() - start)
     return 3 * min(seconds)
 
 

@@ -260,14 +260,15 @@ def _time_steps(run: Run) -> float:
     enter_training(run.model)
     batches = run.train.batches(0)
     start_time = perf_counter()
+
+    def make_next_step() -> None:
+        make_finite_step(run, next(batches))
+        run.progress.step += 1
+
     while len(durations) < TIMED_STEPS:
         if len(durations) >= 2 and perf_counter() - start_time >= TIMED_S:
             break
-        step_start = perf_counter()
-        make_finite_step(run, next(batches))
-        run.progress.step += 1
-        run.device.synchronize()  # waits for the device: that is what is timed
-        durations.append(perf_counter() - step_start)
+        durations.append(run.device.seconds_of(make_next_step))
     return median(durations[WARMUP_STEPS:] or durations[-1:])
 
 

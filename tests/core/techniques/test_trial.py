@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from runner import train
 from runner.core.build.build import Components
-from runner.core.device import process
+from runner.core.device import device, process
 from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective
-from runner.core.techniques import cost, pipeline
+from runner.core.techniques import pipeline
 from runner.core.train.evidence import collect_evidence
 from tests import runs
 
@@ -222,7 +222,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], 
     """Gives all that is timed before a run another clock."""
 
     def clocked(clock: Callable[[], float]) -> None:
-        for module in (cost, pipeline):
+        for module in (device, pipeline):
             monkeypatch.setattr(module, "perf_counter", clock)
 
     return clocked
