@@ -40,7 +40,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner import RunConfig, compose
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import RunnerError
 from runner.core.interfaces.batch import call_model
 from runner.core.models import build as models

@@ -22,9 +22,11 @@ from runner.core.schemas.device import DistributedKind
 from runner.core.schemas.jobs import BenchmarkConfig, JobKind
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.result import FILE, BenchmarkResult
-from runner.measure.comparison import Comparison, ComparisonRow, write_comparison
+from runner.measure.comparison import Comparison
+from runner.measure.comparison_row import ComparisonRow
 from runner.measure.discover import compare_folders
 from runner.measure.naming import varied_keys
+from runner.measure.page import write_comparison
 from runner.measure.replicates import configuration_key, name_configurations
 from runner.measure.speed import FOLDER, MIN_TURNS, engagement, read_measured_speed
 from runner.measure.table import ComparisonScreen

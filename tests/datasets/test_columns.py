@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from runner.core.data.dataset import TensorsDataset
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, parse_preprocessing
 from runner.core.errors import ConfigError, DataError
 from runner.core.jobs import run_report as report
 from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular

@@ -11,7 +11,8 @@ from PIL import Image
 
 from runner.core.data.dataset import Dataset
 from runner.core.data.labels import labelled_files
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import SecurityError
 from runner.core.schemas.data import DataConfig, Images, Text, Tokens
 from runner.core.schemas.security import SecurityLevel

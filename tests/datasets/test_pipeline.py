@@ -16,8 +16,7 @@ from PIL import Image
 from torch import nn
 
 import runner
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, parse_preprocessing
 from runner.core.interfaces.batch import Column, Sizes
 from runner.core.jobs import evaluate
 from runner.core.schemas.jobs import ExportKind

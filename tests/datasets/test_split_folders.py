@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runner.core.data.open import OpenOptions
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import ConfigError, DataError, SecurityError
 from runner.core.jobs import evaluate
 from runner.core.schemas.data import Text

@@ -18,8 +18,7 @@ import torch
 from pyarrow import parquet
 
 from runner.core.data.dataset import TensorsDataset
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing
 from runner.core.device import memory
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular

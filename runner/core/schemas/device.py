@@ -15,6 +15,14 @@ from runner.core.errors import ConfigError
 SPIN_COUNT = "10000"
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
+FSDP_UNSUPPORTED = {
+    "channels_last": "fsdp shards weights that are contiguous",
+    "chunked_loss": "fsdp gathers the output layer's weight only for its own forward",
+    "cuda_graphs": "fsdp gathers weights and frees them in the middle of the step",
+    "quantization": "with fsdp no process has the whole model",
+}
+"""Techniques that do not work with distributed=fsdp, with the reason."""
+
 
 def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables for OpenMP's waiting; {} if the user has set one."""

@@ -28,6 +28,7 @@ from runner.core.models.modes import enter_training
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Attention, Kernel
 from runner.core.techniques import model_calls, probe
+from runner.core.techniques.layer_evidence import count_operators
 
 KEY = "optimization.attention.kernel"
 TORCH_CHOICE = "default"  # torch's own choice
@@ -127,7 +128,7 @@ def engaged(config: Attention, run: Run) -> Evidence:
     requested = config.kernel.value
     if config.kernel is Kernel.auto:
         requested = next(str(c.value) for c in reversed(run.choices) if c.key == KEY)
-    operators = probe.count_operators(run)
+    operators = count_operators(run)
     forward = {name: n for name, n in operators.items() if not name.endswith("_backward")}
     counts = {
         name: sum(n for operator, n in forward.items() if operator.startswith(start))

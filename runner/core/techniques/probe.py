@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -137,21 +137,3 @@ def profile_step(step: Callable[[], object], device: Device, kineto: bool) -> An
         step()
         device.synchronize()
     return profiler.key_averages()
-
-
-def count_operators(run: Run) -> Mapping[str, int]:
-    """Return the calls of operators and kernels in one step of the run, by name.
-
-    Forward, loss and backward over a training batch, compiled if the run is; without the update,
-    so the run does not change. Profiled once and cached; costs 10 ms and a step.
-    """
-    if run.operators is None:
-        # the legacy profiler fails on the ranges that FSDP marks around compiled blocks
-        kineto = run.device.kind == "cuda" or run.shards is not None
-        events = profile_step(lambda: dry_run_step(run), run.device, kineto)
-        run.operators = {event.key: event.count for event in events}
-        if run.step_graph is not None:
-            from runner.core.techniques import compiler
-
-            run.operators |= compiler.count_compiled_operators()
-    return run.operators

@@ -33,7 +33,7 @@ from runner.core.models.modes import enter_training
 from runner.core.record import provenance
 from runner.core.record.storage import make_folder, replace_text, user_cache
 from runner.core.record.text import dataclass_from_json, escape_control_chars, json_safe
-from runner.core.schemas.device import DistributedConfig, DistributedKind
+from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
 from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.techniques.attention import record_calls
@@ -286,10 +286,8 @@ def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
         "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
     }
     if config.distributed.kind is not DistributedKind.none:
-        from runner.scale.distributed.sharded import UNSUPPORTED_TECHNIQUES
-
         sharded = config.distributed.kind is DistributedKind.fsdp
-        refused = {"whole_step", *(UNSUPPORTED_TECHNIQUES if sharded else ())}
+        refused = {"whole_step", *(FSDP_UNSUPPORTED if sharded else ())}
         no_effect |= dict.fromkeys(refused, f"not with distributed={config.distributed.kind.value}")
     exclusions = {}
     for name, technique in Optimization().techniques():

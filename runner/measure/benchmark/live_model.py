@@ -102,7 +102,9 @@ def benchmark_optimizations(
     except UnguardedScript as error:
         raise UsageError(f"{CALLER}: {error}") from None
     if result_folder is not None:
-        comparison.write_comparison(comparison.compare_arms(result, result_folder), result_folder)
+        from runner.measure.page import write_comparison  # with the library of templates
+
+        write_comparison(comparison.compare_arms(result, result_folder), result_folder)
     if all(row.status != DONE for row in result.arms):
         first = result.arms[0]
         raise UsageError(f"{CALLER}: no arm could be measured: {first.status}: {first.reason}")

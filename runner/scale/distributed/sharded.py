@@ -29,7 +29,7 @@ from runner.core.optim.origin import is_torch_class
 from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.techniques.probe import repeated_blocks
-from runner.scale.distributed.parallel import count_collectives
+from runner.scale.distributed.collectives import count_collectives
 from runner.scale.distributed.world import World, world_of
 
 if TYPE_CHECKING:
@@ -39,13 +39,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEY = "distributed"
-UNSUPPORTED_TECHNIQUES = {
-    "channels_last": "fsdp shards weights that are contiguous",
-    "chunked_loss": "fsdp gathers the output layer's weight only for its own forward",
-    "cuda_graphs": "fsdp gathers weights and frees them in the middle of the step",
-    "quantization": "with fsdp no process has the whole model",
-}
-"""Techniques that do not work with shards, with the reason."""
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD",
     "Rprop",

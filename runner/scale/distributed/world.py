@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.core.errors import ConfigError, ProcessLost, RunnerError, UsageError
-from runner.core.schemas.device import DistributedConfig, DistributedKind
+from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
 from runner.core.security.pickle_transfer import dumps_persistent
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
 from runner.scale.distributed.rank_info import LOOPBACK, RankInfo
@@ -187,9 +187,7 @@ class World:
         """Return why a technique does not work with this kind of training; None if it does."""
         if self.config.kind is not DistributedKind.fsdp:
             return None
-        from runner.scale.distributed.sharded import UNSUPPORTED_TECHNIQUES
-
-        return UNSUPPORTED_TECHNIQUES.get(technique)
+        return FSDP_UNSUPPORTED.get(technique)
 
     def checkpoint_commit(self) -> CheckpointCommit | None:
         """Return the object that coordinates checkpoints of shards; None without shards."""

@@ -30,8 +30,7 @@ from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.record.text import shorten
 from runner.core.schemas.jobs import BenchmarkConfig
-from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
-from runner.measure.benchmark.workers.worker import FINISH
+from runner.measure.benchmark.blocks import FINISH, Turn, WorkerResults, WorkerSetup
 
 MIN_TURN_STEPS = 3  # also of the late warm-up
 PREFETCH_ROUNDS = 2  # times, at least, that a turn uses up the batches that workers may prefetch

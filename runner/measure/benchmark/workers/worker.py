@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
 
 WORKER_LOG = "worker.log"
-FINISH = "finish"  # other requests: the seconds of a turn, and None to leave at once
 NO_LIMIT = sys.maxsize
 REPORTED_EXIT_CODE = 1  # exit code after the error was sent
 
