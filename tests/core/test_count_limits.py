@@ -31,7 +31,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("override", HUGE)
-def test_a_count_beyond_its_limit_is_refused_with_the_key_and_what_is_allowed(
+def test_a_count_beyond_its_limit_is_refused_with_the_key_and_the_limit(
     override: str,
 ) -> None:
     key = override.partition("=")[0]

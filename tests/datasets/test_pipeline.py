@@ -24,7 +24,7 @@ from runner.datasets.export import RawInputModel, _trace_program, raw_inputs
 from runner.datasets.images import ImageFolder
 from runner.datasets.tabular import tabular
 from tests import runs
-from tests.core.data.strangers import STRANGERS, known, probabilities
+from tests.core.data.foreign_files import STRANGERS, known, probabilities
 
 
 def test_gaps_and_unknown_categories_in_the_targets_unit() -> None:

@@ -133,7 +133,7 @@ def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(tree)
 
 
-def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
+def test_the_markdown_escapes_untrusted_text(tmp_path: Path) -> None:
     wild = arm(HOSTILE, 1.5, command="echo ```")
     found = compared(wild, failed("x", "failed", HOSTILE), attribution=attribution())
     for _ in range(2):  # TensorBoard has the same text, however often it is written
@@ -226,7 +226,7 @@ def test_no_width_loses_a_name_or_a_row(width: int) -> None:
         assert part in squeezed
 
 
-def test_failures_stand_below_with_their_reason_and_one_reason_is_said_once() -> None:
+def test_failures_are_listed_last_with_their_reason_and_each_reason_once() -> None:
     gone = [failed(f"arm{i}", "killed", "by signal 9") for i in range(3)]
     text = shown(compared(*gone, failed("big", "oom", "2 GiB")), 120)
     assert text.count("arm0, arm1 and arm2 killed: by signal 9") == text.count("by signal 9") == 1

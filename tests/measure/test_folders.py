@@ -70,7 +70,7 @@ ODD = {
 }  # fmt: skip
 
 
-def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> None:
+def test_damaged_records_and_unexpected_paths_are_rows_with_the_reason(tmp_path: Path) -> None:
     damage = [*DAMAGE.values(), json.dumps(ODD)]
     jobs = [job(i, str(i), "") for i in range(len(damage))]
     jobs += [{**job(0, f"level{i}", ""), "folder": place} for i, place in enumerate(PLACES)]

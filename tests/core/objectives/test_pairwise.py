@@ -146,7 +146,7 @@ def test_a_model_in_float64_gets_its_data_in_float64() -> None:
         assert train(run).status == "done"
 
 
-def test_a_loss_of_ones_own_predicts_in_the_targets_unit(tmp_path: Path) -> None:
+def test_a_user_loss_predicts_in_the_unit_of_the_target(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("x,y\n" + "".join(f"{i % 7},{1000 + 3.5 * (i % 7)}\n" for i in range(200)))
     table = ("data=tabular", f"data.path={path}", "data.target=y", *SMALL)

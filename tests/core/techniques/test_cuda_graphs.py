@@ -138,7 +138,7 @@ def trained(*overrides: str, most: int | None = None, later: int = 0) -> tuple[R
 
 
 @pytest.mark.parametrize("later", [0, 2], ids=["first step", "third step"])
-def test_a_compiled_forward_out_of_memory_goes_on_with_half_and_without_cuda_graphs(
+def test_a_compiled_forward_out_of_memory_continues_with_half_the_batch_and_no_cuda_graphs(
     later: int, calls: list[str]
 ) -> None:
     run, summary = trained(*COMPILE, GRAPHS_MODE, most=16, later=later)
@@ -217,7 +217,7 @@ def fail_in_cpp(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("failure", [fail, fail_in_cpp], ids=["torch", "C++ wrapper"])
-def test_out_of_memory_in_the_whole_step_goes_on_eagerly_with_half(
+def test_out_of_memory_in_the_whole_step_continues_eagerly_with_half_the_batch(
     failure: Callable[..., Any],
 ) -> None:
     with runs.opened(*TABLE, *WHOLE) as run:

@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_way_out(
         build(compose([*base, *then, f"checkpoint.resume={tmp_path}"]), tmp_path / "other")
 
 
-def test_a_run_of_somebody_elses_vouches_for_nothing_though_it_is_resumed_where_it_lies(
+def test_a_foreign_run_gives_no_trust_even_if_it_is_resumed_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = tmp_path / "outputs" / "runs" / "theirs" / "x"
@@ -259,7 +259,7 @@ class Draws(Hook):
         self.drawn[step.number] = random.random(), float(np.random.random())
 
 
-def test_what_a_hook_draws_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_random_draws_of_a_hook_continue_after_a_resume(tmp_path: Path) -> None:
     straight, resumed = Draws(), Draws()
     typed = ["data=cancer", "training.steps=8", "checkpoint.every=4"]
     again = f"checkpoint.resume={tmp_path}/checkpoints/step_00000004"

@@ -172,7 +172,7 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_sent_once_a_step_whatever_the_micro_batches(
+def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(
     outcomes: Outcomes, kind: str
 ) -> None:
     reduced = {"ddp": "all_reduce", "fsdp": "reduce_scatter"}[kind]
