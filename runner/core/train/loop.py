@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,7 @@ def train(run: Run) -> Summary:
             stack.enter_context(run.own_random_state())
             for hook in run.hooks:
                 enter_session(stack, hook, run)
-            record, translate = _record_lost_device(run), _translate_lost(run)
+            record, translate = _record_lost_device(run), run.world.translate_lost()
             if run.folder is not None and run.writes:
                 run.small_files = read_small_files(run.folder)
             with redact_errors(), translate_oom("while training"), record, translate:
@@ -390,11 +390,6 @@ def _has_stalled_device(run: Run) -> bool:
 def _means_lost_process(run: Run, error: BaseException) -> bool:
     """Whether the error means that another process has ended or does not answer."""
     return run.world.means_loss(error)
-
-
-def _translate_lost(run: Run) -> AbstractContextManager[None]:
-    """Return a context that raises ProcessLost for errors that mean it, e.g. NCCL's at a read."""
-    return run.world.translate_lost()
 
 
 def _signal_notice(run: Run) -> str:

@@ -275,8 +275,6 @@ def warn_gradients_off(code: str) -> None:
 def _is_regular_size(run: Run, samples: int) -> bool:
     """Whether a full batch or one of its micro-batches has this number of samples."""
     full_size = run.train.batch_size
-    if not run.is_shared:
-        return samples in (run.micro_batch, full_size // -(-full_size // run.micro_batch))
     parts = run.world.micro_batch_slices(full_size, run.micro_batch, full_size)
     return samples in {part.stop - part.start for part in parts}
 
