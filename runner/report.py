@@ -98,8 +98,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from runner.core.record.console import print_stdout, set_up_logging
-    from runner.measure.comparison import relocate_folders, write_comparison
+    from runner.measure.comparison import relocate_folders
     from runner.measure.discover import compare_folders
+    from runner.measure.page import write_comparison
     from runner.measure.table import ComparisonScreen
 
     set_up_logging("info", None)

@@ -35,7 +35,7 @@ from runner.core.interfaces.run import Run  # noqa: E402
 from runner.core.models import modes  # noqa: E402
 from runner.core.record import provenance  # noqa: E402
 from runner.core.record.markdown import code, escape, table  # noqa: E402
-from runner.core.schemas.benchmark import BenchmarkConfig  # noqa: E402
+from runner.core.schemas.jobs import BenchmarkConfig  # noqa: E402
 from runner.core.techniques.probe import dry_run_step  # noqa: E402
 from runner.measure.benchmark.arms import Arm  # noqa: E402
 from runner.measure.benchmark.blocks import INTERRUPTED  # noqa: E402
@@ -73,7 +73,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class ClaimTrial:
+class ClaimRun:
     """A workload, the arms measured on it, and the claims they test."""
 
     about: str
@@ -103,18 +103,18 @@ class ClaimResult:
     command: str = ""  # trains the same config as the arm
 
 
-def load_trials(path: Path = CLAIMS_FILE) -> list[ClaimTrial]:
+def load_trials(path: Path = CLAIMS_FILE) -> list[ClaimRun]:
     """Load the trials of the YAML file."""
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]
-    return [ClaimTrial(**row | {"claims": [Claim(**c) for c in row["claims"]]}) for row in rows]
+    return [ClaimRun(**row | {"claims": [Claim(**c) for c in row["claims"]]}) for row in rows]
 
 
 def measure_claims(
-    trials: Sequence[ClaimTrial], device: str, budget_s: float, options: MeasureOptions
+    trials: Sequence[ClaimRun], device: str, budget_s: float, options: MeasureOptions
 ) -> tuple[list[ClaimResult], Round]:
     """Test every claim within `budget_s` of measuring; also return the last trial's round.
 
-    Trials share the budget by `ClaimTrial.share`; starting and compiling are not counted.
+    Trials share the budget by `ClaimRun.share`; starting and compiling are not counted.
     """
     results: list[ClaimResult] = []
     last_round = Round()
@@ -134,7 +134,7 @@ def measure_claims(
     return results, last_round
 
 
-def _run_trial(trial: ClaimTrial, device: str, budget_s: float, options: MeasureOptions) -> Round:
+def _run_trial(trial: ClaimRun, device: str, budget_s: float, options: MeasureOptions) -> Round:
     """Measure the trial's arms and the plain run, which runs twice for the noise."""
     if trial.gpus:
         count = torch.cuda.device_count()
@@ -151,7 +151,7 @@ def _run_trial(trial: ClaimTrial, device: str, budget_s: float, options: Measure
     return run_round(arms, PLAIN_ARM, budget_s, 0, options)
 
 
-def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
+def judge_claim(trial: ClaimRun, claim: Claim, round_: Round) -> ClaimResult:
     """Return the verdict on one claim from its trial's measurements."""
     problem = round_.describe_failure(PLAIN_ARM, claim.arm) or _explain_not_engaged(claim, round_)
     row = _make_result(trial, claim, problem)
@@ -211,7 +211,7 @@ def _explain_not_engaged(claim: Claim, round_: Round) -> str:
     return f"{claim.needs} did not engage: {row['reason'] or 'no reason given'}"
 
 
-def _make_result(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
+def _make_result(trial: ClaimRun, claim: Claim, reason: str) -> ClaimResult:
     words = [*trial.work, *trial.arms.get(claim.arm, ())]
     return ClaimResult(
         name=claim.name,

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from runner import build, compose, train  # noqa: E402
 from runner.core.build.build import Components  # noqa: E402
-from runner.core.schemas.distributed import DistributedConfig, DistributedKind  # noqa: E402
+from runner.core.schemas.device import DistributedConfig, DistributedKind  # noqa: E402
 from runner.scale.distributed.rank_info import RankInfo  # noqa: E402
 from runner.scale.distributed.world import World  # noqa: E402
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from runner.core.bounds import LIMITS
 from runner.core.config.run_config import RunConfig
-from runner.core.count_limits import LIMITS
 from runner.core.schemas import data as data_config
 from runner.core.schemas import models as model_config
 from runner.core.schemas.sweep import LauncherConfig

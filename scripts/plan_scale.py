@@ -40,13 +40,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner import RunConfig, compose
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import RunnerError
 from runner.core.interfaces.batch import call_model
 from runner.core.models import build as models
 from runner.core.objectives.build import build_objective
 from runner.core.optim.optimizer import build_optimizer, resolve_optimizer_class
-from runner.core.schemas.distributed import Compression, DistributedKind
+from runner.core.schemas.device import Compression, DistributedKind
 from runner.core.schemas.optimization import Precision
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.registry import resolve

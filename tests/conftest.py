@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests import composed, kept_sandbox, warm_workers
+from tests import composed, shared_sandbox, warm_workers
 
 TESTS = Path(__file__).parent
 LONGEST = (
     *("core/techniques/test_whole_step.py", "datasets/test_predict.py"),
     *("blackbox/test_runs.py", "core/train/test_resume.py"),
     *("measure/parity/test_mutants.py", "core/hooks/test_resources.py"),
-    *("measure/benchmark/test_job.py", "core/data/test_strangers.py"),
+    *("measure/benchmark/test_job.py", "core/data/test_foreign_files.py"),
     *("datasets/test_export.py", "measure/benchmark/test_worker_ends.py"),
     *("scale/sweep/test_sweep.py", "test_packaging.py", "diagnose/debug/test_memory.py"),
-    *("scale/sweep/test_endings.py", "core/techniques/test_compile.py"),
+    *("scale/sweep/test_sweep_ends.py", "core/techniques/test_compile.py"),
     *("diagnose/replay/test_seeded_faults.py", "measure/parity/test_parity.py"),
 )
 
@@ -33,7 +33,7 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     composed.install()
-    kept_sandbox.install()
+    shared_sandbox.install()
     warm_workers.install()
 
 

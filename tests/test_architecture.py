@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,17 +45,25 @@ build
 jobs
 """.split("\n")[1:-1]
 
+# Circles of imports within functions: the rare file of each pair is imported on demand.
+LAZY_CIRCLES = [
+    {"core.security.config_files", "core.security.outside_places"},
+    {"core.train.device_timing", "core.train.timing"},
+    # a comparison is shown as its table in a notebook
+    {"measure.columns", "measure.comparison", "measure.table", "measure.verdicts"},
+]
+
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-core.errors core.format core.bounds core.count_limits core.module_path
+core.errors core.format core.bounds core.module_path
 core.schemas.* core.interfaces.batch core.interfaces.objective core.interfaces.hook
 core.interfaces.technique core.interfaces.run core.record.summary core.config.*
 core.security.config_* core.security.cli_overrides core.security.registry
 cli.* __main__ __init__ *.__init__ rooms report scale.sweep.*
 measure.benchmark.result measure.benchmark.arms
-measure.columns measure.comparison measure.curves measure.discover measure.figures measure.naming
-measure.page measure.replicates measure.speed measure.svg measure.sweep_speed measure.table
-measure.tensorboard_server measure.verdicts core.jobs.run_report
+measure.columns measure.comparison measure.comparison_row measure.curves measure.discover
+measure.figures measure.naming measure.page measure.replicates measure.speed measure.svg
+measure.sweep_speed measure.table measure.tensorboard_server measure.verdicts core.jobs.run_report
 """.split()
 
 
@@ -115,6 +124,43 @@ def test_the_core_imports_only_lower_layers() -> None:
             if other >= own and not same_folder:
                 found.add(f"{module} {target}")
     assert sorted(found) == []
+
+
+def test_no_circle_of_imports_and_three_small_ones_within_functions() -> None:
+    for lazy, circles in ((False, []), (True, LAZY_CIRCLES)):
+        arrows: dict[str, set[str]] = {}
+        for module, path in modules().items():
+            tree = ast.parse(path.read_text())
+            body = ast.Module([n for n in tree.body if lazy or not _is_definition(n)], [])
+            arrows[module] = set(imported(body)) - {module}
+        assert circles_of(arrows) == circles
+
+
+def _is_definition(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef)
+
+
+def circles_of(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Return the largest sets of modules that all import each other, over others or directly."""
+    below: dict[str, set[str]] = {}
+    for start in arrows:
+        below[start], pending = set(), [start]
+        while pending:
+            pending += (new := arrows.get(pending.pop(), set()) - below[start])
+            below[start] |= new
+    sets = {frozenset(m for m in below[n] if n in below.get(m, ())) for n in below if n in below[n]}
+    return sorted(map(set, sets), key=min)
+
+
+def test_few_modules_outside_of_scale_name_the_processes_of_a_run() -> None:
+    lines = [
+        module
+        for module, path in modules().items()
+        for line in path.read_text().splitlines()
+        if re.search(r"\bworld\b", line) and not module.startswith("scale.")
+    ]
+    assert len(lines) <= 50
+    assert len(set(lines)) <= 10
 
 
 def test_checking_a_config_imports_no_torch() -> None:

@@ -52,7 +52,7 @@ def test_a_loop_with_a_bad_batch_loses_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_and_a_loss_of_ones_own_leave_a_run_with_a_report(tmp_path: Path) -> None:
+def test_a_user_model_and_loss_give_a_run_with_a_report(tmp_path: Path) -> None:
     first, *techniques = ran("own_model_and_loss.py", tmp_path).splitlines()
     loss, folder = first.split()
     assert float(loss) < 0.1

@@ -68,8 +68,7 @@ from runner.core.record.text import (
     quote_for_hydra,
     summarize_error,
 )
-from runner.core.schemas.device import omp_env
-from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.device import DistributedKind, omp_env
 from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security import paths, secrets

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, open_dict
 from runner.core.config.composing import typed
 from runner.core.errors import ConfigError, UsageError
 from runner.core.record import hydra_files
-from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.device import DistributedKind
 from runner.core.schemas.jobs import JobKind
 from runner.core.security.config_files import check_security_group
 

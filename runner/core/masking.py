@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 MIN_SECRET_LENGTH = 8  # characters; a shorter value may be part of ordinary words
 MIN_SECRET_DIGITS = 16  # digits; a shorter one may be a count
+REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 NUMBER = re.compile(r"[-+]?[\d.,_eE+-]+")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!&])")  # as record.markdown escapes
 

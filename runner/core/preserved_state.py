@@ -303,3 +303,12 @@ def _restore_storage(storage: Any, values: Any) -> None:
     if storage.nbytes() != values.nbytes():
         storage.resize_(values.nbytes())
     storage.copy_(values)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the global generators of torch (CPU), python and numpy."""
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }

@@ -18,8 +18,8 @@ import torch
 
 from runner.core.data.dataset import Dataset
 from runner.core.data.labels import labelled_files, relative_names, remap_labels
-from runner.core.data.open import DEFAULT_OPENING, OpenOptions
 from runner.core.data.paths import existing_path
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import DROP_FIX, lacks_resources, usable_indices
 from runner.core.device import memory

@@ -30,7 +30,7 @@ from runner.core.data.labels import (
     remap_labels,
     similar_labels,
 )
-from runner.core.data.open import DEFAULT_OPENING, OpenOptions
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.errors import ConfigError, DataError
 from runner.core.format import join_names

@@ -19,8 +19,8 @@ from runner.core.data.labels import (
     remap_labels,
     similar_labels,
 )
-from runner.core.data.open import DEFAULT_OPENING, OpenOptions
 from runner.core.data.paths import existing_path
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources, usable_indices
 from runner.core.errors import ConfigError, DataError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.core.data.open import DEFAULT_OPENING, OpenOptions
 from runner.core.data.paths import check_link, existing_path
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.errors import ConfigError, DataError
 from runner.core.interfaces.batch import TextCodec
 from runner.core.schemas.data import DataConfig, TextLM

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from runner.core.data.dataset import Dataset
-from runner.core.data.open import DEFAULT_OPENING, OpenOptions
 from runner.core.data.paths import check_link, existing_path
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.errors import BadSample, ConfigError, DataError
 from runner.core.interfaces.batch import Batch, Sizes, TextCodec
 from runner.core.schemas.data import TextLM, Tokens

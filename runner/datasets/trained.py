@@ -24,8 +24,13 @@ from runner.core.config.recorded import merge_recorded_overrides
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import make_loader
-from runner.core.data.open import OpenOptions, open_data
-from runner.core.data.preprocessing import Preprocessing, check_predicts, parse_preprocessing
+from runner.core.data.open import open_data
+from runner.core.data.preprocessing import (
+    OpenOptions,
+    Preprocessing,
+    check_predicts,
+    parse_preprocessing,
+)
 from runner.core.errors import CheckpointError, DataError, RunnerError, UsageError
 from runner.core.interfaces.batch import TextCodec
 from runner.core.interfaces.run import Run

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,8 @@ from runner.core.preserved_state import large_parameters, preserve_state
 from runner.core.random_state import exclusive_random_state
 from runner.core.techniques.cost import count_flops
 from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
-from runner.core.techniques.probe import enter_contexts, profile_step, saved_bytes
+from runner.core.techniques.model_calls import enter_contexts
+from runner.core.techniques.probe import profile_step, saved_bytes
 from runner.diagnose.debug.profile import is_operator
 from runner.diagnose.memory import table_text
 from runner.loops.optimize import Optimized, mean_output, stash_gradients
@@ -125,7 +125,7 @@ def profile_model(
         with translate_model_errors("profile_model", inputs, fix):
             for _ in range(max(1, warmup)):
                 run_call()
-        seconds = _measure_times(run_call, device, runs)
+        seconds = np.array([device.seconds_of(run_call) for _ in range(runs)])
         operators = _measure_operators(run_call, device)
         with torch.enable_grad():
             memory = {"activations": saved_bytes(module, forward, *tensors(inputs))}
@@ -169,18 +169,6 @@ def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:
         return torch.get_autocast_dtype(device.kind)
     floats = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(floats, torch.float32)
-
-
-def _measure_times(run_call: Callable[[], None], device: Device, runs: int) -> np.ndarray:
-    """Return the seconds of each call, synchronising the device at both ends."""
-    seconds = np.empty(runs)
-    device.synchronize()
-    for i in range(runs):
-        start = perf_counter()
-        run_call()
-        device.synchronize()
-        seconds[i] = perf_counter() - start
-    return seconds
 
 
 def _measure_operators(run_call: Callable[[], None], device: Device) -> dict[str, float]:

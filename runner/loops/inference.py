@@ -24,8 +24,8 @@ from runner.core.checks import outputs
 from runner.core.checks.model import ModelReport
 from runner.core.checks.model import check_model as check_weights
 from runner.core.device import allocator
+from runner.core.device.device_errors import is_out_of_memory, release_references
 from runner.core.errors import OutOfMemory, UsageError
-from runner.core.execution.recovery import is_out_of_memory, release_references
 from runner.core.findings import Reason, Severity
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import Inputs, call_model

@@ -27,10 +27,9 @@ from runner.core.build.arguments import (
     move_to_device,
     translate_model_errors,
 )
-from runner.core.build.build import Components, build
+from runner.core.build.build import Components, build, retry_smaller
 from runner.core.config.composing import compose
 from runner.core.errors import UsageError
-from runner.core.execution.recovery import halve_micro_batch
 from runner.core.interfaces.batch import Inputs, Sizes, batch_size_of, call_model
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.nested import describe, tensors, tree_map
@@ -41,7 +40,7 @@ from runner.core.optim.optimizer import Optimizer
 from runner.core.preserved_state import large_parameters, preserve_state
 from runner.core.random_state import exclusive_random_state
 from runner.core.record.summary import Summary
-from runner.core.techniques.probe import enter_contexts
+from runner.core.techniques.model_calls import enter_contexts
 from runner.core.train.evidence import build_summary, collect_evidence, technique_statuses
 from runner.core.train.step import make_step
 
@@ -276,7 +275,7 @@ class LazyRun(Closeable):
             run.scope.callback(setattr, module, "_compiled_call_impl", implementation)
         run.scope.callback(_restore_layouts, layouts)
         if self.loss_fn is None:  # without a loop no batch can be halved
-            run.recoveries = [r for r in run.recoveries if r is not halve_micro_batch]
+            run.recoveries = [r for r in run.recoveries if r is not retry_smaller]
         # do not reseed the random generators of the caller's loop
         run.device = replace(run.device, reseed=lambda seed: None)
         return run

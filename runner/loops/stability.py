@@ -21,7 +21,6 @@ from runner.core.build.arguments import (
     check_whole_number,
 )
 from runner.core.captures.manifest import CapturedWeights, CaptureManifest, list_captures
-from runner.core.captures.run_captures import random_state
 from runner.core.captures.writer import write_capture
 from runner.core.config.composing import compose
 from runner.core.errors import GaveUp, UsageError
@@ -30,6 +29,7 @@ from runner.core.interfaces.batch import batch_size_of
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Progress, Run
 from runner.core.optim.optimizer import Optimizer
+from runner.core.preserved_state import random_state
 from runner.core.record.history import History
 from runner.core.record.provenance import versions
 from runner.core.record.storage import guard_folder, make_folder

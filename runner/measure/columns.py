@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from runner.core import format
-from runner.measure.comparison import BEST_KEY, METRIC_PREFIX, Comparison, ComparisonRow, number_at
+from runner.measure.comparison import Comparison
+from runner.measure.comparison_row import BEST_KEY, METRIC_PREFIX, ComparisonRow, number_at
 
 MAX_METRICS = 6  # beside the monitored one; comparison.json has all
 # first if rows differ in what they learn

@@ -27,13 +27,8 @@ from runner.core.record.summary import Summary
 from runner.core.schemas.data import LOADING_KEYS
 from runner.measure.benchmark.result import FILE as BENCHMARK_FILE
 from runner.measure.benchmark.result import BenchmarkResult
-from runner.measure.comparison import (
-    Comparison,
-    ComparisonRow,
-    compare_arms,
-    number_at,
-    text_at,
-)
+from runner.measure.comparison import Comparison, compare_arms
+from runner.measure.comparison_row import ComparisonRow, number_at, text_at
 from runner.measure.naming import name_rows
 from runner.measure.speed import (
     benchmark_command,

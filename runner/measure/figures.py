@@ -15,7 +15,8 @@ from markupsafe import Markup
 from runner.core import format
 from runner.measure import verdicts
 from runner.measure.benchmark.result import Effect
-from runner.measure.comparison import Comparison, ComparisonRow
+from runner.measure.comparison import Comparison
+from runner.measure.comparison_row import ComparisonRow
 from runner.measure.curves import MAX_POINTS, Curve, downsample_curve, read_curves
 from runner.measure.svg import (
     HEIGHT,

@@ -1,4 +1,4 @@
-"""Render `comparison.html` and `comparison.md` from templates.
+"""Render `comparison.html` and `comparison.md` from templates, and write a comparison.
 
 The HTML page is a single file that works without network, scripts or colour.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -19,15 +21,28 @@ from markupsafe import Markup
 
 from runner.core import format
 from runner.core.record import markdown
+from runner.core.record.storage import guard_folder, make_folder, remove_file, replace_text
 from runner.core.record.text import LONGEST_TRACE, limit_length
+from runner.core.security.paths import check_links
 from runner.measure import verdicts
 from runner.measure.benchmark.result import Attribution
 from runner.measure.columns import select_columns
-from runner.measure.comparison import Comparison, ComparisonRow, text_at
+from runner.measure.comparison import (
+    HTML_FILE,
+    JSON_FILE,
+    MARKDOWN_FILE,
+    TENSORBOARD_RUN,
+    Comparison,
+    as_json,
+    relocate_folders,
+)
+from runner.measure.comparison_row import ComparisonRow, text_at
 from runner.measure.figures import build_figures
 from runner.measure.speed import has_distributed_rows
 from runner.measure.svg import printable
 from runner.scale.sweep.search_record import SearchRecord, short_key
+
+log = logging.getLogger("runner")
 
 TEMPLATES = Path(__file__).with_name("templates")
 KIND_TITLES = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
@@ -299,3 +314,44 @@ def _format_value(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_format_value(item)}" for key, item in value.items())
     return str(value)
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write comparison.json, .md and .html and the TensorBoard run `comparison`.
+
+    Returns the paths that were written; an OSError is logged as a warning. Raises SecurityError if
+    a link leads out of the folder.
+    """
+    comparison = relocate_folders(comparison, folder)
+    guard_folder(folder)
+    check_links(folder, TENSORBOARD_RUN)
+    writers: dict[str, Callable[[Path], None]] = {
+        JSON_FILE: lambda path: replace_text(path, as_json(comparison)),
+        MARKDOWN_FILE: lambda path: replace_text(path, render_markdown(comparison)),
+        HTML_FILE: lambda path: replace_text(path, render_html(comparison)),
+        TENSORBOARD_RUN: lambda path: _write_tensorboard_run(render_markdown(comparison), path),
+    }
+    written = []
+    with suppress(OSError):  # each write reports it
+        make_folder(folder)
+    for name, write_file in writers.items():
+        try:
+            write_file(folder / name)
+            written.append(folder / name)
+        except OSError as error:
+            log.warning("%s is not written: %s", folder / name, error.strerror or error)
+    return written
+
+
+def _write_tensorboard_run(document: str, folder: Path) -> None:
+    """Write the document as a TensorBoard text, replacing an earlier one."""
+    from runner.core.record.tensorboard import PREFIX, open_event_file
+
+    make_folder(folder)
+    for old_file in folder.glob(f"{PREFIX}*"):
+        remove_file(old_file)
+    events = open_event_file(folder)
+    try:
+        events.text(f"{TENSORBOARD_RUN}/report", document, 0)
+    finally:
+        events.close()

@@ -6,18 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
+from typing import TYPE_CHECKING
 
 from runner.core.config.groups import REPLICATE_KEYS
 from runner.core.record.hydra_files import overrides_by_key
 from runner.measure.benchmark.statistics import CONFIDENCE, t_quantile
-from runner.measure.comparison import (
-    METRIC_PREFIX,
-    SUMMARY_PATHS,
-    Comparison,
-    ComparisonRow,
-    number_at,
-)
+from runner.measure.comparison_row import METRIC_PREFIX, SUMMARY_PATHS, ComparisonRow, number_at
 from runner.measure.naming import name_rows
+
+if TYPE_CHECKING:
+    from runner.measure.comparison import Comparison
 
 SHARES = {"accuracy", "top5", "f1", "auroc", "precision", "recall"}  # metrics between 0 and 1
 SHARE, UNBOUNDED = (0.0, 1.0), (-math.inf, math.inf)

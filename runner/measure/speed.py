@@ -16,7 +16,7 @@ from runner.core.record.hydra_files import overrides_by_key
 from runner.core.record.text import quote_for_hydra
 from runner.core.schemas.data import LOADING_KEYS
 from runner.measure.benchmark.result import FILE, BenchmarkResult
-from runner.measure.comparison import ComparisonRow, number_at, text_at
+from runner.measure.comparison_row import ComparisonRow, number_at, text_at
 from runner.measure.naming import changes_speed, varied_keys
 from runner.measure.replicates import configuration_key, name_configurations
 

@@ -18,14 +18,15 @@ from runner.core.record.console import print_stdout, set_up_logging
 from runner.core.record.hydra_files import overrides_by_key
 from runner.core.record.storage import remove_file
 from runner.core.record.text import escape_control_chars
-from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.distributed import DistributedKind
-from runner.core.schemas.jobs import JobKind
+from runner.core.schemas.device import DistributedKind
+from runner.core.schemas.jobs import BenchmarkConfig, JobKind
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.result import FILE, BenchmarkResult
-from runner.measure.comparison import Comparison, ComparisonRow, write_comparison
+from runner.measure.comparison import Comparison
+from runner.measure.comparison_row import ComparisonRow
 from runner.measure.discover import compare_folders
 from runner.measure.naming import varied_keys
+from runner.measure.page import write_comparison
 from runner.measure.replicates import configuration_key, name_configurations
 from runner.measure.speed import FOLDER, MIN_TURNS, engagement, read_measured_speed
 from runner.measure.table import ComparisonScreen

@@ -17,13 +17,8 @@ from runner.core.record.console import plain_text
 from runner.core.record.text import escape_control_chars, shorten
 from runner.measure import verdicts
 from runner.measure.columns import ReportColumn, select_columns
-from runner.measure.comparison import (
-    HTML_FILE,
-    JSON_FILE,
-    TENSORBOARD_RUN,
-    Comparison,
-    ComparisonRow,
-)
+from runner.measure.comparison import HTML_FILE, JSON_FILE, TENSORBOARD_RUN, Comparison
+from runner.measure.comparison_row import ComparisonRow
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}

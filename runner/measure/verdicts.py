@@ -7,14 +7,8 @@ from dataclasses import dataclass
 
 from runner.core.format import MAX_NAMES, interval, join_names, metric, rate, seconds, share, times
 from runner.measure.benchmark.result import ENGAGED, TRIED, BenchmarkResult
-from runner.measure.comparison import (
-    BEST_KEY,
-    Comparison,
-    ComparisonRow,
-    compare_arms,
-    number_at,
-    text_at,
-)
+from runner.measure.comparison import Comparison, compare_arms
+from runner.measure.comparison_row import BEST_KEY, ComparisonRow, number_at, text_at
 from runner.measure.speed import differ_in_speed, engagement
 from runner.scale.sweep.search_record import SearchRecord
 

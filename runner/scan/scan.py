@@ -11,6 +11,7 @@ from typing import Self
 
 from runner.core.errors import CheckpointError, SecurityError
 from runner.core.findings import Reason, Severity, Trust
+from runner.core.security.checksummed_json import MANIFEST
 from runner.core.security.files.file_bytes import FileBytes, hash_file
 from runner.core.security.files.folder_rules import check_folder
 from runner.core.security.files.formats import (
@@ -23,7 +24,6 @@ from runner.core.security.files.formats import (
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.files.provenance import (
     COPY_FILE,
-    MANIFEST,
     OTHER,
     Assessment,
     FileFacts,

@@ -74,7 +74,7 @@ def test_metrics_jsonl_has_one_object_a_line_and_every_step_once(run: Path) -> N
     assert trained and all("loss" in row for row in trained)
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(run: Path, place: Path) -> None:
+def test_a_killed_run_resumes_bit_identically(run: Path, place: Path) -> None:
     typed = [*OWN, *STEPS, "name=killed", "checkpoint.resume=auto", "data.workers=0"]
     killed = command(place, *typed, OWN_DIES_AT="300")  # of 24 x 16 samples and the validations
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(run: Path, place: Path) 
     assert summaries[0] == summaries[1]
 
 
-def test_what_is_never_finite_ends_with_4_and_a_replay_names_the_module(place: Path) -> None:
+def test_a_run_that_is_never_finite_exits_with_4_and_a_replay_names_the_module(place: Path) -> None:
     done = command(place, *OWN, "+model.fault=log", "name=nan", "training.steps=60")
     assert done.returncode == 4, done.stderr
     folder = only(place, "outputs/runs/nan/*")

@@ -109,7 +109,7 @@ def test_a_folder_of_plugins_and_a_shadow_of_a_library_are_not_run(folder: Path)
     assert not (folder / "ran").exists()
 
 
-def test_showing_a_config_ends_quietly_when_nobody_reads_on(folder: Path) -> None:
+def test_showing_a_config_ends_quietly_on_a_closed_pipe(folder: Path) -> None:
     done = shell(folder, "$PYTHON -m runner --cfg job | head -n 1")
     assert done.stdout.count("\n") == 1 and done.stderr == ""
 

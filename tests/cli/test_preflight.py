@@ -110,7 +110,7 @@ def test_what_other_programs_call_it_is_answered_with_what_composes(typed: str, 
         ("data=cifar10", "your own data: data=tabular|images|arrays|text data.path=…"),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_there_is(typed: str, says: str) -> None:
+def test_a_missing_name_is_answered_with_the_available_ones(typed: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)) as refused:
         ask(typed)
     assert "=[none" not in str(refused.value)

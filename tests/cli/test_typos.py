@@ -20,7 +20,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_what_is_told_at_once_is_what_composing_tells(word: str) -> None:
+def test_an_early_error_equals_that_of_composing(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_raw([word], hydra_too=True)
     typo = find_typo([word])
@@ -39,7 +39,7 @@ def test_no_option_and_no_key_that_exists_is_taken_for_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("word", ["+trainnig.steps=3", "~trainnig", "hydra.jb.name=x", "model.x=1"])
-def test_what_is_not_sure_is_left_for_hydra(word: str) -> None:
+def test_ambiguous_arguments_are_left_to_hydra(word: str) -> None:
     assert find_typo([word]) is None
     assert find_typo(["optimization=ulrta", "hydra.searchpath=[pkg://own]"]) is None
 

@@ -10,9 +10,9 @@ import pytest
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
+from runner.core.bounds import DEFAULT_LIMIT, LIMITS, SEED_KEYS, check_counts
 from runner.core.config.composing import compose, config_from_plain
 from runner.core.config.run_config import RunConfig, config_to_plain
-from runner.core.count_limits import DEFAULT_LIMIT, LIMITS, SEED_KEYS, check_counts
 from runner.core.errors import ConfigError
 from runner.core.schemas import data as data_config
 from runner.core.schemas import models as model_config
@@ -31,7 +31,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("override", HUGE)
-def test_a_count_beyond_its_limit_is_refused_with_the_key_and_what_is_allowed(
+def test_a_count_beyond_its_limit_is_refused_with_the_key_and_the_limit(
     override: str,
 ) -> None:
     key = override.partition("=")[0]

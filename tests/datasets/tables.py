@@ -10,8 +10,7 @@ import pyarrow
 from pyarrow import parquet
 
 from runner.core.data.dataset import TensorsDataset
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, parse_preprocessing
 from runner.core.schemas.data import Tabular
 from runner.datasets.tabular import tabular
 

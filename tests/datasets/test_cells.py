@@ -16,8 +16,7 @@ from pyarrow import parquet
 
 from runner.core.data.arrays import arrays
 from runner.core.data.dataset import TensorsDataset, fit_target_scale, target_array
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing
 from runner.core.errors import ConfigError, DataError, RunnerError
 from runner.core.interfaces.batch import Column
 from runner.core.jobs import run_report as report

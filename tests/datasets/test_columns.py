@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from runner.core.data.dataset import TensorsDataset
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, parse_preprocessing
 from runner.core.errors import ConfigError, DataError
 from runner.core.jobs import run_report as report
 from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular
@@ -311,7 +310,7 @@ def test_points_in_dates_do_not_hide_decimal_commas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_ids_are_no_inputs_and_stay_beside_the_rows(tmp_path: Path, suffix: str) -> None:
+def test_id_columns_are_not_inputs_and_stay_with_the_rows(tmp_path: Path, suffix: str) -> None:
     shuffled = np.random.default_rng(5).permutation(10**6)[:ROWS].tolist()
     columns: Columns = {
         "row": [1000 + 7 * i for i in range(ROWS)],

@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_exported_is_one_clear_error_and_its_metrics_are_
         assert not list((to / "exports").iterdir())
 
 
-def test_int8_weights_that_there_are_not_are_no_file(mlp: Path, tmp_path: Path) -> None:
+def test_an_export_of_missing_int8_weights_writes_no_file(mlp: Path, tmp_path: Path) -> None:
     more = ["optimizer.ema=0.9", INT8, "optimization.quantization.min_features=999"]
     with pytest.raises(ConfigError, match=r"^evaluate\.export: there is no quantised model"):
         evaluated(mlp, tmp_path, *more, "evaluate.export=quantized")

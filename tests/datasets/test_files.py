@@ -103,7 +103,7 @@ def test_an_image_of_too_many_pixels_is_named_and_not_decoded(
         ImageFolder(Images(path=str(tmp_path)))
 
 
-def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+def test_folders_that_are_not_classes_are_refused(tmp_path: Path) -> None:
     picture(tmp_path / "red" / "0.png", (255, 0, 0))
     with pytest.raises(ConfigError, match=r"data.path: .*1 folders"):
         ImageFolder(Images(path=str(tmp_path)))

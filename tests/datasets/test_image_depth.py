@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, parse_preprocessing
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import BadSamples, Images, Text
 from runner.datasets.export import RawInputModel, raw_inputs

@@ -11,7 +11,8 @@ from PIL import Image
 
 from runner.core.data.dataset import Dataset
 from runner.core.data.labels import labelled_files
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import SecurityError
 from runner.core.schemas.data import DataConfig, Images, Text, Tokens
 from runner.core.schemas.security import SecurityLevel
@@ -86,7 +87,7 @@ def test_token_files_that_are_links_out_of_the_folder_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_what_is_neither_a_file_nor_a_folder_is_left_out_with_one_line(
+def test_special_files_are_skipped_with_one_line(
     labelled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = write(tmp_path / "data", "images")

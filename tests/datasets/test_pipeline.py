@@ -16,8 +16,7 @@ from PIL import Image
 from torch import nn
 
 import runner
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, parse_preprocessing
 from runner.core.interfaces.batch import Column, Sizes
 from runner.core.jobs import evaluate
 from runner.core.schemas.jobs import ExportKind
@@ -25,7 +24,7 @@ from runner.datasets.export import RawInputModel, _trace_program, raw_inputs
 from runner.datasets.images import ImageFolder
 from runner.datasets.tabular import tabular
 from tests import runs
-from tests.core.data.strangers import STRANGERS, known, probabilities
+from tests.core.data.foreign_files import STRANGERS, known, probabilities
 
 
 def test_gaps_and_unknown_categories_in_the_targets_unit() -> None:

@@ -31,7 +31,7 @@ from runner.core.jobs.run_report import RunSummaryTable
 from runner.core.record.storage import write_file
 from runner.datasets import predict
 from tests import runs
-from tests.core.data.strangers import (
+from tests.core.data.foreign_files import (
     CITIES,
     STRANGERS,
     Rows,

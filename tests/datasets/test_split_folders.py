@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runner.core.data.open import OpenOptions
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import ConfigError, DataError, SecurityError
 from runner.core.jobs import evaluate
 from runner.core.schemas.data import Text
@@ -132,7 +132,7 @@ def test_parts_that_are_not_clear_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "parts")
 
 
-def test_hidden_and_empty_folders_are_no_classes_and_named(tmp_path: Path) -> None:
+def test_hidden_and_empty_folders_are_not_classes_and_are_named(tmp_path: Path) -> None:
     images(tmp_path, 5)
     (tmp_path / "green").mkdir()
     (tmp_path / "green/notes.md").write_text("none yet")

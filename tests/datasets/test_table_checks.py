@@ -131,7 +131,7 @@ def test_a_row_number_is_accused_where_the_rows_are_sorted_by_the_label(tmp_path
     assert codes(looked) == []  # rows in any other order tell nothing
 
 
-def test_too_few_rows_accuse_nobody(tmp_path: Path) -> None:
+def test_too_few_rows_give_no_finding(tmp_path: Path) -> None:
     few = {"x": Y[:40], "z": RNG.random(40).round(6)}
     _, looked = looked_at(table(few, NAMES[:40], tmp_path))
     assert codes(looked) == []

@@ -18,8 +18,7 @@ import torch
 from pyarrow import parquet
 
 from runner.core.data.dataset import TensorsDataset
-from runner.core.data.open import OpenOptions
-from runner.core.data.preprocessing import Preprocessing
+from runner.core.data.preprocessing import OpenOptions, Preprocessing
 from runner.core.device import memory
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import BadSamples, ColumnType, Missing, Tabular
@@ -226,7 +225,7 @@ NOT_CERTAIN = [
 
 
 @pytest.mark.parametrize(("cells", "separator", "hint"), NOT_CERTAIN)
-def test_what_is_not_certain_stays_texts_with_a_hint(
+def test_a_column_of_ambiguous_cells_stays_text_and_is_reported(
     cells: list[str], separator: str, hint: str, tmp_path: Path
 ) -> None:
     source = column(tmp_path, cells, separator)
@@ -625,7 +624,7 @@ def test_only_a_table_s_bad_column_can_be_left_out(
     assert ("leave out a column with data.ignore" in str(raised.value)) is is_column
 
 
-def test_a_csv_without_a_header_is_said_to_lack_one(tmp_path: Path) -> None:
+def test_a_csv_without_a_header_is_reported(tmp_path: Path) -> None:
     rows = "".join(f"5.{i},{i}e-3,-1,{'ab'[i % 2]}\n" for i in range(30))
     hint = "is a header missing\\? the first line must name the columns, and holds numbers"
     with pytest.raises(ConfigError, match=f"data.target: .*no column 'y'; .*; {hint}"):

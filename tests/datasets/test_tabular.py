@@ -249,7 +249,7 @@ def test_a_table_that_does_not_fit_into_memory_is_refused_with_a_way_out(
         opened(small)
 
 
-def test_what_a_parquet_file_decodes_to_is_counted_whatever_its_footer_says(
+def test_the_decoded_size_of_a_parquet_file_is_counted_and_not_taken_from_its_footer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, left = tmp_path / "small.parquet", iter([1 << 20, 1 << 10])

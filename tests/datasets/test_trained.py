@@ -12,7 +12,7 @@ import torch
 from runner import load
 from runner.core.errors import CheckpointError, ConfigError, DataError, SecurityError, UsageError
 from tests import runs
-from tests.core.data.strangers import people, table_probabilities, write_csv
+from tests.core.data.foreign_files import people, table_probabilities, write_csv
 
 SHORT = ("optimization=none", "training.batch_size=32", "training.steps=20", "data.workers=0")
 

@@ -94,7 +94,7 @@ def test_a_folder_on_a_read_only_file_system_is_refused_in_one_line(tmp_path: Pa
     assert "hydra.run.dir" in last_line(tmp_path) and "Read-only" in last_line(tmp_path)
 
 
-def test_a_full_disk_ends_the_run_with_code_5_and_the_run_goes_on_with_room(
+def test_a_full_disk_ends_the_run_with_code_5_and_it_resumes_with_free_space(
     tmp_path: Path,
 ) -> None:
     disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
@@ -115,7 +115,7 @@ def test_a_full_disk_ends_the_run_with_code_5_and_the_run_goes_on_with_room(
         assert summary(run)["status"] == "done" and summary(run)["steps"] == step + 5
 
 
-def test_a_folder_that_is_deleted_is_made_again_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_deleted_run_folder_is_created_again_and_the_run_continues(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = processes.start(tmp_path, [*LONG, f"hydra.run.dir={run}"])
     when(saved(run), process)

@@ -77,7 +77,7 @@ def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(sh
         safe_inference(model, batch)
 
 
-def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
+def test_non_finite_values_are_counted_by_tensor_and_replaced() -> None:
     x = torch.randn(4, 4)
     x[3, 3] = math.nan
     result = safe_inference(Broken(), x, nan=-1.0, inf=9.0)

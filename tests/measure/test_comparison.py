@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runner.measure import comparison as report
 from runner.measure import page
 from runner.measure.benchmark.result import Load
 from runner.measure.columns import COLUMNS
-from runner.measure.comparison import Comparison, ComparisonRow, compare_arms, write_comparison
+from runner.measure.comparison import Comparison, compare_arms
+from runner.measure.comparison_row import ComparisonRow
 from runner.measure.curves import downsample_curve, read_curves
 from runner.measure.discover import compare_folders
 from runner.measure.naming import name_rows
+from runner.measure.page import write_comparison
 from runner.measure.table import ComparisonScreen
 from runner.measure.verdicts import conclusion, verdict
 from runner.report import main
@@ -118,7 +119,7 @@ def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
 
 def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     bad = arm("ultra", 1.5, data_wait=math.nan, step_ms_p95=math.inf)
-    report.write_comparison(compared(bad, failed("x", "oom", HOSTILE)), tmp_path)
+    page.write_comparison(compared(bad, failed("x", "oom", HOSTILE)), tmp_path)
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -132,11 +133,11 @@ def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(tree)
 
 
-def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
+def test_the_markdown_escapes_untrusted_text(tmp_path: Path) -> None:
     wild = arm(HOSTILE, 1.5, command="echo ```")
     found = compared(wild, failed("x", "failed", HOSTILE), attribution=attribution())
     for _ in range(2):  # TensorBoard has the same text, however often it is written
-        report.write_comparison(found, tmp_path)
+        page.write_comparison(found, tmp_path)
     (events,) = (tmp_path / "comparison").iterdir()
     assert b"Speed-up by technique" in events.read_bytes()
     text = (tmp_path / "comparison.md").read_text()
@@ -159,7 +160,7 @@ def test_a_disk_that_takes_nothing_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert report.write_comparison(compare_arms(levels(), None), tmp_path / "file") == []
+    assert page.write_comparison(compare_arms(levels(), None), tmp_path / "file") == []
     warned = {
         record.getMessage().split(" is not")[0].rpartition("/")[2] for record in caplog.records
     }
@@ -171,7 +172,7 @@ def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> N
     few = arm("few", 1.5, "", speedup_interval=(0.0, math.inf), losses=[math.nan, 2.0, 1.0])
     none = arm("odd", math.nan, "", speedup_interval=None, losses=[])
     found = compared(few, none)
-    report.write_comparison(found, tmp_path)
+    page.write_comparison(found, tmp_path)
     assert texts(found)[0] == "No arm is measurably faster than none."
     for name in ("comparison.html", "comparison.md", "comparison.json"):
         text = (tmp_path / name).read_text()
@@ -225,7 +226,7 @@ def test_no_width_loses_a_name_or_a_row(width: int) -> None:
         assert part in squeezed
 
 
-def test_failures_stand_below_with_their_reason_and_one_reason_is_said_once() -> None:
+def test_failures_are_listed_last_with_their_reason_and_each_reason_once() -> None:
     gone = [failed(f"arm{i}", "killed", "by signal 9") for i in range(3)]
     text = shown(compared(*gone, failed("big", "oom", "2 GiB")), 120)
     assert text.count("arm0, arm1 and arm2 killed: by signal 9") == text.count("by signal 9") == 1

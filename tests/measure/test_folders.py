@@ -10,7 +10,7 @@ import pytest
 
 from runner.core.checkpoint.lock import lock
 from runner.core.errors import StorageError
-from runner.measure import comparison as report
+from runner.measure import page
 from runner.measure.discover import compare_folders
 from runner.report import main
 from tests.measure.planted import arm, job, reference, result, run, sweep, texts
@@ -70,7 +70,7 @@ ODD = {
 }  # fmt: skip
 
 
-def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> None:
+def test_damaged_records_and_unexpected_paths_are_rows_with_the_reason(tmp_path: Path) -> None:
     damage = [*DAMAGE.values(), json.dumps(ODD)]
     jobs = [job(i, str(i), "") for i in range(len(damage))]
     jobs += [{**job(0, f"level{i}", ""), "folder": place} for i, place in enumerate(PLACES)]
@@ -84,7 +84,7 @@ def test_damaged_records_and_odd_places_are_rows_that_say_so(tmp_path: Path) -> 
         assert row.status == "failed"
         assert "summary.json" in row.reason and str(tmp_path) not in row.reason
     assert all(row.status in ("failed", "skipped") and row.reason for row in rows[len(damage) :])
-    assert len(report.write_comparison(compare_folders([folder]), folder)) >= 4
+    assert len(page.write_comparison(compare_folders([folder]), folder)) >= 4
 
 
 def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(
@@ -114,7 +114,7 @@ def test_what_belongs_to_another_user_is_a_row(tmp_path: Path) -> None:
         place.chmod(0)
     try:
         found = compare_folders([tmp_path / "sweeps"])
-        assert folder / "comparison" in report.write_comparison(compare_folders([folder]), folder)
+        assert folder / "comparison" in page.write_comparison(compare_folders([folder]), folder)
     finally:
         for place in closed:
             place.chmod(0o700)

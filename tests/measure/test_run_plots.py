@@ -40,7 +40,7 @@ def crashed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_killed_run_is_drawn_from_its_records_and_what_is_missing_is_said(
+def test_a_killed_run_is_plotted_from_its_records_and_missing_data_is_reported(
     crashed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report.main([str(crashed), "--plots"]) == 0
@@ -95,7 +95,9 @@ def test_all_runs_in_a_folder_are_drawn(crashed: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("none", 2), ("empty", 2), ("linked", 3)])
-def test_what_is_no_run_or_has_a_link_is_refused(crashed: Path, name: str, code: int) -> None:
+def test_a_folder_that_is_no_run_or_has_a_link_is_refused(
+    crashed: Path, name: str, code: int
+) -> None:
     (crashed.parent / "empty").mkdir()
     (crashed / "debug/plots").symlink_to(crashed.parent / "empty")
     crashed.rename(crashed.parent / "linked")

@@ -89,7 +89,7 @@ def test_runs_that_engaged_the_same_are_named_together(tmp_path: Path) -> None:
         [["optimization=basic"], ["optimization=ultra"]],  # which engaged the same
     ],
 )
-def test_nothing_is_said_of_the_speed_of_runs_that_compute_alike(
+def test_runs_with_the_same_computation_get_no_speed_verdict(
     jobs: list[list[str]], tmp_path: Path
 ) -> None:
     assert not [x for x in speeds(compare_folders([planted(tmp_path, jobs)])) if "ms" in x]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,11 @@ from runner.core.captures.run_captures import CaptureRecorder
 from runner.core.config.run_config import RunConfig, validate_config
 from runner.core.data.dataset import Dataset, has_rare_class
 from runner.core.data.loader import make_batch_mover
+from runner.core.device.device_errors import translate_oom
 from runner.core.errors import ConfigError
-from runner.core.execution.recovery import MICRO_BATCH, halve_micro_batch, translate_oom
 from runner.core.interfaces.hook import Hook, check_hooks
 from runner.core.interfaces.objective import Objective, resolve_monitor
-from runner.core.interfaces.run import Run
+from runner.core.interfaces.run import BestCriterion, Run
 from runner.core.interfaces.technique import (
     GAIN_TESTS,
     Choice,
@@ -48,13 +49,11 @@ from runner.core.record.recorder import Recorder
 from runner.core.schemas.data import BadSamples
 from runner.core.schemas.debug import DebugConfig, OnAnomaly
 from runner.core.schemas.jobs import JobKind
-from runner.core.schemas.models import HuggingFaceConfig
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import HuggingFaceConfig, ObjectiveConfig
 from runner.core.schemas.optimization import Optimization
-from runner.core.schemas.training import MonitorMode
+from runner.core.schemas.training import MICRO_BATCH, MonitorMode
 from runner.core.stability.controller import StabilityController
 from runner.core.techniques.application import apply_techniques, warn_unused_settings
-from runner.core.train.best import BestCriterion, digest_validation
 from runner.core.train.length import (
     resolve_batches,
     resolve_epochs,
@@ -63,11 +62,12 @@ from runner.core.train.length import (
     resolve_steps,
 )
 from runner.core.train.metrics import StepMetricsReader
-from runner.core.train.resume import restore
 from runner.core.train.step import warn_gradients_off
 from runner.core.train.timing import Stopwatch
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from runner.core.interfaces.processes import WorldProtocol
     from runner.core.objectives.from_model import TargetInput
     from runner.core.optim.equivalence import Implementation, UpdateComparison
@@ -163,7 +163,7 @@ def build_run(setup: Setup) -> Run:
         run_data,
         length.batch_size,
         setup.device.torch,
-        rank_slice=setup.world.local_slice if setup.world.is_shared else None,
+        rank_slice=setup.world.local_slice if setup.is_shared else None,
     )
     model = make_model(setup, run_data.data)
     goal = make_goal(setup, run_data.data, model)
@@ -204,7 +204,7 @@ def build_run(setup: Setup) -> Run:
         criterion=BestCriterion(
             goal.monitor,
             "max" if goal.higher_is_better else "min",
-            digest_validation(validation.fetch.order.indices, run_data.validation_stamp),
+            _digest_validation(validation.fetch.order.indices, run_data.validation_stamp),
         ),
         trained_indices=run_data.trained_indices,
         report_every=config.monitoring.every,
@@ -372,7 +372,7 @@ def make_builder(
     target_input = goal.target_input
     # techniques are measured only in our own loop, with one process
     can_measure = (
-        config.job.kind is JobKind.train and not setup.world.is_shared and user_optimizer is None
+        config.job.kind is JobKind.train and not setup.is_shared and user_optimizer is None
     )
     move = make_batch_mover(setup.device.torch, pin=False, aside=False) or (lambda b: b)
     add_target = target_input or (lambda batch: batch)
@@ -409,7 +409,7 @@ def make_builder(
         ema=config.optimizer.ema is not None,
         choices=setup.choices,
         recorded=setup.recorded,
-        recoveries=[halve_micro_batch],
+        recoveries=[retry_smaller],
         world=setup.world,
         measure_gains=config.optimization.measure
         and not config.optimization.strict
@@ -418,6 +418,13 @@ def make_builder(
     if config.optimization.measure and can_measure:
         builder.gains = measured_gains(setup, builder, length.batch_size)
     return builder
+
+
+def retry_smaller(run: Run, error: Exception) -> bool:
+    """Halve the micro-batch if the step has run out of memory."""
+    from runner.core.execution.recovery import halve_micro_batch  # imported when a step fails
+
+    return halve_micro_batch(run, error)
 
 
 def measured_gains(setup: Setup, builder: RunBuilder, batch_size: int) -> MeasuredGains:
@@ -451,10 +458,9 @@ def apply_requested_techniques(
     techniques, unapplied = apply_techniques(
         setup.config.optimization, builder, setup.components.techniques, setup.resolve_target
     )
-    if setup.world.is_shared:  # last: layers are sharded after techniques have changed them
-        techniques += rooms.find("processes", "parallel")(setup.world, builder)
-        if setup.world.shards is not None:
-            setup.checkpointer.commit = setup.world.checkpoint_commit()
+    if setup.is_shared:  # last: layers are sharded after techniques have changed them
+        techniques += rooms.find("processes", "parallel")(builder)
+        setup.checkpointer.commit = setup.world.checkpoint_commit()
     undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
     if MICRO_BATCH in recorded and undecided:
         if builder.micro_batch == resolve_micro_batch(None, builder.batch_size, recorded):
@@ -503,7 +509,7 @@ def make_optimizer_step(
             sets_rate=user_optimizer is None,
             scheduled=scheduled,
         )
-        options, shortcuts = _select_implementation(setup, comparison)
+        options, shortcuts = _select_implementation(setup, builder, comparison)
     if user_optimizer is not None:
         adopt_optimizer(user_optimizer, options, setup.scope)
     elif options != requested:
@@ -546,12 +552,14 @@ def make_lr_factors(setup: Setup, steps: int) -> list[float]:
     return lr_factors(setup.config.schedule, steps)
 
 
-def _select_implementation(setup: Setup, comparison: UpdateComparison) -> Implementation:
+def _select_implementation(
+    setup: Setup, builder: RunBuilder, comparison: UpdateComparison
+) -> Implementation:
     """Return the first implementation with torch's default updates, and record the reason."""
     from runner.core.optim.equivalence import KEY
 
     recorded = setup.recorded.get(KEY)
-    name, reason = setup.world.broadcast_choice(lambda: comparison.select(recorded))
+    name, reason = builder.broadcast_choice(lambda: comparison.select(recorded))
     if reason:
         setup.choices.append(Choice(KEY, name, reason))
     return comparison.candidates[name]
@@ -598,10 +606,12 @@ def resume(setup: Setup, run: Run, measure_gains: bool) -> None:
     """Restore a checkpoint, if configured; `auto` takes the run's own folder."""
     resume, trains = setup.config.checkpoint.resume, setup.trains
     if resume != "none":
+        from runner.core.train.resume import restore  # imported only if needed
+
         if restore(run, None if resume == "auto" else Path(resume), trains) and trains:
             left = "" if run.progress.step < run.total_steps else ": no steps are left to train"
             log.info("continuing after step %s%s", f"{run.progress.step:,}", left)
-    if setup.world.is_rank_zero:
+    if run.rank == 0:
         weights = None if trains else setup.config.model.weights
         if setup.resumes:
             source = setup.folder if resume == "auto" else Path(resume)
@@ -651,3 +661,10 @@ def make_captures(setup: Setup, run: Run) -> CaptureRecorder | None:
     parts = ("model", "data", "objective", "optimizer")
     user_parts = [part for part in parts if getattr(setup.components, part) is not None]
     return CaptureRecorder(capture, folder, setup.written.plain(), user_parts)
+
+
+def _digest_validation(indices: np.ndarray, data_digest: str) -> str:
+    """Return a sha256 of the samples that are validated on, from their indices alone."""
+    sha256 = hashlib.sha256(indices.astype("<i8").tobytes())
+    sha256.update(data_digest.encode())
+    return sha256.hexdigest()

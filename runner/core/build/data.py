@@ -15,9 +15,10 @@ from runner import rooms
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import BatchLoader, make_loader
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
 from runner.core.data.order import permutation
 from runner.core.data.preprocessing import (
+    OpenOptions,
     Preprocessing,
     check_predicts,
 )
@@ -78,7 +79,7 @@ def load_data(setup: Setup) -> RunData:
     setup.choices += run_data.choices
     preprocessing = run_data.preprocessing
     if fitted is None and setup.folder is not None and user_data is None:
-        preprocessing = replace(preprocessing, files=describe_files(files))
+        preprocessing = replace(preprocessing, files=files.describe())
     setup.checkpointer.preprocessing = preprocessing.dump()
     stamp = "sha256" if "validation" in run_data.splits else "own"
     run_data.validation_stamp = str(preprocessing.files.get(stamp, ""))
@@ -182,15 +183,6 @@ def _open_splits(
             splits[split], more = open_split(split, path, config.data, fitted, resolve, opening)
             choices += more
     return splits, choices
-
-
-def describe_files(files: DataFiles) -> dict[str, Any]:
-    """Return `DataFiles.describe`; {} if a file cannot be read."""
-    try:
-        return files.describe()
-    except OSError as error:
-        log.warning("the data have no digest, by which changes are found: %s", error)
-        return {}
 
 
 @dataclass

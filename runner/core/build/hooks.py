@@ -37,7 +37,7 @@ def build_hooks(setup: Setup, run_data: RunData, debug: DebugConfig) -> list[Hoo
     `debug` is the config's, with `every` adapted to the length of the run.
     """
     config, folder, resolve = setup.config, setup.record_folder, setup.resolve_target
-    stats = [rooms.find("processes", "stats")()] if setup.world.is_shared else []
+    stats = [rooms.find("processes", "stats")()] if setup.is_shared else []
     hooks: list[Hook] = [*run_data.hooks, *stats]
     tools = load_debug_tools(debug)
     monitor = SystemMonitor(folder, config.monitoring.system_every_s, config.stability.watch.gpu)

@@ -18,7 +18,7 @@ from runner.core.device.device import Device, seed_everything, select
 from runner.core.errors import ConfigError
 from runner.core.interfaces.processes import OneProcess
 from runner.core.record.storage import guard_folder, make_folder
-from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.device import DistributedKind
 from runner.core.schemas.jobs import EVALUATION_JOBS
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
@@ -53,6 +53,11 @@ class Setup:
     def trains(self) -> bool:
         """Whether the job trains."""
         return self.config.job.kind not in EVALUATION_JOBS
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes train the model."""
+        return self.world.is_shared
 
     @property
     def record_folder(self) -> Path | None:
@@ -96,18 +101,15 @@ def start_setup(
         seed_everything(config.seed)
     policy = FilePolicy.of(config.security, run_tree_folders(own_folder))
     config_hash = request.hash()
-    if not world.is_rank_zero:
-        world.barrier()  # rank 0 deletes remains of a crash
-    checkpointer = Checkpointer(
-        folder if config.checkpoint.enabled else None,  # that all processes share
-        config.checkpoint.keep,
-        config_hash,
-        policy,
-        best_first=config.job.kind in EVALUATION_JOBS,
-        writes=world.is_rank_zero,
-    )
-    if world.is_rank_zero:
-        world.barrier()
+    with world.rank_zero_first():  # which deletes remains of a crash
+        checkpointer = Checkpointer(
+            folder if config.checkpoint.enabled else None,  # that all processes share
+            config.checkpoint.keep,
+            config_hash,
+            policy,
+            best_first=config.job.kind in EVALUATION_JOBS,
+            writes=world.is_rank_zero,
+        )
     resume = config.checkpoint.resume
     resumes = resume != "none" and (resume != "auto" or checkpointer.has_checkpoints)
     path = None if resume == "auto" else Path(resume)

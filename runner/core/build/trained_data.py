@@ -8,22 +8,29 @@ from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.core.build.data import Resolve, RunData, describe_files
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.run_config import RunConfig
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
 from runner.core.data.preprocessing import NAME as PREPROCESSING
-from runner.core.data.preprocessing import Preprocessing, parse_preprocessing, source_of
+from runner.core.data.preprocessing import (
+    OpenOptions,
+    Preprocessing,
+    parse_preprocessing,
+    source_of,
+)
 from runner.core.errors import ConfigError, RunnerError
 from runner.core.record.data_digest import CHANGED_FIX, DataFiles, change_problem
 from runner.core.record.storage import read_file
 from runner.core.schemas.data import LOADING_KEYS, DataChanged, FromFiles, SplitRule
 from runner.core.schemas.jobs import EVALUATION_JOBS
 from runner.core.train.resume import check_own_data
+
+if TYPE_CHECKING:
+    from runner.core.build.data import Resolve, RunData
 
 log = logging.getLogger("runner")
 
@@ -72,7 +79,7 @@ def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles)
     earlier, then = before.get("paths", {}), str(before.get("sha256"))
     pairs = {key: (files.paths.get(key), earlier.get(key)) for key in {**earlier, **files.paths}}
     other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    now = {} if other else describe_files(files)
+    now = {} if other else files.describe()
     if now.get("sha256", then) != then:
         own = ["data.path"] if now["own"] != before.get("own") else []
         keys = own or [key for key in files.paths if key != "data.path"]
@@ -88,7 +95,7 @@ def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles)
             log.warning("%s: the run was trained on %s, and is now on %s", key, old, new)
     if not trains:
         return fitted
-    return replace(fitted, source=source_of(data), files=describe_files(files))
+    return replace(fitted, source=source_of(data), files=files.describe())
 
 
 SPLIT_KEYS = ("validation", "split", "split_by", "split_seed", "folds", "fold", "split_folders")

@@ -18,13 +18,12 @@ from typing import Any
 from runner.core.checkpoint.manifest import MODEL, NAME, STATE
 from runner.core.errors import CheckpointError, UsageError
 from runner.core.record.storage import FileDigest, HashedFile
-from runner.core.record.text import dataclass_from_json
-from runner.core.security.checksummed_json import read_checksummed_json, to_checksummed_json
+from runner.core.security import checksummed_json
+from runner.core.security.checksummed_json import FORMAT, to_checksummed_json
 
 FOLDER = "debug/captures"
 CHECKPOINT = "checkpoint"  # folder with the hard links
 STEP = re.compile(r"step_\d{8,}", re.ASCII)
-FORMAT = 1
 
 
 class CapturedWeights(Enum):
@@ -67,20 +66,16 @@ class CaptureManifest:
 
 def read_manifest(folder: Path) -> CaptureManifest:
     """Return the manifest of a capture; CheckpointError if it is damaged or forged."""
+    manifest = checksummed_json.read_manifest(folder, CaptureManifest)
     path = folder / NAME
-    body = read_checksummed_json(path, FORMAT)
-    try:  # values of other types are errors here, not in later text
-        manifest = dataclass_from_json(CaptureManifest, body)
-        # names in the file are never used as paths
-        allowed = {
-            CapturedWeights.then: [{STATE, MODEL}],
-            CapturedWeights.again: [{STATE}],
-            CapturedWeights.later: [{STATE}, {STATE, MODEL}],  # earlier versions stored weights
-        }
-        if set(manifest.files) not in allowed[manifest.weights]:
-            raise ValueError
-    except (TypeError, KeyError, AttributeError, ValueError):
-        raise CheckpointError(f"{path}: not the manifest of a capture") from None
+    # names in the file are never used as paths
+    allowed = {
+        CapturedWeights.then: [{STATE, MODEL}],
+        CapturedWeights.again: [{STATE}],
+        CapturedWeights.later: [{STATE}, {STATE, MODEL}],  # earlier versions stored weights
+    }
+    if set(manifest.files) not in allowed[manifest.weights]:
+        raise CheckpointError(f"{path}: not the manifest of a capture")
     if STEP.fullmatch(folder.resolve().name) and int(folder.resolve().name[5:]) != manifest.step:
         raise CheckpointError(f"{path}: belongs to step {manifest.step}")
     return manifest

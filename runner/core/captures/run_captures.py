@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+from runner.core.preserved_state import random_state
 
 if TYPE_CHECKING:
     from runner.core.interfaces.batch import Batch
@@ -73,12 +71,3 @@ class CaptureRecorder:
         """Log a warning the first time, at debug level afterwards."""
         log.log(logging.DEBUG if self.warned else logging.WARNING, message)
         self.warned = True
-
-
-def random_state() -> dict[str, Any]:
-    """Return the states of the global generators of torch (CPU), python and numpy."""
-    return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-    }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,15 +19,18 @@ from runner.core.captures.manifest import (
     CaptureManifest,
     list_captures,
 )
-from runner.core.captures.run_captures import CaptureRecorder, random_state
 from runner.core.checkpoint import manifest as checkpoints
 from runner.core.checkpoint.folder import step_name
 from runner.core.checkpoint.snapshot import Copier, write_state, write_tensors
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import tensors, tree_map
 from runner.core.interfaces.run import Run
+from runner.core.preserved_state import random_state
 from runner.core.record import storage
 from runner.core.record.provenance import versions
+
+if TYPE_CHECKING:
+    from runner.core.captures.run_captures import CaptureRecorder
 
 MIB = 2**20
 

@@ -10,14 +10,13 @@ from typing import Any
 
 from runner.core.errors import CheckpointError
 from runner.core.record.storage import FileDigest, HashedFile
-from runner.core.record.text import dataclass_from_json
-from runner.core.security.checksummed_json import read_checksummed_json, to_checksummed_json
+from runner.core.security import checksummed_json
+from runner.core.security.checksummed_json import FORMAT, to_checksummed_json
 
-NAME = "manifest.json"
+NAME = checksummed_json.MANIFEST
 MODEL = "model.safetensors"
 STATE = "state.pt"
 PREPROCESSING = "preprocessing.json"
-FORMAT = 1
 SHARD = re.compile(r"shard_\d{5}_of_\d{5}\.safetensors", re.ASCII)
 
 
@@ -44,15 +43,11 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest; CheckpointError names the problem."""
-    path = folder / NAME
-    body = read_checksummed_json(path, FORMAT)
-    try:
-        manifest = dataclass_from_json(Manifest, body)
-    except (TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{path}: not a manifest of the runner") from None
+    manifest = checksummed_json.read_manifest(folder, Manifest)
     files = manifest.files
     model = shard_names(files) or [MODEL]  # names in the manifest are never used as paths
     if set(files) - {PREPROCESSING} != {*model, STATE}:
+        path = folder / NAME
         raise CheckpointError(f"{path}: lists {sorted(files)}, expected {MODEL} and {STATE}")
     return manifest
 

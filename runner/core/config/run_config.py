@@ -13,18 +13,17 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from runner.core.bounds import check_counts
 from runner.core.config.groups import USER_CLASS_GROUPS
-from runner.core.count_limits import check_counts
 from runner.core.errors import ConfigError, UsageError
 from runner.core.schemas import data as data_config
-from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.checks import ChecksConfig
 from runner.core.schemas.data import LIMIT_KEYS, DataConfig
 from runner.core.schemas.debug import DebugConfig
-from runner.core.schemas.device import DeviceConfig
-from runner.core.schemas.distributed import DistributedConfig, DistributedKind
+from runner.core.schemas.device import DeviceConfig, DistributedConfig, DistributedKind
 from runner.core.schemas.jobs import (
     EVALUATION_JOBS,
+    BenchmarkConfig,
     EvaluateConfig,
     ExportKind,
     JobConfig,
@@ -35,9 +34,8 @@ from runner.core.schemas.jobs import (
     VerifyConfig,
     VerifyKind,
 )
-from runner.core.schemas.models import ModelConfig
+from runner.core.schemas.models import ModelConfig, ObjectiveConfig
 from runner.core.schemas.monitoring import MonitoringConfig
-from runner.core.schemas.objectives import ObjectiveConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig
 from runner.core.schemas.security import SecurityConfig

@@ -18,8 +18,8 @@ from runner.core.data.labels import (
     guess_task,
     remap_labels,
 )
-from runner.core.data.open import DEFAULT_OPENING, OpenOptions
 from runner.core.data.paths import existing_path, suggestion
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import usable_indices
 from runner.core.errors import ConfigError, DataError

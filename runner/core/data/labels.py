@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from runner.core.data.open import OpenOptions
 from runner.core.data.paths import check_link
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import BadSample, ConfigError, DataError
 from runner.core.format import join_names
 from runner.core.interfaces.batch import RowNames

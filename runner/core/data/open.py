@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from runner import rooms
 from runner.core.data.dataset import Dataset
-from runner.core.data.preprocessing import Preprocessing, source_of
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.errors import ConfigError
 from runner.core.schemas.data import DataConfig
-from runner.core.security.files.policy import FilePolicy
 
 FROM_FILES = ("tabular", "images", "text", "text_lm", "tokens", "arrays")
-
-
-@dataclass(frozen=True)
-class OpenOptions:
-    """Options for opening data that are not in the config."""
-
-    policy: FilePolicy | None = None  # for array files and links; None: the default
-    fitted: Preprocessing | None = None  # applied; nothing is fitted then
-    evaluates: bool = False  # the data are evaluated and not trained on
-    labelled: bool = True  # False: the data may lack the target
-    split_rule: str | None = None  # the split of the run that is resumed
-    folder: str = ""  # subfolder of data.path with the samples; "": all of it
-    trains_on_all: bool = False  # all samples are trained on: validation is elsewhere
-
-    def splits_samples(self, config: DataConfig) -> bool:
-        """Whether the samples are split into training and validation."""
-        return not self.trains_on_all and not self.evaluates_all(config)
-
-    def evaluates_all(self, config: DataConfig) -> bool:
-        """Whether all samples are evaluated or predicted, not only a validation split."""
-        if self.fitted is None or not self.evaluates:
-            return False
-        return not self.labelled or self.fitted.source != source_of(config)
-
-
-DEFAULT_OPENING = OpenOptions()
-"""Defaults: training data, nothing fitted."""
 
 
 def open_data(

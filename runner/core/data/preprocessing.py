@@ -14,6 +14,7 @@ from runner.core.errors import CheckpointError, ConfigError
 from runner.core.interfaces.batch import Column, ColumnUse, Sizes
 from runner.core.interfaces.technique import Choice
 from runner.core.record.text import dataclass_from_json
+from runner.core.security.files.policy import FilePolicy
 
 if TYPE_CHECKING:
     from runner.core.data.dataset import Dataset
@@ -131,3 +132,30 @@ def source_of(config: DataConfig) -> str:
         return f"{config._target_}({arguments})"
     path = getattr(config, "path", "")
     return str(Path(os.path.expanduser(path)).resolve()) if path else ""
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """Options for opening data that are not in the config."""
+
+    policy: FilePolicy | None = None  # for array files and links; None: the default
+    fitted: Preprocessing | None = None  # applied; nothing is fitted then
+    evaluates: bool = False  # the data are evaluated and not trained on
+    labelled: bool = True  # False: the data may lack the target
+    split_rule: str | None = None  # the split of the run that is resumed
+    folder: str = ""  # subfolder of data.path with the samples; "": all of it
+    trains_on_all: bool = False  # all samples are trained on: validation is elsewhere
+
+    def splits_samples(self, config: DataConfig) -> bool:
+        """Whether the samples are split into training and validation."""
+        return not self.trains_on_all and not self.evaluates_all(config)
+
+    def evaluates_all(self, config: DataConfig) -> bool:
+        """Whether all samples are evaluated or predicted, not only a validation split."""
+        if self.fitted is None or not self.evaluates:
+            return False
+        return not self.labelled or self.fitted.source != source_of(config)
+
+
+DEFAULT_OPENING = OpenOptions()
+"""Defaults: training data, nothing fitted."""

@@ -16,7 +16,7 @@ from runner.core.errors import ConfigError, DataError
 from runner.core.interfaces.technique import Choice
 
 if TYPE_CHECKING:
-    from runner.core.data.open import OpenOptions
+    from runner.core.data.preprocessing import OpenOptions
     from runner.core.schemas.data import DataConfig
 
 KEY = "data.split"

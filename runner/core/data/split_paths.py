@@ -10,9 +10,9 @@ from typing import Any
 
 from runner import rooms
 from runner.core.data.dataset import Dataset
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
 from runner.core.data.paths import check_link, existing_path
-from runner.core.data.preprocessing import Preprocessing, source_of
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, source_of
 from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import DataConfig

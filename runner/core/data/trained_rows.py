@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from runner.core.data.dataset import Dataset, TensorsDataset
-from runner.core.data.open import OpenOptions, open_data
+from runner.core.data.open import open_data
 from runner.core.data.order import splitmix
-from runner.core.data.preprocessing import Preprocessing, source_of
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, source_of
 from runner.core.data.split_paths import find_split_paths
 from runner.core.errors import RunnerError
 from runner.core.interfaces.technique import Choice

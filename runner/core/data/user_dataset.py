@@ -26,8 +26,8 @@ from runner.core.data.collate import (
 )
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.data.labels import check_id_range
-from runner.core.data.open import DEFAULT_OPENING, OpenOptions
 from runner.core.data.order import mix, sample_seeds
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources
 from runner.core.errors import BadSample, ConfigError, DataError, RunnerError

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from time import perf_counter
 from typing import Any, final
 
 import numpy as np
@@ -83,6 +84,17 @@ class Device:
             torch.cuda.synchronize(self.torch)
         elif self.kind == "mps":
             torch.mps.synchronize()
+
+    def clock(self) -> float:
+        """Return the seconds of `perf_counter` once the device has done its work. Host sync."""
+        self.synchronize()
+        return perf_counter()
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """Return how long a call takes, until the device has done its work. Host sync."""
+        start = self.clock()
+        call()
+        return self.clock() - start
 
     def describe(self) -> dict[str, Any]:
         """Return all properties as plain values, for the summary."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from runner.core.errors import UsageError
-from runner.core.execution.recovery import halve_evaluation_batch
 from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows, split_batch
 from runner.core.interfaces.hook import Evaluation
 from runner.core.interfaces.nested import tree_map
@@ -106,6 +105,8 @@ def apply_in_parts(run: Run, batch: Batch, compute: Callable[[Batch], T]) -> lis
         try:
             return [compute(slice_rows(batch, part) if size < samples else batch) for part in parts]
         except Exception as error:
+            from runner.core.execution.recovery import halve_evaluation_batch  # when one fails
+
             if not halve_evaluation_batch(run, error, samples):
                 raise
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
-import re
-import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.device import memory
-from runner.core.errors import ConfigError, OutOfMemory, RunnerError
+from runner.core.device.device_errors import (
+    is_out_of_memory,
+    missing_memory,
+    release_references,
+)
+from runner.core.errors import ConfigError, OutOfMemory
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import (
     Batch,
@@ -32,92 +31,20 @@ from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import evaluation_mode
 from runner.core.preserved_state import preserve_random_state
+from runner.core.schemas.training import MICRO_BATCH
 
 log = logging.getLogger("runner")
 
-MICRO_BATCH = "training.micro_batch"
 NO_MEAN = "the loss is not a mean over samples, and each micro-batch has a loss of its own"
-OOM_MESSAGE = re.compile(
-    r"DefaultCPUAllocator|not enough memory|out of memory|std::bad_alloc|"
-    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|[Cc]annot allocate memory"
-)
-ONEDNN_MESSAGE = re.compile(r"could not (create|execute) a primitive")
-CALL_FAILED = re.compile(r"aoti_torch_(\w+)\(.*API call failed at")
-"""The error of compiled C++ code names the call, not the cause."""
-ALLOCATIONS = ("empty_strided", "empty_strided_pinned")
-"""Calls that fail for lack of memory alone."""
-CAPTURE_MESSAGE = re.compile(r"error: operation .*captur")
-DEVICE_MESSAGE = re.compile(
-    r"(CUDA|HIP)( driver| runtime)? error|Triton Error|CU(BLAS|DNN|SPARSE|SOLVER|FFT)_STATUS_|"
-    r"cu(DNN|BLAS|SPARSE) error|nvrtc",
-    re.IGNORECASE,
-)
-REQUESTED_SIZE = re.compile(
-    r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.IGNORECASE
-)
 SMALLER_MODEL_FIX = (
     "weights, gradients and optimizer state alone do not fit: use a smaller model, "
     "or less state per weight (optimizer=sgd, optimizer.ema=null, "
     "checkpoint.enabled=false)"
 )
-LESS_MEMORY_FIX = (
-    "make the model smaller, or keep less for each weight (optimizer=sgd, optimizer.ema=null); if "
-    "the weights fit, lower training.micro_batch"
-)
 FEWER_ACTIVATIONS_FIX = (
     "use optimization=memory_efficient or optimization.recompute.enabled=true, or make the samples "
     "or the model smaller"
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that memory ran out, on the device or the host."""
-    if isinstance(error, RunnerError):
-        return False
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error)
-    if CAPTURE_MESSAGE.search(text) and error.__context__ is not None:  # ended by that error
-        return is_out_of_memory(error.__context__)
-    if ONEDNN_MESSAGE.search(text):  # its message is the same for lack of memory
-        return memory.rlimit_bytes_left() is not None
-    if call := CALL_FAILED.search(text):
-        return call[1] in ALLOCATIONS or OOM_MESSAGE.search(_last_cause()) is not None
-    return OOM_MESSAGE.search(text) is not None
-
-
-def _last_cause() -> str:
-    """Return the cause of the last failed call of compiled C++ code, "" before torch 2.13."""
-    libraries = Path(torch.__file__).parent / "lib"
-    try:
-        cause = ctypes.CDLL(str(next(libraries.glob("libtorch_cpu.*")))).torch_exception_get_what
-    except (OSError, AttributeError, StopIteration):
-        return ""
-    cause.restype = ctypes.c_char_p
-    return (cause() or b"").decode(errors="replace")
-
-
-def is_device_error(error: BaseException) -> bool:
-    """Whether a device call failed for another reason than memory: later ones may all fail."""
-    if not isinstance(error, RuntimeError) or isinstance(error, RunnerError):
-        return False
-    if is_out_of_memory(error):
-        return False
-    return isinstance(error, torch.AcceleratorError) or bool(DEVICE_MESSAGE.search(str(error)))
-
-
-@contextmanager
-def suppress_device_errors() -> Iterator[None]:
-    """Suppress errors of the device, while another error ends the run."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_device_error(error):
-            raise
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:
@@ -150,7 +77,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
             return True  # uncompiled, or without CUDA graphs, it takes less
         raise _single_sample_error(run, error, step_label) from None
     run.micro_batch = largest_slice(run.largest_local_batch(run.train.batch_size), (size + 1) // 2)
-    reason = f"{step_label} ran out of memory{_missing_memory(error)} with {size}"
+    reason = f"{step_label} ran out of memory{missing_memory(error)} with {size}"
     obstacle = _find_split_obstacle(run)
     effect = f"the step is another one: {obstacle}" if obstacle else "its gradient is the same"
     reason = f"{reason}; {effect}"
@@ -159,7 +86,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     # a new dict: a checkpoint of the old one may be in the making
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
     message = (
-        f"ran out of memory{_missing_memory(error)} with {count_noun(size, 'sample')} at a time"
+        f"ran out of memory{missing_memory(error)} with {count_noun(size, 'sample')} at a time"
     )
     action = f"retrying the batch with {run.micro_batch} at a time; {effect}"
     _record_oom(run, message, action, error)
@@ -242,14 +169,14 @@ def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
     if size == 1:
         raise _single_sample_error(run, error, "validation") from None
     run.evaluation_batch = (size + 1) // 2
-    message = f"validation ran out of memory{_missing_memory(error)} with {size} samples at a time"
+    message = f"validation ran out of memory{missing_memory(error)} with {size} samples at a time"
     _record_oom(run, message, f"{run.evaluation_batch} at a time from now on", error)
     return True
 
 
 def _single_sample_error(run: Run, error: Exception, where: str) -> OutOfMemory:
     """Return the error for one sample that does not fit, with a fix by what takes the memory."""
-    missing = _missing_memory(error)
+    missing = missing_memory(error)
     _record_oom(run, f"{where} ran out of memory{missing} with one sample", "the run ends", error)
     trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     state = 0 if run.update.optimizer.state else 2 * trained  # Adam's, made in the first update
@@ -265,21 +192,6 @@ def _record_oom(run: Run, message: str, action: str, error: Exception) -> None:
     )
 
 
-@contextmanager
-def translate_oom(activity: str) -> Iterator[None]:
-    """Raise OutOfMemory for a lack of memory inside; `activity` says what the run was doing."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        missing = _missing_memory(error)
-        release_references(error)
-    else:
-        return
-    raise OutOfMemory(f"out of memory{missing} {activity}; {LESS_MEMORY_FIX}")
-
-
 def _release_step_memory(run: Run, error: Exception) -> None:
     """Free gradients, and activations that the traceback of the failed step references."""
     release_references(error)
@@ -290,21 +202,3 @@ def _release_step_memory(run: Run, error: Exception) -> None:
 
         allocator.return_freed_memory(run.scope)
     memory.free_caches(run.device)
-
-
-def release_references(error: BaseException | None) -> None:
-    """Clear the local variables of all frames in the tracebacks of an error and its causes."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
-
-
-def _missing_memory(error: Exception) -> str:
-    """Return the size of the failed allocation as " (… more)", or "" if unknown."""
-    match = REQUESTED_SIZE.search(str(error))
-    if match is None:
-        return ""
-    size = match[1]
-    if match[2] is not None:
-        size = f"{int(match[2]) / 2**20:,.0f} MiB"
-    return f" ({size} more)"

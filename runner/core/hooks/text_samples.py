@@ -46,7 +46,7 @@ class TextSamples(Hook):
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
         """Write the texts; only in the first process, which needs all of the weights."""
-        if run.world.rank or run.shards is not None:
+        if run.rank or run.shards is not None:
             return
         source = run.validation.fetch.source
         inputs, _ = source.fetch(np.sort(source.validation)[: self.count], None)

@@ -98,7 +98,7 @@ class WorldProtocol(Protocol):
         return None
 
     def checkpoint_commit(self) -> CheckpointCommitProtocol | None:
-        return None
+        return None  # unless weights are sharded
 
     def total_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
         return weight
@@ -125,6 +125,9 @@ class WorldProtocol(Protocol):
 
     def barrier(self) -> None:
         return
+
+    def rank_zero_first(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def means_loss(self, error: BaseException) -> bool:
         return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.core.errors import UsageError
+from runner.core.interfaces.processes import OneProcess
 from runner.core.interfaces.technique import GAIN_TESTS, RunParts
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from runner.core.record.recorder import Recorder
     from runner.core.stability.controller import StabilityController
     from runner.core.train.bad_samples import BadSampleTracker
-    from runner.core.train.best import BestCriterion
     from runner.core.train.gain_tests import GainTests
     from runner.core.train.metrics import StepMetricsReader
     from runner.core.train.timing import Stopwatch
@@ -49,6 +50,27 @@ class Quantized:
 
     model: nn.Module
     evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class BestCriterion:
+    """By what the best checkpoint is chosen; values of different ones are not compared."""
+
+    metric: str
+    mode: str  # min | max
+    validation: str  # sha256 of the validation indices and the data's digest
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], now: BestCriterion, default: str) -> BestCriterion:
+        """Return that of a checkpoint.
+
+        An older one does not have it: its metric is that of its settings, or `default`, and the
+        rest counts as unchanged.
+        """
+        if "criterion" in state:
+            return cls(**state["criterion"])
+        metric = state["settings"].get("training.monitor", "None")
+        return cls(default if metric == "None" else metric, now.mode, now.validation)
 
 
 @dataclass
@@ -157,7 +179,18 @@ class Run(RunParts):
     @property
     def writes(self) -> bool:
         """Whether this process writes the record: the only one, or the first of several."""
-        return self.folder is not None and self.world.is_rank_zero
+        return self.folder is not None and self.rank == 0
+
+    def alone(self) -> Run:
+        """Return the run as if it had one process; both share model and progress."""
+        return replace(self, world=OneProcess(), forward=self.model) if self.is_shared else self
+
+    def count_faults(self) -> dict[str, int]:
+        """Return how often each kind of fault occurred, of all parts."""
+        faults = Counter(self.history.counts)
+        for part in (self.recorder, self.checkpointer, self.world):
+            faults.update(part.faults)
+        return dict(faults)
 
     def is_rejected(self, name: str) -> bool:
         """Whether a technique's gain was measured in the run, and it is not used."""
@@ -186,13 +219,17 @@ class Run(RunParts):
         """Return the largest number of samples of a batch that one process has."""
         return self.world.max_local_samples(samples)
 
+    def all_reduce_max(self, *numbers: int) -> list[int]:
+        """Return the maximum of each number over all processes."""
+        return self.world.all_reduce_max(*numbers)
+
     def worst_verdict(self, verdict: Verdict) -> Verdict:
         """Return the worst verdict of all processes."""
-        return type(verdict)(self.world.all_reduce_max(verdict)[0])
+        return type(verdict)(self.all_reduce_max(verdict)[0])
 
     def holds_for_any(self, condition: bool) -> bool:
         """Whether the condition holds in any process."""
-        return bool(self.world.all_reduce_max(int(condition))[0])
+        return bool(self.all_reduce_max(int(condition))[0])
 
     def gather(self, value: T) -> list[T]:
         """Return the value of each process, by rank."""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from runner.core.interfaces.processes import OneProcess
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from runner.core.techniques.recompute import RecomputedBlocks
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GAIN_TESTS = "optimization.trials"  # key in checkpoints of the results of gain tests
 GAIN_TEST_SHARE = 0.02  # share of a run's steps that they may take
@@ -154,6 +155,10 @@ class RunParts:
         """Whether several processes train it."""
         return self.world.is_shared
 
+    def broadcast_choice(self, decide: Callable[[], T]) -> T:
+        """Return the first process's decision in all of them."""
+        return self.world.broadcast_choice(decide)
+
 
 @dataclass(kw_only=True)
 class RunBuilder(RunParts):
@@ -181,6 +186,11 @@ class RunBuilder(RunParts):
     def parts(self) -> dict[str, Any]:
         """Return the fields that the finished run takes over, by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunParts)}
+
+    @property
+    def has_temporary_weights(self) -> bool:
+        """Whether each forward gathers weights of other processes, and frees them."""
+        return self.world.kind == "fsdp"
 
     def unsupported_reason(self, technique: str) -> str | None:
         """Return why the run's processes do not support a technique; None if they do."""
@@ -257,7 +267,7 @@ class RunBuilder(RunParts):
         if key in self.recorded:
             value, reason = self.recorded[key], "kept from the resumed run"
         else:
-            value, reason = self.world.broadcast_choice(decide)
+            value, reason = self.broadcast_choice(decide)
         self.choices.append(Choice(key, value, reason))
         return value
 

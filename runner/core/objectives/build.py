@@ -15,7 +15,7 @@ from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import CLASS_TARGET_FIX
-from runner.core.schemas.objectives import KINDS, ObjectiveConfig
+from runner.core.schemas.models import OBJECTIVE_KINDS, ObjectiveConfig
 
 Resolve = Callable[[str, str], Any]
 TARGET_KEY = "objective._target_"
@@ -71,7 +71,7 @@ def build_objective(
         from runner.core.objectives.from_model import ModelLossObjective, shifts_labels
 
         return ModelLossObjective(sizes.task, config.ignore_index, shifts_labels(model))
-    if kind not in KINDS or kind != sizes.task:
+    if kind not in OBJECTIVE_KINDS or kind != sizes.task:
         targets_are_classes = (kind, sizes.task) == ("classification", "regression")
         fix = f"use objective=auto, other data, or name a loss by {TARGET_KEY}"
         problem = f"{kind} does not fit the data, whose task is {sizes.task!r}"

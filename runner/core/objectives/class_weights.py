@@ -12,7 +12,7 @@ from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import LABELS_UNKNOWN
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 
 log = logging.getLogger("runner")
 KEY = "objective.class_weights"

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.core.optim.optimizer import Optimizer, sparse_embeddings
-from runner.core.optim.optimizer_state import fill_momentum
+from runner.core.optim.optimizer import Optimizer, fill_momentum, sparse_embeddings
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.optim.origin import skip_compiler_import, uses_torch_step
 from runner.core.schemas.stability import StabilityConfig

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,10 @@ Optimizer = torch.optim.Optimizer
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "differentiable"})
 """Options that choose how an update is computed; at most one of them may be on."""
 OPTIONS_WITH_OWN_KEY = ("lr", "weight_decay")
+OPTIONS_OF_THIS_RUN = (
+    "fused", "foreach", "differentiable", "capturable", "lr_share", "param_names",
+)  # fmt: skip
+"""Options that techniques, the config and the model set, whatever a checkpoint has."""
 TAKE_SPARSE = (torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad)
 log = logging.getLogger("runner")
 
@@ -158,8 +163,6 @@ def build_optimizer(
         problem = f"{cls.__name__} makes its own groups, so these rates are lost"
         raise ConfigError("optimizer.groups", problem, "set the rates in its constructor")
     if cls is torch.optim.SGD:
-        from runner.core.optim.optimizer_state import fill_momentum
-
         fill_momentum(optimizer)
     return optimizer
 
@@ -233,3 +236,62 @@ def _accepted_options(cls: type[Optimizer]) -> list[str]:
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
     return list(names)
+
+
+def combined_parts(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that a CombinedOptimizer steps; none of any other."""
+    parts: list[Optimizer] = vars(optimizer).get("combined_parts", [])
+    return parts
+
+
+def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of each group's values of constructor arguments: those a config can change."""
+    if parts := combined_parts(optimizer):
+        return [options for part in parts for options in constructor_options(part)]
+    signatures = [inspect.signature(base) for base in type(optimizer).__mro__[:-1]]
+    names = {name for signature in signatures for name in signature.parameters} - {"params"}
+    names |= set(OPTIONS_OF_THIS_RUN)
+    return [{k: deepcopy(v) for k, v in g.items() if k in names} for g in optimizer.param_groups]
+
+
+def parameter_names(named: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> list[list[str]]:
+    """Return the names of each parameter."""
+    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
+    for name, parameter in named.items():
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:
+    """Return each group's multiple of the scheduled rate `lr`; 1 if it is None.
+
+    Groups to which the optimizer's class gave rates of their own keep their ratio to the first.
+    """
+    groups = optimizer.param_groups
+    if lr is None:
+        return [1.0] * len(groups)
+    rates = [float(group.get("lr", lr)) for group in groups]  # host sync: when it is built
+    first = rates[0] or lr or 1.0
+    return [g.get("lr_share", 1.0) * (r / first) for g, r in zip(groups, rates, strict=True)]
+
+
+def fill_momentum(optimizer: Optimizer) -> None:
+    """Create zero momentum buffers of fused SGD before its first step.
+
+    Otherwise a first step skipped in the kernel leaves them uninitialised (torch 2.13). Zeros give
+    the same update, since a first buffer equals the gradient, except with dampening: then steps are
+    not skipped in the kernel.
+    """
+    if type(optimizer) is not torch.optim.SGD or not is_torch_class(torch.optim.SGD):
+        return
+    for group, weight in iterate_weights(optimizer):
+        if group.get("fused") and group["momentum"] and not group["dampening"]:
+            state = optimizer.state[weight]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def iterate_weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Yield each weight with the options of its group."""
+    return ((group, weight) for group in optimizer.param_groups for weight in group["params"])

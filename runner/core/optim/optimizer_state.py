@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.core.errors import CheckpointError
+from runner.core.optim.optimizer import (
+    OPTIONS_OF_THIS_RUN,
+    combined_parts,
+    fill_momentum,
+    iterate_weights,
+)
 from runner.core.optim.origin import is_torch_class
 from runner.core.security.files.encode import encode
 
@@ -20,49 +24,6 @@ MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer
 """State that fused kernels access at the weight's size without checking it."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
 """State that exists only while an option is on; torch creates a missing momentum itself."""
-
-OPTIONS_OF_THIS_RUN = (
-    "fused", "foreach", "differentiable", "capturable", "lr_share", "param_names",
-)  # fmt: skip
-"""Options that techniques, the config and the model set, whatever a checkpoint has."""
-
-
-def combined_parts(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that a CombinedOptimizer steps; none of any other."""
-    parts: list[Optimizer] = vars(optimizer).get("combined_parts", [])
-    return parts
-
-
-def constructor_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return a copy of each group's values of constructor arguments: those a config can change."""
-    if parts := combined_parts(optimizer):
-        return [options for part in parts for options in constructor_options(part)]
-    signatures = [inspect.signature(base) for base in type(optimizer).__mro__[:-1]]
-    names = {name for signature in signatures for name in signature.parameters} - {"params"}
-    names |= set(OPTIONS_OF_THIS_RUN)
-    return [{k: deepcopy(v) for k, v in g.items() if k in names} for g in optimizer.param_groups]
-
-
-def parameter_names(named: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> list[list[str]]:
-    """Return the names of each parameter."""
-    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
-    for name, parameter in named.items():
-        if id(parameter) in names:
-            names[id(parameter)].append(name)
-    return [names[id(parameter)] for parameter in parameters]
-
-
-def group_lr_shares(optimizer: Optimizer, lr: float | None) -> list[float]:
-    """Return each group's multiple of the scheduled rate `lr`; 1 if it is None.
-
-    Groups to which the optimizer's class gave rates of their own keep their ratio to the first.
-    """
-    groups = optimizer.param_groups
-    if lr is None:
-        return [1.0] * len(groups)
-    rates = [float(group.get("lr", lr)) for group in groups]  # host sync: when it is built
-    first = rates[0] or lr or 1.0
-    return [g.get("lr_share", 1.0) * (r / first) for g, r in zip(groups, rates, strict=True)]
 
 
 def restore_options(
@@ -127,7 +88,7 @@ def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str
     if is_torch_class(type(optimizer)):
         _check_saved_options(optimizer, saved_groups)
     state: dict[int, Any] = {}
-    for number, (group, weight) in zip(numbers, _iterate_weights(optimizer), strict=True):
+    for number, (group, weight) in zip(numbers, iterate_weights(optimizer), strict=True):
         entries = saved["state"].get(number, {})
         if not isinstance(entries, Mapping):
             raise ValueError(f"the state of a weight is a {type(entries).__name__}")
@@ -167,7 +128,7 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
     for part in combined_parts(optimizer):
         check_optimizer_state(part)
     if torch_base(optimizer) is not None:
-        for _, weight in _iterate_weights(optimizer):
+        for _, weight in iterate_weights(optimizer):
             check_tensors(optimizer, weight, optimizer.state.get(weight, {}))
 
 
@@ -234,33 +195,13 @@ def _select_entries(
     return entries
 
 
-def _iterate_weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    return ((group, weight) for group in optimizer.param_groups for weight in group["params"])
-
-
-def fill_momentum(optimizer: Optimizer) -> None:
-    """Create zero momentum buffers of fused SGD before its first step.
-
-    Otherwise a first step skipped in the kernel leaves them uninitialised (torch 2.13). Zeros give
-    the same update, since a first buffer equals the gradient, except with dampening: then steps are
-    not skipped in the kernel.
-    """
-    if type(optimizer) is not torch.optim.SGD or not is_torch_class(torch.optim.SGD):
-        return
-    for group, weight in _iterate_weights(optimizer):
-        if group.get("fused") and group["momentum"] and not group["dampening"]:
-            state = optimizer.state[weight]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(weight)
-
-
 def align_state(optimizer: Optimizer) -> None:
     """Convert loaded state to the layout that an update assumes.
 
     Moments get their weight's strides (for fused kernels), counters move to the device for updates
     without a host sync, and fused SGD gets missing momentum buffers.
     """
-    for group, weight in _iterate_weights(optimizer):
+    for group, weight in iterate_weights(optimizer):
         on_device = group.get("fused") or group.get("capturable")
         state = optimizer.state.get(weight, {})
         for key, value in state.items():

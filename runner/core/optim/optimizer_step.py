@@ -19,13 +19,7 @@ from runner.core.optim.gradients import (
     gradient_values,
     tensor_norms,
 )
-from runner.core.optim.optimizer_state import (
-    check_saved_state,
-    constructor_options,
-    group_lr_shares,
-    parameter_names,
-    restore_options,
-)
+from runner.core.optim.optimizer import constructor_options, group_lr_shares, parameter_names
 from runner.core.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
 from runner.core.schemas.stability import StabilityConfig
 
@@ -445,6 +439,8 @@ class OptimizerStep:
         with skip_compiler_import():
             optimizer_state = self.optimizer.state_dict()
         if not is_torch_class(type(self.optimizer)):
+            from runner.core.optim.optimizer_state import check_saved_state
+
             check_saved_state(self.optimizer, optimizer_state)
         return {
             "optimizer": optimizer_state,
@@ -465,6 +461,7 @@ class OptimizerStep:
             align_state,
             check_optimizer_state,
             compatible_state,
+            restore_options,
         )
         from runner.core.optim.parameter_order import reorder_state
 

@@ -7,12 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from runner.core.optim.optimizer_state import (
-    OPTIONS_OF_THIS_RUN,
-    has_config_precedence,
-    has_torch_form,
-    is_equal,
-)
+from runner.core.optim.optimizer import OPTIONS_OF_THIS_RUN
+from runner.core.optim.optimizer_state import has_config_precedence, has_torch_form, is_equal
 
 Names = list[list[str]]
 """Of each parameter: its names in the model, several if it is tied, none if it is not in it."""

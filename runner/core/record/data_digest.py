@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,8 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("runner")
 
 DATA_PATH_KEYS = ("path", "validation_path", "test_path")  # keys of the files that a run reads
 CHANGED_FIX = "restore the file, or to go on with it as it is: data.changed=accept"
@@ -65,11 +68,17 @@ class DataFiles:
     def describe(self) -> dict[str, Any]:
         """Return paths and digests for preprocessing.json: of all files, and of data.path alone.
 
-        Raises OSError.
+        {} without files, or if one cannot be read.
         """
         if not self.paths:
             return {}
-        own = self.digest if len(self.paths) == 1 else digest_files([self.paths["data.path"]])
+        try:
+            own = self.digest
+            if len(self.paths) > 1:
+                own = digest_files([self.paths["data.path"]])
+        except OSError as error:
+            log.warning("the data have no digest, by which changes are found: %s", error)
+            return {}
         return {"paths": self.paths, "sha256": self.digest["sha256"], "own": own["sha256"]}
 
 

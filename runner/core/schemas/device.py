@@ -1,4 +1,4 @@
-"""The `device` config group, and environment variables to set before torch is loaded."""
+"""The `device` and `distributed` config groups, and environment variables to set before torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from runner.core.errors import ConfigError
 # costs nothing on an idle machine; fewer spins do. Measured by scripts/bench_neighbour.py.
 SPIN_COUNT = "10000"
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+FSDP_UNSUPPORTED = {
+    "channels_last": "fsdp shards weights that are contiguous",
+    "chunked_loss": "fsdp gathers the output layer's weight only for its own forward",
+    "cuda_graphs": "fsdp gathers weights and frees them in the middle of the step",
+    "quantization": "with fsdp no process has the whole model",
+}
+"""Techniques that do not work with distributed=fsdp, with the reason."""
 
 
 def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -56,3 +64,53 @@ class DeviceConfig:
         if self.deterministic and self.cudnn_benchmark:
             problem = "conflicts with device.deterministic: it picks kernels by timing"
             raise ConfigError("device.cudnn_benchmark", problem, "turn one of the two off")
+
+
+class DistributedKind(Enum):
+    """How several processes train a model."""
+
+    none = "none"
+    ddp = "ddp"  # each process has the whole model; gradients are averaged
+    fsdp = "fsdp"  # each process has a shard of every weight, gradient and optimizer state
+
+
+class Backend(Enum):
+    """The communication backend."""
+
+    nccl = "nccl"
+    gloo = "gloo"
+
+
+class Compression(Enum):
+    """The dtype in which gradients are sent."""
+
+    none = "none"
+    bf16 = "bf16"
+
+
+@dataclass
+class DistributedConfig:
+    """How many processes train one model, and how they communicate."""
+
+    # none: one process; ddp: a copy of the model in each; fsdp: shards of weights and states
+    kind: DistributedKind = DistributedKind.none
+    processes: int | None = bounded(None, min=1)  # per machine; null: one per GPU, 1 without GPUs
+    backend: Backend | None = None  # null: nccl on CUDA, else gloo
+    timeout_s: float = bounded(300.0, min=1)  # seconds until a silent process counts as hung
+    # restarts of all processes, from the last checkpoint, after one is lost or hangs
+    restarts: int = bounded(0, min=0)
+    sync_batchnorm: bool = True  # BatchNorm over the whole batch; false: over each process's part
+    no_sync: bool = True  # reduce gradients once per step; false: after each micro-batch
+    unused_parameters: bool = False  # ddp: allow weights without a gradient, found each step
+    bucket_mb: float = bounded(25.0, above=0)  # ddp: size of a gradient bucket in MiB
+    compression: Compression = Compression.none  # ddp: send gradients in bf16; none: in their dtype
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "distributed")
+        if self.kind is DistributedKind.none and self.processes not in (None, 1):
+            problem = f"is {self.processes}, but distributed=none trains in one process"
+            raise ConfigError("distributed.processes", problem, "use distributed=ddp or fsdp")
+        if self.kind is DistributedKind.fsdp and self.compression is not Compression.none:
+            problem = "is for distributed=ddp"
+            fix = "fsdp sends gradients in the type of the weights"
+            raise ConfigError("distributed.compression", problem, fix)

@@ -7,8 +7,7 @@ import os
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds
-from runner.core.count_limits import check_counts
+from runner.core.bounds import bounded, check_bounds, check_counts
 from runner.core.errors import ConfigError
 
 JOB_VARIABLE = "RUNNER_JOB"

@@ -8,6 +8,8 @@ from enum import Enum
 from runner.core.bounds import bounded, check_bounds
 from runner.core.errors import ConfigError
 
+MICRO_BATCH = "training.micro_batch"  # the key of choices
+
 
 class MonitorMode(Enum):
     """Which values of the monitored metric are better."""

@@ -1,4 +1,4 @@
-"""Small JSON records that contain their own digest, to detect damage.
+"""Manifests: JSON that contains its own digest, to detect damage.
 
 The digest does not authenticate the author: anyone can compute it.
 """
@@ -7,18 +7,41 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.core.errors import CheckpointError
 from runner.core.masking import mask_nested
-from runner.core.record.storage import read_file
+from runner.core.record.storage import FileDigest, read_file
+from runner.core.record.text import dataclass_from_json
+
+T = TypeVar("T")
+MANIFEST = "manifest.json"
+FORMAT = 1  # of checkpoints and captures
+
+
+@dataclass(frozen=True)
+class ListedFiles:
+    """What the manifests of checkpoints and captures have in common."""
+
+    files: dict[str, FileDigest]  # by name
 
 
 def to_checksummed_json(body: dict[str, Any]) -> bytes:
     """Return plain values as JSON bytes, masked, with their digest."""
     body = mask_nested(body)
     return _to_json({**body, "digest": hashlib.sha256(_to_json(body)).hexdigest()})
+
+
+def read_manifest(folder: Path, kind: type[T]) -> T:
+    """Read a folder's manifest as the dataclass `kind`. Raises CheckpointError with the reason."""
+    path = folder / MANIFEST
+    body = read_checksummed_json(path, FORMAT)
+    try:  # values of other types are errors here, not in later text
+        return dataclass_from_json(kind, body)
+    except (TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{path}: not a manifest of the runner") from None
 
 
 def read_checksummed_json(path: Path, expected_format: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.errors import SecurityError
-from runner.core.security.secrets import REFERENCE
+from runner.core.masking import REFERENCE
 
 ARGUMENTS = re.compile(r"\w+\.(arguments|options)", re.ASCII)  # mappings that become arguments
 

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.errors import ConfigError, SecurityError
+from runner.core.masking import REFERENCE
 from runner.core.schemas.sweep import storage_path
 from runner.core.security import secrets
 from runner.core.security.cli_overrides import (
@@ -67,7 +68,7 @@ def _texts(config: DictConfig, key: str) -> Iterator[str]:
     if not is_tree:
         yield from [] if value is None else [str(value)]
         return
-    references = [secrets.REFERENCE.fullmatch(str(text)) for _, text in iterate_leaves(raw, key)]
+    references = [REFERENCE.fullmatch(str(text)) for _, text in iterate_leaves(raw, key)]
     variables = {os.environ.get(match[1]) for match in references if match}
     for _, leaf in iterate_leaves(value, key):
         text = str(leaf)

@@ -21,12 +21,18 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from runner.core.errors import ConfigError, RunnerError, SecurityError
-from runner.core.masking import add_secret, add_secrets, known_secrets, mask_secrets, reference_to
+from runner.core.masking import (
+    REFERENCE,
+    add_secret,
+    add_secrets,
+    known_secrets,
+    mask_secrets,
+    reference_to,
+)
 from runner.core.record.storage import read_record, replace_text
 
 KEY = "security.environment"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 
 
 @dataclass

@@ -68,7 +68,8 @@ def step_bytes(
     Bytes per sample are the difference in tensors saved for backward between two small steps;
     `outputs` is that of `saved_bytes`.
     """
-    from runner.core.techniques.probe import probe_step, saved_bytes
+    from runner.core.techniques.model_calls import probe_step
+    from runner.core.techniques.probe import saved_bytes
 
     model, samples = builder.model, min(FEW_SAMPLES, max(1, builder.batch_size // 2))
     small, large = (

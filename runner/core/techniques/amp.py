@@ -49,10 +49,13 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
     dtype = _choose_dtype(config, builder)
     if dtype is torch.float16:
         builder.loss_scale = config.initial_scale
-    # FSDP frees gathered weights after each block: autocast must not cache 16-bit copies
-    cache_weights = builder.world.kind != "fsdp"
     autocast.append(
-        partial(torch.autocast, builder.device.kind, dtype=dtype, cache_enabled=cache_weights)
+        partial(
+            torch.autocast,
+            builder.device.kind,
+            dtype=dtype,
+            cache_enabled=not builder.has_temporary_weights,  # of those no 16-bit copies are kept
+        )
     )
     builder.contexts.append(autocast[0])
     return None

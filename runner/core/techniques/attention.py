@@ -27,7 +27,8 @@ from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.models.modes import enter_training
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Attention, Kernel
-from runner.core.techniques import probe
+from runner.core.techniques import model_calls, probe
+from runner.core.techniques.layer_evidence import count_operators
 
 KEY = "optimization.attention.kernel"
 TORCH_CHOICE = "default"  # torch's own choice
@@ -55,9 +56,9 @@ def unavailable(config: Attention, device: Device) -> str | None:
 def apply(config: Attention, builder: RunBuilder) -> str | None:
     """Record the model's calls, choose a kernel, and use it until the run closes."""
     samples = min(builder.micro_batch, SAMPLES)
-    inputs, _ = probe.sample_batch(builder, samples)
-    forward = partial(probe.forward, builder, inputs)
-    with probe.preserve_builder_state(builder):
+    inputs, _ = model_calls.sample_batch(builder, samples)
+    forward = partial(model_calls.forward, builder, inputs)
+    with model_calls.preserve_builder_state(builder):
         enter_training(builder.model)
         try:
             calls = record_calls(forward, builder.model)
@@ -127,7 +128,7 @@ def engaged(config: Attention, run: Run) -> Evidence:
     requested = config.kernel.value
     if config.kernel is Kernel.auto:
         requested = next(str(c.value) for c in reversed(run.choices) if c.key == KEY)
-    operators = probe.count_operators(run)
+    operators = count_operators(run)
     forward = {name: n for name, n in operators.items() if not name.endswith("_backward")}
     counts = {
         name: sum(n for operator, n in forward.items() if operator.startswith(start))

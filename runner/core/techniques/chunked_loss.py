@@ -20,7 +20,7 @@ from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.objectives.chunked_cross_entropy import OutputLayer, defer_logits, restore_forward
 from runner.core.schemas.optimization import ChunkedLoss
-from runner.core.techniques import probe
+from runner.core.techniques import model_calls, probe
 
 SAMPLES = 2  # in the forwards that find the output layer
 CHUNK_OF_DEVICE = {"cpu": 256}  # fits in a CPU's caches, measured with 32,000 words of width 256
@@ -32,8 +32,8 @@ def apply(config: ChunkedLoss, builder: RunBuilder) -> str | None:
     """Find the layer that computes the logits, and make it return DeferredLogits."""
     if not builder.objective.takes_deferred:
         return f"{type(builder.objective).__name__} needs full logits"
-    inputs, target = probe.sample_batch(builder, min(builder.micro_batch, SAMPLES))
-    with probe.preserve_builder_state(builder), torch.no_grad():
+    inputs, target = model_calls.sample_batch(builder, min(builder.micro_batch, SAMPLES))
+    with model_calls.preserve_builder_state(builder), torch.no_grad():
         builder.model.eval()
         layer, shape = _find_output_layer(builder, inputs)
         if layer is None:
@@ -48,7 +48,7 @@ def apply(config: ChunkedLoss, builder: RunBuilder) -> str | None:
         defer_logits(layer, chunk)
         layer.training = True  # only this layer, so that the forward is otherwise unchanged
         try:
-            output = find_logits(probe.forward(builder, inputs))
+            output = find_logits(model_calls.forward(builder, inputs))
             problem = "the output is another tensor"
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             output, problem = None, f"{type(error).__name__}: {error}"
@@ -64,7 +64,7 @@ def _find_output_layer(builder: RunBuilder, inputs: Any) -> tuple[nn.Module | No
     outputs: list[tuple[nn.Module, Any]] = []
     layers = [m for m in builder.model.modules() if type(m) in (nn.Linear, OutputLayer)]
     with probe.forward_hooks(layers, after=lambda layer, _, out: outputs.append((layer, out))):
-        logits = find_logits(probe.forward(builder, inputs))
+        logits = find_logits(model_calls.forward(builder, inputs))
     last = next((layer for layer, output in outputs if output is logits), None)
     once = sum(layer is last for layer, _ in outputs) == 1
     return (last if once else None), getattr(logits, "shape", None)

@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from runner.core.execution.recovery import is_out_of_memory, release_references
+from runner.core.device.device_errors import is_out_of_memory, release_references
 from runner.core.interfaces.batch import batch_size_of, call_model
 from runner.core.interfaces.technique import ForwardCost, RunBuilder
 from runner.core.models import modes
 from runner.core.models.modes import enter_training
 from runner.core.preserved_state import NotRestorable
-from runner.core.techniques import probe
+from runner.core.techniques import model_calls
 
 COLD_COMPILE_S = 30.0  # cold compile time of a small transformer
 AUTOTUNE_S = 300.0  # assumed: cold max-autotune of a small transformer takes minutes
@@ -49,10 +48,10 @@ def forward_cost(builder: RunBuilder) -> ForwardCost:
 
 
 def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
-    inputs, target = probe.sample_batch(builder, samples)
+    inputs, target = model_calls.sample_batch(builder, samples)
     scripted = any(isinstance(m, torch.jit.ScriptModule) for m in builder.model.modules())
     with ExitStack() as stack:
-        stack.enter_context(probe.preserve_builder_state(builder))
+        stack.enter_context(model_calls.preserve_builder_state(builder))
         stack.enter_context(modes.evaluation_mode(builder.model))
         flop, products = count_flops(partial(call_model, builder.model, inputs), exact=scripted)
     return ForwardCost(flop / 1e6 * builder.micro_batch / batch_size_of(target), products)
@@ -124,14 +123,14 @@ def step_seconds(builder: RunBuilder) -> float:
     Takes the fastest of TIMED_FORWARDS: disturbances (cold caches, other processes) only add time.
     Raises NotRestorable.
     """
-    inputs, _ = probe.sample_batch(builder, builder.micro_batch)
+    inputs, _ = model_calls.sample_batch(builder, builder.micro_batch)
     seconds: list[float] = []
-    with probe.preserve_builder_state(builder), torch.no_grad():
+    with model_calls.preserve_builder_state(builder), torch.no_grad():
         enter_training(builder.model)
         for _ in range(TIMED_FORWARDS):
-            start = perf_counter()
             try:
-                probe.forward(builder, inputs)
+                forward = partial(model_calls.forward, builder, inputs)
+                seconds.append(builder.device.seconds_of(forward))
             except Exception as error:
                 if is_out_of_memory(error):
                     release_references(error)
@@ -139,8 +138,6 @@ def step_seconds(builder: RunBuilder) -> float:
                 if not seconds:
                     raise
                 break  # training will raise it, with its context
-            builder.device.synchronize()
-            seconds.append(perf_counter() - start)
     return 3 * min(seconds)
 
 
@@ -166,12 +163,14 @@ def count_flops(
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+    from runner.core.techniques.probe import OperatorObserver
+
     products: list[object] = []
     with (
         torch.set_grad_enabled(grad),
         torch.compiler.set_stance("force_eager"),
         sdpa_kernel([SDPBackend.MATH]),  # attention as products: the counter misses flash on a CPU
-        probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
+        OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
         FlopCounterMode(display=False) as torch_counter,
     ):
         call()

@@ -14,7 +14,8 @@ from runner.core.device import numerics
 from runner.core.errors import UsageError
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder, Technique
-from runner.core.techniques.probe import OperatorObserver, enter_contexts, probe_step, saved_bytes
+from runner.core.techniques.model_calls import enter_contexts, probe_step
+from runner.core.techniques.probe import OperatorObserver, saved_bytes
 
 if TYPE_CHECKING:
     from runner.core.device.device import Device

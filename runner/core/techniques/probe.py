@@ -1,8 +1,8 @@
-"""Observation of model calls: while a run is built, and in a step of a finished run."""
+"""Observation of model calls: their operators, hooks, and bytes saved for backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -12,11 +12,9 @@ from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.core.device.device import Device
-from runner.core.interfaces.batch import Batch, Inputs, call_model, slice_rows
+from runner.core.interfaces.batch import call_model, slice_rows
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import RunBuilder
-from runner.core.models.modes import enter_training
-from runner.core.preserved_state import large_parameters, preserve_state
+from runner.core.techniques.model_calls import enter_contexts
 
 
 class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -51,61 +49,6 @@ def forward_hooks(
             if after is not None:
                 stack.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
-
-
-@contextmanager
-def enter_contexts(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
-    """Enter the contexts of forward and loss."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
-
-
-# -- while a run is built --------------------------------------------------------------------------
-
-
-def sample_batch(builder: RunBuilder, samples: int) -> Batch:
-    """Return training samples as a batch, with the run's placements applied."""
-    batch = builder.sample(samples)
-    for transform in builder.placements:
-        batch = transform(batch)
-    return batch
-
-
-def preserve_builder_state(builder: RunBuilder) -> AbstractContextManager[None]:
-    """Restore model, objective and random state on exit.
-
-    Raises NotRestorable on entry if that is not possible.
-    """
-    device, safe = builder.device.torch, large_parameters(builder.model)
-    return preserve_state(
-        builder.model, builder.forward, builder.objective, device=device, safe=safe, complete=True
-    )
-
-
-def forward(builder: RunBuilder, inputs: Inputs) -> Any:
-    """Return the model's output, under the run's contexts."""
-    with enter_contexts(builder.contexts):
-        return call_model(builder.forward, inputs)
-
-
-def probe_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return loss and gradients over training samples, uncompiled.
-
-    The model is restored afterwards; its exceptions propagate.
-    """
-    inputs, target = sample_batch(builder, samples)
-    weights = [p for p in builder.model.parameters() if p.requires_grad]
-    with (
-        preserve_builder_state(builder),
-        torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        enter_training(builder.model)
-        with enter_contexts(builder.contexts):
-            loss = builder.objective(call_model(builder.forward, inputs), target)
-        return loss.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
 
 
 def saved_bytes(
@@ -159,9 +102,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-# -- of a finished run -----------------------------------------------------------------------------
-
-
 def dry_run_step(run: Run, samples: int | None = None) -> None:
     """Run a step over the first training batch without its update, in one graph if the run does.
 
@@ -197,21 +137,3 @@ def profile_step(step: Callable[[], object], device: Device, kineto: bool) -> An
         step()
         device.synchronize()
     return profiler.key_averages()
-
-
-def count_operators(run: Run) -> Mapping[str, int]:
-    """Return the calls of operators and kernels in one step of the run, by name.
-
-    Forward, loss and backward over a training batch, compiled if the run is; without the update,
-    so the run does not change. Profiled once and cached; costs 10 ms and a step.
-    """
-    if run.operators is None:
-        # the legacy profiler fails on the ranges that FSDP marks around compiled blocks
-        kineto = run.device.kind == "cuda" or run.shards is not None
-        events = profile_step(lambda: dry_run_step(run), run.device, kineto)
-        run.operators = {event.key: event.count for event in events}
-        if run.step_graph is not None:
-            from runner.core.techniques import compiler
-
-            run.operators |= compiler.count_compiled_operators()
-    return run.operators

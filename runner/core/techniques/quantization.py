@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from runner.core.interfaces.run import Quantized, Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.models import modes
 from runner.core.schemas.optimization import Quantization, QuantizationMode
-from runner.core.techniques.probe import enter_contexts
+from runner.core.techniques.model_calls import enter_contexts
 
 ROUNDS = 5  # of timed forwards, int8 and float in turn, the same number on each machine
 INT8_LEVELS = 127  # on either side of zero
@@ -104,11 +103,7 @@ def _latency_ratio(run: Run, model: nn.Module) -> float:
         inputs = run.validation.peek()[0]
         for _ in range(ROUNDS + 1):
             for forward, seconds in zip(forwards, times, strict=True):
-                run.device.synchronize()
-                start = perf_counter()
-                call_model(forward, inputs)
-                run.device.synchronize()
-                seconds.append(perf_counter() - start)
+                seconds.append(run.device.seconds_of(partial(call_model, forward, inputs)))
     return median(times[0][1:]) / median(times[1][1:])  # the first round warms up
 
 

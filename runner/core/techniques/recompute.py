@@ -26,7 +26,8 @@ from runner.core.preserved_state import NotRestorable
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Recompute, RecomputePolicy
 from runner.core.techniques.accumulation import MIB, step_bytes, usable_bytes
-from runner.core.techniques.probe import dry_run_step, probe_step, repeated_blocks, saved_bytes
+from runner.core.techniques.model_calls import probe_step
+from runner.core.techniques.probe import dry_run_step, repeated_blocks, saved_bytes
 
 KEY = "optimization.recompute"
 NOTHING = "nothing"  # recomputed, as the step fits

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from runner.core.device import numerics
 from runner.core.device.device import Device
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
@@ -22,12 +21,16 @@ def apply(config: Tf32, builder: RunBuilder) -> str | None:
     """Allow TF32 in matmul and cuDNN, until the run closes."""
     if builder.requested_tf32 is not None:
         return f"device.tf32={str(builder.requested_tf32).lower()} decides"
+    from runner.core.device import numerics  # imported only where a device has TF32
+
     numerics.set_tf32(True, builder.scope)
     return None
 
 
 def engaged(config: Tf32, run: Run) -> Evidence:
     """Return the flags, and whether a product of fp32 matrices is rounded to TF32."""
+    from runner.core.device import numerics
+
     precision = numerics.read_fp32_precision()
     facts: dict[str, Any] = {
         "matmul": precision["cuda.matmul"] == "tf32",

@@ -16,7 +16,7 @@ from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.schemas.optimization import WholeStep
 from runner.core.techniques import compile as compile_technique
-from runner.core.techniques import compiler, probe
+from runner.core.techniques import compiler, model_calls
 from runner.core.techniques.fused_optimizer import fastest_implementation
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ def _infer_index_limit(builder: RunBuilder) -> int | None:
 
     On a CPU compiled code ends the process if an index is out of range.
     """
-    inputs, target = probe.sample_batch(builder, builder.micro_batch)
+    inputs, target = model_calls.sample_batch(builder, builder.micro_batch)
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    with probe.preserve_builder_state(builder), torch.no_grad():
-        output = probe.forward(builder, inputs)
+    with model_calls.preserve_builder_state(builder), torch.no_grad():
+        output = model_calls.forward(builder, inputs)
     output = getattr(output, "logits", output)
     shape = list(output.shape) if isinstance(output, Tensor) else []
     for classes, other_dims in ((shape[-1:], shape[:-1]), (shape[1:2], shape[:1] + shape[2:])):

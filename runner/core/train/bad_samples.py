@@ -38,8 +38,8 @@ class BadSampleTracker:
         if run.is_shared:
             gathered = run.gather((bad, len(usable.last.indices)))
             bad = {index: text for each, _ in gathered for index, text in each.items()}
-            run.world.usable_samples = [count for _, count in gathered]
-            empty = not any(run.world.usable_samples)
+            counts = [count for _, count in gathered]
+            run.world.usable_samples, empty = counts, not any(counts)
         for problem in (new_problems := usable.add(bad)):
             run.history.add(
                 "bad_samples", problem, step=run.progress.step, category="data",

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from runner.core.device.device_errors import is_out_of_memory
 from runner.core.errors import CheckpointError
-from runner.core.execution.recovery import is_out_of_memory
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import describe
 from runner.core.interfaces.run import Run

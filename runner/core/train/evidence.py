@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from contextlib import suppress
 
 from runner.core.device import memory
@@ -53,7 +52,7 @@ def build_summary(
         techniques=technique_statuses(run),
         tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
         skipped_steps=progress.skipped,
-        faults=_count_faults(run),
+        faults=run.count_faults(),
         checkpoint=CheckpointPaths(run.checkpointer.last, run.checkpointer.best),
         device=run.device.describe(),
         versions=provenance.versions(),
@@ -92,16 +91,8 @@ def record_failure(run: Run, reason: str) -> None:
         with suppress(StorageError):
             summary = Summary.read(run.folder)
             summary.set_end("failed", mask_secrets(reason))
-            summary.steps, summary.faults = run.progress.step, _count_faults(run)
+            summary.steps, summary.faults = run.progress.step, run.count_faults()
             summary.write(run.folder)
-
-
-def _count_faults(run: Run) -> dict[str, int]:
-    faults = Counter(run.history.counts)
-    faults.update(run.recorder.faults)
-    faults.update(run.checkpointer.faults)
-    faults.update(run.world.faults)
-    return dict(faults)
 
 
 def collect_evidence(run: Run) -> None:

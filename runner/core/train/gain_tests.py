@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from runner.core.errors import CheckpointError
@@ -213,17 +212,16 @@ class GainTests:
 
     def start(self, run: Run) -> float:
         """Return the start time of a step that may be timed. Host sync."""
-        run.device.synchronize()
-        return perf_counter()
+        return run.device.clock()
 
     def end(self, run: Run, started: float, regular: bool) -> None:
         """Record the time of a `regular` step, decide at a test's end, and switch for the next."""
         step = run.progress.step + 1
         test = next((t for t in self.tests if t.first <= step <= t.last), None)
         if test is not None and self.is_timing:
-            run.device.synchronize()
+            seconds = run.device.clock() - started
             if regular and test.name not in run.fallback_reasons:
-                test.record_time(step, perf_counter() - started)
+                test.record_time(step, seconds)
             test.stop_early(step)
             if step == test.last and (added_steps := test.extend()):
                 for following in self.tests[self.tests.index(test) + 1 :]:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.core.execution.recovery import is_device_error
+from runner.core.device.device_errors import is_device_error
 from runner.core.interfaces.run import Run
-from runner.core.train.resume import restore_random_state
+from runner.core.train.run_state import restore_random_state
 
 WEIGHT_CHANGES = ("OptimizerStep.apply", "StepGraph.__call__", "load_weights")
 """Functions that an exception may leave with some of the weights changed."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from runner.core.bounds import check_count
 from runner.core.config.run_config import RunConfig
-from runner.core.count_limits import check_count
 from runner.core.errors import ConfigError
-from runner.core.execution.recovery import MICRO_BATCH
 from runner.core.interfaces.batch import largest_slice
 from runner.core.interfaces.technique import Choice
 from runner.core.schemas.debug import DebugConfig
+from runner.core.schemas.training import MICRO_BATCH
 
 log = logging.getLogger("runner")
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from runner.core.checkpoint.lock import owns_folder
 from runner.core.checkpoint.ownership import NOT_FINITE
+from runner.core.device.device_errors import (
+    is_device_error,
+    is_out_of_memory,
+    suppress_device_errors,
+    translate_oom,
+)
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import (
     ConfigError,
@@ -23,12 +29,6 @@ from runner.core.errors import (
     StorageError,
 )
 from runner.core.execution.evaluation import evaluate
-from runner.core.execution.recovery import (
-    is_device_error,
-    is_out_of_memory,
-    suppress_device_errors,
-    translate_oom,
-)
 from runner.core.format import count_noun, metric
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
@@ -51,12 +51,7 @@ from runner.core.train.evidence import (
     technique_statuses,
 )
 from runner.core.train.last_state import LastState
-from runner.core.train.resume import (
-    first_bad_step,
-    inherit_best,
-    restore_last_good_checkpoint,
-    save,
-)
+from runner.core.train.run_state import first_bad_step, save
 from runner.core.train.step import (
     call_hooks,
     enter_session,
@@ -89,7 +84,7 @@ def train(run: Run) -> Summary:
     read_ended = partial(_read_ended_summary, run)
     previous: Summary | None = None
     if is_over:
-        previous = run.world.broadcast_choice(read_ended)
+        previous = run.broadcast_choice(read_ended)
     if previous is not None:
         log.info("this run already ended at step %d; to continue: training.steps=…", previous.steps)
         return previous  # its record stays as it is
@@ -106,7 +101,7 @@ def train(run: Run) -> Summary:
             stack.enter_context(run.own_random_state())
             for hook in run.hooks:
                 enter_session(stack, hook, run)
-            record, translate = _record_lost_device(run), _translate_lost(run)
+            record, translate = _record_lost_device(run), run.world.translate_lost()
             if run.folder is not None and run.writes:
                 run.small_files = read_small_files(run.folder)
             with redact_errors(), translate_oom("while training"), record, translate:
@@ -206,7 +201,10 @@ def _train(run: Run) -> None:
             if run.saved_step < 0:
                 # the first rollback restores it; a fork may begin at the best step
                 save(run, best=progress.best_step == progress.step > 0)
-                inherit_best(run)
+                if run.parent_best is not None:
+                    from runner.core.train.resume import inherit_best  # imported only by a fork
+
+                    inherit_best(run)
             # may be due where a resumed run had stopped
             _validate_and_checkpoint(run, interrupts, last_state)
             while progress.step < run.total_steps and not run.stop_reason:
@@ -237,7 +235,7 @@ def _train(run: Run) -> None:
                 signal_number = interrupts.received
                 interrupts.warn_replaced()
                 if distributed:
-                    worst, number = run.world.all_reduce_max(verdict, signal_number or 0)
+                    worst, number = run.all_reduce_max(verdict, signal_number or 0)
                     verdict, signal_number = Verdict(worst), number or None
                 stopwatch.stop(samples)
 
@@ -256,7 +254,7 @@ def _train(run: Run) -> None:
                 run.batch_validator.settle()
         except KeyboardInterrupt:
             interrupts.end_grace()
-            _leave_world(run, interrupts.error())
+            run.leave_others(interrupts.error())
             if interrupts.wait_interrupted and not _has_stalled_device(run):
                 _save_and_stop(run)  # a second signal saves nothing
             raise interrupts.error(_resume_hint(run)) from None
@@ -266,7 +264,7 @@ def _train(run: Run) -> None:
             interrupts.end_grace()
             if not isinstance(error, RunnerError) and _means_lost_process(run, error):
                 raise
-            _leave_world(run, error)
+            run.leave_others(error)
             # of an unfinished step or validation only buffers and random state have changed
             if _has_stalled_device(run) or not last_state.restore(error):
                 raise
@@ -379,14 +377,9 @@ def _save_and_stop(
     _process_reports(run, wait=True)
     run.stopwatch.pause()
     if error is not None:
-        _leave_world(run, error)
+        run.leave_others(error)
     save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
-
-
-def _leave_world(run: Run, error: BaseException) -> None:
-    """Stop waiting for the other processes of the run, if there are any."""
-    run.leave_others(error)
 
 
 def _has_stalled_device(run: Run) -> bool:
@@ -397,11 +390,6 @@ def _has_stalled_device(run: Run) -> bool:
 def _means_lost_process(run: Run, error: BaseException) -> bool:
     """Whether the error means that another process has ended or does not answer."""
     return run.world.means_loss(error)
-
-
-def _translate_lost(run: Run) -> AbstractContextManager[None]:
-    """Return a context that raises ProcessLost for errors that mean it, e.g. NCCL's at a read."""
-    return run.world.translate_lost()
 
 
 def _signal_notice(run: Run) -> str:
@@ -560,6 +548,8 @@ def _apply_verdict(run: Run, verdict: Verdict) -> None:
 
 
 def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
+    from runner.core.train.resume import restore_last_good_checkpoint  # imported only if needed
+
     controller = run.stability
     run.stopwatch.pause()
     if verdict is Verdict.STOP:

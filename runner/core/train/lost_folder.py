@@ -11,8 +11,7 @@ from runner.core.interfaces.run import Run
 from runner.core.record.console import recreate_log_file
 from runner.core.record.recorder import FILE_TITLES, METRICS
 from runner.core.record.storage import make_folder, replace_text
-from runner.core.train.best import restart_best
-from runner.core.train.resume import save
+from runner.core.train.run_state import restart_best, save
 
 log = logging.getLogger("runner")
 

@@ -1,14 +1,11 @@
-"""Saving and restoring of a run's state."""
+"""Restoring of a run's state: at a resume, for a rollback, or of the weights alone."""
 
 from __future__ import annotations
 
 import logging
-import math
-import random
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,29 +18,23 @@ from runner.core.checkpoint.finite_checks import find_non_finite
 from runner.core.checkpoint.folder import RestoredCheckpoint, describe_links
 from runner.core.data.order import Segment
 from runner.core.errors import CheckpointError, ConfigError, SecurityError
-from runner.core.interfaces.hook import Hook
-from runner.core.interfaces.run import Progress, Run
+from runner.core.interfaces.run import BestCriterion, Progress, Run
 from runner.core.interfaces.technique import Choice
 from runner.core.record.text import shorten
-from runner.core.schemas.data import LIMIT_KEYS, LOADING_KEYS
-from runner.core.train.best import (
-    BestCriterion,
-    describe_difference,
+from runner.core.schemas.data import LOADING_KEYS
+from runner.core.train.run_state import (
+    comparable_settings,
+    first_bad_step,
+    named_hooks,
+    note_unplanned,
     restart_best,
-    warn_trained_samples,
+    restore_random_state,
+    steps_to_replay,
 )
 
 log = logging.getLogger("runner")
 
 
-UNCOMPARED_KEYS = (
-    "name",
-    *(f"data.{key}" for key in ("changed", *LIMIT_KEYS)),
-    "checkpoint.resume",
-    "job.kind",
-    "evaluate.export",
-    "predict.format",
-)
 # how the columns of a table were fitted, with the defaults
 FITTED_KEYS = {
     "data.ignore": "[]",
@@ -53,113 +44,11 @@ FITTED_KEYS = {
     "data.task": "auto",
 }
 LENGTH_KEYS = ("training.epochs", "training.steps")
+LOSS_KEYS = ("kind", "_target_", "loss", "gamma", "delta", "label_smoothing", "ignore_index")
+"""Keys of `objective` that determine the value of the loss."""
 RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
-
-
-def save(run: Run, best: bool = False, final: bool = False, failed: bool = False) -> None:
-    """Write a checkpoint of the run between two steps, unless its weights are not finite.
-
-    `final` writes it in any case, waits until it is on disk, and raises StorageError on failure.
-    Rollbacks restore scheduled ones only; after `failed`, an exception, it is none. Host sync while
-    weights are copied; files are written in the background.
-    """
-    if run.saved_step < run.progress.step or best:
-        if run.world.lost and run.shards is not None:
-            log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
-            return
-        if not final and not run.stability.has_finite_weights():
-            log.warning("step %d: not saved: the weights are not finite", run.progress.step)
-            return
-        bad = first_bad_step(run)
-        if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
-            return  # it would replace the one to roll back to
-        run.checkpointer.suspect_steps = _steps_to_replay(run, bad, run.captures is not None)
-        # a new dict: a checkpoint of the old one may be in the making
-        run.checkpointer.choices = run.checkpointer.choices | run.measured_choices()
-        is_due = run.progress.step % run.checkpoint_every == 0 or run.saved_step < 0
-        planned = not failed and (best or is_due)  # else of an early end
-        _note_unplanned(run, planned)
-        sharded = () if run.shards is None else run.shards.names
-        with run.update.evaluation_mode():
-            state = {**_run_state(run), "planned": planned, "clean": not bad}
-            run.checkpointer.save(run.progress.step, weights(run), state, best, sharded)
-        run.saved_step = run.progress.step
-    if final:
-        run.checkpointer.close()
-
-
-def _named_hooks(run: Run) -> Iterator[tuple[str, Hook]]:
-    """Yield each hook with its name in a state: its class, numbered if several have the same."""
-    counts = Counter[str]()
-    for hook in run.hooks:
-        counts[name := type(hook).__qualname__] += 1
-        yield f"{name} {counts[name]}" if counts[name] > 1 else name, hook
-
-
-def _note_unplanned(run: Run, planned: bool) -> None:
-    """Have the next checkpoint replace one of an early end, as if the run had not ended there."""
-    step, unplanned = run.progress.step, run.checkpointer.unplanned
-    (unplanned.discard if planned or step >= run.total_steps else unplanned.add)(step)
-
-
-def weights(run: Run) -> dict[str, Any]:
-    """Return the model's state dict, or this process's shard of it."""
-    return run.model.state_dict() if run.shards is None else run.shards.state_dict()
-
-
-def _steps_to_replay(run: Run, bad: int, captures: bool) -> set[int]:
-    first_unread = run.reader.first_unread if captures else None
-    return {step for step in (first_unread, bad) if step}
-
-
-def first_bad_step(run: Run) -> int:
-    """Return the first of the current consecutive bad steps, unreported ones included; 0 if none.
-
-    Host sync.
-    """
-    controller, open_window = run.stability, run.reader.state()
-    if controller.bad_since:
-        return controller.bad_since
-    for step, row in enumerate(open_window["rows"], open_window["first"]):
-        bad = row[2] > 0 or not all(map(math.isfinite, row))
-        if bad and step > controller.reset_step and step not in controller.vetoed:
-            return step
-    return 0
-
-
-def _run_state(run: Run) -> dict[str, Any]:
-    inputs = None
-    if run.batch_validator is not None:  # first, as it adds to the history and the controller
-        inputs = run.batch_validator.state()
-        run.stability.vetoed += run.batch_validator.take_vetoed()
-    return {
-        "progress": asdict(run.progress),
-        "criterion": asdict(run.criterion),
-        "update": run.update.state(),
-        "reader": run.reader.state(),
-        "history": run.history.state(),
-        "stability": run.stability.state(),
-        "inputs": inputs,
-        "bad_samples": {} if run.bad_samples is None else run.bad_samples.state(),
-        "random": {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-        },
-        "record": run.recorder.position(),
-        "events": run.recorder.event_position(),
-        "hooks": {n: text for n, hook in _named_hooks(run) if (text := hook.resume_state())},
-        "choices": [[c.key, c.value, c.reason] for c in run.choices],
-        "next_lr": run.update.lr_at(int(run.update.updates)),
-        "config_hash": run.config_hash,
-        "settings": _comparable_settings(run.settings),
-        "seed": run.seed,
-        "threads": run.device.threads,
-        "steps_per_epoch": run.train.steps_per_epoch,
-        "seeds_own_generators": True,  # those of a user's data set; older runs did not
-    }
 
 
 def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
@@ -198,7 +87,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             run.bad_samples.load(state.get("bad_samples", {}))
     run.same_config = state["config_hash"] == run.config_hash
     if trains and not run.same_config:
-        before, after = state["settings"], _comparable_settings(run.settings)
+        before, after = state["settings"], comparable_settings(run.settings)
         changed_keys = [k for k in after if before.get(k, after[k]) != after[k]]
         log.warning(
             "the config differs from %s: %s", restored.path,
@@ -225,15 +114,15 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     if run.checkpointer.owns(restored.path):
         run.record_offset, run.event_position = state["record"], state.get("events")
         with _translate_mismatch(restored.path):
-            for name, hook in _named_hooks(run):
+            for name, hook in named_hooks(run):
                 if text := state.get("hooks", {}).get(name):
                     hook.load_resume_state(text)
         due = run.progress.step > 0 and run.progress.step % run.checkpoint_every == 0
         # one saved after an exception is saved again when due, as a scheduled one
         run.saved_step = run.progress.step - (due and not state["planned"])
         # as if it captures bad steps, which is not known yet: the next save deletes the others
-        run.checkpointer.suspect_steps = _steps_to_replay(run, first_bad_step(run), True)
-        _note_unplanned(run, state["planned"])
+        run.checkpointer.suspect_steps = steps_to_replay(run, first_bad_step(run), True)
+        note_unplanned(run, state["planned"])
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
         # last, since restoring the rest may draw random numbers
@@ -246,12 +135,39 @@ def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     now, before_settings = run.criterion, state["settings"]
     with _translate_mismatch(path):
         before = BestCriterion.of_state(state, now, run.objective.monitor)
-    settings = _comparable_settings(run.settings)
-    if difference := describe_difference(before, now, before_settings, settings):
+    settings = comparable_settings(run.settings)
+    if difference := _describe_difference(before, now, before_settings, settings):
         restart_best(run.progress, f"is {difference}")
     if before.validation != now.validation:
         indices = run.validation.fetch.order.indices
-        warn_trained_samples(indices, run.trained_indices(before_settings))
+        _warn_trained_samples(indices, run.trained_indices(before_settings))
+
+
+def _describe_difference(
+    before: BestCriterion, now: BestCriterion, settings: Mapping[str, str], after: Mapping[str, str]
+) -> str:
+    """Return why values of both are not comparable, or ""; `settings` are those of `before`."""
+    texts = []
+    if before.metric != now.metric:
+        texts.append(f"of {before.metric}, not {now.metric}")
+    elif before.mode != now.mode:
+        texts.append(f"the {before.mode} of {before.metric}, not the {now.mode}")
+    elif now.metric.startswith("val/loss"):
+        keys = [f"objective.{key}" for key in LOSS_KEYS]
+        changed = [k for k in keys if settings.get(k, after.get(k)) != after.get(k)]
+        texts += [f"of another loss ({k}={settings[k]})" for k in changed[:1]]
+    if before.validation != now.validation:
+        texts.append("of other validation samples")
+    return ", ".join(texts)
+
+
+def _warn_trained_samples(indices: np.ndarray, trained: np.ndarray | None) -> None:
+    """Log how many samples of a changed validation set were trained on; None: unknown."""
+    count = "an unknown number" if trained is None else f"{np.isin(indices, trained).sum():,}"
+    log.warning(
+        "the validation set changed: %s of its %s samples were trained on before",
+        count, f"{len(indices):,}",
+    )  # fmt: skip
 
 
 def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> None:
@@ -294,7 +210,7 @@ def inherit_best(run: Run) -> None:
     source, run.parent_best = run.parent_best, None
     if source is not None:
         copy = partial(run.checkpointer.inherit, source)
-        problem = run.world.broadcast_choice(copy)
+        problem = run.broadcast_choice(copy)
         if problem:
             restart_best(run.progress, f"cannot be copied ({problem})")
 
@@ -342,7 +258,7 @@ def _continue_epochs(run: Run, state: Mapping[str, Any]) -> None:
 
 def _reset_patience(run: Run, before: Mapping[str, str]) -> None:
     """Count validations from 0 if patience had ended the run, and its length is another now."""
-    progress, now = run.progress, _comparable_settings(run.settings)
+    progress, now = run.progress, comparable_settings(run.settings)
     limits = {before.get("training.patience", "None"), str(run.patience)} - {"None"}
     has_ended = any(progress.stale_validations >= int(limit) for limit in limits)
     new_length = any(before.get(key) != now.get(key) for key in LENGTH_KEYS)
@@ -360,7 +276,7 @@ def _warn_raised_lr(run: Run, state: Mapping[str, Any]) -> None:
     if run.progress.step >= run.total_steps:
         return
     before, after = state.get("next_lr"), run.update.lr_at(int(run.update.updates))
-    settings = _comparable_settings(run.settings)
+    settings = comparable_settings(run.settings)
     same_peak = state["settings"].get("optimizer.lr") == settings["optimizer.lr"]
     if type(before) is not float or not same_peak or after <= RAISED_LR * before:
         return
@@ -388,14 +304,6 @@ def _translate_mismatch(path: Path) -> Iterator[None]:
 def _short_error(error: Exception) -> str:
     """Return one short line: torch's message lists every tensor."""
     return f"{type(error).__name__}: {shorten(str(error), 300)}"
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of the global random generators."""
-    torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
 
 
 def restore_last_good_checkpoint(run: Run) -> bool:
@@ -464,7 +372,7 @@ def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, A
     """
     if restored is None:
         return
-    before, now = restored.state["settings"], _comparable_settings(settings)
+    before, now = restored.state["settings"], comparable_settings(settings)
     loading_keys = {f"data.{key}" for key in (*LOADING_KEYS, "drop_last", "shuffle")}
     keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading_keys
     differing_keys = [key for key in keys if before[key] != now[key]]
@@ -472,10 +380,6 @@ def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, A
         difference = f", and {min(differing_keys)} differs" if differing_keys else ""
         problem = f"{restored.path}: does not contain preprocessing{difference}"
         raise CheckpointError(f"{problem}; train again or evaluate on its own data")
-
-
-def _comparable_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    return {k: str(v) for k, v in settings.items() if k not in UNCOMPARED_KEYS}
 
 
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:

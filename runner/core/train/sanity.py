@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from runner.core.device.device_errors import is_device_error, is_out_of_memory
 from runner.core.errors import ConfigError, RunnerError
 from runner.core.execution.evaluation import inference
-from runner.core.execution.recovery import is_device_error, is_out_of_memory
 from runner.core.interfaces.batch import batch_size_of, call_model
 from runner.core.interfaces.nested import describe
 from runner.core.interfaces.objective import unknown_metric

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from runner.core.data.order import mix
+from runner.core.device.device_errors import (
+    is_device_error,
+    is_out_of_memory,
+    suppress_device_errors,
+)
 from runner.core.errors import UsageError
-from runner.core.execution.recovery import is_device_error, is_out_of_memory, suppress_device_errors
 from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run
@@ -192,7 +196,6 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     targets give the same mean as the whole batch.
     """
     samples = own_samples = batch_size_of(batch[1])
-    world = run.world
     batch_weight: Tensor | float = run.objective.weight(batch[1])
     if run.is_shared:
         samples = run.train.samples(run.progress.step)
@@ -202,18 +205,18 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
             dtype = torch.promote_types(run.update.parameters[0].dtype, torch.float32)
             # filled on the device: a copy from pageable memory is a host wait
             batch_weight = torch.full((), batch_weight, dtype=dtype, device=run.device.torch)
-        batch_weight = world.total_weight(batch_weight, own_samples, samples)
-    parts = world.micro_batch_slices(samples, run.micro_batch, own_samples)
+        batch_weight = run.world.total_weight(batch_weight, own_samples, samples)
+    parts = run.world.micro_batch_slices(samples, run.micro_batch, own_samples)
     total = torch.zeros((), dtype=torch.float32, device=run.device.torch)
     for number, part_slice in enumerate(parts, 1):
         empty = part_slice.start == part_slice.stop
         part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
         weight = run.update.zero if empty else run.objective.weight(part[1])
-        world.begin_micro_batch(samples, run.micro_batch, number - 1, is_stand_in=empty)
+        run.world.begin_micro_batch(samples, run.micro_batch, number - 1, is_stand_in=empty)
         with _gradient_sync(run, last=number == len(parts)):
             loss = _weighted_loss(_forward(run, part), weight, batch_weight)
             run.stopwatch.split("forward")
-            summed = loss * world.size if run.is_shared else loss  # gradients are averaged
+            summed = loss * run.world.size if run.is_shared else loss  # gradients are averaged
             (summed if run.update.scale is None else summed * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach()
         run.stopwatch.split("backward")
@@ -272,8 +275,6 @@ def warn_gradients_off(code: str) -> None:
 def _is_regular_size(run: Run, samples: int) -> bool:
     """Whether a full batch or one of its micro-batches has this number of samples."""
     full_size = run.train.batch_size
-    if not run.is_shared:
-        return samples in (run.micro_batch, full_size // -(-full_size // run.micro_batch))
     parts = run.world.micro_batch_slices(full_size, run.micro_batch, full_size)
     return samples in {part.stop - part.start for part in parts}
 

@@ -10,7 +10,8 @@ from runner.core.checkpoint.snapshot import Copier
 from runner.core.errors import CheckpointError
 from runner.core.execution.evaluation import evaluate
 from runner.core.interfaces.run import Run
-from runner.core.train.resume import load_weights, weights
+from runner.core.train.resume import load_weights
+from runner.core.train.run_state import weights
 
 log = logging.getLogger("runner")
 

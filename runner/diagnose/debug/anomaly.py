@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.errors import GaveUp
 from runner.core.interfaces.hook import Cost, Step
-from runner.core.interfaces.processes import OneProcess
 from runner.core.interfaces.run import Run
 from runner.core.preserved_state import preserve_random_state
 from runner.core.schemas.debug import DebugConfig
@@ -144,16 +143,12 @@ def _trace(run: Run) -> Cause:
     """
     if run.shards is not None or any(map(_needs_others, run.model.modules())):
         return Cause(StepPhase.nowhere, "")
-    world, forward = run.world, run.forward
-    if run.is_shared:
-        run.world, run.forward = OneProcess(), run.model
     gradients = [parameter.grad for parameter in run.model.parameters()]
     run.update.abandon()  # the buffers are again those before the step
     try:
         with torch.autograd.set_detect_anomaly(False), preserve_random_state():
-            return trace_step(run, run.train.at(run.progress.step))
+            return trace_step(run.alone(), run.train.at(run.progress.step))
     finally:
-        run.world, run.forward = world, forward
         for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
 

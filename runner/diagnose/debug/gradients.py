@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -137,15 +136,13 @@ class GradientsTool(DebugTool):
 
     def on_gradients(self, run: Run, step: Step) -> None:
         """Measure gradients on the device, before the update overwrites them."""
-        start = time.perf_counter()
         named: NamedTensors = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
         gradients = [p.grad for _, p in named if p.grad is not None]
         scale = run.update.scale.value if run.update.scale else None
-        with torch.no_grad():
+        with self.count_time(), torch.no_grad():
             statistics = gradient_statistics(gradients, scale) if gradients else None
             old_weights = [p.detach().clone() for _, p in named]
         self.pending = _Inspection(step.number, step.skipped, named, statistics, old_weights)
-        self.seconds += time.perf_counter() - start
 
     def _finish_inspection(self, run: Run) -> None:
         inspection = self.pending

@@ -218,9 +218,8 @@ class ProfileTool(DebugTool):
                 self._close_window(run, self.window)
             if was_unset:
                 os.environ.pop(LOG_LEVEL_VARIABLE, None)
-            start = perf_counter()
-            self._write_results(run, collected)
-            self.seconds += perf_counter() - start
+            with self.count_time():
+                self._write_results(run, collected)
 
     def on_step(self, run: Run, step: Step) -> None:
         """Start the window, count its steps, end it; without synchronisation."""
@@ -242,15 +241,14 @@ class ProfileTool(DebugTool):
         self.next_step = max(start_step, step + 1)
         if start_step > step:
             return
-        start = perf_counter()
         self.seconds_before = dict(run.stopwatch.phase_seconds)
-        try:
-            self.window = ProfilerWindow(run, self.settings, self.totals, steps)
-            self.named_step = self.named_step or self.window.first
-            run.stopwatch.inspects_next = True
-        except RuntimeError as error:  # another profiler is active
-            self._record_failure(run, error)
-        self.seconds += perf_counter() - start
+        with self.count_time():
+            try:
+                self.window = ProfilerWindow(run, self.settings, self.totals, steps)
+                self.named_step = self.named_step or self.window.first
+                run.stopwatch.inspects_next = True
+            except RuntimeError as error:  # another profiler is active
+                self._record_failure(run, error)
 
     def _close_window(self, run: Run, window: ProfilerWindow) -> None:
         self.window, self.next_step = None, math.inf

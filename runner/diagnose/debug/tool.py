@@ -76,14 +76,22 @@ class DebugTool(Hook):
         """Set what `state` returned, with the types of JSON."""
 
     @contextmanager
-    def count_inspection(self) -> Iterator[None]:
-        """Count an inspection, and add its time to the tool's cost."""
+    def count_time(self) -> Iterator[None]:
+        """Add the time within to the tool's cost."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.inspections += 1
             self.seconds += time.perf_counter() - start
+
+    @contextmanager
+    def count_inspection(self) -> Iterator[None]:
+        """Count an inspection, and add its time to the tool's cost."""
+        try:
+            with self.count_time():
+                yield
+        finally:
+            self.inspections += 1
 
     def write_json(self, folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
         """Replace a file in the run's folder; an OSError is logged."""

@@ -22,7 +22,7 @@ from runner.diagnose.replay.results import (
     Blame,
     Cause,
     Replay,
-    ReplayTrial,
+    ReplayAttempt,
     StepPhase,
     largest_weight,
 )
@@ -253,7 +253,7 @@ class TechniqueSearch:
     ):
         self.baseline, self.make_attempt, self.max_attempts = baseline, make_attempt, max_attempts
         self.deadline = time.monotonic() + seconds
-        self.trials: list[ReplayTrial] = []
+        self.trials: list[ReplayAttempt] = []
         self.attempts: dict[frozenset[str], Attempt] = {}
         candidates = [name for name in baseline.techniques if name not in OUTSIDE_THE_STEP]
         self.names = sorted(candidates, key=lambda name: (_search_rank(name), name))
@@ -293,7 +293,7 @@ class TechniqueSearch:
                 raise _LimitReached
             log.info("replay: the step without %s", " and ".join(sorted(off)))
             self.attempts[key] = self.make_attempt(sorted(off))
-            self.trials.append(ReplayTrial(sorted(off), self.attempts[key]))
+            self.trials.append(ReplayAttempt(sorted(off), self.attempts[key]))
         return self.attempts[key]
 
     def _is_good(self, off: Collection[str]) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from runner.core.build.build import Components, build
 from runner.core.captures.manifest import CapturedWeights
-from runner.core.captures.run_captures import random_state
 from runner.core.captures.writer import write_capture
 from runner.core.checkpoint.snapshot import Copier
 from runner.core.config.composing import config_from_plain
@@ -28,7 +27,9 @@ from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
-from runner.core.train.resume import load_progress, load_weights, restore_random_state
+from runner.core.preserved_state import random_state
+from runner.core.train.resume import load_progress, load_weights
+from runner.core.train.run_state import restore_random_state
 from runner.core.train.step import make_step
 from runner.diagnose.replay.capture_reader import Capture, open_capture
 

@@ -88,7 +88,7 @@ class Attempt:
 
 
 @dataclass
-class ReplayTrial:
+class ReplayAttempt:
     """One attempt with techniques switched off."""
 
     off: list[str]
@@ -102,7 +102,7 @@ class Blame:
     verdict: str  # in words
     techniques: list[str] = field(default_factory=list)
     needed: list[str] = field(default_factory=list)  # that must all be on for it to be bad
-    trials: list[ReplayTrial] = field(default_factory=list)
+    trials: list[ReplayAttempt] = field(default_factory=list)
 
 
 @dataclass

@@ -33,8 +33,8 @@ from runner.core.models.modes import enter_training
 from runner.core.record import provenance
 from runner.core.record.storage import make_folder, replace_text, user_cache
 from runner.core.record.text import dataclass_from_json, escape_control_chars, json_safe
-from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.distributed import DistributedConfig, DistributedKind
+from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.techniques.attention import record_calls
 from runner.measure.auto.search import (
@@ -260,14 +260,15 @@ def _time_steps(run: Run) -> float:
     enter_training(run.model)
     batches = run.train.batches(0)
     start_time = perf_counter()
+
+    def make_next_step() -> None:
+        make_finite_step(run, next(batches))
+        run.progress.step += 1
+
     while len(durations) < TIMED_STEPS:
         if len(durations) >= 2 and perf_counter() - start_time >= TIMED_S:
             break
-        step_start = perf_counter()
-        make_finite_step(run, next(batches))
-        run.progress.step += 1
-        run.device.synchronize()  # waits for the device: that is what is timed
-        durations.append(perf_counter() - step_start)
+        durations.append(run.device.seconds_of(make_next_step))
     return median(durations[WARMUP_STEPS:] or durations[-1:])
 
 
@@ -285,10 +286,8 @@ def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
         "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
     }
     if config.distributed.kind is not DistributedKind.none:
-        from runner.scale.distributed.sharded import UNSUPPORTED_TECHNIQUES
-
         sharded = config.distributed.kind is DistributedKind.fsdp
-        refused = {"whole_step", *(UNSUPPORTED_TECHNIQUES if sharded else ())}
+        refused = {"whole_step", *(FSDP_UNSUPPORTED if sharded else ())}
         no_effect |= dict.fromkeys(refused, f"not with distributed={config.distributed.kind.value}")
     exclusions = {}
     for name, technique in Optimization().techniques():

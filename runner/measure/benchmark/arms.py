@@ -23,9 +23,9 @@ from runner.core.errors import ConfigError
 from runner.core.format import nearest
 from runner.core.module_path import python_command
 from runner.core.record.text import escape_control_chars as escape
-from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.data import LOADING_KEYS
-from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.device import DistributedKind
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.security.secrets import check_name
 
 KEY = "benchmark.arms"

@@ -36,6 +36,9 @@ INTERIM_BLOCKS = (*(quarter << double for double in range(1, 8) for quarter in r
 # -- what an arm's process sends: plain data, pickled through a pipe -------------------------------
 
 
+FINISH = "finish"  # other requests: the seconds of a turn, and None to leave at once
+
+
 @dataclass(frozen=True)
 class WorkerSetup:
     """Sent by an arm after its warm-up: set-up times and batch size."""

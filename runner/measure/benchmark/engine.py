@@ -20,7 +20,7 @@ from runner.core.device.signals import raise_on_signals
 from runner.core.errors import Interrupted, StorageError
 from runner.core.record import provenance
 from runner.core.record.text import escape_control_chars as escape
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm, check_budget, reference_arm
 from runner.measure.benchmark.blocks import INTERRUPTED, Turn, WorkerResults, WorkerSetup
 from runner.measure.benchmark.machine import machine_facts

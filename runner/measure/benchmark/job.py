@@ -133,7 +133,9 @@ def _write_and_print(result: BenchmarkResult, folder: Path) -> list[RunnerError]
         result.write(folder)
     except StorageError as error:
         errors.append(error)
+    from runner.measure.page import write_comparison  # with the library of templates
+
     rows = comparison.compare_arms(result, folder)
-    comparison.write_comparison(rows, folder)
+    write_comparison(rows, folder)
     print_stdout(ComparisonScreen(rows), crop=False)  # commands stay on one line
     return errors

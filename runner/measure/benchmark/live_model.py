@@ -25,7 +25,7 @@ from runner.core.interfaces.technique import Technique, is_complete_technique
 from runner.core.optim.optimizer import Optimizer
 from runner.core.record.console import print_stdout
 from runner.core.record.storage import guard_folder, make_folder
-from runner.core.schemas.benchmark import LEVELS, BenchmarkConfig
+from runner.core.schemas.jobs import LEVELS, BenchmarkConfig
 from runner.core.schemas.optimization import Optimization
 from runner.core.security.child_process import UnguardedScript, exit_if_imported
 from runner.loops.pipeline import dotted_class_name, split_into_dataset, with_components
@@ -102,7 +102,9 @@ def benchmark_optimizations(
     except UnguardedScript as error:
         raise UsageError(f"{CALLER}: {error}") from None
     if result_folder is not None:
-        comparison.write_comparison(comparison.compare_arms(result, result_folder), result_folder)
+        from runner.measure.page import write_comparison  # with the library of templates
+
+        write_comparison(comparison.compare_arms(result, result_folder), result_folder)
     if all(row.status != DONE for row in result.arms):
         first = result.arms[0]
         raise UsageError(f"{CALLER}: no arm could be measured: {first.status}: {first.reason}")

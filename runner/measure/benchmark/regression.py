@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.core.errors import ConfigError, StorageError
 from runner.core.record.text import escape_control_chars as escape
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import compose_arms
 from runner.measure.benchmark.machine import machine_differences, machine_facts
 from runner.measure.benchmark.result import DONE, ArmResult, BenchmarkResult, Load

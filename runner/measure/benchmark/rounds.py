@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.core.device.signals import raised_signals
 from runner.core.errors import WorkerFailure
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import (
     INTERRUPTED,

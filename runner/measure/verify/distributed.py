@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import ConfigError, RunnerError
-from runner.core.schemas.distributed import Compression, DistributedConfig, DistributedKind
+from runner.core.schemas.device import Compression, DistributedConfig, DistributedKind
 from runner.measure.parity.numerics import to_fp64
 from runner.measure.verify.end_state import (
     EndState,

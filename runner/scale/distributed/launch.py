@@ -20,7 +20,6 @@ from runner.core.checkpoint import folder as folders
 from runner.core.config.run_config import RunConfig
 from runner.core.device.device import choose_device_kind
 from runner.core.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
-from runner.core.execution.recovery import MICRO_BATCH
 from runner.core.interfaces.technique import Choice
 from runner.core.jobs import load_job, train
 from runner.core.jobs import run_report as report
@@ -28,9 +27,9 @@ from runner.core.record.storage import remove_folder
 from runner.core.record.summary import SUMMARY_FILE as SUMMARY
 from runner.core.record.summary import CheckpointPaths, Summary
 from runner.core.record.text import resume_argument
-from runner.core.schemas.device import DeviceKind
-from runner.core.schemas.distributed import Backend, DistributedConfig, DistributedKind
+from runner.core.schemas.device import Backend, DeviceKind, DistributedConfig, DistributedKind
 from runner.core.schemas.jobs import JobKind
+from runner.core.schemas.training import MICRO_BATCH
 from runner.scale.distributed.agent import Agent
 from runner.scale.distributed.join import device_type, gpu_index
 from runner.scale.distributed.outcome import RANKS_FOLDER, RunVerdict

@@ -30,7 +30,7 @@ from runner.core.record.console import close_logging, restore_logging, set_up_lo
 from runner.core.record.storage import guard_folder, make_folder
 from runner.core.record.summary import Summary
 from runner.core.record.text import escape_control_chars
-from runner.core.schemas.distributed import DistributedConfig
+from runner.core.schemas.device import DistributedConfig
 from runner.core.schemas.jobs import JobKind
 from runner.core.security.child_process import detach, end_with_parent
 from runner.core.security.secrets import redact_errors

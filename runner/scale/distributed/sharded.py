@@ -23,12 +23,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.core.checkpoint.shards import has_rows
 from runner.core.checkpoint.snapshot import DTYPES
 from runner.core.errors import ConfigError, UsageError
-from runner.core.execution.recovery import MICRO_BATCH
 from runner.core.interfaces.batch import Batch, slice_rows
 from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.optim.origin import is_torch_class
-from runner.core.techniques.probe import enter_contexts, repeated_blocks
-from runner.scale.distributed.parallel import count_collectives
+from runner.core.schemas.training import MICRO_BATCH
+from runner.core.techniques.model_calls import enter_contexts
+from runner.core.techniques.probe import repeated_blocks
+from runner.scale.distributed.collectives import count_collectives
 from runner.scale.distributed.world import World, world_of
 
 if TYPE_CHECKING:
@@ -38,13 +39,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEY = "distributed"
-UNSUPPORTED_TECHNIQUES = {
-    "channels_last": "fsdp shards weights that are contiguous",
-    "chunked_loss": "fsdp gathers the output layer's weight only for its own forward",
-    "cuda_graphs": "fsdp gathers weights and frees them in the middle of the step",
-    "quantization": "with fsdp no process has the whole model",
-}
-"""Techniques that do not work with shards, with the reason."""
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD",
     "Rprop",
@@ -94,6 +88,11 @@ class Shards:
         self._indices = {id(weight): n for n, weight in enumerate(self.weights)}
         state = model.state_dict(keep_vars=True)
         self.names = {name for name, value in state.items() if id(value) in self._indices}
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether those of a process that has ended are missing."""
+        return self.world.lost
 
     def by_name(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
         """Return the rows of each weight by the model's parameter names."""

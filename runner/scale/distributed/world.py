@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.core.errors import ConfigError, ProcessLost, RunnerError, UsageError
-from runner.core.schemas.distributed import DistributedConfig, DistributedKind
+from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
 from runner.core.security.pickle_transfer import dumps_persistent
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
 from runner.scale.distributed.rank_info import LOOPBACK, RankInfo
@@ -187,12 +187,12 @@ class World:
         """Return why a technique does not work with this kind of training; None if it does."""
         if self.config.kind is not DistributedKind.fsdp:
             return None
-        from runner.scale.distributed.sharded import UNSUPPORTED_TECHNIQUES
+        return FSDP_UNSUPPORTED.get(technique)
 
-        return UNSUPPORTED_TECHNIQUES.get(technique)
-
-    def checkpoint_commit(self) -> CheckpointCommit:
-        """Return the object that coordinates checkpoints."""
+    def checkpoint_commit(self) -> CheckpointCommit | None:
+        """Return the object that coordinates checkpoints of shards; None without shards."""
+        if self.shards is None:
+            return None
         from runner.scale.distributed.commit import CheckpointCommit
 
         if self._commit is None:
@@ -306,6 +306,15 @@ class World:
     def barrier(self) -> None:
         """Wait for all processes."""
         self.all_reduce_max(0)
+
+    @contextmanager
+    def rank_zero_first(self) -> Iterator[None]:
+        """Let rank 0 run the body before the others do."""
+        if not self.is_rank_zero:
+            self.barrier()
+        yield
+        if self.is_rank_zero:
+            self.barrier()
 
     # -- lost processes --------------------------------------------------------------------------
 

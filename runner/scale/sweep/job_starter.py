@@ -27,8 +27,7 @@ from runner.core.module_path import python_command
 from runner.core.record.console import close_logging, set_up_logging
 from runner.core.record.storage import make_folder
 from runner.core.record.text import quote_for_hydra
-from runner.core.schemas.device import DeviceKind
-from runner.core.schemas.distributed import DistributedKind
+from runner.core.schemas.device import DeviceKind, DistributedKind
 from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.security import SecurityLevel
 from runner.core.schemas.sweep import LauncherConfig, StartMethod

@@ -67,7 +67,7 @@ def test_going_on_from_an_earlier_step_sets_the_later_ones_aside(tmp_path):
     assert checkpointer.restore(aside).step == 30  # nothing good is lost
 
 
-def test_the_newest_is_the_one_with_the_highest_step_whatever_the_clock_says(tmp_path):
+def test_the_newest_checkpoint_is_the_one_with_the_highest_step_and_not_by_time(tmp_path):
     save(Checkpointer(tmp_path, keep=3), 9, 10, 100)
     for age, step in enumerate((100, 10, 9)):
         os.utime(tmp_path / f"checkpoints/step_{step:08d}", (age, age))
@@ -89,7 +89,7 @@ def test_restore_takes_a_run_its_checkpoints_or_one_step(tmp_path):
         reader.restore(tmp_path / "elsewhere")
 
 
-def test_another_torch_is_said(tmp_path, monkeypatch):
+def test_another_torch_version_is_reported(tmp_path, monkeypatch):
     save(Checkpointer(tmp_path, keep=1), 1)
     written = torch.__version__
     monkeypatch.setattr(torch, "__version__", "9.9.0")

@@ -68,7 +68,7 @@ def restored(folder: Path) -> RestoredCheckpoint:
     return found
 
 
-def test_what_is_read_is_the_whole_model_and_its_state(
+def test_the_whole_model_and_its_state_are_read_from_shards(
     processes: list[Process], tmp_path: Path
 ) -> None:
     save(processes, 1, 2)

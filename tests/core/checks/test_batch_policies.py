@@ -211,7 +211,7 @@ def held(data: Spoiled, *overrides: str) -> Run:
     return build(compose(own), None, Components(data=whole))
 
 
-def test_what_is_wrong_with_data_in_memory_is_found_in_every_batch_that_has_it() -> None:
+def test_faults_of_data_in_memory_are_detected_in_every_batch_with_one() -> None:
     data = poison(math.nan, 193)
     data.x[208:224] = 1.0
     with held(data) as run:

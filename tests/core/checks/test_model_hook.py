@@ -42,7 +42,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
         return folder, train(run)
 
 
-def test_what_is_found_after_training_is_recorded_everywhere(
+def test_a_finding_after_training_is_in_every_record(
     spoiled: tuple[Path, Summary], tmp_path: Path
 ) -> None:
     folder, summary = spoiled

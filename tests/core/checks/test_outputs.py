@@ -39,7 +39,7 @@ def planted(seed: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_values_come_back_finite_and_those_that_were_bit_for_bit(dtype: torch.dtype) -> None:
+def test_outputs_become_finite_and_finite_ones_keep_their_bits(dtype: torch.dtype) -> None:
     for seed in range(20):
         x = planted(seed, dtype)
         before = x.clone()
@@ -82,7 +82,7 @@ def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
     assert describe_changes(changes.read()) == "2 NaN" and describe_changes(Changes().read()) == ""
 
 
-def test_what_is_no_dense_tensor_is_refused() -> None:
+def test_state_that_is_no_dense_tensor_is_refused() -> None:
     x = torch.tensor([math.nan])
     for output in (x.to_sparse(), {"a": [torch.complex(x, x)]}):
         with pytest.raises(UsageError, match=r"output\.to_dense\(\)"):
@@ -149,7 +149,7 @@ def spoil(model: nn.Module) -> None:
         last.bias[0] = math.nan
 
 
-def test_evaluation_counts_what_is_amiss_and_does_not_flatter_the_model(
+def test_evaluation_counts_bad_outputs_and_does_not_improve_the_metrics(
     tmp_path: Path,
 ) -> None:
     config = compose(CONFIG)

@@ -61,7 +61,7 @@ def drop(**changes: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_what_is_left_of_a_batch_are_its_other_samples_in_their_order(
+def test_a_batch_keeps_its_other_samples_in_order(
     load: Load, same: Callable[[Any, Any], bool], workers: int
 ) -> None:
     whole = UserDataset(Noise(set()), "Noise", DataConfig(kind="any"))

@@ -110,7 +110,7 @@ def test_the_choice_of_workers_has_its_reason(load: Load, tmp_path: Path) -> Non
     assert decoding["data.workers"] > 0
 
 
-def test_what_was_asked_for_and_cannot_be_is_said(load: Load) -> None:
+def test_a_request_that_cannot_be_met_is_reported(load: Load) -> None:
     asked = config(workers=0, pin_memory=True, persistent_workers=True, prefetch=4)
     chosen = {c.key: c.value for c in load(digits(Digits()), asked).choices}
     keys = ("pin_memory", "persistent_workers", "prefetch")

@@ -138,7 +138,7 @@ def test_torchs_own_wrappers_keep_the_seed_of_each_sample() -> None:
     ],
     ids=["short", "no list", "fails"],
 )
-def test_what_is_wrong_with_a_batch_that_is_read_at_once(answer: Any, problem: str) -> None:
+def test_faults_of_a_batch_that_is_read_at_once(answer: Any, problem: str) -> None:
     dataset = AtOnce(features, sizes={"in_features": 3, "classes": 4})
     source = UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
     dataset.__class__ = type("Broken", (AtOnce,), {"__getitems__": lambda _, i: answer(i)})

@@ -42,7 +42,7 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else_and_says_why(scope):
 
 
 @pytest.mark.parametrize("kind", [DeviceKind.cuda, DeviceKind.mps])
-def test_a_device_that_is_absent_is_an_error_that_says_what_is_there(kind, scope):
+def test_a_missing_device_is_an_error_that_lists_the_available_ones(kind, scope):
     if getattr(torch, kind.value).is_available():
         pytest.skip(f"there is {kind.value}")
     with pytest.raises(DeviceError) as error:
@@ -71,7 +71,7 @@ def test_a_knob_that_a_cpu_does_not_have_is_refused_with_the_fix(knob, value, sc
 # what it can do
 
 
-def test_what_is_fast_follows_the_instructions_and_the_compute_capability():
+def test_fast_dtypes_follow_from_cpu_instructions_and_compute_capability():
     without = capabilities.of_cpu(frozenset({"avx2", "avx512f"}))
     assert without.bf16 and not without.bf16_fast and "no bf16" in without.notes[0]
     for flag in ("avx512_bf16", "amx_bf16", "bf16"):

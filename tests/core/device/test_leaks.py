@@ -76,7 +76,7 @@ HEALTHY: dict[str, Curve] = {
 
 
 @pytest.mark.parametrize("curve", HEALTHY.values(), ids=HEALTHY)
-def test_what_is_no_leak_raises_nothing(curve: Curve) -> None:
+def test_steady_memory_is_no_leak(curve: Curve) -> None:
     detector, leaks = watch(curve, 5000)
     assert leaks == [] and not detector.leaking
     assert detector.describe() == "no leak found in 495 samples"
@@ -129,7 +129,7 @@ def test_the_verdicts_on_process_and_device_are_stated_once_where_they_agree() -
     assert both == f"process: {texts[0]}; device: {texts[1]}"
 
 
-def test_a_resumed_run_begins_to_watch_where_it_goes_on() -> None:
+def test_leak_detection_of_a_resumed_run_settles_from_its_first_step() -> None:
     detector = LeakDetector()
     for step in range(7000, 7050, EVERY):
         detector.add(step, BASE * step)

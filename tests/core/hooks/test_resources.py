@@ -57,7 +57,7 @@ class NoFiles(Hook):
         time.sleep(0.012)  # a row about the machine falls due
 
 
-def test_a_run_goes_on_where_no_file_can_be_opened(
+def test_a_run_continues_when_no_file_can_be_opened(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     more = ["monitoring.system_every_s=0.01", "checkpoint=off"]
@@ -248,7 +248,7 @@ def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
 # the rest
 
 
-def test_memory_is_cleaned_a_full_disk_is_said_once_and_the_load_is_written_down(
+def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     low = ["stability.watch.disk_min_mb=1e12", "device.clean_above=1e-6"]

@@ -117,7 +117,7 @@ def test_a_foreign_class_gets_its_arguments_and_the_sizes_it_names() -> None:
         (Net, {"widht": 3}, r"model\.widht: .*did you mean \+model\.width"),
     ],
 )
-def test_what_is_no_model_or_cannot_learn_is_refused(
+def test_an_object_that_is_no_model_or_cannot_learn_is_refused(
     factory: Any, arguments: dict[str, int], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

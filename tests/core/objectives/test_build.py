@@ -17,7 +17,7 @@ from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.custom import CustomObjective
 from runner.core.objectives.language_modelling import LanguageModellingObjective
 from runner.core.objectives.regression import RegressionObjective
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 from tests.core.objectives.sums import totals
 
 LABELS = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
@@ -138,7 +138,7 @@ def test_a_custom_loss_is_a_metric_that_is_exact_over_uneven_batches() -> None:
     "target",
     [torch.zeros(5, 2), {"a": torch.zeros(5)}, (torch.zeros(5), None), [{"b": torch.zeros(5)}]],
 )
-def test_samples_are_counted_in_whatever_the_target_is(target: Any) -> None:
+def test_samples_are_counted_for_every_type_of_target(target: Any) -> None:
     assert foreign(power).weight(target) == 5
     with pytest.raises(ConfigError, match=r"data: the target is a str without a tensor"):
         foreign(power).weight("five")

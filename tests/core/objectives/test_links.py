@@ -12,7 +12,7 @@ from runner.core.interfaces.batch import Sizes
 from runner.core.jobs.evaluate import build_trained
 from runner.core.objectives.build import adapt_sizes
 from runner.core.objectives.named_metrics import build_named_metrics
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 from runner.datasets.predict import predict_batches
 from tests import runs
 

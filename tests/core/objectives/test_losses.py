@@ -23,7 +23,7 @@ from runner.core.objectives import class_weights
 from runner.core.objectives.build import build_objective
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.regression import RegressionObjective
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 from tests.core.objectives.sums import CUTS, totals, weighted_loss
 from tests.runs import opened
 

@@ -20,7 +20,7 @@ from runner.core.objectives.build import build_objective
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.custom import CustomObjective
 from runner.core.objectives.named_metrics import build_named_metrics
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 from tests.core.objectives.sums import CUTS
 from tests.runs import opened, rows
 

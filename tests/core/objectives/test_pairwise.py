@@ -16,7 +16,7 @@ from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.objectives.build import build_objective
 from runner.core.objectives.custom import CustomObjective
-from runner.core.schemas.objectives import ObjectiveConfig
+from runner.core.schemas.models import ObjectiveConfig
 from runner.datasets import predict
 from tests.runs import OURS, opened, trained
 
@@ -146,7 +146,7 @@ def test_a_model_in_float64_gets_its_data_in_float64() -> None:
         assert train(run).status == "done"
 
 
-def test_a_loss_of_ones_own_predicts_in_the_targets_unit(tmp_path: Path) -> None:
+def test_a_user_loss_predicts_in_the_unit_of_the_target(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("x,y\n" + "".join(f"{i % 7},{1000 + 3.5 * (i % 7)}\n" for i in range(200)))
     table = ("data=tabular", f"data.path={path}", "data.target=y", *SMALL)

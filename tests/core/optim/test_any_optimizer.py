@@ -236,7 +236,7 @@ def test_the_summary_says_what_makes_the_update(
     assert guard or f"the step() of {name} is not torch's own" in row.reason
 
 
-def test_a_run_with_an_optimizer_of_ones_own_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_with_a_user_optimizer_can_be_resumed(tmp_path: Path) -> None:
     settings = config("FromScratch", "basic")
     checkpoint = replace(settings.checkpoint, resume="auto")
     for steps in (2, 4):

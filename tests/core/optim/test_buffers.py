@@ -110,7 +110,7 @@ def test_a_buffer_that_is_infinite_by_design_skips_no_step() -> None:
     assert infinite_buffers(net.named_buffers()) == {"kept"}
 
 
-def test_statistics_of_a_layer_of_ones_own_are_watched() -> None:
+def test_running_statistics_of_a_user_layer_are_watched() -> None:
     def track(net: nn.Module, x: Tensor) -> None:
         net.running_top = x.square().amax() * 1e30
 

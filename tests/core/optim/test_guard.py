@@ -153,7 +153,7 @@ def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_inf
             assert bool(made.skipped) == guard
 
 
-def test_a_loss_scale_shrinks_for_what_is_not_finite_and_not_for_a_spike() -> None:
+def test_a_loss_scale_shrinks_for_non_finite_gradients_and_not_for_a_spike() -> None:
     for name, how in (("AdamW", FUSED), ("RAdam", LISTS), ("SGD", LISTS)):
         net = model(name != "Muon")
         update = make(net, name, {}, how, True, loss_scale=1024.0)

@@ -154,7 +154,7 @@ def test_complex_weights_are_in_checkpoints_and_exports(tmp_path: Path) -> None:
             assert torch.equal(file.get_tensor("w"), model.w)
 
 
-def test_weights_that_safetensors_cannot_hold_are_no_export(tmp_path: Path) -> None:
+def test_weights_that_safetensors_cannot_store_are_not_exported(tmp_path: Path) -> None:
     model = Spectral(torch.complex128)
     with build(runs.config(*OPTIONS), None, Components(model=model)) as run:
         with pytest.raises(ConfigError, match=r"does not hold w \(torch.complex128\)"):

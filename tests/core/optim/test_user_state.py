@@ -15,7 +15,8 @@ from runner import build, train
 from runner.core.errors import ConfigError, UsageError
 from runner.core.execution.evaluation import evaluate
 from runner.core.optim.optimizer import incompatibility
-from runner.core.train.resume import restore_last_good_checkpoint, save
+from runner.core.train.resume import restore_last_good_checkpoint
+from runner.core.train.run_state import save
 from runner.core.train.step import make_step, record_step
 from tests import runs
 

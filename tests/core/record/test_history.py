@@ -11,7 +11,7 @@ from runner.core.record import history
 from runner.core.record.history import HISTORY_FILE, History
 
 
-def test_a_fault_that_repeats_is_said_once_and_counted(
+def test_a_repeated_fault_is_logged_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults = History(tmp_path)
@@ -32,7 +32,7 @@ def test_a_fault_that_repeats_is_said_once_and_counted(
     assert History.read(tmp_path) == []
 
 
-def test_what_a_checkpoint_keeps_goes_on_counting(tmp_path: Path) -> None:
+def test_counters_in_a_checkpoint_continue(tmp_path: Path) -> None:
     before, after = History(tmp_path), History(tmp_path)
     before.add("leak", "grows by 5 KB", step=5, category="memory", say=False)
     before.explain(8, "x has a NaN in sample 3")  # its numbers have not reached the host yet

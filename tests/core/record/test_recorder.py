@@ -107,7 +107,7 @@ def test_without_a_folder_nothing_is_written(
     assert recorder.position() == 0 and list(tmp_path.iterdir()) == []
 
 
-def test_a_deleted_folder_is_said_once_a_file_and_the_run_goes_on(
+def test_a_deleted_folder_is_logged_once_per_file_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder := tmp_path / "run").mkdir()

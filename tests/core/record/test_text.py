@@ -72,7 +72,7 @@ def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
         assert words == reason.split()[: len(words)]
 
 
-def test_what_is_pasted_into_a_shell_is_read_as_it_was() -> None:
+def test_a_quoted_command_is_read_back_unchanged_by_a_shell() -> None:
     for name in NAMES:
         (word,) = shlex.split(quote_for_shell("data.path", name))
         assert parse_override(word).parsed.value() == name

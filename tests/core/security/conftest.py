@@ -9,13 +9,13 @@ import pytest
 from runner.core import masking
 from runner.core.security import secrets
 from runner.scan.sandbox import Sandbox
-from tests import kept_sandbox
+from tests import shared_sandbox
 
 
 @pytest.fixture(autouse=True)
 def _sandbox_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the process that examines files starts and ends as it does for users."""
-    for name, original in kept_sandbox.ORIGINAL.items():
+    for name, original in shared_sandbox.ORIGINAL.items():
         monkeypatch.setattr(Sandbox, name, original)
 
 

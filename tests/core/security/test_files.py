@@ -202,7 +202,7 @@ def codes(opened: LoadedFile) -> list[tuple[str, str]]:
         (100.0, "complex64", None),
     ],
 )
-def test_odd_values_are_warned_of_and_not_refused(
+def test_unusual_values_are_a_warning_and_not_refused(
     number: float, kind: str, code: str | None, tmp_path: Path
 ) -> None:
     path, tensor = tmp_path / "m.safetensors", torch.ones(50).to(getattr(torch, kind))
@@ -409,7 +409,7 @@ def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, ow
     assert {reason.code for reason in verdict.reasons} == {"digests.differ"}
 
 
-def test_a_damaged_or_hand_made_manifest_vouches_for_nothing(tmp_path: Path) -> None:
+def test_a_damaged_or_forged_manifest_gives_no_trust(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "c")
     file = folder / "manifest.json"
     text = file.read_bytes()

@@ -38,7 +38,7 @@ from runner.diagnose.replay.results import (
     Cause,
     Ratio,
     Replay,
-    ReplayTrial,
+    ReplayAttempt,
     SourceLine,
     StepPhase,
     TensorStats,
@@ -108,7 +108,7 @@ def replay() -> Replay:
         stats, stats, ["weight"], "grown", [1], [Ratio("a", 2.0)], [Ratio("1", 2.0)], ["note"],
     )  # fmt: skip
     attempt = Attempt(1.0, 2.0, "error", True, ["amp"], {"c": "d"}, "failed")
-    blame = Blame("amp", ["amp"], ["amp"], [ReplayTrial(["amp"], attempt)])
+    blame = Blame("amp", ["amp"], ["amp"], [ReplayAttempt(["amp"], attempt)])
     return poisoned(
         Replay("captures/x", "run", 3, "non_finite", "message", 1.0, None, attempt, True, True,
                found, "seen", blame, "reproduce.py", [1], ["do this"])
@@ -275,7 +275,7 @@ def test_a_line_of_the_log_is_a_line_of_ours(
 
 
 @pytest.mark.parametrize("typed", [[f"model={HOSTILE[:60]}"], ["--config-dir", HOSTILE[:60]]])
-def test_a_mistake_is_told_on_one_line_whatever_was_typed(typed: list[str], tmp_path: Path) -> None:
+def test_any_command_line_mistake_is_one_line(typed: list[str], tmp_path: Path) -> None:
     done = runs.command(tmp_path, *typed)
     assert done.returncode in (2, 3)
     said = done.stderr

@@ -104,7 +104,7 @@ def variables(nothing_remembered: None, tmp_path: Path, monkeypatch: pytest.Monk
         "${oc.env:MY-TOKEN}",
     ],
 )
-def test_a_variable_that_nobody_gave_leave_for_is_refused_by_name(value: str) -> None:
+def test_an_environment_variable_without_permission_is_refused_by_name(value: str) -> None:
     with pytest.raises(SecurityError) as refused:
         compose([f"+optimizer.options.x='{value}'", "security.environment=[NOT_SET]"])
     assert refused.value.exit_code == 3

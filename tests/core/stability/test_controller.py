@@ -132,7 +132,7 @@ def test_switched_off_nothing_is_skipped_but_it_is_written_down(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
-def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path) -> None:
+def test_nan_in_the_weights_rolls_back_to_a_finite_checkpoint(where: str, tmp_path: Path) -> None:
     """The checkpoint of step 15 would have been one of NaN."""
     folder = tmp_path if where == "disk" else None
     with faulty([*WARM, "checkpoint.every=5", "monitoring.every=10"], folder) as run:

@@ -39,7 +39,7 @@ def watched(spikes: SpikeDetector, losses: Iterable[float], start: int = 0) -> l
     return found
 
 
-def test_one_far_out_is_a_spike_and_what_is_usual_is_none() -> None:
+def test_an_outlier_is_a_spike_and_usual_values_are_not() -> None:
     losses = noise(300)
     losses[149] = 50.0
     assert watched(SpikeDetector(config(), True), losses) == [150]

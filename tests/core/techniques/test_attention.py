@@ -247,7 +247,9 @@ LEVELS = [
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("model", [WrittenByHand, OnlyOfFew])
-def test_products_of_matrices_are_no_attention(model: type[nn.Module], level: list[str]) -> None:
+def test_matrix_products_are_not_counted_as_attention(
+    model: type[nn.Module], level: list[str]
+) -> None:
     asked = [*TABLE, *level, f"{KERNEL}math"]
     with runs.opened(*asked, given=Components(model())) as run:
         row = runs.status(train(run), "attention")

@@ -13,7 +13,7 @@ import torch._inductor.compile_fx as inductor
 from torch import Tensor, nn
 
 from runner import train
-from runner.core.execution import recovery
+from runner.core.device import device_errors
 from runner.core.execution.evaluation import evaluate
 from runner.core.interfaces.run import Run
 from runner.core.optim import whole_step
@@ -138,7 +138,7 @@ def trained(*overrides: str, most: int | None = None, later: int = 0) -> tuple[R
 
 
 @pytest.mark.parametrize("later", [0, 2], ids=["first step", "third step"])
-def test_a_compiled_forward_out_of_memory_goes_on_with_half_and_without_cuda_graphs(
+def test_a_compiled_forward_out_of_memory_continues_with_half_the_batch_and_no_cuda_graphs(
     later: int, calls: list[str]
 ) -> None:
     run, summary = trained(*COMPILE, GRAPHS_MODE, most=16, later=later)
@@ -217,7 +217,7 @@ def fail_in_cpp(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("failure", [fail, fail_in_cpp], ids=["torch", "C++ wrapper"])
-def test_out_of_memory_in_the_whole_step_goes_on_eagerly_with_half(
+def test_out_of_memory_in_the_whole_step_continues_eagerly_with_half_the_batch(
     failure: Callable[..., Any],
 ) -> None:
     with runs.opened(*TABLE, *WHOLE) as run:
@@ -235,7 +235,7 @@ def test_out_of_memory_in_the_whole_step_goes_on_eagerly_with_half(
 def test_a_failed_call_of_compiled_code_that_only_computes_is_not_taken_for_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "_last_cause", str)  # torch's is of an earlier test
+    monkeypatch.setattr(device_errors, "_last_cause", str)  # torch's is of an earlier test
     error = RuntimeError("aoti_torch_cpu_mm_out(buf2, arg6, arg4) API call failed at c.cpp, line 1")
     with runs.opened(*TABLE, *WHOLE) as run:
         assert run.step_graph is not None

@@ -335,7 +335,7 @@ def test_products_are_rounded_while_the_run_lasts() -> None:
 
 
 @pytest.mark.gpu
-def test_a_compiled_step_launches_graphs_and_another_names_what_is_missing() -> None:
+def test_a_compiled_step_launches_cuda_graphs_and_another_names_the_missing_evidence() -> None:
     compiled = trained("cuda_graphs", *CUDA, *on("cuda_graphs"), *on("compile"))
     assert compiled.engaged and compiled.evidence["graph_launches_per_step"] >= 1
     eager = trained("cuda_graphs", *CUDA, *on("cuda_graphs"))

@@ -208,7 +208,7 @@ def test_a_hook_gets_gradients_and_options_of_the_optimizer_that_change_are_seen
         torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
 
 
-def test_a_loss_of_ones_own_may_ignore_what_it_likes_and_is_told_what_is_no_class() -> None:
+def test_a_user_loss_may_ignore_labels_and_gets_an_error_for_an_unknown_class() -> None:
     from torch.nn import functional as F
 
     from runner import create_training_pipeline

@@ -14,10 +14,10 @@ from runner import build, compose, train
 from runner.core.build.build import Components
 from runner.core.errors import ConfigError
 from runner.core.interfaces.objective import Objective, rises_by_name
+from runner.core.interfaces.run import BestCriterion
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.from_model import ModelLossObjective
 from runner.core.record.summary import Summary
-from runner.core.train.best import BestCriterion
 from runner.scale.sweep.search_space import resolve_metric, trial_mode
 from tests.runs import config, opened, rows
 

@@ -108,7 +108,7 @@ def test_a_technique_that_is_faster_here_is_kept_and_says_so() -> None:
         ("optimization=amp", "optimization.amp.dtype=bf16"),
     ],
 )
-def test_what_is_asked_for_alone_or_strictly_is_used_and_nothing_is_timed(
+def test_a_single_or_strict_technique_is_used_without_timing(
     overrides: tuple[str, ...],
 ) -> None:
     with runs.opened(*RUN, *overrides) as run:
@@ -165,7 +165,7 @@ def test_a_resumed_short_run_keeps_what_it_used_though_the_cache_changed(tmp_pat
     assert runs.status(resumed, "amp").reason == "kept from the resumed run"
 
 
-def test_laying_weights_out_anew_between_steps_changes_no_more_than_rounding() -> None:
+def test_a_new_memory_layout_of_weights_between_steps_changes_only_rounding() -> None:
     def losses(*overrides: str) -> tuple[list[float], int]:
         config = runs.config(*CNN, "training.steps=24", "optimization=advanced", *overrides)
         config.optimization.compile.enabled = False

@@ -20,7 +20,7 @@ def work(run: Run) -> str:
     return reason.partition(",")[0]
 
 
-def test_a_batch_of_more_samples_than_there_are_is_all_of_them_and_is_said_once(
+def test_a_batch_size_above_the_sample_count_uses_all_samples_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with build(compose([*DATA, "training.batch_size=1000"])) as run:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner import compose, train
 from runner.core.device import memory
 from runner.core.device.device import Device
-from runner.core.execution.recovery import is_device_error, suppress_device_errors
+from runner.core.device.device_errors import is_device_error, suppress_device_errors
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
 from runner.core.jobs import evaluate

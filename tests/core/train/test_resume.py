@@ -21,7 +21,7 @@ from runner.core.errors import CheckpointError, Interrupted, SecurityError, Usag
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.security.paths import distrust_resumed_folder
-from runner.core.train import resume
+from runner.core.train import run_state
 from tests import runs
 from tests.faults.end_state import end_state, run_files
 from tests.runs import AtSteps, command, interrupt, opened, rows
@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_way_out(
         build(compose([*base, *then, f"checkpoint.resume={tmp_path}"]), tmp_path / "other")
 
 
-def test_a_run_of_somebody_elses_vouches_for_nothing_though_it_is_resumed_where_it_lies(
+def test_a_foreign_run_gives_no_trust_even_if_it_is_resumed_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = tmp_path / "outputs" / "runs" / "theirs" / "x"
@@ -259,7 +259,7 @@ class Draws(Hook):
         self.drawn[step.number] = random.random(), float(np.random.random())
 
 
-def test_what_a_hook_draws_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_random_draws_of_a_hook_continue_after_a_resume(tmp_path: Path) -> None:
     straight, resumed = Draws(), Draws()
     typed = ["data=cancer", "training.steps=8", "checkpoint.every=4"]
     again = f"checkpoint.resume={tmp_path}/checkpoints/step_00000004"
@@ -295,12 +295,12 @@ def test_an_older_run_whose_data_set_keeps_a_generator_says_that_draws_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     typed = [*NOISY, "data._target_=my_package.Keeper", "checkpoint.resume=auto"]
-    complete = resume._run_state
+    complete = run_state._run_state
     with monkeypatch.context() as patched:
         if older:
             without = {"seeds_own_generators"}
             patched.setattr(
-                resume, "_run_state",
+                run_state, "_run_state",
                 lambda run: {k: v for k, v in complete(run).items() if k not in without},
             )  # fmt: skip
         with opened(*typed, "training.steps=2", folder=tmp_path) as run:

@@ -352,7 +352,9 @@ def generators() -> list[Any]:
         lambda: np.random.set_state(np.random.RandomState(8).get_state()),
     ],
 )
-def test_the_state_of_a_generator_is_read_after_whatever_moved_it(draw: Callable[[], Any]) -> None:
+def test_the_state_of_a_generator_is_current_after_every_kind_of_draw(
+    draw: Callable[[], Any],
+) -> None:
     """Our readers ask the generator only after a change; its own answers are the truth."""
     python_state, numpy_state = PythonState(), NumpyState()
     seed_everything(0)

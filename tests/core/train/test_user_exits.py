@@ -16,7 +16,7 @@ import pytest
 from runner.core.record.summary import Summary
 from runner.scale.distributed.outcome import RankEnd, RankOutcome, judge
 from tests.runs import QUICK, command
-from tests.scale.sweep.test_endings import child_of, end_of
+from tests.scale.sweep.test_sweep_ends import child_of, end_of
 
 CODE = """
 import os, sys, threading, time

@@ -111,7 +111,7 @@ def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
     assert not list_captures(tmp_path)
 
 
-def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(tmp_path: Path) -> None:
+def test_an_exception_in_the_model_is_captured_with_its_batch(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="my own mistake"):
         trained(tmp_path, None, "+model.fails=5")
     (capture,) = map(open_capture, list_captures(tmp_path))

@@ -65,7 +65,7 @@ def run_of(
         return run, train(run)
 
 
-def test_a_nan_in_backward_is_named_and_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path: Path) -> None:
     run, summary = run_of(ANOMALY, tmp_path, Net(Root(), bad=(3, 5)))
     assert summary.status == "done"
     assert summary.skipped_steps == 2

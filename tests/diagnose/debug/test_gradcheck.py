@@ -166,7 +166,7 @@ class Whole(nn.Module):
         return self.layer(x.reshape(12, 16))
 
 
-def test_a_right_backward_passes_whatever_the_model_computes() -> None:
+def test_gradcheck_passes_every_correct_backward() -> None:
     checks = checked(Own(), images(), cross_entropy)
     assert [check.name for check in checks] == ["objective", "tail.scale", "tail", "Own"]
     assert {c.result for c in checks} == {"passed"}
@@ -226,7 +226,7 @@ def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_
 
 
 @pytest.mark.parametrize("named", ["tail.scale", "Scaling"])
-def test_what_is_meant_to_be_no_derivative_is_left_out_with_what_it_is_in(named: str) -> None:
+def test_a_deliberate_non_derivative_is_left_out_with_its_module(named: str) -> None:
     checks = checked(Own(Doubled), images(), cross_entropy, skip=[named])
     assert [(check.name, check.result) for check in checks] == [("objective", "passed")]
 

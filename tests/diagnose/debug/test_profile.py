@@ -157,7 +157,7 @@ def test_a_stall_in_python_is_not_blamed_on_an_operator(stacks: str) -> None:
     assert not any(".py(" in row["name"] or "<" in row["name"] for row in tool.operators)
 
 
-def test_rows_of_python_functions_are_no_operators() -> None:
+def test_python_functions_are_not_counted_as_operators() -> None:
     rows = ["model.py(12): forward", "<built-in method sleep of module>", "nn.Module: Linear_0"]
     assert not any(is_operator(profiler_row(key, 1)) for key in rows)
     assert is_operator(profiler_row("autograd::engine::evaluate_function: AddmmBackward0", 1))
@@ -247,7 +247,7 @@ def profiler_row(key: str, ms: float, on_device: bool = False, user: bool = Fals
     )  # fmt: skip
 
 
-def test_kernels_launches_and_the_profilers_own_rows_are_no_operators() -> None:
+def test_kernel_launches_and_the_profilers_own_rows_are_not_operators() -> None:
     operators = ["aten::mm", "custom::step", "cumulative", "## Call CompiledFxGraph f ##"]
     others = ["cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"]
     others += ["cudaGraphLaunch", "hipLaunchKernel", "hipExtModuleLaunchKernel", "ProfilerStep#3"]

@@ -73,7 +73,7 @@ class Sectioned(nn.Module):
         return x.relu()
 
 
-def test_a_section_in_a_compiled_model_breaks_no_graph_and_compiles_nothing_anew() -> None:
+def test_a_section_in_a_compiled_model_causes_no_graph_break_or_recompilation() -> None:
     torch._dynamo.reset()
     model, x = Sectioned(), torch.randn(2, 4)
     graphs: list[int] = []

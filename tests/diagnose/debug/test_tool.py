@@ -64,7 +64,7 @@ def trained(place: str, error: Exception) -> tuple[Fragile, Summary]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_tool_that_fails_rests_and_the_run_goes_on(place: str) -> None:
+def test_a_failed_tool_stops_and_the_run_continues(place: str) -> None:
     tool, summary = trained(place, ZeroDivisionError("division by zero"))
     assert summary.status == "done" and summary.steps == 8
     assert summary.faults == {"tool_failed": 1} and tool.called == 1

@@ -150,7 +150,7 @@ def test_an_outputs_folder_is_checked_but_not_made(tmp_path):
     assert environment.check_disk(outputs / "runs").status is CheckStatus.fail
 
 
-def test_what_is_short_is_a_warning_with_a_fix(monkeypatch, report):
+def test_a_shortage_is_a_warning_with_a_fix(monkeypatch, report):
     names = {"shared memory", "memory", "open files", "load"}
     assert names <= {check.name for check in report.checks}
     monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: 64 * MIB)

@@ -22,7 +22,7 @@ def a_replay(found: Cause, **more: Any) -> Replay:
 
 
 @pytest.mark.usefixtures("here")
-def test_weights_that_have_grown_are_what_is_to_be_mended(
+def test_grown_weights_are_named_and_a_lower_rate_is_advised(
     captured: Captured, tmp_path: Path
 ) -> None:
     path = captured("optimizer=sgd", "optimizer.lr=1e9", "stability.clip_norm=null")

@@ -103,7 +103,7 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is
     assert second.steps == 40
 
 
-def test_what_is_switched_on_by_name_is_on_in_every_candidate() -> None:
+def test_a_technique_enabled_by_name_is_on_in_every_candidate() -> None:
     config = compose(["optimization=auto", "optimization.amp.enabled=true"])
     arms = make_arms(config, make_candidates(["tf32", "amp"]))
     assert all(arm.config.optimization.amp.enabled for arm in arms)

@@ -11,7 +11,7 @@ import pytest
 
 from runner.core.config.composing import compose
 from runner.core.errors import WorkerFailure
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.auto.search import (
     CANDIDATES_PER_ROUND,
     CONTROL_ARM,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import compose
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 
 BASE = ["data=digits", "model=mlp", "device=cpu", "device.threads=1", "schedule.warmup=20"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import WorkerFailure
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
 from runner.measure.benchmark.rounds import MeasureOptions

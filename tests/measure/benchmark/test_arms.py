@@ -8,7 +8,7 @@ import pytest
 
 from runner.core.config.composing import compose
 from runner.core.errors import ConfigError
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm, compose_arms, reference_arm
 from runner.measure.benchmark.engine import describe_differences, other_work
 

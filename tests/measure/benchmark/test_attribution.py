@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner.core.config.composing import compose
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.attribution import Ablation, attribute, plan_trials
 from runner.measure.benchmark.blocks import MIN_LAUNCH_BLOCKS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner import compose
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.engine import BenchmarkInterrupted, list_failed_arms, measure
 from runner.measure.benchmark.result import NEGLIGIBLE, BenchmarkResult

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.core.errors import ConfigError
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.regression import (
     BaselineComparison,
@@ -98,7 +98,7 @@ def test_the_reference_is_judged_on_a_quiet_machine_only(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", [Load(others=0.01), BUSY])
-def test_a_change_of_all_arms_is_stated_of_all_and_what_is_left_is_judged(load: Load) -> None:
+def test_a_change_common_to_all_arms_is_reported_and_the_rest_is_judged(load: Load) -> None:
     now = result(1, none=3.0, ultra=1.5)
     now.load = load
     comparison = compared(now)

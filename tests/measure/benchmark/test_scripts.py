@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.train.loop import train
 from runner.measure.benchmark.statistics import Estimate
 from tests.measure.benchmark.simulated import World
@@ -32,7 +32,7 @@ from bench_claims import (  # noqa: E402
     UNDECIDED,
     Claim,
     ClaimResult,
-    ClaimTrial,
+    ClaimRun,
     decide_verdict,
     load_trials,
     measure_claims,
@@ -48,8 +48,8 @@ def claim(measures: str, bar: float, **more: Any) -> Claim:
     return Claim("it", "so it is said", measures, bar, "note", "arm", **more)
 
 
-def trial(*claims: Claim, arm: Sequence[str] = ("optimization=basic",)) -> ClaimTrial:
-    return ClaimTrial("digits", list(claims), MLP, {"arm": list(arm)})
+def trial(*claims: Claim, arm: Sequence[str] = ("optimization=basic",)) -> ClaimRun:
+    return ClaimRun("digits", list(claims), MLP, {"arm": list(arm)})
 
 
 def planted(speedup: float = 1.0, reading: float = 1.0, **more: Any) -> World:
@@ -66,7 +66,7 @@ def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_claims, "compose", lambda overrides: config_of(*overrides))
 
 
-def measured(world: World, *trials: ClaimTrial) -> list[ClaimResult]:
+def measured(world: World, *trials: ClaimRun) -> list[ClaimResult]:
     options = world.options(BenchmarkConfig())
     return measure_claims(trials, "cpu", 60.0 * len(trials), options)[0]
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
 
 
 @pytest.mark.parametrize("tested", [t for t in TRIALS if not t.gpus])
-def test_every_trial_composes_with_what_it_needs_switched_on(tested: ClaimTrial) -> None:
+def test_every_claim_composes_with_its_techniques_enabled(tested: ClaimRun) -> None:
     plain = config_of(*tested.work, *tested.plain).optimization
     configs = {name: config_of(*tested.work, *over) for name, over in tested.arms.items()}
     for one in tested.claims:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from runner.core.errors import WorkerFailure
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.workers import pool as pools
 from runner.measure.benchmark.workers.pool import WorkerPool
 from tests.measure.benchmark.arm_parts import BASE, OWN, PARTS, QUICK, arm, is_gone, own

@@ -16,7 +16,7 @@ import pytest
 
 from runner import compose
 from runner.core import fork_server
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
 from runner.measure.benchmark.engine import measure

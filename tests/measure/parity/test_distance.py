@@ -93,7 +93,9 @@ def test_an_error_where_the_reference_is_zero_widens_no_other_bound() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_beyond_unless_the_reference_is_so_too(bad: float) -> None:
+def test_a_non_finite_value_exceeds_the_distance_unless_the_reference_has_it_too(
+    bad: float,
+) -> None:
     good, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])
     tolerance = Tolerance(series(GRADIENT, [1.0]), 1.0)
     for truth, wrong in ((good, True), (broken.double(), False)):

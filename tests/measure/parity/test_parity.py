@@ -104,7 +104,7 @@ class Teacher(nn.Module):
     ],
     ids=["complex", "unused", "frozen teacher", "teacher"],
 )
-def test_weights_that_are_complex_unused_or_moved_in_forward_are_no_false_alarm(
+def test_complex_unused_or_moved_weights_give_no_false_alarm(
     model: nn.Module,
 ) -> None:
     given = Components(model=model)

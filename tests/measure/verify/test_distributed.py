@@ -11,7 +11,7 @@ import pytest
 from runner import RunConfig
 from runner.core.errors import ConfigError, NotVerified
 from runner.core.jobs import load_job
-from runner.core.schemas.distributed import DistributedConfig
+from runner.core.schemas.device import DistributedConfig
 from runner.core.schemas.jobs import JobKind
 from runner.measure.verify.distributed import (
     FP64,

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from runner.scale.distributed.sharded import UNSUPPORTED_TECHNIQUES
+from runner.core.schemas.device import FSDP_UNSUPPORTED
 from tests import runs
 from tests.scale.distributed.processes import (
     DOUBLE,
@@ -159,8 +159,8 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
         assert several.techniques[kind] == (True, ""), name
         for technique in ENGAGED.get(name, ()):
             row = several.techniques[technique]
-            refused = kind == "fsdp" and technique in UNSUPPORTED_TECHNIQUES
-            assert row == (False, UNSUPPORTED_TECHNIQUES[technique]) if refused else row[0], (
+            refused = kind == "fsdp" and technique in FSDP_UNSUPPORTED
+            assert row == (False, FSDP_UNSUPPORTED[technique]) if refused else row[0], (
                 name,
                 row,
             )
@@ -172,7 +172,7 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_sent_once_a_step_whatever_the_micro_batches(
+def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(
     outcomes: Outcomes, kind: str
 ) -> None:
     reduced = {"ddp": "all_reduce", "fsdp": "reduce_scatter"}[kind]

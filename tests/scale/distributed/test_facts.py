@@ -12,7 +12,7 @@ from torch import nn
 
 from runner import Summary, train
 from runner.core.errors import ConfigError
-from runner.core.schemas.distributed import Backend, DistributedConfig, DistributedKind
+from runner.core.schemas.device import Backend, DistributedConfig, DistributedKind
 from runner.core.techniques.flops import PeakFlops
 from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World

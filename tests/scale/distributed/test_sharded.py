@@ -96,7 +96,7 @@ def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, proc
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path: Path) -> None:
     """none → fsdp, fsdp → none, fsdp → ddp, and fsdp → fsdp to the last bit."""
     whole, part = tmp_path / "whole", tmp_path / "whole/checkpoints/step_00000004"
     one = tmp_path / "one"

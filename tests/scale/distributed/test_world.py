@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runner.core.errors import UsageError
 from runner.core.execution import evaluation
-from runner.core.schemas.distributed import DistributedConfig
+from runner.core.schemas.device import DistributedConfig
 from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World
 from tests import runs

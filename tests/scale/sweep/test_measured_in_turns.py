@@ -14,7 +14,7 @@ import pytest
 
 from runner.core.record.hydra_files import overrides_by_key
 from runner.measure.benchmark.result import BenchmarkResult
-from runner.measure.comparison import ComparisonRow
+from runner.measure.comparison_row import ComparisonRow
 from runner.measure.speed import FOLDER
 from runner.measure.sweep_speed import select_rows
 from tests.runs import command

@@ -286,7 +286,7 @@ def test_a_trial_that_is_behind_stops_early_and_cleanly(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_goes_on_with_its_trials(folder: Path) -> None:
+def test_a_killed_search_continues_with_its_trials(folder: Path) -> None:
     typed = ["+model.x=interval(0,1)", "+model.pause_s=0.05", "training.steps=40"]
     typed += ["search.trials=6", "search.parallel=2", "search=random", "search.pruner=none"]
     typed += ["checkpoint.every=10", "optimization=none", "data=cancer", "device=cpu"]

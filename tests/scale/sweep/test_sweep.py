@@ -115,7 +115,7 @@ def test_a_sweep_of_benchmarks_is_refused_with_the_key_that_compares_in_turn(
         check(read_arguments(["-m", "job=benchmark", "optimization=none,basic"]))
 
 
-def test_the_same_command_is_the_same_whatever_the_order_and_the_launcher() -> None:
+def test_a_command_is_recognised_in_any_order_and_with_any_launcher() -> None:
     one = sweep_hash(["seed=0,1", "data=cancer", "hydra.launcher.jobs=2"])
     assert one == sweep_hash(["data=cancer", "seed=2", "seed=0,1", "sweep.resume=auto"])
     assert one != sweep_hash(["data=cancer", "seed=0,2"])

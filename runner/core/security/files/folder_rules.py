@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.findings import Reason
+from runner.core.security.checksummed_json import MANIFEST
 from runner.core.security.files.file_bytes import hash_file
 from runner.core.security.files.formats import FileRefusal, is_model_name, leads_outside, printable
 from runner.core.security.files.policy import FilePolicy
-from runner.core.security.files.provenance import MANIFEST, check_link, is_in_run_tree, link_roots
+from runner.core.security.files.provenance import check_link, is_in_run_tree, link_roots
 
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 1 << 24

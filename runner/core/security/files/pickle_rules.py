@@ -32,7 +32,6 @@ LITERALS = frozenset(
 )
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 POPS = {"APPEND": 1, "SETITEM": 2, "APPENDS": -1, "SETITEMS": -1}  # -1: back to the mark
-PACKED_STORAGES = ("QUInt4x2Storage", "QUInt2x4Storage")
 TENSOR = object()
 
 

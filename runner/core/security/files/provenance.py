@@ -17,7 +17,7 @@ from runner.core.errors import CheckpointError, SecurityError
 from runner.core.findings import Reason, Severity, Trust
 from runner.core.record.text import escape_control_chars
 from runner.core.schemas.security import SecurityLevel
-from runner.core.security.checksummed_json import read_checksummed_json
+from runner.core.security.checksummed_json import MANIFEST, ListedFiles, read_manifest
 from runner.core.security.files.file_bytes import FileBytes
 from runner.core.security.files.formats import FileRefusal, is_model_name, leads_outside
 from runner.core.security.files.policy import FilePolicy
@@ -27,8 +27,6 @@ log = logging.getLogger("runner")
 SCHEMA = 1
 OTHER = "other"  # format of files that are never loaded
 SHOWN_DIGESTS = 4  # in one message
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1  # of checkpoints and captures
 MAX_MANIFEST_BYTES = 1 << 24  # maximum size of a manifest
 COPY_FILE = "copy the file itself"
 INTACT = "use an intact copy or an earlier checkpoint"
@@ -170,11 +168,8 @@ def _recorded_digests(folder: Path) -> dict[str, str]:
         return {}
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES >> 20} MiB")
-    try:
-        files = read_checksummed_json(path, MANIFEST_FORMAT)["files"]
-        recorded = {name: str(entry["sha256"]) for name, entry in files.items()}
-    except (LookupError, TypeError, AttributeError):
-        raise CheckpointError(f"{path}: not a manifest of the runner") from None
+    files = read_manifest(folder, ListedFiles).files
+    recorded = {name: file.sha256 for name, file in files.items()}
     for name in filter(leads_outside, recorded):
         raise FileRefusal("digests.path", MANIFEST, f"lists {name!r}, outside its folder", INTACT)
     return recorded

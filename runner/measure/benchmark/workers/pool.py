@@ -17,14 +17,14 @@ from runner.core.device.load import LoadMonitor
 from runner.core.errors import StorageError, WorkerFailure
 from runner.core.record.storage import make_folder
 from runner.core.record.summary import Summary
-from runner.core.schemas.benchmark import BenchmarkConfig
 from runner.core.schemas.device import omp_env
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.core.security.child_process import EXIT_TIMEOUT_S, RequestProcess, block_interrupt
 from runner.core.security.pickle_transfer import pickle_parts
 from runner.measure.benchmark.arms import Arm
-from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
+from runner.measure.benchmark.blocks import FINISH, Turn, WorkerResults, WorkerSetup
 from runner.measure.benchmark.workers import worker
-from runner.measure.benchmark.workers.worker import FINISH, WORKER_LOG, WorkerSpec
+from runner.measure.benchmark.workers.worker import WORKER_LOG, WorkerSpec
 
 PRELOADED_MODULES = [
     "torch._dynamo",  # imported by every torch optimizer

@@ -23,15 +23,14 @@ import numpy as np
 
 from runner.core.data.loader import BatchLoader
 from runner.core.device import memory
+from runner.core.device.device_errors import is_out_of_memory
 from runner.core.errors import OutOfMemory, StorageError
-from runner.core.execution.recovery import is_out_of_memory
 from runner.core.interfaces.hook import Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.record.text import shorten
-from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.measure.benchmark.blocks import Turn, WorkerResults, WorkerSetup
-from runner.measure.benchmark.workers.worker import FINISH
+from runner.core.schemas.jobs import BenchmarkConfig
+from runner.measure.benchmark.blocks import FINISH, Turn, WorkerResults, WorkerSetup
 
 MIN_TURN_STEPS = 3  # also of the late warm-up
 PREFETCH_ROUNDS = 2  # times, at least, that a turn uses up the batches that workers may prefetch
@@ -79,8 +78,7 @@ class TurnHook(Hook):
         if pool is not None:
             self.workers, self.prefetch_batches = pool.count, pool.count * pool.ahead
             self.warmup_steps += self.prefetch_batches
-        run.device.synchronize()
-        self.warmup_timestamps.append(perf_counter())
+        self.warmup_timestamps.append(run.device.clock())
         yield
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
@@ -96,8 +94,7 @@ class TurnHook(Hook):
 
     def _time_warmup_step(self, run: Run) -> Verdict | None:
         """Time a warm-up step; after the last one, report Ready."""
-        run.device.synchronize()
-        self.warmup_timestamps.append(perf_counter())
+        self.warmup_timestamps.append(run.device.clock())
         if len(self.warmup_timestamps) <= self.warmup_steps:
             return None
         times = self.warmup_timestamps
@@ -135,11 +132,11 @@ class TurnHook(Hook):
 
     def _begin_turn(self, run: Run) -> Verdict | None:
         """Start timing a turn at the end of the current step."""
-        run.device.synchronize()
+        turn_start = run.device.clock()
         self.steps_made = 0
         self.laps_before = run.stopwatch.count  # the current step will be the next lap
         self.data_wait_before = run.stopwatch.phase_seconds["data"]
-        self.turn_start = perf_counter()
+        self.turn_start = turn_start
         self.next_action = self._end_turn
         self.min_steps = max(MIN_TURN_STEPS, PREFETCH_ROUNDS * self.prefetch_batches)
         self.deadline = self.turn_start + self.turn_seconds
@@ -153,8 +150,7 @@ class TurnHook(Hook):
         """End the turn in its last step and send its times."""
         if self.steps_made != self._round_up_to_workers(self.steps_made):
             return None
-        run.device.synchronize()
-        now = perf_counter()
+        now = run.device.clock()
         seconds, steps, steps_done = now - self.turn_start, self.steps_made, run.progress.step
         samples = [run.train.samples(number) for number in range(steps_done - steps, steps_done)]
         durations, per_sample = [seconds / steps], seconds / sum(samples)

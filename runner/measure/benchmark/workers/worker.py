@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import Interrupted, RunnerError, StorageError
-from runner.core.schemas.benchmark import BenchmarkConfig
-from runner.core.schemas.jobs import JobConfig
+from runner.core.schemas.jobs import BenchmarkConfig, JobConfig
 from runner.core.schemas.optimizer import ScheduleConfig
 from runner.core.security.child_process import ChildContext, RequestFailure
 from runner.measure.benchmark.result import ENGAGED, TRIED
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
 
 WORKER_LOG = "worker.log"
-FINISH = "finish"  # other requests: the seconds of a turn, and None to leave at once
 NO_LIMIT = sys.maxsize
 REPORTED_EXIT_CODE = 1  # exit code after the error was sent
 

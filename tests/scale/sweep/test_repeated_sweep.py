@@ -40,7 +40,7 @@ def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(finished: Path) -> 
     assert "oc.env" in read(only(finished))["jobs"][0]["command"]
 
 
-def test_a_finished_sweep_runs_nothing_shows_the_table_and_says_how_to_begin_anew(
+def test_a_finished_sweep_runs_nothing_shows_the_table_and_the_command_for_a_new_one(
     finished: Path,
 ) -> None:
     def ends() -> list[str]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from runner import train
 from runner.core.build.build import Components
-from runner.core.device import process
+from runner.core.device import device, process
 from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective
-from runner.core.techniques import cost, pipeline
+from runner.core.techniques import pipeline
 from runner.core.train.evidence import collect_evidence
 from tests import runs
 
@@ -176,7 +176,7 @@ PINS = {
 }
 
 
-def test_what_is_timed_or_predicted_is_noted_and_what_is_pinned_is_not_timed(
+def test_timed_and_predicted_choices_are_recorded_and_pinned_ones_are_not_timed(
     machine: Callable[[Callable[[], float]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with runs.opened(*GPT) as run:
@@ -222,14 +222,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], 
     """Gives all that is timed before a run another clock."""
 
     def clocked(clock: Callable[[], float]) -> None:
-        for module in (cost, pipeline):
+        for module in (device, pipeline):
             monkeypatch.setattr(module, "perf_counter", clock)
 
     return clocked
 
 
 @pytest.mark.parametrize("level", ["default", pytest.param("ultra", marks=pytest.mark.slow)])
-def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
+def test_the_number_of_probing_calls_does_not_depend_on_the_machine(
     level: str, machine: Callable[[Callable[[], float]], None]
 ) -> None:
     called, decided = [], []

@@ -19,7 +19,7 @@ from runner.core.execution.evaluation import evaluate as evaluate_split
 from runner.core.jobs import evaluate
 from runner.core.jobs import train as train_job
 from tests import runs
-from tests.core.data.strangers import known, write_csv
+from tests.core.data.foreign_files import known, write_csv
 
 TABLE = ("data=tabular", "data.target=y", "model=mlp", "model.width=8", "optimization=none")
 STEPS = ("training.batch_size=16", "training.steps=24", "training.validate_every=4")

@@ -68,7 +68,7 @@ ODD: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_is_odd_in_a_state_is_named_in_one_line(kind: str, state: dict[str, Any]) -> None:
+def test_a_malformed_state_is_named_in_one_line(kind: str, state: dict[str, Any]) -> None:
     change, problem = ODD[kind]
     check_state(state, 6, "here")
     odd = deepcopy(state)
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_go_on_from_a_state_leaves_its_folder_as_it_was(
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
 
-def test_the_checkpoint_before_one_with_an_odd_state_is_used(
+def test_the_checkpoint_before_one_with_a_malformed_state_is_used(
     trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "run"

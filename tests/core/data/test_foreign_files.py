@@ -12,7 +12,7 @@ import pytest
 from runner.core.jobs import evaluate
 from runner.datasets import predict
 from tests import runs
-from tests.core.data.strangers import STRANGERS, Known, Stranger, known, probabilities
+from tests.core.data.foreign_files import STRANGERS, Known, Stranger, known, probabilities
 
 STEPS = 12
 

@@ -42,7 +42,7 @@ def test_any_path_is_read_back_as_it_is(text: str) -> None:
         [JOB, JOB],
     ],
 )
-def test_a_record_of_other_things_or_places_is_a_damaged_one(tmp_path: Path, jobs: Any) -> None:
+def test_a_record_with_other_keys_or_paths_counts_as_damaged(tmp_path: Path, jobs: Any) -> None:
     whole = {"command": "", "hash": "", "started": "", "jobs": jobs}
     (tmp_path / "sweep.json").write_text(json.dumps(whole))
     with pytest.raises(StorageError, match="damaged"):

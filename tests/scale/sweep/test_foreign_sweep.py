@@ -140,7 +140,7 @@ def test_a_job_s_folder_is_named_below_the_output_root(subdir: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["sweep.resume", "checkpoint.resume", "replay.path"])
-def test_a_config_file_goes_on_with_nothing_that_lies_elsewhere(key: str, tmp_path: Path) -> None:
+def test_a_config_file_cannot_resume_a_run_outside_the_run_tree(key: str, tmp_path: Path) -> None:
     a_sweep(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "checkpoints").mkdir()
     (Path("conf") / "experiment").mkdir(parents=True)
