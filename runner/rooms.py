@@ -58,6 +58,7 @@ NAMES = {
     "checks": {"table": "datasets.table_report:check_data_table"},
     "model": {"hf": "datasets.hugging_face_model:build_pretrained"},
     "notebook": {
+        "comparison": "measure.table:show_comparison",
         "run": "core.jobs.notebook:show_run",
         "summary": "core.jobs.notebook:show_summary",
     },

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner import rooms
 from runner.core.format import finite
 from runner.core.record.text import json_safe
 from runner.measure.benchmark.result import BenchmarkResult
@@ -49,10 +50,8 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return the table that a notebook shows."""
-        from runner.core.record.console import to_html
-        from runner.measure.table import ComparisonScreen
-
-        return to_html(ComparisonScreen(self))
+        html: str = rooms.find("notebook", "comparison")(self)
+        return html
 
     @property
     def failures(self) -> list[ComparisonRow]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from runner.core import format
 from runner.core.module_path import python_command
-from runner.core.record.console import plain_text
+from runner.core.record.console import plain_text, to_html
 from runner.core.record.text import escape_control_chars, shorten
 from runner.measure import verdicts
 from runner.measure.columns import ReportColumn, select_columns
@@ -111,6 +111,11 @@ def _note_lines(comparison: Comparison) -> list[Text]:
             how = f"the speed-up is measured in turns, other columns in each run: {how}"
         notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
     return [plain_text(f"· {note}", "dim") for note in notes]
+
+
+def show_comparison(comparison: Comparison) -> str:
+    """Return the comparison as HTML, for a notebook."""
+    return to_html(ComparisonScreen(comparison))
 
 
 def _file_lines(comparison: Comparison) -> Iterator[Text]:
