@@ -42,7 +42,7 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
     tables_help = (
         "only write the records of runs as tables: metrics, faults, anomalies, gradients, memory, "
-        "operators (to DIR/debug/tables if only one is given)"
+        "operators, modules (to DIR/debug/tables if only one is given)"
     )
     parser.add_argument("--tables", choices=("csv", "parquet"), help=tables_help)
     plots_help = "only draw plots of runs from their records, also of runs that ended early"

@@ -33,7 +33,8 @@ def run(tmp_path: Path) -> Path:
     _write(folder / "debug/gradients.json", {"finding": "", "layers": [LAYER]})
     _write(folder / "debug/history.json", {"counts": {}, "faults": [FAULT]})
     _write(folder / "debug/anomalies.json", {"count": 0, "anomalies": []})
-    _write(folder / "debug/profile.json", {"trace": {"operators": [{"name": "mm", "calls": 5}]}})
+    trace, modules = {"operators": [{"name": "mm", "calls": 5}]}, [{"module": "a.b", "calls": 2}]
+    _write(folder / "debug/profile.json", {"trace": trace, "modules": modules})
     return folder
 
 
@@ -68,6 +69,7 @@ def test_texts_with_quotes_and_lines_and_lists_come_back_from_csv(run: Path) -> 
     (fault,) = _read_csv(run / "debug/tables/faults.csv")
     assert fault["message"] == FAULT["message"]
     assert json.loads(fault["steps"]) == [3, 4]
+    assert _read_csv(run / "debug/tables/modules.csv") == [{"module": "a.b", "calls": "2"}]
 
 
 def test_parquet_has_types_and_several_runs_are_told_apart(

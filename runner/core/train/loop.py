@@ -221,6 +221,8 @@ def _train(run: Run) -> None:
 
                 try:
                     step, verdict = make_step(run, batch, in_step_hooks, empty)
+                    if run.device.waits_for_steps:  # an error of a kernel is raised here, too
+                        run.device.synchronize()  # host sync: device.synchronize=true, each step
                 except Exception as error:
                     _capture_failed_step(run, number, batch, error)
                     raise
