@@ -109,7 +109,15 @@ def test_a_link_is_refused(run: Path, tmp_path: Path, where: str) -> None:
         ["{run}/none", "--tables", "csv"],
         ["{run}/debug", "--tables", "csv"],
         ["{run}", "--tables", "csv", "--tensorboard"],
+        ["{run}", "--plots", "--tensorboard"],
     ],
 )
 def test_bad_arguments_end_with_2(run: Path, arguments: list[str]) -> None:
     assert report.main([text.format(run=run) for text in arguments]) == 2
+
+
+def test_tables_and_plots_are_written_by_one_call(run: Path, tmp_path: Path) -> None:
+    arguments = [str(run), "--plots", "--tables", "csv", "--out", str(tmp_path / "tables")]
+    assert report.main(arguments) == 0
+    assert (tmp_path / "tables/metrics.csv").exists()
+    assert (run / "debug/plots/timeline.svg").exists()

@@ -34,7 +34,7 @@ from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.objective import unknown_direction, unknown_metric
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
-from runner.core.interfaces.technique import Choice
+from runner.core.interfaces.technique import Choice, NotNeeded
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
 from runner.core.record import hydra_files
@@ -538,7 +538,7 @@ def _enforce_strict(run: Run) -> None:
     run.strict = False  # once is enough
     collect_evidence(run)
     for row in technique_statuses(run):
-        if row.requested and not row.engaged:
+        if row.requested and not (row.engaged or isinstance(row.reason, NotNeeded)):
             fix = "switch it off or set optimization.strict=false"
             raise ConfigError(f"optimization.{row.name}", f"did not engage: {row.reason}", fix)
 
@@ -561,8 +561,8 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
         run.stopped_by, run.stop_reason = next(
             (known for known in causes if known[1]), ("hook", "a hook requested a stop")
         )
-    elif controller.decision is None:
-        controller.request_rollback(run)
+    else:
+        controller.share_decision(run)
     while controller.needs_rollback(run):
         _process_reports(run, wait=True)  # reports in flight concern the weights that are replaced
         if restore_last_good_checkpoint(run):
