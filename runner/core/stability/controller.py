@@ -94,21 +94,6 @@ class StabilityController:
             self.update.set_limits(limits.loss, limits.grad_norm)
         self._set_due(step)
 
-    def share_decision(self, run: Run) -> None:
-        """Take the decision of the first process that has one; without any, a hook asked for it.
-
-        Called by all processes of a run, as what only one of them holds may be lost.
-        """
-        from runner.core.stability.messages import Decision
-
-        decisions = run.gather(self.decision)
-        rank = next((i for i, decision in enumerate(decisions) if decision is not None), None)
-        if rank is None:
-            self.decision = Decision("asked", run.progress.step, "a hook requested a rollback")
-        elif None in decisions:
-            self.decision = decisions[rank]
-            self.decision.message += f" (in process {rank})"
-
     def needs_rollback(self, run: Run) -> bool:
         """Return whether the loop has to roll back; raises GaveUp if that is no longer allowed."""
         decision, rollbacks = self.decision, run.progress.rollbacks

@@ -32,10 +32,9 @@ def apply(config: Accumulation, builder: RunBuilder) -> str | None:
     if builder.micro_batch < builder.batch_size:
         return None
     fits = f"a batch of {builder.batch_size} already fits in one micro-batch"
-    if config.micro_batch is not None or not reason:
-        return fits
-    text = f"{fits}: {reason}"
-    return text if reason.startswith(NO_ESTIMATE) else NotNeeded(text)
+    if config.micro_batch is not None or not reason or reason.startswith(NO_ESTIMATE):
+        return f"{fits}: {reason}" if config.micro_batch is None and reason else fits
+    return NotNeeded(f"{fits}: {reason}")
 
 
 def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int, str]:

@@ -257,18 +257,18 @@ def _train(run: Run) -> None:
         except KeyboardInterrupt:
             interrupts.end_grace()
             run.leave_others(interrupts.error())
-            if interrupts.wait_interrupted and not _has_stalled_device(run):
+            if interrupts.wait_interrupted and not run.world.has_stalled_device:
                 _save_and_stop(run)  # a second signal saves nothing
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # a checkpoint is saved, or saving has just failed
         except (Exception, SystemExit) as error:
             interrupts.end_grace()
-            if not isinstance(error, RunnerError) and _means_lost_process(run, error):
+            if not isinstance(error, RunnerError) and run.world.means_loss(error):
                 raise
             run.leave_others(error)
             # of an unfinished step or validation only buffers and random state have changed
-            if _has_stalled_device(run) or not last_state.restore(error):
+            if run.world.has_stalled_device or not last_state.restore(error):
                 raise
             gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
             if run.saved_step < 0 or run.shards is not None and not gave_up:
@@ -326,7 +326,7 @@ def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
     process_lost = isinstance(error, ProcessLost | RestartRequired)
-    process_lost = process_lost or _means_lost_process(run, error)
+    process_lost = process_lost or run.world.means_loss(error)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
         return
@@ -382,16 +382,6 @@ def _save_and_stop(
         run.leave_others(error)
     save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
-
-
-def _has_stalled_device(run: Run) -> bool:
-    """Whether the device may wait forever for a lost process; see `World.has_stalled_device`."""
-    return run.world.has_stalled_device
-
-
-def _means_lost_process(run: Run, error: BaseException) -> bool:
-    """Whether the error means that another process has ended or does not answer."""
-    return run.world.means_loss(error)
 
 
 def _signal_notice(run: Run) -> str:
@@ -562,7 +552,9 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
             (known for known in causes if known[1]), ("hook", "a hook requested a stop")
         )
     else:
-        controller.share_decision(run)
+        from runner.core.stability.messages import share_decision  # imported only if used
+
+        controller.decision = share_decision(run)
     while controller.needs_rollback(run):
         _process_reports(run, wait=True)  # reports in flight concern the weights that are replaced
         if restore_last_good_checkpoint(run):

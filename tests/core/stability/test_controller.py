@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,9 @@ from runner import evaluate, train
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import GaveUp, Interrupted
 from runner.core.interfaces.hook import Hook, Step, Verdict
-from runner.core.interfaces.processes import OneProcess
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
-from runner.core.stability.messages import Decision
+from runner.core.stability.messages import Decision, share_decision
 from runner.core.train.metrics import StepMetricsReader
 from tests.core.stability.faulty import (
     LINE,
@@ -393,13 +392,10 @@ def test_a_hook_that_asks_too_often_is_refused() -> None:
 def test_a_rollback_for_what_one_process_lost_names_the_cause_in_all() -> None:
     lost = Decision("buffers", 7, "a buffer is not finite", since=6)
     for decisions, rank in (([None, lost], 0), ([None, lost], 1), ([lost, lost], 0)):
-        with faulty(WARM) as run:
-            run.stability.decision = copy.copy(decisions[rank])
-            run.world = SimpleNamespace(all_gather=lambda _, x=decisions: copy.deepcopy(x))  # type: ignore[assignment]
-            run.stability.share_decision(run)
-            run.world = OneProcess()
-        suffix = " (in process 1)" if None in decisions else ""
-        assert run.stability.decision == replace(lost, message=lost.message + suffix)
+        run: Any = SimpleNamespace(rank=rank, stability=SimpleNamespace(decision=decisions[rank]))
+        run.gather = lambda own, x=decisions: [*x]
+        suffix = "" if decisions[rank] else " (in process 1)"
+        assert share_decision(run) == replace(lost, message=lost.message + suffix)
 
 
 ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5"]
