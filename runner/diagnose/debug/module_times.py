@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import floor
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from runner.diagnose.debug.operators import PYTHON_ROW, SMALL_OPERATOR_US, is_op
 
 RANGE_PREFIX = "module "  # of a module's name in a trace
 ROOT, REST, COMPILED = "(model)", "(rest)", "compiled"
-COMPILED_PREFIXES = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
+COMPILED_PREFIXES = ("TorchDynamo Cache", "Torch-Compiled", "CompiledFunction", "## Call Compiled")
 BACKWARD_PREFIX = "autograd::engine::evaluate_function: "
 BACKWARD_SCOPE = 1  # of an operator of a node, which has its number again
 MAX_ROWS = 30  # modules in a table
@@ -130,7 +131,9 @@ def read_modules(events: Iterable[Any], on_gpu: bool, steps: int) -> list[Module
         is_range = event.is_user_annotation and name == RANGE_PREFIX + module
         enters_compiled = module == COMPILED and outer[0] != COMPILED and not in_backward
         row.calls += is_range or enters_compiled
-        if not is_node:
+        if is_range:
+            owners.add_call(event, module)
+        elif not is_node:
             owners.add(event, module)
         if is_operator(event):
             ms = getattr(event, self_time) / 1e3 / steps
@@ -157,21 +160,31 @@ class _NodeOwners:
     """The module of each autograd node, by the node's thread and sequence number."""
 
     def __init__(self) -> None:
-        # thread: (next node's number at the start of an operator, module), in the order of time
-        self.operators: dict[int, list[tuple[int, str]]] = {}
+        # thread: (number of the next node at the start of an operator, module), in the order of
+        # time; a call of a module, whose number is not known, lies between two numbers
+        self.starts: dict[int, list[tuple[float, str]]] = {}
         self.last: dict[int, str] = {}  # module of the last node that a thread ran
 
     def add(self, event: Any, module: str) -> None:
         """Add an operator, which may make nodes."""
-        if event.sequence_nr >= 0 and event.scope != BACKWARD_SCOPE:
-            self.operators.setdefault(event.thread, []).append((event.sequence_nr, module))
+        if event.sequence_nr < 0 or event.scope == BACKWARD_SCOPE:
+            return
+        starts = self.starts.setdefault(event.thread, [])
+        while starts and starts[-1][0] > event.sequence_nr:  # calls before which no node was made
+            starts.pop()
+        starts.append((event.sequence_nr, module))
+
+    def add_call(self, event: Any, module: str) -> None:
+        """Add a call of a module, which may make nodes without operators: TorchScript does."""
+        starts = self.starts.setdefault(event.thread, [])
+        starts.append((floor(starts[-1][0]) + 0.5 if starts else -0.5, module))
 
     def of_node(self, event: Any) -> str:
         """Return the module of the node that runs; of one that adds to `.grad`, the one before."""
         if event.sequence_nr >= 0:
-            made = self.operators.get(event.fwd_thread, [])
-            position = bisect_right(made, event.sequence_nr, key=lambda entry: entry[0]) - 1
-            self.last[event.thread] = made[position][1] if position >= 0 else REST
+            starts = self.starts.get(event.fwd_thread, [])
+            position = bisect_right(starts, event.sequence_nr, key=lambda start: start[0]) - 1
+            self.last[event.thread] = starts[position][1] if position >= 0 else REST
         return self.last.get(event.thread, REST)
 
 
