@@ -23,7 +23,8 @@ from runner.diagnose.debug.operators import PYTHON_ROW, SMALL_OPERATOR_US, is_op
 
 RANGE_PREFIX = "module "  # of a module's name in a trace
 ROOT, REST, COMPILED = "(model)", "(rest)", "compiled"
-COMPILED_PREFIXES = ("TorchDynamo Cache", "Torch-Compiled", "CompiledFunction", "## Call Compiled")
+LOOKUP = "TorchDynamo Cache Lookup"  # before a call of compiled code
+COMPILED_PREFIXES = (LOOKUP, "Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 BACKWARD_PREFIX = "autograd::engine::evaluate_function: "
 BACKWARD_SCOPE = 1  # of an operator of a node, which has its number again
 MAX_ROWS = 30  # modules in a table
@@ -129,7 +130,7 @@ def read_modules(events: Iterable[Any], on_gpu: bool, steps: int) -> list[Module
         places[id(event)] = module, in_backward
         row = rows.setdefault(module, ModuleTime(module))
         is_range = event.is_user_annotation and name == RANGE_PREFIX + module
-        enters_compiled = module == COMPILED and outer[0] != COMPILED and not in_backward
+        enters_compiled = module == COMPILED != outer[0] and name != LOOKUP and not in_backward
         row.calls += is_range or enters_compiled
         if is_range:
             owners.add_call(event, module)
