@@ -38,9 +38,10 @@ def share_decision(run: Run) -> Decision:
 
     Called by all processes of a run, as what only one of them holds may be lost.
     """
-    decisions = run.gather(run.stability.decision)
-    if decisions[run.rank] is not None:
-        return decisions[run.rank]
+    own = run.stability.decision
+    decisions = run.gather(own)
+    if own is not None:
+        return own
     for rank, decision in enumerate(decisions):
         if decision is not None:
             return replace(decision, message=f"{decision.message} (in process {rank})")

@@ -61,7 +61,7 @@ def test_a_resume_that_is_exact_passes_and_says_what_it_trains(
     assert found["killed"] == 6
     assert min(found["compared"][kind] for kind in ("optimizer", "guard", "random", "metric")) > 0
     assert [text for text in caplog.messages if text.startswith("verify: ")] == [
-        "verify: a run to be killed after step 5 of 8",
+        "verify: a run to be killed after step 4 of 8",
         "verify: a run to be killed after step 6 of 8",
         "verify: the 8 steps without an interruption",
         "verify: the killed run, resumed from step 5",
