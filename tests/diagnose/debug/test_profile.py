@@ -144,7 +144,7 @@ class Stalling(nn.Module):
         self.layer = nn.Linear(30, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.01)
+        time.sleep(0.05)
         return self.layer(x)
 
 
