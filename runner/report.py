@@ -42,10 +42,13 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
     tables_help = (
         "only write the records of runs as tables: metrics, faults, anomalies, gradients, memory, "
-        "operators (to DIR/debug/tables if only one is given)"
+        "operators, modules (to DIR/debug/tables if only one is given)"
     )
     parser.add_argument("--tables", choices=("csv", "parquet"), help=tables_help)
-    plots_help = "only draw plots of runs from their records, also of runs that ended early"
+    plots_help = (
+        "only draw plots of runs from their records, also of runs that ended early, to "
+        "debug/plots of each run; --tables may be given, too"
+    )
     parser.add_argument("--plots", action="store_true", help=plots_help)
     clean_help = "only list runs, checkpoints and caches with their sizes, or remove each DIR"
     parser.add_argument("--clean", action="store_true", help=clean_help)
@@ -56,10 +59,10 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments, tensorboard_options = parser.parse_known_args(argv)
     if tensorboard_options and not arguments.tensorboard:
         parser.error(f"unrecognized arguments: {' '.join(tensorboard_options)}")
-    modes = (arguments.tables, arguments.plots, arguments.clean, arguments.tensorboard)
-    if sum(map(bool, modes)) > 1:
-        parser.error("--tables, --plots, --clean and --tensorboard exclude each other")
-    if arguments.plots and arguments.out:
+    writes = arguments.tables or arguments.plots
+    if sum(map(bool, (writes, arguments.clean, arguments.tensorboard))) > 1:
+        parser.error("--clean and --tensorboard exclude each other, and --tables or --plots")
+    if arguments.plots and arguments.out and not arguments.tables:
         parser.error("--plots writes to DIR/debug/plots, without --out")
     if arguments.clean and arguments.out:
         parser.error("--clean writes nothing, without --out")
@@ -84,9 +87,11 @@ def main(argv: list[str] | None = None) -> int:
                 return serve(arguments.folders or [Path("outputs")], arguments.options)
             if arguments.clean:
                 return _clean(arguments.folders)
+            if not (arguments.plots or arguments.tables):
+                return _compare(arguments)
             if arguments.plots:
-                return _write_plots(arguments.folders)
-            return _write_tables(arguments) if arguments.tables else _compare(arguments)
+                _write_plots(arguments.folders)
+            return _write_tables(arguments) if arguments.tables else 0
         except RunnerError as error:
             write_stream(sys.stderr, f"error: {escape_control_chars(str(error))}\n")
             return error.exit_code
@@ -131,7 +136,7 @@ def _write_tables(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write_plots(folders: list[Path]) -> int:
+def _write_plots(folders: list[Path]) -> None:
     from rich.text import Text
 
     from runner.core.format import short_path
@@ -151,7 +156,6 @@ def _write_plots(folders: list[Path]) -> int:
         names = ", ".join(f"{name}.svg" for name in pictures) or "no plot"
         for line in (f"{short_path(folder / FOLDER)}: {names}", *notes):
             print_stdout(Text(line), fold=False)
-    return 0
 
 
 def _clean(paths: list[Path]) -> int:

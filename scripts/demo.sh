@@ -13,12 +13,10 @@ cd "$root" || exit 1
 touch .venv/.started
 "$python" -m runner "$@"
 status=$?
-# Only after a run: --help, --cfg and the like write nothing to look at.
+# Only after a run, whose table ends with the command for TensorBoard.
 if [ -n "$(find outputs -name summary.json -newer .venv/.started -print -quit 2>/dev/null)" ]; then
     if [ "$here" != "$root" ]; then prefix=$root/; fi
-    printf '\nTo use python -m runner in this shell, run\n\n    . %s.venv/bin/activate\n' "${prefix:-}"
-    printf '\nTo see it in TensorBoard, run this and open http://localhost:6006\n\n'
-    printf '    %s.venv/bin/python -m runner.report --tensorboard %soutputs\n\n' \
-        "${prefix:-}" "${prefix:-}"
+    printf '\nTo use python -m runner in this shell, run\n\n    . %s.venv/bin/activate\n\n' \
+        "${prefix:-}"
 fi
 exit "$status"

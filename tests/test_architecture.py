@@ -204,6 +204,7 @@ WRITERS_BY_NAME = {
     "datasets.tokens": "memmap",  # read only
     "core.data.workers": TEMPORARY,
     "diagnose.debug.memory": "_dump_snapshot",  # all four in a private folder
+    "diagnose.debug.loop_trace": "export_chrome_trace",
     "diagnose.debug.profile": "export_chrome_trace",
     "core.device.memory": "write_text",  # /proc
     "scale.distributed.launch": f"{TEMPORARY} rmdir",  # an empty folder

@@ -80,6 +80,8 @@ def seconds(value: float) -> str:
 @_none_as_dash
 def metric(value: float) -> str:
     """Format a loss or an accuracy."""
+    if 1e5 <= abs(value) < 1e12:
+        return f"{value:,.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
 
 

@@ -463,7 +463,7 @@ def _describe_unread(cells: _TextCells) -> tuple[str, tuple[str, str]]:
     if 2 * cells.count(looks_numeric) >= cells.present:
         unread = np.isnan([parse_number(word) for word in cells.words])
         count, example = cells.count(unread), cells.example(unread)
-        note = f"{count:,} of {cells.present:,} cells, such as {example}, are not a finite number"
+        note = f"{count:,} of {cells.present:,} cells, such as {example}, are not plain numbers"
         return note, ("data.types", "number")
     if form := guess_form([w for w, n in zip(cells.words, cells.counts, strict=True) if n]):
         fits = ~np.isnat([parse_time(word, form) for word in cells.words])

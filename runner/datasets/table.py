@@ -350,7 +350,7 @@ def describe_notes(table: Table, left_out: Container[str] = ()) -> Iterator[Choi
         if isinstance(values, TextColumn) or values is None:
             use = "left out" if name in left_out else "category"
             effect = "date" if key == FORMATS_KEY else value
-            effect = f"a column of {effect}s, other cells missing values"
+            effect = f"a column of {effect}s, and cells that are none are missing values"
         else:
             use, effect = "date" if values.dtype.kind == "M" else "number", "a category"
         if value:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -85,6 +86,18 @@ class Debugger:
             raise
         finally:
             self.totals.leave()
+
+    def trace(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Profile what runs inside with torch.profiler, and write two files into `folder`.
+
+        trace.json, for ui.perfetto.dev, has the operators, a range for each call of a module and
+        for each `context`; profile.md their times in all: operators, and forward and backward by
+        module. Use it around a few steps. Raises UsageError if `folder` is a file or a link, or if
+        another profiler is active; StorageError.
+        """
+        from runner.diagnose.debug.loop_trace import trace_loop
+
+        return trace_loop(folder, self.totals)
 
     def check(self, value: T, name: str = "value", *, on: str = "record") -> T:
         """Check a tensor, a number or a nest of them for NaN and Inf, and return it unchanged.

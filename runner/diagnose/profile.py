@@ -32,12 +32,19 @@ from runner.core.random_state import exclusive_random_state
 from runner.core.techniques.cost import count_flops
 from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
 from runner.core.techniques.model_calls import enter_contexts
-from runner.core.techniques.probe import profile_step, saved_bytes
-from runner.diagnose.debug.profile import is_operator
+from runner.core.techniques.probe import saved_bytes
+from runner.diagnose.debug.module_times import (
+    HEADER,
+    ModuleRanges,
+    ModuleTime,
+    module_cells,
+    read_modules,
+)
+from runner.diagnose.debug.operators import is_operator, quiet_profiler
 from runner.diagnose.memory import table_text
 from runner.loops.optimize import Optimized, mean_output, stash_gradients
 
-MOST_OPERATORS = 10
+MOST_OPERATORS = MOST_MODULES = 10
 PROFILED_CALLS = 3
 
 
@@ -57,6 +64,7 @@ class Profile:
     parameters: dict[str, int]  # all and trainable; bytes, and buffer_bytes
     memory: dict[str, int]  # bytes: activations saved for backward; on a GPU also the peak
     operators_ms: dict[str, float]  # self time per call, slowest first
+    modules: list[ModuleTime]  # the operators' time by module, per call, slowest first
     peak: PeakFlops | None  # None: unknown
     mfu: float | None  # share of the device's peak FLOP/s at the median
 
@@ -77,7 +85,9 @@ class Profile:
         slow = [(name, f"{ms:.3f}") for name, ms in self.operators_ms.items()]
         title = f"{self.model}: {call} of {count_noun(self.samples, 'sample')} in {self.dtype}"
         title += f", {count_noun(self.runs, 'run')} on {self.device}"
-        return "\n\n".join([title, table_text(rows), table_text([("operator", "ms"), *slow])])
+        tables = [table_text(rows), table_text([("operator", "ms"), *slow])]
+        tables.append(table_text([HEADER, *map(module_cells, self.modules[:MOST_MODULES])]))
+        return "\n\n".join([title, *tables])
 
 
 def profile_model(
@@ -126,7 +136,7 @@ def profile_model(
             for _ in range(max(1, warmup)):
                 run_call()
         seconds = np.array([device.seconds_of(run_call) for _ in range(runs)])
-        operators = _measure_operators(run_call, device)
+        events = _profile_calls(run_call, module, device)
         with torch.enable_grad():
             memory = {"activations": saved_bytes(module, forward, *tensors(inputs))}
         if device.kind == "cuda":
@@ -157,7 +167,8 @@ def profile_model(
             "buffer_bytes": sum(b.nbytes for b in module.buffers()),
         },
         memory=memory,
-        operators_ms=operators,
+        operators_ms=_operator_times(events.key_averages(), device),
+        modules=read_modules(events, device.kind == "cuda", PROFILED_CALLS),
         peak=peak,
         mfu=None if peak is None or not flops else flops / p50 / peak.flops_per_second,
     )
@@ -171,20 +182,23 @@ def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:
     return next(floats, torch.float32)
 
 
-def _measure_operators(run_call: Callable[[], None], device: Device) -> dict[str, float]:
+def _profile_calls(run_call: Callable[[], None], module: nn.Module, device: Device) -> Any:
+    """Return the profiler's events of PROFILED_CALLS calls, with a range for each module's."""
+    with quiet_profiler(), ModuleRanges(module).record():
+        profiler = torch.profiler.profile(acc_events=True)
+        with profiler:
+            for _ in range(PROFILED_CALLS):
+                run_call()
+            device.synchronize()
+        return profiler.events()  # type: ignore[no-untyped-call]
+
+
+def _operator_times(rows: Any, device: Device) -> dict[str, float]:
     """Return the slowest operators of a call in ms; on a GPU by the time of their kernels."""
     gpu = device.kind == "cuda"
-
-    def run_calls() -> None:
-        for _ in range(PROFILED_CALLS):
-            run_call()
-
     attribute = "self_device_time_total" if gpu else "self_cpu_time_total"  # µs
-    events = profile_step(run_calls, device, kineto=gpu)
     times = {
-        event.key: getattr(event, attribute) / 1e3 / PROFILED_CALLS
-        for event in events
-        if is_operator(event)
+        row.key: getattr(row, attribute) / 1e3 / PROFILED_CALLS for row in rows if is_operator(row)
     }
     slowest = sorted(times.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
     return {name: ms for name, ms in slowest if ms}

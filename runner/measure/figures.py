@@ -224,7 +224,7 @@ def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
     curves = {one.label: list(one.points) for one in series[:MAX_CURVES]}
     top = loss_axis_limit(comparison.by_configuration, curves)
     about = "Training loss by step, to the last step of each run. "
-    about += "Curves of arms with equal training overlap."
+    about += "Curves of runs that train the same overlap."
     off_axis = [name for name, curve in curves.items() if any(loss > top for _, loss in curve)]
     if off_axis:
         about += f" The axis fits the other curves; off the axis: {format.join_names(off_axis)}."

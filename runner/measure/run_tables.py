@@ -40,6 +40,7 @@ SOURCES = {
     "gradients": ("debug/gradients.json", ("layers",)),
     "memory": ("debug/memory.json", ("account", "rows")),
     "operators": ("debug/profile.json", ("trace", "operators")),
+    "modules": ("debug/profile.json", ("modules",)),
 }
 """File of a run by table, and the keys under which its rows are; metrics.jsonl has a row a line."""
 FOLDER = "debug/tables"  # of one run's tables

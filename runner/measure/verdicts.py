@@ -166,13 +166,16 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
         return [f"No arm{restriction} is measurably faster than {reference}{caveat}.", *others]
     # the first of those that no other is measurably faster than: levels are in increasing order
     chosen = next(row for row in faster if not any(_is_faster(other, row) for other in faster))
-    numbers = f"with {_describe_numbers(chosen)}" if chosen.parity else "its numbers not compared"
+    numbers = f"with {_describe_numbers(chosen)}" if chosen.parity else NOT_TESTED
     text = f"{chosen.name} is {_speed_phrase(chosen, reference)}, {numbers}{caveat}"
     ties = [row.name for row in faster if row is not chosen and not _is_faster(chosen, row)]
     if ties:
         verb = "is" if len(ties) == 1 else "are"
         text += f"; {join_names(ties)} {verb} not measurably faster than {chosen.name}"
     return [f"{text}.", *others]
+
+
+NOT_TESTED = "its parity with the plain run not tested"
 
 
 def _claim(row: ComparisonRow) -> str:
@@ -194,7 +197,7 @@ def _describe_other_work(row: ComparisonRow, reference: str) -> str:
     speed = f"it is {_speed_phrase(row, reference)} per sample"
     if _claim(row) not in ("faster", "slower"):
         speed = "no measurable difference in time per sample"
-    numbers = "its numbers not compared"
+    numbers = NOT_TESTED
     if row.parity:
         exactness = _describe_numbers(row).removeprefix("the same numbers ")
         numbers = f"its numbers match its own plain run {exactness}"

@@ -70,7 +70,10 @@ def test_more_texts_among_numbers_make_a_column_of_texts_unless_its_type_is_decl
     path = write(tmp_path / "a.csv", {"age": ages})
     source = opened(path)
     assert len(source.columns) == 1 and "unknown" in source.columns[0].values
-    assert "age: category: 30 of 240 cells, such as 'none of it', are not" in caplog.text
+    assert (
+        "age: category: 30 of 240 cells, such as 'none of it', are not plain numbers; with"
+        in caplog.text
+    )
     assert "data.types={age: number}" in chosen(source, "data.types")
     declared = opened(path, types={"age": ColumnType.number})
     assert titles(declared) == ["age", "age (missing)"] and declared.inputs[:, 1].sum() == 30

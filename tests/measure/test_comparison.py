@@ -86,6 +86,9 @@ def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
     numbers = next(column for column in COLUMNS if column.key == "parity").text(found.rows[2])
     assert (verdict(found.rows[2], found), numbers) == ("faster, other work", "exact, other model")
     assert not any("same numbers" in text for text in texts(compared(narrow)))
+    untested = arm("narrow", 5.5, other_work=["model"], parity="")
+    expected = "its parity with the plain run not tested."
+    assert any(text.endswith(expected) for text in texts(compared(untested)))
 
 
 def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine() -> None:

@@ -33,7 +33,8 @@ def run(tmp_path: Path) -> Path:
     _write(folder / "debug/gradients.json", {"finding": "", "layers": [LAYER]})
     _write(folder / "debug/history.json", {"counts": {}, "faults": [FAULT]})
     _write(folder / "debug/anomalies.json", {"count": 0, "anomalies": []})
-    _write(folder / "debug/profile.json", {"trace": {"operators": [{"name": "mm", "calls": 5}]}})
+    trace, modules = {"operators": [{"name": "mm", "calls": 5}]}, [{"module": "a.b", "calls": 2}]
+    _write(folder / "debug/profile.json", {"trace": trace, "modules": modules})
     return folder
 
 
@@ -68,6 +69,7 @@ def test_texts_with_quotes_and_lines_and_lists_come_back_from_csv(run: Path) -> 
     (fault,) = _read_csv(run / "debug/tables/faults.csv")
     assert fault["message"] == FAULT["message"]
     assert json.loads(fault["steps"]) == [3, 4]
+    assert _read_csv(run / "debug/tables/modules.csv") == [{"module": "a.b", "calls": "2"}]
 
 
 def test_parquet_has_types_and_several_runs_are_told_apart(
@@ -107,7 +109,15 @@ def test_a_link_is_refused(run: Path, tmp_path: Path, where: str) -> None:
         ["{run}/none", "--tables", "csv"],
         ["{run}/debug", "--tables", "csv"],
         ["{run}", "--tables", "csv", "--tensorboard"],
+        ["{run}", "--plots", "--tensorboard"],
     ],
 )
 def test_bad_arguments_end_with_2(run: Path, arguments: list[str]) -> None:
     assert report.main([text.format(run=run) for text in arguments]) == 2
+
+
+def test_tables_and_plots_are_written_by_one_call(run: Path, tmp_path: Path) -> None:
+    arguments = [str(run), "--plots", "--tables", "csv", "--out", str(tmp_path / "tables")]
+    assert report.main(arguments) == 0
+    assert (tmp_path / "tables/metrics.csv").exists()
+    assert (run / "debug/plots/timeline.svg").exists()

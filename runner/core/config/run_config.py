@@ -309,6 +309,7 @@ class WrittenConfig:
             tree["data"].pop(key, None)
         for key in ("slower", "cpu_above"):  # they only report
             del tree["stability"]["watch"][key]
+        del tree["device"]["synchronize"]  # changes times alone
         stability = tree["stability"]
         is_off = not (stability["guard"] or stability["spike"]["enabled"] or stability["clip_norm"])
         stability["recovery"] = [] if is_off else RECOVERY_ROWS  # as earlier versions had it

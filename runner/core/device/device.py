@@ -43,6 +43,7 @@ class Device:
     `torch.manual_seed` takes 75."""
     warnings: tuple[str, ...] = ()  # on settings not honoured, or slow
     memory_fraction: float | None = None  # as configured
+    waits_for_steps: bool = False  # device.synchronize
 
     @property
     def reads_are_free(self) -> bool:
@@ -135,6 +136,7 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
         reseed=_reseeder(torch_device),
         warnings=tuple(notes),
         memory_fraction=config.memory_fraction,
+        waits_for_steps=config.synchronize,
     )
 
 

@@ -123,6 +123,10 @@ class TechniqueStatus:
     status: str = ""  # engaged | not applicable | skipped | failed | fell back, of one requested
 
 
+class NotNeeded(str):
+    """The reason why a technique's automatic choice is to change nothing, which `strict` allows."""
+
+
 @dataclass(kw_only=True)
 class RunParts:
     """The parts that techniques may read or change while a run is built, and hooks read later."""

@@ -326,6 +326,7 @@ def _speed_rows(summary: Summary) -> TableRows:
     step += f" of {count_noun(speed.step_ms.steps, 'step')}" if speed.step_ms.steps else ""
     split = speed.split if any(speed.split.values()) else {}  # an evaluation has no steps
     shares = ", ".join(f"{share:.0%} {part}" for part, share in split.items())
+    shares = shares.replace(" other", " other (hooks, record)")
     peak = _format_peaks(memory.peak_process_bytes, memory.peak_device_bytes)
     total_peak = _format_peaks(facts.get("peak_process_bytes"), facts.get("peak_device_bytes"))
     return [
@@ -387,8 +388,9 @@ def _format_peaks(process: int | None, device: int | None) -> str:
 
 
 def _file_rows(summary: Summary, folder: Path, full: bool) -> TableRows:
-    saved = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
-    paths = [f"{Path(path).name} ({which})" for which, path in saved.items() if path]
+    best, last = summary.checkpoint.best, summary.checkpoint.last
+    saved = {"best, last": best} if best == last else {"best": best, "last": last}
+    paths = [f"{Path(path).name} ({roles})" for roles, path in saved.items() if path]
     report_hint = "curves, all reasons and choices (monitoring.verbose=true prints them)"
     if summary.job in VERBS:
         report_hint = "all choices, versions and the command"

@@ -109,6 +109,7 @@ class ProfileConfig:
     start: int = bounded(20, min=1)  # steps before the window; fewer in a short run
     warmup: int = bounded(1, min=1)  # first steps of the window, traced and discarded
     steps: int = bounded(5, min=1)  # recorded steps of the window
+    modules: bool = True  # time by module, forward and backward, and its names in the trace
     shapes: bool = False  # record the input shapes of operators
     stacks: bool = False  # record Python source lines; slows these steps considerably
     memory: bool = False  # record the allocations of operators

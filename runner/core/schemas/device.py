@@ -56,6 +56,7 @@ class DeviceConfig:
     threads: int | None = bounded(None, min=1)
     # threads that run operators side by side, set once a process; null: torch's default
     interop_threads: int | None = bounded(None, min=1)
+    synchronize: bool = False  # wait for the device after each step: true step times, to debug
     affinity: list[int] | None = None  # CPU cores this process may use, Linux only; null: as is
     priority: int | None = bounded(None, min=-20, max=19)  # niceness; null: unchanged
 

@@ -94,12 +94,6 @@ class StabilityController:
             self.update.set_limits(limits.loss, limits.grad_norm)
         self._set_due(step)
 
-    def request_rollback(self, run: Run) -> None:
-        """Decide on a roll-back for a hook."""
-        from runner.core.stability.messages import Decision
-
-        self.decision = Decision("asked", run.progress.step, "a hook requested a rollback")
-
     def needs_rollback(self, run: Run) -> bool:
         """Return whether the loop has to roll back; raises GaveUp if that is no longer allowed."""
         decision, rollbacks = self.decision, run.progress.rollbacks

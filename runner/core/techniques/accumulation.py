@@ -9,7 +9,7 @@ from typing import Any
 from runner.core.device import memory
 from runner.core.interfaces.batch import batch_size_of, largest_slice
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Evidence, RunBuilder
+from runner.core.interfaces.technique import Evidence, NotNeeded, RunBuilder
 from runner.core.preserved_state import NotRestorable
 from runner.core.schemas.optimization import Accumulation
 
@@ -17,6 +17,7 @@ KEY = "training.micro_batch"
 MIB = 2**20
 MEMORY_SHARE = 0.8  # share of the free memory that a step may take
 FRAGMENTATION = 2.0  # largest observed ratio of process memory to tensors: heap fragmentation
+NO_ESTIMATE = "the memory of a step cannot be estimated"
 FEW_SAMPLES = 4  # samples in the smaller of two counted steps
 MOMENTS_PER_WEIGHT = 2  # per weight, as in Adam
 
@@ -31,7 +32,9 @@ def apply(config: Accumulation, builder: RunBuilder) -> str | None:
     if builder.micro_batch < builder.batch_size:
         return None
     fits = f"a batch of {builder.batch_size} already fits in one micro-batch"
-    return f"{fits}: {reason}" if config.micro_batch is None and reason else fits
+    if config.micro_batch is not None or not reason or reason.startswith(NO_ESTIMATE):
+        return f"{fits}: {reason}" if config.micro_batch is None and reason else fits
+    return NotNeeded(f"{fits}: {reason}")
 
 
 def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int, str]:
@@ -44,7 +47,7 @@ def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int,
     except NotRestorable:
         raise
     except Exception as error:  # such as a model with a fixed batch size
-        return batch, f"the memory of a step cannot be estimated ({type(error).__name__}: {error})"
+        return batch, f"{NO_ESTIMATE} ({type(error).__name__}: {error})"
     budget = usable_bytes(builder, MEMORY_SHARE)
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
     size = next((size for size in sizes if fixed + size * per_sample <= budget), 1)

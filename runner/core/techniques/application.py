@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.core.errors import ConfigError
 from runner.core.interfaces.technique import (
+    NotNeeded,
     RunBuilder,
     Technique,
     TechniqueStatus,
@@ -54,9 +55,9 @@ def apply_techniques(
             applied.append((name, technique))
         else:
             not_applied.append(TechniqueStatus(name, True, False, reason, status=status))
-    requested = [row for row in not_applied if row.requested]
-    if config.strict and requested:
-        raise _strict_error(requested)
+    unmet = [x for x in not_applied if x.requested and not isinstance(x.reason, NotNeeded)]
+    if config.strict and unmet:
+        raise _strict_error(unmet)
     return applied, not_applied
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Evidence, RunBuilder
+from runner.core.interfaces.technique import Evidence, NotNeeded, RunBuilder
 from runner.core.preserved_state import NotRestorable
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Recompute, RecomputePolicy
@@ -58,7 +58,7 @@ def apply(config: Recompute, builder: RunBuilder) -> str | None:
     if what is RecomputePolicy.auto:
         value = builder.choose(f"{KEY}.what", lambda: _choose_policy(config, builder, blocks))
         if value == NOTHING:
-            return next(x.reason for x in builder.choices if x.key == f"{KEY}.what")
+            return NotNeeded(next(x.reason for x in builder.choices if x.key == f"{KEY}.what"))
         what = RecomputePolicy(value)
     _disable_caches(builder)
     if what is RecomputePolicy.every:

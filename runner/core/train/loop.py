@@ -34,7 +34,7 @@ from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.objective import unknown_direction, unknown_metric
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
-from runner.core.interfaces.technique import Choice
+from runner.core.interfaces.technique import Choice, NotNeeded
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
 from runner.core.record import hydra_files
@@ -221,6 +221,8 @@ def _train(run: Run) -> None:
 
                 try:
                     step, verdict = make_step(run, batch, in_step_hooks, empty)
+                    if run.device.waits_for_steps:  # an error of a kernel is raised here, too
+                        run.device.synchronize()  # host sync: device.synchronize=true, each step
                 except Exception as error:
                     _capture_failed_step(run, number, batch, error)
                     raise
@@ -255,18 +257,18 @@ def _train(run: Run) -> None:
         except KeyboardInterrupt:
             interrupts.end_grace()
             run.leave_others(interrupts.error())
-            if interrupts.wait_interrupted and not _has_stalled_device(run):
+            if interrupts.wait_interrupted and not run.world.has_stalled_device:
                 _save_and_stop(run)  # a second signal saves nothing
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # a checkpoint is saved, or saving has just failed
         except (Exception, SystemExit) as error:
             interrupts.end_grace()
-            if not isinstance(error, RunnerError) and _means_lost_process(run, error):
+            if not isinstance(error, RunnerError) and run.world.means_loss(error):
                 raise
             run.leave_others(error)
             # of an unfinished step or validation only buffers and random state have changed
-            if _has_stalled_device(run) or not last_state.restore(error):
+            if run.world.has_stalled_device or not last_state.restore(error):
                 raise
             gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
             if run.saved_step < 0 or run.shards is not None and not gave_up:
@@ -324,7 +326,7 @@ def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
 def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
     process_lost = isinstance(error, ProcessLost | RestartRequired)
-    process_lost = process_lost or _means_lost_process(run, error)
+    process_lost = process_lost or run.world.means_loss(error)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
         return
@@ -380,16 +382,6 @@ def _save_and_stop(
         run.leave_others(error)
     save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
-
-
-def _has_stalled_device(run: Run) -> bool:
-    """Whether the device may wait forever for a lost process; see `World.has_stalled_device`."""
-    return run.world.has_stalled_device
-
-
-def _means_lost_process(run: Run, error: BaseException) -> bool:
-    """Whether the error means that another process has ended or does not answer."""
-    return run.world.means_loss(error)
 
 
 def _signal_notice(run: Run) -> str:
@@ -536,7 +528,7 @@ def _enforce_strict(run: Run) -> None:
     run.strict = False  # once is enough
     collect_evidence(run)
     for row in technique_statuses(run):
-        if row.requested and not row.engaged:
+        if row.requested and not (row.engaged or isinstance(row.reason, NotNeeded)):
             fix = "switch it off or set optimization.strict=false"
             raise ConfigError(f"optimization.{row.name}", f"did not engage: {row.reason}", fix)
 
@@ -559,8 +551,10 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
         run.stopped_by, run.stop_reason = next(
             (known for known in causes if known[1]), ("hook", "a hook requested a stop")
         )
-    elif controller.decision is None:
-        controller.request_rollback(run)
+    else:
+        from runner.core.stability.messages import share_decision  # imported only if used
+
+        controller.decision = share_decision(run)
     while controller.needs_rollback(run):
         _process_reports(run, wait=True)  # reports in flight concern the weights that are replaced
         if restore_last_good_checkpoint(run):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
-from torch._C._autograd import DeviceType
 
 from runner.core.interfaces.hook import Report, Step
 from runner.core.interfaces.run import Run
@@ -23,6 +21,23 @@ from runner.core.record.storage import write_or_log
 from runner.core.schemas.debug import DebugConfig, ProfileConfig
 from runner.core.train.step import overrides_event
 from runner.core.train.timing import PHASES
+from runner.diagnose.debug.module_times import (
+    COMPILED,
+    MODULES_NOTE,
+    REST,
+    ModuleRanges,
+    ModuleTime,
+    module_table,
+    read_modules,
+)
+from runner.diagnose.debug.operators import (
+    COMPILED_GRAPH,
+    SMALL_OPERATOR_US,
+    is_kernel,
+    is_operator,
+    operator_name,
+    quiet_profiler,
+)
 from runner.diagnose.debug.sections import SectionTotals, collect
 from runner.diagnose.debug.tool import DebugTool
 
@@ -30,18 +45,8 @@ log = logging.getLogger("runner")
 
 PHASE_NAMES = {"whole_step": "the step as one graph", "other": "between steps"}
 REPORT_FILE, RESULT_FILE, TRACE_FOLDER = "debug/profile.md", "debug/profile.json", "debug/traces"
-LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
 MAX_OPERATORS = 15  # operators in a table
 SEARCH_STEPS = 1000  # steps to search for a place for the window
-COMPILED_GRAPH = "compiled graph"
-# rows of a trace that are calls of the GPU's runtime or driver, or the profiler's own work
-RUNTIME_ROW = re.compile(
-    r"(cuda|cu|hip|hsa)[A-Z_]\w*$|ProfilerStep|Activity Buffer Request$|Buffer Flush$"
-    r"|Command Buffer Full$|Lazy Function Loading$|Runtime Triggered Module Loading$"
-    r"|Instrumentation$|Resource$"
-)
-# rows of `debug.profile.stacks`: Python functions, and calls of modules
-PYTHON_ROW = re.compile(r".*\.py\(\d+\): |<.*>|nn\.Module: |\w[\w.]*\(\d+\): ")
 WAIT_ROW = re.compile(r"c10d::|gloo:|nccl:|ncclDevKernel|mpi:|ucc:|record_param_comms")
 """Rows that wait for the other processes of a run."""
 
@@ -49,8 +54,9 @@ DATA_WAIT_SHARE = 0.2  # share of a step
 LONG_PHASE_SHARE = 0.25  # share of a step, of the optimizer or of what is between steps
 BUSY_SHARE = 0.7  # above this share of busy time the accelerator is the limit
 MANY_OPERATORS = 100  # operators per step
-SMALL_OPERATOR_US = 20.0  # step time per operator; a call takes 5 to 15
 LARGE_OPERATOR_SHARE = 0.3  # share of operator time above which one operator is reported
+LARGE_MODULE_SHARE = 0.5  # the same of a module
+MAX_STALLS = 3  # modules named as stalling
 
 
 @dataclass
@@ -70,6 +76,11 @@ class StepMeasurements:
     cores: int = 1
     techniques: list[str] = field(default_factory=list)  # applied ones
     not_applied: list[str] = field(default_factory=list)  # requested, but not applied
+    module: str = ""  # with the most operator time
+    module_share: float = 0.0
+    module_ms: float = 0.0  # of that module, per step
+    # ms per step in Python code of modules beyond calling operators, longest first
+    stalls: dict[str, float] = field(default_factory=dict)
 
     @property
     def host_bound(self) -> bool:
@@ -82,12 +93,31 @@ class StepMeasurements:
 
         0 if calling the operators, which takes SMALL_OPERATOR_US each, may explain it.
         """
-        inside = 1 - self.split.get("data", 0.0) - self.split.get("other", 0.0)
-        outside_ms = self.step_ms * inside - self.operators_ms
-        explained = outside_ms * 1e3 < SMALL_OPERATOR_US * self.operators
+        explained = self._outside_ms * 1e3 < SMALL_OPERATOR_US * self.operators
         if not self.operators_ms or not self.step_ms or explained:
             return 0.0
-        return outside_ms / self.step_ms
+        return self._outside_ms / self.step_ms
+
+    @property
+    def stall_share(self) -> float:
+        """The share of a step in which modules stall in Python; 0 if not known."""
+        stalls_ms = min(self._outside_ms, sum(self.stalls.values()))
+        return max(0.0, stalls_ms / self.step_ms) if self.step_ms else 0.0
+
+    def stalls_text(self) -> str:
+        """Name the modules that stall longest in Python."""
+        longest = [f"{name} {ms:.3g} ms" for name, ms in self.stalls.items()]
+        return f"module {', '.join(longest[:MAX_STALLS])}"
+
+    def module_text(self) -> str:
+        """Name the module with the most operator time, and that time."""
+        times = f"{self.module_share:.0%} of the operators' time, {self.module_ms:.3g} ms"
+        return f"module {self.module} takes {times}"
+
+    @property
+    def _outside_ms(self) -> float:
+        inside = 1 - self.split.get("data", 0.0) - self.split.get("other", 0.0)
+        return self.step_ms * inside - self.operators_ms
 
     @property
     def waits_for_data(self) -> bool:
@@ -99,7 +129,10 @@ class StepMeasurements:
 
 def find_bottlenecks(measured: StepMeasurements) -> list[str]:
     """Return the conclusions, most important first; never empty."""
-    if texts := [*_operator_bottlenecks(measured), *_phase_bottlenecks(measured)]:
+    texts = [*_operator_bottlenecks(measured), *_phase_bottlenecks(measured)]
+    if measured.module_share > LARGE_MODULE_SHARE:
+        texts.append(f"{measured.module_text()} a step")
+    if texts:
         return texts
     parts = sorted(measured.split.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
@@ -110,7 +143,9 @@ def find_bottlenecks(measured: StepMeasurements) -> list[str]:
 def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
     small = measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
     operator, share = measured.operator, measured.operator_share
-    if (
+    if measured.stall_share > LARGE_OPERATOR_SHARE:
+        yield _stall_text(measured)
+    elif (
         measured.host_bound
         and small
         and measured.operators >= MANY_OPERATORS
@@ -122,13 +157,7 @@ def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
         busy = "" if measured.busy is None else f", the device busy {measured.busy:.0%} of the time"
         yield f"host-bound: {measured.operators:,.0f} small operators a step{busy}: {fix}"
     elif measured.python_share > LARGE_OPERATOR_SHARE:
-        phases = {k: v for k, v in measured.split.items() if k not in ("data", "other")}
-        phase = max(phases, key=lambda name: phases[name], default="step")
-        yield (
-            f"{measured.python_share:.0%} of step time is spent in Python outside of torch's "
-            f"operators, most in {PHASE_NAMES.get(phase, phase)}: "
-            "debug.profile.stacks=true shows where in the trace"
-        )
+        yield _stall_text(measured)
     elif share > LARGE_OPERATOR_SHARE and WAIT_ROW.match(operator):
         yield (
             f"waiting for the other processes takes {measured.operator_ms:.3g} ms a step "
@@ -139,6 +168,19 @@ def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
         fix = "; 16 bits may help: optimization.amp.enabled=true" if may_help else ""
         times = f"{share:.0%} of the operators' time, {measured.operator_ms:.3g} ms a step"
         yield f"{operator} takes {times}{fix}"
+
+
+def _stall_text(measured: StepMeasurements) -> str:
+    phases = {k: v for k, v in measured.split.items() if k not in ("data", "other")}
+    phase = max(phases, key=lambda name: phases[name], default="step")
+    place = PHASE_NAMES.get(phase, phase)
+    if measured.stall_share > measured.python_share / 2:
+        place = f"forward, in {measured.stalls_text()}"
+    share = max(measured.python_share, measured.stall_share)
+    return (
+        f"{share:.0%} of step time is spent in Python outside of torch's operators, most in "
+        f"{place}: debug.profile.stacks=true shows where in the trace"
+    )
 
 
 def _phase_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
@@ -169,6 +211,7 @@ class ProfileTool(DebugTool):
 
     name: ClassVar[str] = "profile"
     SAVED = ("named_step", "trace_file", "trace_start", "trace_steps", "operators", "busy")
+    SAVED_LATER = ("modules",)  # not in checkpoints of earlier versions
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
@@ -176,6 +219,7 @@ class ProfileTool(DebugTool):
         self.next_step: float | None = None  # step after which it acts; None: not planned yet
         self.window: ProfilerWindow | None = None
         self.operators: list[dict[str, Any]] = []
+        self.modules: list[dict[str, Any]] = []  # a ModuleTime each
         self.busy: float | None = None
         self.trace_file, self.named_step = "", 0  # first step of the first window
         self.trace_start, self.trace_steps = 0, 0  # of the trace
@@ -193,12 +237,15 @@ class ProfileTool(DebugTool):
     def state(self) -> dict[str, Any]:
         """Return the trace, and the step after which a window opens, also for one that is open."""
         next_step = self.window.first if self.window is not None else self.next_step
-        return {"next_step": next_step, **{name: getattr(self, name) for name in self.SAVED}}
+        names = (*self.SAVED, *self.SAVED_LATER)
+        return {"next_step": next_step, **{name: getattr(self, name) for name in names}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Profile the same steps, or none again."""
         for name in ("next_step", *self.SAVED):
             setattr(self, name, state[name])
+        for name in self.SAVED_LATER:
+            setattr(self, name, state.get(name, getattr(self, name)))
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -207,8 +254,8 @@ class ProfileTool(DebugTool):
             step, window = run.progress.step, self.settings.warmup + self.settings.steps
             latest = run.total_steps - step - window
             self.next_step = step + min(self.settings.start, max(1, latest))
-        start_time, was_unset = perf_counter(), LOG_LEVEL_VARIABLE not in os.environ
-        os.environ.setdefault(LOG_LEVEL_VARIABLE, "6")  # else Kineto logs start and stop to stderr
+        start_time, quiet = perf_counter(), ExitStack()
+        quiet.enter_context(quiet_profiler())
         try:
             with collect() as self.totals:
                 yield
@@ -216,8 +263,7 @@ class ProfileTool(DebugTool):
             collected = perf_counter() - start_time
             if self.window is not None:
                 self._close_window(run, self.window)
-            if was_unset:
-                os.environ.pop(LOG_LEVEL_VARIABLE, None)
+            quiet.close()
             with self.count_time():
                 self._write_results(run, collected)
 
@@ -259,6 +305,7 @@ class ProfileTool(DebugTool):
             if window.recorded:
                 self.trace_start, self.trace_steps = window.first, window.recorded
                 self.operators, self.busy = window.read_operators()
+                self.modules = [asdict(row) for row in window.read_modules()]
                 self._export_trace(run, window)
         except (ValueError, RuntimeError) as error:
             self._record_failure(run, error)
@@ -311,18 +358,11 @@ class ProfileTool(DebugTool):
         total = sum(outside.values())
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
         names = [name for name, _ in run.techniques if name not in run.fallback_reasons]
-        steps = self.trace_steps or 1
-        largest: dict[str, Any] = {"name": "", "seconds": 0.0}
-        if self.operators:
-            largest = self.operators[0]
+        modules = [ModuleTime(**row) for row in self.modules]
         return StepMeasurements(
             split={phase: seconds / total for phase, seconds in outside.items()} if total else {},
             step_ms=speed.step_ms.p50,
-            operators=sum(row["calls"] for row in self.operators) / steps,
-            operator=largest["name"],
-            operator_share=largest["seconds"] / (self._operator_seconds() or 1.0),
-            operator_ms=largest["seconds"] / steps * 1e3,
-            operators_ms=self._operator_seconds() / steps * 1e3,
+            **operator_totals(self.operators, modules, self.trace_steps or 1),
             busy=self.busy,
             workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
             in_memory=bool(workers and "in memory" in workers.reason),
@@ -341,12 +381,15 @@ class ProfileTool(DebugTool):
         run.recorder.text("profile/verdict", "\n".join(lines), step)
         if self.operators:
             run.recorder.text("profile/trace", self._operator_table(), step)
+        if self.modules:
+            run.recorder.text("profile/modules", self._module_table(), step)
         record = {
             "verdicts": self.verdicts,
             "facts": asdict(self.measurements),
             "first": self.trace_start,
             "trace_file": self.trace_file,
             "trace": {"steps": self.trace_steps, "operators": self.operators},
+            "modules": self.modules,
             "seconds": collected,
             "sections": [vars(total) | {"mean": total.mean} for total in self.totals.by_time()],
         }
@@ -369,6 +412,8 @@ class ProfileTool(DebugTool):
         if self.operators:
             last = self.trace_start + self.trace_steps - 1
             parts += [f"## Steps {self.trace_start} to {last}, profiled", self._operator_table()]
+        if self.modules:
+            parts += [self._module_table(), MODULES_NOTE]
         if self.trace_file:
             parts.append(f"To be opened in ui.perfetto.dev: `{self.trace_file}`")
         if self.totals.rows:
@@ -376,19 +421,22 @@ class ProfileTool(DebugTool):
                 (f"{t.name} {t.category}".strip(), float(t.calls), t.seconds)
                 for t in self.totals.by_time()
             ]
-            parts += ["## Sections", _time_table("section", rows, collected or 1.0)]
+            parts += ["## Sections", time_table("section", rows, collected or 1.0)]
             parts.append("Of this process; sections in data workers are not seen.")
         return "\n\n".join(parts) + "\n"
+
+    def _module_table(self) -> str:
+        return module_table([ModuleTime(**row) for row in self.modules])
 
     def _operator_table(self) -> str:
         """Return a table of the slowest operators by self time."""
         steps = max(1, self.trace_steps)
         slowest = self.operators[:MAX_OPERATORS]
         rows = [(row["name"], row["calls"] / steps, row["seconds"] / steps) for row in slowest]
-        return _time_table("operator", rows, self._operator_seconds() / steps or 1.0)
+        return time_table("operator", rows, self._operator_seconds() / steps or 1.0)
 
 
-def _time_table(heading: str, rows: Iterable[tuple[str, float, float]], total_s: float) -> str:
+def time_table(heading: str, rows: Iterable[tuple[str, float, float]], total_s: float) -> str:
     """Format names, calls and seconds with their share of `total_s` as a Markdown table."""
     cells = [(n, f"{calls:,.4g}", f"{s * 1e3:,.3g}", f"{s / total_s:.1%}") for n, calls, s in rows]
     return markdown.table((heading, "calls", "ms", "share"), cells)
@@ -419,6 +467,9 @@ class ProfilerWindow:
         )
         run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
         self.profiler.start()
+        self.scope = ExitStack()
+        if config.modules:
+            self.scope.enter_context(ModuleRanges(run.model).record())
         self.start_time = perf_counter()
         self.seconds = 0.0  # wall time of the steps in the trace
         totals.tracing = True
@@ -444,41 +495,58 @@ class ProfilerWindow:
     def stop(self) -> None:
         """Stop the profiler, possibly early."""
         self.totals.tracing = False
+        self.scope.close()
         self.profiler.stop()
 
     def read_operators(self) -> tuple[list[dict[str, Any]], float | None]:
         """Return operators by self time, and the share of time in which a GPU computed."""
-        on_gpu = self.run.device.kind == "cuda"
-        self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
         events = list(self.profiler.key_averages())
-        operators = [
-            {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
-            for e in events
-            if is_operator(e)
-        ]
-        kernels = [
-            e.self_device_time_total / 1e6
-            for e in events
-            if e.device_type != DeviceType.CPU and not e.is_user_annotation
-        ]
+        operators = read_operators(events, on_gpu=self.run.device.kind == "cuda")
+        kernels = [e.self_device_time_total / 1e6 for e in events if is_kernel(e)]
         busy = min(1.0, sum(kernels) / self.seconds) if kernels and self.seconds else None
-        return sorted(operators, key=lambda row: -row["seconds"]), busy
+        return operators, busy
+
+    def read_modules(self) -> list[ModuleTime]:
+        """Return the time of each module in a step; [] without debug.profile.modules."""
+        on_gpu = self.run.device.kind == "cuda"
+        events: Any = self.profiler.events()  # type: ignore[no-untyped-call]
+        return read_modules(events or (), on_gpu, self.recorded)
 
 
-def is_operator(event: Any) -> bool:
-    """Whether a profiler's row is an operator: no kernel, and no call that launches one or waits.
+def read_operators(rows: Iterable[Any], on_gpu: bool) -> list[dict[str, Any]]:
+    """Return the operators among a profiler's rows by self time, on a GPU that of their kernels."""
+    self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
+    operators = [
+        {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
+        for e in rows
+        if is_operator(e)
+    ]
+    return sorted(operators, key=lambda row: -row["seconds"])
 
-    The time of a kernel is that of the operator that launched it.
-    """
-    is_on_host = event.device_type == DeviceType.CPU and not event.is_user_annotation
-    is_python = PYTHON_ROW.match(event.key) is not None
-    return is_on_host and not is_python and RUNTIME_ROW.match(event.key) is None
 
-
-def operator_name(key: str) -> str:
-    """Return an operator's name; that of a compiled graph is shortened."""
-    call = re.match(r"^## Call CompiledFxGraph (\S+) ##$", key)
-    return f"{COMPILED_GRAPH} {call[1][:8]}" if call else key
+def operator_totals(
+    operators: Sequence[Mapping[str, Any]], modules: Sequence[ModuleTime], steps: int
+) -> dict[str, Any]:
+    """Return fields of StepMeasurements, per step, of operators and modules, each by time."""
+    seconds = sum(row["seconds"] for row in operators)
+    own = [row for row in modules if row.module not in (COMPILED, REST)]
+    stalls = sorted((row for row in own if row.stall_ms), key=lambda row: -row.stall_ms)
+    totals = {
+        "operators": sum(row["calls"] for row in operators) / steps,
+        "operators_ms": seconds / steps * 1e3,
+        "stalls": {row.module: row.stall_ms for row in stalls},
+    }
+    if operators:
+        largest = operators[0]
+        totals["operator"], totals["operator_ms"] = (
+            largest["name"],
+            largest["seconds"] / steps * 1e3,
+        )
+        totals["operator_share"] = largest["seconds"] / (seconds or 1.0)
+    if own:
+        totals["module"], totals["module_ms"] = own[0].module, own[0].total_ms
+        totals["module_share"] = own[0].share
+    return totals
 
 
 def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:

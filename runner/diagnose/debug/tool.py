@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
-from runner.core.errors import RunnerError
+from runner.core.errors import RunnerError, UsageError
 from runner.core.interfaces.hook import Cost, Hook
 from runner.core.interfaces.run import Run
 from runner.core.record.storage import write_or_log
@@ -58,9 +58,16 @@ class DebugTool(Hook):
         return timeout_s is not None and time.monotonic() - self.start_time > timeout_s
 
     def resume_state(self) -> str:
-        """Return `state` with the number of inspections and the finding."""
+        """Return `state` with the number of inspections and the finding.
+
+        Raises UsageError for a value that JSON does not have.
+        """
         common = {"inspections": self.inspections, "finding": self.finding}
-        return json.dumps({**common, **self.state()}, default=str)
+        try:
+            return json.dumps({**common, **self.state()})
+        except (TypeError, ValueError) as error:
+            problem = f"{type(self).__name__}.state: {error}; return values of JSON types"
+            raise UsageError(problem) from error
 
     def load_resume_state(self, text: str) -> None:
         """Continue with that state."""

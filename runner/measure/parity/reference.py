@@ -6,7 +6,8 @@ A candidate may deviate from fp64 by a factor times the plain run's error at the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,8 @@ from runner.measure.parity.plain_runs import (
 )
 from runner.measure.parity.trajectory import Trajectory, replay_updates, update_names
 
+log = logging.getLogger("runner")
+
 COARSE_BOUND = 0.1  # relative bound above which undetectable faults are mentioned
 # what other draws change
 DROPOUT_KINDS = (ErrorKind.loss, ErrorKind.grad_norm, ErrorKind.gradient, ErrorKind.buffer)
@@ -77,6 +80,7 @@ class ParityReference:
         self.plain = PlainRuns(baseline, steps, given)
         self.baseline = self.plain.baseline
         self.choices: Mapping[str, Any] = {}
+        self.report_progress: Callable[[str], object] = lambda text: None
 
     def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
         """Return the verdict on a candidate; `choices` are those of an earlier run of it.
@@ -158,6 +162,8 @@ class ParityReference:
 
     def _run_candidate(self, config: RunConfig, dropout_off: bool = False) -> _CandidateRun:
         """Run the candidate; it is closed before any other run, to reset global switches."""
+        names = [name for name, technique in config.optimization.techniques() if technique.enabled]
+        self.report_progress(f"verify: a run with {', '.join(names) or 'no technique'}")
         _ = self.plain.trajectory  # measured first
         with (
             eager_random_numbers(),
@@ -314,6 +320,7 @@ def check_parity(
     cause it.
     """
     reference = ParityReference(baseline, steps)
+    reference.report_progress = log.info
     result = reference.judge(config)
     if attribute and result.verdict is Agreement.fail:
         return _find_culprits(reference, config, result)

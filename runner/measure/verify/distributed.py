@@ -163,7 +163,10 @@ class EqualityCheck:
     def train(self, name: str, config: RunConfig, precision: ReferencePrecision) -> EndState:
         """Train a config; returns its final state with the regular checkpoints."""
         folder = self.folder / name.replace(" ", "-")
-        train_in_processes(config, folder, precision=precision)
+        size = count_processes(config)
+        by = f"by {size} processes" if size > 1 else "by one process"
+        purpose = f"{config.training.steps} steps {by} ({name})"
+        train_in_processes(config, folder, precision=precision, purpose=purpose)
         every = config.checkpoint.every or 1
         return read_end_state(folder, [step for step in saved_steps(folder) if step % every == 0])
 

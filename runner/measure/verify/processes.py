@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from runner.measure.parity.numerics import double_model, perturb_weights, to_fp6
 from runner.scale.distributed.launch import AttemptLost, count_processes, run_attempt
 from runner.scale.distributed.rank import run_rank_process
 from runner.scale.distributed.rank_info import RankInfo
+
+log = logging.getLogger("runner")
 
 FACTS_FILE = "facts.json"
 LOG_FILE = "console.log"
@@ -150,12 +153,15 @@ def train_in_processes(
     folder: Path,
     probe: RunProbe | None = None,
     precision: ReferencePrecision | None = None,
+    purpose: str = "",
 ) -> None:
-    """Train in `folder` with as many new processes as the config requests.
+    """Train in `folder` with as many new processes as the config requests; log the purpose.
 
     Returns when all have ended, including one that the probe kills. Raises the run's error.
     """
     probe, techniques = probe or RunProbe(), {}
+    if purpose:
+        log.info("verify: %s", purpose)
     if precision is not None:
         config = copy(config)
         techniques[PRECISION_TECHNIQUE] = precision

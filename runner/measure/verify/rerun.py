@@ -68,7 +68,8 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEqua
     repeat_config.checkpoint.resume, repeat_config.checkpoint.enabled = "none", True
     with TemporaryDirectory(dir=folder, prefix="verify-") as temporary:
         probe = RunProbe(stop_at=0 if summary.status == "done" else summary.steps)
-        train_in_processes(repeat_config, Path(temporary), probe)
+        purpose = f"{recorded}, {summary.steps:,} steps, trained again"
+        train_in_processes(repeat_config, Path(temporary), probe, purpose=purpose)
         return compare_runs(recorded, Path(temporary), summary, config_hash)
 
 

@@ -64,14 +64,18 @@ def verify_resume(config: RunConfig, folder: Path, steps: int = STEPS) -> Resume
             next_validation = cut + validate_every - cut % validate_every
             kill_step = min(cut + 3, next_validation, steps, *(x for x in planned if x > cut))
             probe = RunProbe(kill_at=kill_step, kill_rank=rank, save_at=(*planned, *cuts))
-            train_in_processes(short_config, resumed, replace(probe, save_again=bool(cuts)))
+            purpose = f"a run to be killed after step {kill_step} of {steps}"
+            again = replace(probe, save_again=bool(cuts))
+            train_in_processes(short_config, resumed, again, purpose=purpose)
             short_config.checkpoint.resume = "auto"
             # under ddp the remaining process saves when it has lost the other
             cuts.append(max(saved_steps(resumed), default=0))
             if not cuts[-1]:
                 raise UsageError(f"the run killed after step {kill_step} left no checkpoint")
         short_config.checkpoint.resume = "none"
-        train_in_processes(short_config, uninterrupted, RunProbe(save_at=(*planned, *cuts)))
+        probe = RunProbe(save_at=(*planned, *cuts))
+        purpose = f"the {steps} steps without an interruption"
+        train_in_processes(short_config, uninterrupted, probe, purpose=purpose)
         return compare_resumed(short_config, uninterrupted, resumed, cuts, kill_step, planned)
 
 
@@ -103,7 +107,9 @@ def compare_resumed(
     expected, resume_step = read_end_state(uninterrupted), cuts[-1]
     save_at = None if planned is None else (*planned, *cuts)
     try:
-        train_in_processes(config, resumed, RunProbe(save_again=True, save_at=save_at))
+        purpose = f"the killed run, resumed from step {resume_step}"
+        probe = RunProbe(save_again=True, save_at=save_at)
+        train_in_processes(config, resumed, probe, purpose=purpose)
         values = read_end_state(resumed).values
         names, cause = name_differences(expected.values, values, cuts)
     except RunnerError as error:

@@ -6,15 +6,19 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
 
+from runner import Hook, compose, train
+from runner.core.config.run_config import config_hash
 from runner.core.device.device import Device, capabilities, seed_everything, select
 from runner.core.errors import ConfigError, DeviceError
 from runner.core.schemas.device import DeviceConfig, DeviceKind
+from tests import runs
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
 accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
@@ -250,3 +254,29 @@ def test_threads_that_run_operators_side_by_side_are_set_once_a_process():
     assert first == "3"
     assert second.startswith("3 ")
     assert "device.interop_threads=2 needs a new process" in second
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_every_step_waits_for_the_device_before_hooks_if_asked_to(waits, monkeypatch):
+    events = []
+
+    class Steps(Hook):
+        def on_step(self, run, step):
+            events.append(step.number)
+
+    def finish(device):
+        events.append("wait")
+        time.sleep(0.01)  # what the device still has to do
+
+    typed = f"data=cancer device.synchronize={waits} training.steps=6 training.validate_every=100"
+    with runs.opened(*typed.split(), "optimization=none") as run:
+        run.hooks.append(Steps())
+        monkeypatch.setattr(Device, "synchronize", finish)
+        summary = train(run)
+    expected = [["wait", i] if waits else [i] for i in range(1, 7)]
+    assert [event for event in events if event != "wait" or waits] == sum(expected, [])
+    assert summary.throughput.step_ms.p50 >= 10 or not waits
+
+
+def test_waiting_for_the_device_leaves_the_hash_alone():
+    assert config_hash(compose(["device.synchronize=true"])) == config_hash(compose())

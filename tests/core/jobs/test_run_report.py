@@ -133,6 +133,18 @@ def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padde
     assert len(listed) > 200 and listed.count(", ") == len(metrics) - 2
 
 
+def test_one_folder_that_is_best_and_last_is_named_once_and_large_metrics_are_plain(
+    tmp_path: Path,
+) -> None:
+    path = "checkpoints/step_00001200"
+    metrics = {"val/accuracy": 0.9722, "val/loss": 5.179e7, "val/mae": 123456.7, "val/low": 2e-5}
+    summary = replace(SUMMARY, checkpoint=CheckpointPaths(path, path), metrics=metrics)
+    text = shown(summary, tmp_path, 160)
+    assert "step_00001200 (best, last)" in text and text.count("step_00001200") == 1
+    assert "loss 51,790,000, mae 123,457, low 2e-05" in text
+    assert "5% other (hooks, record)" in text
+
+
 def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path) -> None:
     failed = replace(SUMMARY, status="failed")
     text, document = shown(failed, tmp_path), report.render_report(failed, tmp_path)

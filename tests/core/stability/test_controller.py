@@ -6,7 +6,10 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from runner.core.errors import GaveUp, Interrupted
 from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
+from runner.core.stability.messages import Decision, share_decision
 from runner.core.train.metrics import StepMetricsReader
 from tests.core.stability.faulty import (
     LINE,
@@ -383,6 +387,15 @@ def test_a_hook_that_asks_too_often_is_refused() -> None:
         with pytest.raises(GaveUp, match="a hook requested a rollback.*rolled back 2 times"):
             train(run)
     assert run.progress.step == 3
+
+
+def test_a_rollback_for_what_one_process_lost_names_the_cause_in_all() -> None:
+    lost = Decision("buffers", 7, "a buffer is not finite", since=6)
+    for decisions, rank in (([None, lost], 0), ([None, lost], 1), ([lost, lost], 0)):
+        run: Any = SimpleNamespace(rank=rank, stability=SimpleNamespace(decision=decisions[rank]))
+        run.gather = lambda own, x=decisions: [*x]
+        suffix = "" if decisions[rank] else " (in process 1)"
+        assert share_decision(run) == replace(lost, message=lost.message + suffix)
 
 
 ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5"]

@@ -87,6 +87,23 @@ def test_auto_recomputes_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> N
         assert row.engaged and row.evidence["what"] == policy, row.reason
 
 
+def test_strict_allows_an_automatic_choice_that_needs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strict = "optimization.strict=true"
+    row = runs.status(runs.trained(*GPT, *recomputing("auto"), strict), "recompute")
+    assert not row.engaged and row.status == "skipped" and "it fits in" in row.reason
+    row = runs.status(
+        runs.trained(*GPT, "optimization.accumulation.enabled=true", strict), "accumulation"
+    )
+    assert not row.engaged and "already fits in one micro-batch" in row.reason
+    with pytest.raises(ConfigError, match="optimization.recompute: .*no repeated blocks"):
+        runs.trained(*QUICK, "data=cancer", "model=mlp", *recomputing("auto"), strict)
+    fixed = ["optimization.accumulation.enabled=true", "optimization.accumulation.micro_batch=8"]
+    with pytest.raises(ConfigError, match="optimization.accumulation: .*already fits"):
+        runs.trained(*GPT, *fixed, strict)
+
+
 @pytest.mark.parametrize("key", ["every=0", "share=0", "share=1.5"])
 def test_numbers_out_of_range_name_the_key(key: str) -> None:
     name = key.partition("=")[0]

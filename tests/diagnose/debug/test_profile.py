@@ -19,13 +19,12 @@ from runner.core.build.build import Components
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig
+from runner.diagnose.debug.operators import is_operator, operator_name
 from runner.diagnose.debug.profile import (
     ProfilerWindow,
     ProfileTool,
     StepMeasurements,
     find_bottlenecks,
-    is_operator,
-    operator_name,
 )
 from runner.diagnose.debug.tool import DebugTool
 from tests import runs
@@ -145,7 +144,7 @@ class Stalling(nn.Module):
         self.layer = nn.Linear(30, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.01)
+        time.sleep(0.05)
         return self.layer(x)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runner import train
 from runner.core.build.hooks import load_debug_tools
-from runner.core.errors import GaveUp
+from runner.core.errors import GaveUp, UsageError
 from runner.core.interfaces.hook import Report, Step
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
@@ -145,3 +147,13 @@ def test_weights_and_moments_are_bit_equal_with_every_tool_and_with_none(model: 
     assert all(tool.looks for tool in summary.tools) and len(summary.tools) == 5
     assert summary.faults == {}
     assert_same(*ends)
+
+
+@pytest.mark.parametrize("value", [Path("a"), {1, 2}, object(), {(1, 2): 3}])
+def test_a_state_that_json_does_not_have_is_an_error_and_no_text(value: object) -> None:
+    class Stateful(Fragile):
+        def state(self) -> dict[str, Any]:
+            return {"kept": value}
+
+    with pytest.raises(UsageError, match=r"Stateful.state: .*return values of JSON types"):
+        Stateful("", ValueError()).resume_state()

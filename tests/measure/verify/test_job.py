@@ -23,13 +23,16 @@ def verify(folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_a_level_that_is_right_passes_and_is_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "runner")
     found = verify(tmp_path, "optimization=basic", "verify.steps=3")
     assert (found["what"], found["verdict"]) == ("parity", "explained by precision")
     assert (found["techniques"], found["steps"]) == (["system", "fused_optimizer"], 3)
     kinds = {row["kind"] for row in found["rows"]}
     assert kinds == set("loss grad_norm gradient update parameter output".split())
+    runs_logged = [text for text in caplog.messages if text.startswith("verify: ")]
+    assert runs_logged == ["verify: a run with system, fused_optimizer"]
     assert "effects that begin after 3 steps" in found["not_judged"]
     out = capsys.readouterr().out
     assert all(part in out for part in ("explained by precision", "not judged", "verify.json"))
@@ -49,11 +52,20 @@ def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
     assert "culprit" in capsys.readouterr().out
 
 
-def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_that_is_exact_passes_and_says_what_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "runner")
     found = verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
     assert (found["what"], found["verdict"], found["cut"]) == ("resume", "exact", 5)
     assert found["killed"] == 6
     assert min(found["compared"][kind] for kind in ("optimizer", "guard", "random", "metric")) > 0
+    assert [text for text in caplog.messages if text.startswith("verify: ")] == [
+        "verify: a run to be killed after step 4 of 8",
+        "verify: a run to be killed after step 6 of 8",
+        "verify: the 8 steps without an interruption",
+        "verify: the killed run, resumed from step 5",
+    ]
     out = " ".join(capsys.readouterr().out.split())
     assert "it killed twice and resumed from 3 and 5" in out
 

@@ -1,0 +1,120 @@
+"""`debugger.trace(folder)`: torch.profiler around a part of a training loop of the user's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from runner.core.errors import StorageError, UsageError
+from runner.core.record import markdown
+from runner.core.record.library_files import private_folder
+from runner.core.record.storage import make_folder, replace_text
+from runner.diagnose.debug.module_times import (
+    MODULES_NOTE,
+    ModuleRanges,
+    module_table,
+    read_modules,
+)
+from runner.diagnose.debug.operators import is_kernel, quiet_profiler
+from runner.diagnose.debug.profile import (
+    LARGE_MODULE_SHARE,
+    LARGE_OPERATOR_SHARE,
+    MAX_OPERATORS,
+    StepMeasurements,
+    operator_totals,
+    read_operators,
+    time_table,
+)
+from runner.diagnose.debug.sections import SectionTotals
+
+TRACE_FILE, REPORT_FILE = "trace.json", "profile.md"
+
+
+@contextmanager
+def trace_loop(folder: str | os.PathLike[str], totals: SectionTotals) -> Iterator[None]:
+    """Trace what runs inside, and write trace.json and profile.md; see `Debugger.trace`."""
+    target = _make_target(folder)
+    if torch._C._autograd._profiler_enabled():
+        raise UsageError("debugger.trace: another profiler is already active; end it first")
+    was_tracing, totals.tracing = totals.tracing, True
+    ranges = ModuleRanges()
+    profiler: Any = torch.profiler.profile()
+    _wait_for_gpu()
+    with quiet_profiler():
+        profiler.start()
+        start = perf_counter()
+        try:
+            with ranges.record():
+                yield
+        finally:
+            _wait_for_gpu()
+            seconds = perf_counter() - start
+            totals.tracing = was_tracing
+            profiler.stop()
+            _write(target, profiler, seconds)
+
+
+def _make_target(folder: str | os.PathLike[str]) -> Path:
+    """Return the folder, which is made if it is missing."""
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise UsageError(f"debugger.trace: folder must be a path, got {folder!r}")
+    target = Path(folder)
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        kind = "a link" if target.is_symlink() else "a file"
+        raise UsageError(f"debugger.trace: {target} is {kind}; name a folder")
+    try:
+        make_folder(target)
+    except OSError as error:
+        raise StorageError(f"debugger.trace: {target}: {error.strerror or error}") from error
+    return target
+
+
+def _wait_for_gpu() -> None:
+    """Wait for kernels that were queued before, or belong to the trace."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _write(target: Path, profiler: Any, seconds: float) -> None:
+    try:
+        with private_folder(target) as temporary:
+            profiler.export_chrome_trace(str(temporary / TRACE_FILE))
+        replace_text(target / REPORT_FILE, _report(profiler, seconds))
+    except OSError as error:
+        raise StorageError(f"debugger.trace: {target}: {error.strerror or error}") from error
+
+
+def _report(profiler: Any, seconds: float) -> str:
+    """Return profile.md; all times are those of the whole trace."""
+    totals = profiler.key_averages()
+    on_gpu = any(map(is_kernel, totals))
+    operators = read_operators(totals, on_gpu)
+    modules = read_modules(profiler.events() or (), on_gpu, steps=1)
+    measured = StepMeasurements(
+        step_ms=seconds * 1e3, **operator_totals(operators, modules, steps=1)
+    )
+    rows = [(row["name"], row["calls"], row["seconds"]) for row in operators[:MAX_OPERATORS]]
+    parts = ["# Profile", "\n".join(f"- {markdown.escape(text)}" for text in _verdicts(measured))]
+    if operators:
+        parts += ["## Operators", time_table("operator", rows, measured.operators_ms / 1e3 or 1.0)]
+    if modules:
+        parts += ["## Modules", module_table(modules), MODULES_NOTE.replace(" in a step", "")]
+    parts.append(f"To be opened in ui.perfetto.dev: `{TRACE_FILE}`")
+    return "\n\n".join(parts) + "\n"
+
+
+def _verdicts(measured: StepMeasurements) -> Iterator[str]:
+    yield f"{measured.step_ms:,.4g} ms, of which {measured.operators_ms:,.4g} ms in operators"
+    share = max(measured.python_share, measured.stall_share)
+    if share > LARGE_OPERATOR_SHARE:
+        text = f"{share:.0%} of the time is spent in Python outside of torch's operators"
+        is_stall = measured.stall_share > share / 2
+        yield text + (f", most in {measured.stalls_text()}" if is_stall else "")
+    if measured.module_share > LARGE_MODULE_SHARE:
+        yield measured.module_text()
