@@ -61,5 +61,6 @@ class TextSamples(Hook):
 
     def _show(self, ids: torch.Tensor, start: int) -> str:
         """Return a code block of the prompt, a mark, and what follows."""
+        # host sync: none, ids on the host
         prompt, rest = (self.codec.decode(part.tolist()) for part in (ids[:start], ids[start:]))
         return "\n".join(f"    {line}" for line in f"{prompt} ▸ {rest}".split("\n"))
