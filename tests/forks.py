@@ -11,12 +11,18 @@ import socket
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryFile
 
 ROOT = Path(__file__).parents[1]
 WITH_WORKERS = {"job=benchmark", "job=replay"}
+WARM = """torch._dynamo numpy.ma markupsafe runner.cli.launch runner.cli.typos
+runner.core.build.build runner.core.config.diagnosis runner.core.jobs.train runner.core.models.mlp
+runner.core.objectives.classification runner.core.optim.equivalence runner.core.record.tensorboard
+runner.core.techniques.compile runner.core.train.loop runner.core.train.sanity
+runner.measure.curves""".split()  # what most commands import, and every optimizer of torch's
 
 
 def run(
@@ -42,7 +48,7 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair()
     # read when torch is imported; and this checkout's runner, not an installed one
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    variables.pop("PYTHONSAFEPATH", None)  # of an earlier test; `warm_workers` is in this folder
+    variables.pop("PYTHONSAFEPATH", None)  # of an earlier test; `_become` replaces this folder
     with theirs:
         process = subprocess.Popen([sys.executable, __file__], stdin=theirs, env=variables)
     atexit.register(process.wait)
@@ -52,12 +58,12 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> None:
     """Fork a child for each request and wait for it; only a child returns."""
-    import torch._dynamo  # noqa: F401  # which every optimizer of torch's imports
-    import warm_workers  # from this folder
+    for name in WARM:
+        import_module(name)
+    from tests import composed, warm_workers
 
-    import runner.cli.launch  # noqa: F401
-    import runner.core.build.build  # noqa: F401
-
+    composed.install()
+    composed.compose_groups([])
     warm_workers.install()
     gc.freeze()
     while True:
@@ -68,11 +74,13 @@ def _serve(requests: socket.socket) -> None:
         request = json.loads(text)
         if WITH_WORKERS & {*request[1]}:
             forkserver.ensure_running()  # for all children, which cannot look after it
+        composed.compose_groups(request[1])
         child = os.fork()
         if not child:
             requests.close()
             if forkserver._forkserver._forkserver_pid is not None:
                 _share_or_forget(bool(WITH_WORKERS & {*request[1]}))
+            composed.look_for_plugins_again()
             _become(*files, *request)
             return
         for file in files:
