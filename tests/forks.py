@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from functools import cache
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -113,6 +114,8 @@ def _become(out: int, err: int, folder: str, typed: list[str], variables: dict[s
     os.environ.update(variables)
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [folder, *filter(None, places)]  # as `python -m` does
+    if "-m" in typed or any(text.startswith("distributed") for text in typed):
+        _hold_fork_server()
     if typed[:1] == ["-c"]:
         sys.argv = ["-c", *typed[2:]]
         program = compile(typed[1], "<string>", "exec", dont_inherit=True)
@@ -120,6 +123,47 @@ def _become(out: int, err: int, folder: str, typed: list[str], variables: dict[s
         return
     sys.argv = ["runner", *typed]
     runpy.run_module("runner", run_name="__main__", alter_sys=True)
+
+
+def _hold_fork_server() -> None:
+    """Fork what becomes the first fork server of this process, which so need not import torch."""
+    ours, theirs = socket.socketpair()
+    if not os.fork():
+        ours.close()
+        _become_fork_server(theirs)
+    theirs.close()
+    spawn = util.spawnv_passfds
+
+    def become(path: str, arguments: list[str], passed: list[int]) -> int:
+        if "forkserver" not in arguments[-1]:  # for example the tracker of resources
+            return int(spawn(path, arguments, passed))
+        util.spawnv_passfds = spawn
+        request = json.dumps([arguments[-1], sorted(passed), dict(os.environ)]).encode()
+        socket.send_fds(ours, [len(request).to_bytes(4, "big")], sorted(passed))
+        ours.sendall(request)
+        return int.from_bytes(ours.recv(4), "big")
+
+    util.spawnv_passfds = become
+
+
+def _become_fork_server(requests: socket.socket) -> None:
+    length, files, *_ = socket.recv_fds(requests, 4, 8)
+    if not length:
+        os._exit(0)
+    text = requests.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+    code, numbers, variables = json.loads(text)
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]
+    requests.sendall(os.getpid().to_bytes(4, "big"))
+    os.closerange(3, 100)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        exec(code, {})  # noqa: S102  # as the process does that would be started
+    finally:
+        os._exit(1)
 
 
 if __name__ == "__main__":
