@@ -10,6 +10,7 @@ import pickle  # noqa: TID251  # of our own
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice, product
 from typing import Any
 
@@ -24,7 +25,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf, _utils, base, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.config.composing import compose_raw
@@ -48,11 +49,12 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (ConfigLoaderImpl, "_compose_config_from_defaults_list", compose_defaults),
     (ConfigLoaderImpl, "_process_config_searchpath", find_search_path),
     (ConfigStore, "load", ConfigStore.load),
+    *((module, "parse", module.parse) for module in (base, _utils)),
 ]
 
 
 def install() -> None:
-    """Replace the steps of Hydra that depend on groups alone, and its reading of our files."""
+    """Replace the steps of Hydra that depend on groups alone, and reading what was read before."""
     lists: dict[Any, DefaultsList] = {}
     configs: dict[int, bytes] = {}  # by the list of defaults, which `lists` keeps
 
@@ -80,6 +82,7 @@ def install() -> None:
     defaults_list._create_interpolation_map = _interpolation_map
     ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]  # never changed
     ConfigStore.load = _load_schema  # type: ignore[method-assign]
+    base.parse = _utils.parse = lru_cache(maxsize=4096)(base.parse)  # type: ignore[attr-defined]
     ConfigLoaderImpl._compose_config_from_defaults_list = config_of  # type: ignore[method-assign]
     ConfigLoaderImpl._process_config_searchpath = _search_path  # type: ignore[method-assign]
     SourcesRegistry.register = _register  # type: ignore[method-assign]
