@@ -18,6 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 ROOT = Path(__file__).parents[1]
+FORK_SERVER = """ensure_running connect_to_new_process set_forkserver_preload
+get_inherited_fds""".split()  # functions of the module, which are those of its first server
 WITH_WORKERS = {"job=benchmark", "job=replay"}
 WARM = """torch._dynamo numpy.ma markupsafe runner.cli.launch runner.cli.typos
 runner.core.build.build runner.core.config.diagnosis runner.core.jobs.train runner.core.models.mlp
@@ -101,7 +103,7 @@ def _share_or_forget(shares: bool) -> None:
         fork_server.start_process = lambda process, *_: process.start()
     else:
         forkserver._forkserver = server = forkserver.ForkServer()
-    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+    for name in FORK_SERVER:
         setattr(forkserver, name, getattr(server, name))
 
 
