@@ -51,8 +51,9 @@ def digest_modules(
         file = str(getattr(module, "__file__", None) or "")
         if name in digests or not file or not MODULE_NAME.fullmatch(name):
             continue
+        is_beside = not _is_installed(file) and os.path.abspath(file).startswith(folders)
         is_foreign = name.partition(".")[0] in FOREIGN_PACKAGES
-        if f"{name}.".startswith(prefixes) or (not is_foreign and _is_beside(file, folders)):
+        if f"{name}.".startswith(prefixes) or (is_beside and not is_foreign):
             with suppress(OSError):
                 size = os.stat(file).st_size
                 total += size
@@ -146,10 +147,6 @@ def _source_folder(package: str) -> str:
     if module is None or not roots[0] or _is_installed(roots[0]):
         return ""
     return os.path.join(os.path.dirname(os.path.abspath(roots[0])), "")
-
-
-def _is_beside(file: str, folders: tuple[str, ...]) -> bool:
-    return not _is_installed(file) and os.path.abspath(file).startswith(folders)
 
 
 def _is_installed(file: str) -> bool:
