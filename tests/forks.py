@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -11,12 +12,20 @@ import socket
 import subprocess
 import sys
 from functools import cache
-from multiprocessing import forkserver
+from importlib import import_module
+from multiprocessing import forkserver, util
 from pathlib import Path
 from tempfile import TemporaryFile
 
 ROOT = Path(__file__).parents[1]
+FORK_SERVER = """ensure_running connect_to_new_process set_forkserver_preload
+get_inherited_fds""".split()  # functions of the module, which are those of its first server
 WITH_WORKERS = {"job=benchmark", "job=replay"}
+WARM = """torch._dynamo numpy.ma markupsafe runner.cli.launch runner.cli.typos
+runner.core.build.build runner.core.config.diagnosis runner.core.jobs.train runner.core.models.mlp
+runner.core.objectives.classification runner.core.optim.equivalence runner.core.record.tensorboard
+runner.core.techniques.compile runner.core.train.loop runner.core.train.sanity
+runner.measure.curves""".split()  # what most commands import, and every optimizer of torch's
 
 
 def run(
@@ -42,7 +51,7 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair()
     # read when torch is imported; and this checkout's runner, not an installed one
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    variables.pop("PYTHONSAFEPATH", None)  # of an earlier test; `warm_workers` is in this folder
+    variables.pop("PYTHONSAFEPATH", None)  # of an earlier test; `_become` replaces this folder
     with theirs:
         process = subprocess.Popen([sys.executable, __file__], stdin=theirs, env=variables)
     atexit.register(process.wait)
@@ -52,12 +61,12 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> None:
     """Fork a child for each request and wait for it; only a child returns."""
-    import torch._dynamo  # noqa: F401  # which every optimizer of torch's imports
-    import warm_workers  # from this folder
+    for name in WARM:
+        import_module(name)
+    from tests import composed, warm_workers
 
-    import runner.cli.launch  # noqa: F401
-    import runner.core.build.build  # noqa: F401
-
+    composed.install()
+    composed.compose_groups([])
     warm_workers.install()
     gc.freeze()
     while True:
@@ -68,11 +77,13 @@ def _serve(requests: socket.socket) -> None:
         request = json.loads(text)
         if WITH_WORKERS & {*request[1]}:
             forkserver.ensure_running()  # for all children, which cannot look after it
+        composed.compose_groups(request[1])
         child = os.fork()
         if not child:
             requests.close()
             if forkserver._forkserver._forkserver_pid is not None:
                 _share_or_forget(bool(WITH_WORKERS & {*request[1]}))
+            composed.look_for_plugins_again()
             _become(*files, *request)
             return
         for file in files:
@@ -92,7 +103,7 @@ def _share_or_forget(shares: bool) -> None:
         fork_server.start_process = lambda process, *_: process.start()
     else:
         forkserver._forkserver = server = forkserver.ForkServer()
-    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+    for name in FORK_SERVER:
         setattr(forkserver, name, getattr(server, name))
 
 
@@ -105,6 +116,8 @@ def _become(out: int, err: int, folder: str, typed: list[str], variables: dict[s
     os.environ.update(variables)
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [folder, *filter(None, places)]  # as `python -m` does
+    if "-m" in typed or any(text.startswith("distributed") for text in typed):
+        _hold_fork_server()
     if typed[:1] == ["-c"]:
         sys.argv = ["-c", *typed[2:]]
         program = compile(typed[1], "<string>", "exec", dont_inherit=True)
@@ -112,6 +125,47 @@ def _become(out: int, err: int, folder: str, typed: list[str], variables: dict[s
         return
     sys.argv = ["runner", *typed]
     runpy.run_module("runner", run_name="__main__", alter_sys=True)
+
+
+def _hold_fork_server() -> None:
+    """Fork what becomes the first fork server of this process, which so need not import torch."""
+    ours, theirs = socket.socketpair()
+    if not os.fork():
+        ours.close()
+        _become_fork_server(theirs)
+    theirs.close()
+    spawn = util.spawnv_passfds
+
+    def become(path: str, arguments: list[str], passed: list[int]) -> int:
+        if "forkserver" not in arguments[-1]:  # for example the tracker of resources
+            return int(spawn(path, arguments, passed))
+        util.spawnv_passfds = spawn
+        request = json.dumps([arguments[-1], sorted(passed), dict(os.environ)]).encode()
+        socket.send_fds(ours, [len(request).to_bytes(4, "big")], sorted(passed))
+        ours.sendall(request)
+        return int.from_bytes(ours.recv(4), "big")
+
+    util.spawnv_passfds = become
+
+
+def _become_fork_server(requests: socket.socket) -> None:
+    length, files, *_ = socket.recv_fds(requests, 4, 8)
+    if not length:
+        os._exit(0)
+    text = requests.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+    code, numbers, variables = json.loads(text)
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]
+    requests.sendall(os.getpid().to_bytes(4, "big"))
+    os.closerange(3, 100)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        exec(code, {})  # noqa: S102  # as the process does that would be started
+    finally:
+        os._exit(1)
 
 
 if __name__ == "__main__":

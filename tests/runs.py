@@ -21,7 +21,7 @@ from runner.core.interfaces.technique import TechniqueStatus
 from tests import forks
 
 TESTS = Path(__file__).parent
-QUICK = ("device=cpu", "device.threads=2", "monitoring.progress=false")
+QUICK = ("device=cpu", "device.threads=1", "monitoring.progress=false")
 OURS = ("security.trusted=[my_package]",)
 NOISY = (*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net")
 TABLE = ("data=cancer", "model=mlp")

@@ -287,8 +287,8 @@ def _check_keys(config: DictConfig, ignored_key: str = "", prefix: str = "") -> 
 
 def _allowed_environment(config: DictConfig) -> list[str]:
     """Return the environment variables that the config allows to be read."""
-    raw: Any = OmegaConf.to_container(config, resolve=False)
-    security = raw.get("security")
+    node = config._get_node("security", validate_access=False)
+    security: Any = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else {}
     names = security.get("environment") if isinstance(security, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 

@@ -22,7 +22,7 @@ TUNING_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_T
 
 def malloc_name() -> str:
     """Return the malloc implementation: a preloaded one, or the C library."""
-    loaded = [Path(path).name for path in loaded_libraries()]
+    loaded = [os.path.basename(path) for path in loaded_libraries()]
     preloaded = next((key for key in PRELOADED for path in loaded if key in path), None)
     return preloaded or platform.libc_ver()[0] or f"that of {sys.platform}"
 
@@ -104,5 +104,5 @@ def loaded_libraries() -> list[str]:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
-    paths = (line.split(maxsplit=5)[5] for line in lines if line.count("/"))
-    return list(dict.fromkeys(path for path in paths if ".so" in Path(path).name))
+    paths = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if "/" in line)
+    return [path for path in paths if ".so" in os.path.basename(path)]
