@@ -22,6 +22,8 @@ from tests import forks
 
 TESTS = Path(__file__).parent
 QUICK = ("device=cpu", "device.threads=1", "monitoring.progress=false")
+# other processes, which a machine of tests has, are no fault
+QUICK += ("stability.watch.cpu_above=null",)
 OURS = ("security.trusted=[my_package]",)
 NOISY = (*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net")
 TABLE = ("data=cancer", "model=mlp")
