@@ -130,7 +130,13 @@ class Stability(Closeable):
         self._guarded_optimizer(model, optimizer).update.begin()
 
     def step(
-        self, model: nn.Module, loss: Tensor, optimizer: Optimizer, batch: Any = None
+        self,
+        model: nn.Module,
+        loss: Tensor,
+        optimizer: Optimizer,
+        batch: Any = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> StepReport:
         """Run backward, guard, clip and update, replacing those of the loop.
 
@@ -139,6 +145,10 @@ class Stability(Closeable):
         optimizer's state_dict stay the caller's. `batch` is (inputs, target), for captures; on an
         accelerator the last 20 are kept. Raises GaveUp after too many bad steps in a row, and
         UsageError.
+
+        With `scaler`, `loss` is the unscaled one, while gradients in `.grad` are scaled: the step
+        scales, unscales before norm, limits and clipping, and calls `scaler.update()`. An overflow
+        is skipped as kind `overflow`, and does not count as a bad step in a row.
         """
         guarded = self._guarded_optimizer(model, optimizer)
         check_loss(CALLER, loss)
@@ -147,7 +157,7 @@ class Stability(Closeable):
             self.captures.remember(number, batch, 2 * self.report_every)
         try:
             try:
-                step = guarded.apply(loss)
+                step = guarded.apply(loss, scaler)
             except BaseException:
                 guarded.update.abandon()
                 raise
