@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from runner.diagnose.profile import profile_model
     from runner.loops.guarded_optimizer import train_step
     from runner.loops.inference import check_model, safe_inference
+    from runner.loops.input_checks import validate_inputs
     from runner.loops.optimize import optimize, optimize_model, optimize_training_loop
     from runner.loops.pipeline import create_training_pipeline
     from runner.loops.stability import Stability
@@ -46,6 +47,7 @@ __all__ = [
     "compose", "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load",
     "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
     "safe_inference", "sanitise", "show_comparison", "system_info", "train", "train_step",
+    "validate_inputs",
 ]  # fmt: skip
 
 _MODULE_BY_NAME = {
@@ -79,6 +81,7 @@ _MODULE_BY_NAME = {
     "system_info": "runner.diagnose.memory",
     "train": "runner.core.jobs.train",
     "train_step": "runner.loops.guarded_optimizer",
+    "validate_inputs": "runner.loops.input_checks",
 }
 
 
