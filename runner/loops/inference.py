@@ -1,4 +1,4 @@
-"""Run inference with checks and repairs of the output; check a model's weights."""
+"""Run inference with checks and repairs of the output."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ from runner.core.build.arguments import (
     take_rows,
 )
 from runner.core.checks import outputs
-from runner.core.checks.model import ModelReport
-from runner.core.checks.model import check_model as check_weights
 from runner.core.device import allocator
 from runner.core.device.device_errors import is_out_of_memory, release_references
 from runner.core.errors import OutOfMemory, RunnerError, UsageError
-from runner.core.findings import Reason, Severity
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import Inputs, call_model
 from runner.core.interfaces.nested import find_logits, named_leaves, tensors, tree_map
@@ -257,24 +254,3 @@ def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
         lines.append(f"{path}: {text} of {count_noun(tensor.numel(), 'value')}")
         total += sum(n for n, _ in counts)
     return total, lines
-
-
-def check_model(model: nn.Module | Optimized, probes: Inputs | None = None) -> ModelReport:
-    """Check a model's weights and buffers; `print` shows the report, `.ok` is False on faults.
-
-    NaN and Inf are faults, empty parameters are warnings, mixed float types are a note. With
-    `probes` (model inputs), NaN and Inf in the outputs are faults too.
-
-    The model is not changed. Raises UsageError. The host waits for the device.
-    """
-    module = model.model if isinstance(model, Optimized) else model
-    check_model_arguments("check_model", module)
-    report = check_weights(module)
-    if probes is not None:
-        output = safe_inference(model, probes, sanitise=False).output
-        reasons = [
-            Reason("outputs.not_finite", Severity.REFUSAL, "", text)
-            for text in count_non_finite(output, "output")[1]
-        ]
-        report = ModelReport([*report.reasons, *reasons], report.facts)
-    return report

@@ -193,8 +193,7 @@ class BatchChecks:
     def _bad_samples(self, tensors: NamedTensors, limit: Limit) -> Tensor | None:
         if limit.leaf not in tensors or limit.check == "constant":
             return None
-        # host sync: none, batches on a device have no values to look at here
-        values = _as_real(tensors[limit.leaf]).cpu()
+        values = _as_real(tensors[limit.leaf]).cpu()  # host sync: none, they are not in a run's
         # uint8 has no -1, and float32 no limit of float64
         values = values.double() if values.is_floating_point() else values.long()
         bad = self._out_of_range(limit.leaf, values, limit.low, limit.high)
