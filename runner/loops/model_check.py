@@ -158,9 +158,9 @@ def _behaviour_reasons(output: Any, samples: int, are_scores: bool) -> Iterator[
         return
     is_table = scores.ndim == 2 and scores.shape[0] == samples and scores.shape[1] > 1
     if is_table and scores.is_floating_point():
-        classes = scores.argmax(1).unique()
-        if len(classes) == 1:
-            text = f"output: class {int(classes)} for all {samples:,} samples"
+        classes = scores.argmax(1)
+        if (classes == classes[0]).all():
+            text = f"output: class {int(classes[0])} for all {samples:,} samples"
             yield Reason("outputs.one_class", Severity.WARNING, "", text)
 
 
