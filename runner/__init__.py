@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from runner.diagnose.memory import Memory, system_info
     from runner.diagnose.profile import profile_model
     from runner.loops.guarded_optimizer import train_step
-    from runner.loops.inference import check_model, safe_inference
+    from runner.loops.inference import safe_inference
+    from runner.loops.input_checks import validate_inputs
+    from runner.loops.model_check import check_model
     from runner.loops.optimize import optimize, optimize_model, optimize_training_loop
     from runner.loops.pipeline import create_training_pipeline
     from runner.loops.stability import Stability
@@ -46,6 +48,7 @@ __all__ = [
     "compose", "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load",
     "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
     "safe_inference", "sanitise", "show_comparison", "system_info", "train", "train_step",
+    "validate_inputs",
 ]  # fmt: skip
 
 _MODULE_BY_NAME = {
@@ -60,7 +63,7 @@ _MODULE_BY_NAME = {
     "Verdict": "runner.core.interfaces.hook",
     "benchmark_optimizations": "runner.measure.benchmark.live_model",
     "build": "runner.core.build.build",
-    "check_model": "runner.loops.inference",
+    "check_model": "runner.loops.model_check",
     "compare": "runner.measure.discover",
     "compose": "runner.core.config.composing",
     "create_training_pipeline": "runner.loops.pipeline",
@@ -79,6 +82,7 @@ _MODULE_BY_NAME = {
     "system_info": "runner.diagnose.memory",
     "train": "runner.core.jobs.train",
     "train_step": "runner.loops.guarded_optimizer",
+    "validate_inputs": "runner.loops.input_checks",
 }
 
 

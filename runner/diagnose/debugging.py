@@ -12,14 +12,17 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from runner.core.errors import RunnerError, UsageError
-from runner.core.format import join_names
+from runner.core.device.memory import MemoryPeak, peak_memory
+from runner.core.errors import RunnerError, StorageError, UsageError
+from runner.core.format import join_names, size
 from runner.core.record.history import Fault, History
+from runner.core.record.storage import make_folder, write_json
 from runner.diagnose.debug.sections import SectionTotal, SectionTotals, profile
 
 if TYPE_CHECKING:
@@ -27,8 +30,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from runner.diagnose.debug.gradient_layers import GradientReport
+    from runner.diagnose.memory import Memory
 
-__all__ = ["DebugSummary", "Debugger", "NotFinite", "debug_operation", "debugger", "profile"]
+__all__ = [
+    "DebugSummary", "Debugger", "NotFinite", "OperationTotal", "debug_operation", "debugger",
+    "profile",
+]  # fmt: skip
 
 log = logging.getLogger("runner")
 
@@ -39,22 +46,49 @@ class NotFinite(RunnerError):
     """An operation's output contains NaN or Inf."""
 
 
+@dataclass
+class OperationTotal(SectionTotal):
+    """All calls of one operation."""
+
+    longest: float = 0.0  # seconds of the longest call
+    failures: int = 0  # calls that an exception ended
+    not_finite: int = 0  # checks and backwards inside with NaN or Inf
+    memory: int | None = None  # bytes above its start, in the largest call; None: not measured
+
+    def cells(self) -> tuple[str, ...]:
+        """Return a table row in the order of `HEADER`."""
+        times = f"{self.seconds:.3f}", f"{self.mean * 1e3:.3f}", f"{self.longest * 1e3:.3f}"
+        memory = "–" if self.memory is None else size(self.memory)
+        return (
+            self.name,
+            f"{self.calls:,}",
+            *times,
+            str(self.failures),
+            str(self.not_finite),
+            memory,
+        )
+
+
+HEADER = ("operation", "calls", "s", "ms a call", "longest, ms", "failures", "not finite", "memory")
+
+
 @dataclass(frozen=True)
 class DebugSummary:
     """Operations and faults; `print` shows a table."""
 
-    operations: list[SectionTotal]  # name, calls, seconds; slowest first
+    operations: list[OperationTotal]  # slowest first
     faults: list[Fault]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return operations and faults as plain values; times in seconds, memory in bytes."""
+        operations = [asdict(row) | {"mean": row.mean} for row in self.operations]
+        return {"operations": operations, "faults": [asdict(fault) for fault in self.faults]}
 
     def __str__(self) -> str:
         from runner.diagnose.memory import table_text
 
-        rows = [
-            (row.name, f"{row.calls:,}", f"{row.seconds:.3f}", f"{row.mean * 1e3:.3f}")
-            for row in self.operations
-        ]
         faults = [f"{f.kind} ({f.count:,}×): {f.message}" for f in self.faults]
-        return "\n".join([table_text([("operation", "calls", "s", "ms a call"), *rows]), *faults])
+        return "\n".join([table_text([HEADER, *(r.cells() for r in self.operations)]), *faults])
 
 
 class Debugger:
@@ -62,6 +96,7 @@ class Debugger:
 
     def __init__(self) -> None:
         self.lock = Lock()
+        self.memory: Memory | None = None  # from the first context that measures it
         self.reset()
 
     def __repr__(self) -> str:
@@ -69,23 +104,38 @@ class Debugger:
 
     def reset(self) -> None:
         """Discard all counts and faults."""
-        self.totals, self.history = SectionTotals(), History(None)
+        self.totals, self.history = SectionTotals(OperationTotal), History(None)
 
     @contextmanager
-    def context(self, name: str) -> Iterator[None]:
+    def context(
+        self, name: str, *, memory: bool = False, anomaly: bool = False, on: str = "record"
+    ) -> Iterator[None]:
         """Time what happens inside, and record an exception.
 
-        Names nest: `forward` inside `step` is counted as `step/forward`.
+        Names nest: `forward` inside `step` is counted as `step/forward`. With `memory` the peak of
+        process and device above their start is measured (100 µs). With `anomaly` each backward
+        inside is searched for NaN, and the operation, module and line that made it are recorded, or
+        raised as NotFinite after that backward (`on="raise"`); this is slow, and waits for an
+        accelerator at each operation.
         """
-        path = self._path(name)
+        _check_on("debugger.context", on)
+        path, failed, peak = self._path(name), False, None
+        measured = self._peak_memory() if memory else nullcontext()
         self.totals.enter(path, "")
         try:
-            yield
+            with ExitStack() as scope:
+                if anomaly:
+                    from runner.diagnose.debug.backward_check import check_backwards
+
+                    scope.enter_context(check_backwards(lambda text: self._report_nan(text, on)))
+                peak = scope.enter_context(measured)
+                yield
         except Exception as error:
+            failed = True
             self._record_fault("exception", f"{path}: {type(error).__name__}: {error}", error)
             raise
         finally:
-            self.totals.leave()
+            self._add_call(path, self.totals.leave(), failed, peak)
 
     def trace(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Profile what runs inside with torch.profiler, and write two files into `folder`.
@@ -105,8 +155,7 @@ class Debugger:
         Findings are recorded under `name`; `on="raise"` also raises NotFinite. The host waits for
         an accelerator.
         """
-        if on not in ("record", "raise"):
-            raise UsageError(f"debugger.check: on must be 'record' or 'raise', got {on!r}")
+        _check_on("debugger.check", on)
         label: Any = name
         if not isinstance(label, str):
             got = f"got a {type(label).__name__}; write check(value, name)"
@@ -115,16 +164,26 @@ class Debugger:
 
         if lines := count_non_finite(value, self._path(name))[1]:
             message = "; ".join(lines[:3])
+            self._count_not_finite(len(lines))
             self._record_fault("non_finite", message)
             if on == "raise":
                 raise NotFinite(message)
         return value
 
-    def operation(self, name: Any = None, /, *, check_finite: bool | str = True) -> Any:
+    def operation(
+        self,
+        name: Any = None,
+        /,
+        *,
+        check_finite: bool | str = True,
+        memory: bool = False,
+        anomaly: bool = False,
+        on: str = "record",
+    ) -> Any:
         """Decorator that runs each call in a `context` of the given name or the function's.
 
-        `check_finite` checks the output for NaN and Inf: record (True), raise ("raise"), or skip
-        (False).
+        `check_finite` checks the output for NaN and Inf: as `on` says (True), raise ("raise"), or
+        skip (False). The other options are those of `context`.
         """
         if callable(name):
             return self.operation()(name)
@@ -132,14 +191,16 @@ class Debugger:
             raise UsageError(
                 f"debug_operation: check_finite must be True, False or 'raise', got {check_finite}"
             )
-        on = "raise" if check_finite == "raise" else "record"
+        _check_on("debug_operation", on)
+        output_on = "raise" if check_finite == "raise" else on
+        options: Any = {"memory": memory, "anomaly": anomaly, "on": on}
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with self.context(name or function.__name__):
+                with self.context(name or function.__name__, **options):
                     result = function(*args, **kwargs)
-                    return self.check(result, "output", on=on) if check_finite else result
+                    return self.check(result, "output", on=output_on) if check_finite else result
 
             return wrapper
 
@@ -159,6 +220,8 @@ class Debugger:
             raise UsageError(f"debugger.check_gradients: {problem}")
         report = layers.check_gradients(model, optimizer)
         for state, names in layers.names_by_state(report.layers).items():
+            if state is layers.LayerState.NOT_FINITE:
+                self._count_not_finite(len(names))
             message = f"{self._path('gradients')}: {state}: {join_names(names)}"
             self._record_fault(layers.FAULTS[state], message)
         return report
@@ -166,7 +229,61 @@ class Debugger:
     def summary(self) -> DebugSummary:
         """Return operations and faults so far."""
         with self.lock:
-            return DebugSummary(self.totals.by_time(), list(self.history.faults.values()))
+            rows = [replace(cast(OperationTotal, row)) for row in self.totals.by_time()]
+            return DebugSummary(rows, list(self.history.faults.values()))
+
+    def export(self, path: str | Path) -> Path:
+        """Write the summary as JSON, create missing folders, and return the path.
+
+        Raises UsageError for a folder, a link, or a name that does not end in `.json`.
+        """
+        path = Path(path)
+        problem = "is a folder" if path.is_dir() else ""
+        problem = "is a link" if path.is_symlink() else problem
+        if not problem and path.suffix.lower() != ".json":
+            problem = "must end in .json"
+        if problem:
+            raise UsageError(f"debugger.export: path {problem}: {path}")
+        try:
+            make_folder(path.parent)
+            write_json(path, self.summary().as_dict())
+        except (OSError, StorageError) as error:
+            raise UsageError(f"debugger.export: {path} cannot be written: {error}") from error
+        return path
+
+    def _peak_memory(self) -> AbstractContextManager[MemoryPeak]:
+        """Return a context that measures the peaks of the process and the fastest device."""
+        from runner.diagnose.memory import Memory
+
+        if self.memory is None:
+            self.memory = Memory()
+        return peak_memory(self.memory.device)
+
+    def _add_call(
+        self, path: str, seconds: float | None, failed: bool, peak: MemoryPeak | None
+    ) -> None:
+        if seconds is None:  # `reset` was called inside
+            return
+        with self.totals.lock:
+            row = cast(OperationTotal, self.totals.row(path, ""))
+            row.longest, row.failures = max(row.longest, seconds), row.failures + failed
+            if peak is not None:
+                added = peak.process - peak.process_before + peak.on_device - peak.on_device_before
+                row.memory = max(row.memory or 0, added)
+
+    def _count_not_finite(self, count: int) -> None:
+        """Count tensors with NaN or Inf for the operation that this thread is in, if any."""
+        for name in self.totals.open_names()[-1:]:
+            with self.totals.lock:
+                cast(OperationTotal, self.totals.row(name, "")).not_finite += count
+
+    def _report_nan(self, text: str, on: str) -> None:
+        """Record a NaN that a backward made, or raise it as NotFinite."""
+        message = f"{self.totals.open_names()[-1]}: {text}"
+        self._count_not_finite(1)
+        self._record_fault("anomaly", message)
+        if on == "raise":
+            raise NotFinite(message)
 
     def _path(self, name: str) -> str:
         """Return the name below those of the current thread's contexts."""
@@ -182,6 +299,11 @@ class Debugger:
             fault = self.history.add(kind, message, step=step, error=error, say=False, **kinds)
         if fault.count == 1 and error is None:  # an exception is shown by Python
             log.warning("%s", message)
+
+
+def _check_on(call: str, on: Any) -> None:
+    if on not in ("record", "raise"):
+        raise UsageError(f"{call}: on must be 'record' or 'raise', got {on!r}")
 
 
 debugger = Debugger()

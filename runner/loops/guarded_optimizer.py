@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from numbers import Real
@@ -19,11 +19,12 @@ from runner.core.checkpoint.finite_checks import is_statistic
 from runner.core.errors import UsageError
 from runner.core.interfaces.batch import call_model
 from runner.core.interfaces.hook import Step
+from runner.core.interfaces.nested import describe
 from runner.core.optim.buffers import BufferSnapshot
 from runner.core.optim.equivalence import UpdateComparison
 from runner.core.optim.gradients import disable_autocast
 from runner.core.optim.optimizer import Optimizer
-from runner.core.optim.optimizer_step import OptimizerStep
+from runner.core.optim.optimizer_step import LossScaler, OptimizerStep
 from runner.core.optim.user_optimizer import adopt_optimizer, applicable, sync_state
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.techniques.fused_optimizer import fastest_implementation
@@ -43,6 +44,7 @@ def train_step(
     *,
     clip_norm: float | None = 1.0,
     guard: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Step:
     """Make one training step on `batch`, without a host-device synchronisation.
 
@@ -52,6 +54,8 @@ def train_step(
     `clip_norm` over all of the optimizer's parameters (None: not clipped). With `guard` a
     non-finite step changes no weight, buffer or optimizer state, nor buffers of modules that
     `loss_fn` calls, such as a discriminator. Gradients that are already in `.grad` are discarded.
+    With `scaler` the step scales the loss, which `loss_fn` returns unscaled, unscales the gradients
+    before norm and clipping, and updates the scaler; an overflow is skipped, with `guard` or not.
 
     The optimizer stays the caller's, with its groups, scheduler and state_dict. If `fused` and
     `foreach` are unset, its fused kernel is used; an optimizer without one needs the host to read a
@@ -74,7 +78,7 @@ def train_step(
         with nullcontext() if guarded.knows_modules(loss_fn) else guarded.find_modules():
             loss = loss_fn(call_model(model, inputs), target)
             check_loss("train_step", loss)
-            step: Step = guarded.apply(loss)
+            step: Step = guarded.apply(loss, scaler)
     except Exception:
         update.abandon()
         raise
@@ -97,7 +101,8 @@ class GuardedOptimizer:
         check_model_arguments(caller, model, optimizer=optimizer)
         if (earlier := vars(optimizer).pop(GUARD_ATTRIBUTE, None)) is not None:
             earlier.close()
-        self.model, self.optimizer, self.steps, self.scope = model, optimizer, 0, ExitStack()
+        self.caller, self.scope = caller, ExitStack()
+        self.model, self.optimizer, self.steps = model, optimizer, 0
         options = fastest_implementation(type(optimizer), model)[0]
         options = applicable(optimizer, options)
         comparison = UpdateComparison(optimizer, options, model)
@@ -112,6 +117,7 @@ class GuardedOptimizer:
         self.known_losses: set[Any] = set()
         self.others: list[nn.Module] = []  # called by the loss, such as a discriminator
         self.host_flag: Tensor | None = None  # 1.0 if statistics were not finite, on accelerators
+        self.warned_of_scale = False
 
     def knows_modules(self, loss_fn: Loss) -> bool:
         """Whether a step with this loss was made before; lambdas are compared by their code."""
@@ -193,13 +199,96 @@ class GuardedOptimizer:
         """Restore the optimizer as it was, with its complete state."""
         self.scope.close()
 
-    def apply(self, loss: Tensor) -> Step:
+    def apply(self, loss: Tensor, scaler: torch.amp.GradScaler | None = None) -> Step:
         """Run backward, then apply or skip the update; outside of the caller's autocast."""
-        with disable_autocast(self.update.device.type):
-            loss.backward()  # type: ignore[no-untyped-call]
+        scaler = enabled_scaler(self.caller, scaler)
+        self.refuse_scaled_loss(loss, scaler)
+        update = self.update
+        if scaler is None:
+            update.scale = None
+        elif not isinstance(update.scale, UserLossScaler) or update.scale.scaler is not scaler:
+            update.scale = UserLossScaler(scaler, update.device)
+        with disable_autocast(update.device.type):
+            scaled = loss if scaler is None else scaler.scale(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
+            if scaler is not None and any(p.grad is not None for p in update.parameters):
+                self.unscale_gradients(scaler)
             loss = loss.detach()
-            norm, skipped = self.update.measure(loss)
-            self.update.apply(norm, skipped)
+            norm, skipped = update.measure(loss)
+            update.apply(norm, skipped)
         self.steps += 1
         self.last_skipped = skipped
         return Step(self.steps, loss, norm, skipped)
+
+    def unscale_gradients(self, scaler: torch.amp.GradScaler) -> None:
+        """Divide the gradients by the loss scale, without a host sync."""
+        try:
+            scaler.unscale_(self.optimizer)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"{self.caller}: scaler: {error} Leave unscale_(), step() and update() to this "
+                "step, and keep weights in float32"
+            ) from error
+
+    def refuse_scaled_loss(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
+        """Raise UsageError for a loss that the scaler has scaled; without one, warn once."""
+        factor = last_factor(loss)
+        if factor is None or (scaler is None and self.warned_of_scale):
+            return
+        scaled_by_scaler = scaler is not None and factor is scaler._scale
+        # on an accelerator reading the factor waits, so only before the first step
+        if not scaled_by_scaler and (self.steps == 0 or factor.device.type == "cpu"):
+            value = float(factor)
+            if scaler is not None:  # later the scale may come to equal a constant of the loss
+                scaled_by_scaler = self.steps == 0 and value == scaler.get_scale() > 1
+            elif value >= 2 and math.frexp(value)[0] == 0.5:
+                self.warned_of_scale = True
+                log.warning(
+                    "%s: the loss's last operation multiplies it by %g: a loss scale is clipped "
+                    "away with the gradients; give the unscaled loss and scaler=",
+                    self.caller,
+                    value,
+                )
+        if scaled_by_scaler:
+            raise UsageError(
+                f"{self.caller}: loss was multiplied by the scaler's scale; give the unscaled loss"
+            )
+
+
+@final
+class UserLossScaler(LossScaler):
+    """A loop's `GradScaler`: gradients are unscaled before the norm, so `value` is 1 for them."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        super().__init__(1.0, device)
+        self.scaler = scaler
+
+    def update(self, overflowed: Tensor) -> None:
+        """Adapt to one step, by what `unscale_` found."""
+        self.scaler.update()
+
+    def values_before(self, overflowed: Sequence[bool]) -> list[float]:
+        """Return the scale in each of the last steps, but for its growth. Host sync."""
+        scales = [self.scaler.get_scale()]
+        for overflow in reversed(overflowed):
+            scales.append(scales[-1] / (self.scaler.get_backoff_factor() if overflow else 1.0))
+        return scales[:0:-1]
+
+
+def enabled_scaler(caller: str, scaler: Any) -> torch.amp.GradScaler | None:
+    """Return the scaler; None for one that is disabled. Raises UsageError."""
+    if scaler is None or (isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()):
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        got = describe(scaler)
+        raise UsageError(f"{caller}: scaler must be a torch.amp.GradScaler or None, got {got}")
+    return scaler
+
+
+def last_factor(loss: Tensor) -> Tensor | None:
+    """Return the 0-d constant by which the loss's last operation multiplies, or None."""
+    node: Any = loss.grad_fn
+    if type(node).__name__ != "MulBackward0":
+        return None
+    factors = (node._saved_self, node._saved_other)  # of each factor whose other has a gradient
+    return next((f for f in factors if f is not None and not f.ndim and not f.requires_grad), None)

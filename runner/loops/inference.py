@@ -1,4 +1,4 @@
-"""Run inference with checks and repairs of the output; check a model's weights."""
+"""Run inference with checks and repairs of the output."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from torch import Tensor, nn
 
 from runner.core.build.arguments import (
     check_model_arguments,
+    check_whole_number,
     count_samples,
     device_of,
     move_to_device,
     take_rows,
 )
 from runner.core.checks import outputs
-from runner.core.checks.model import ModelReport
-from runner.core.checks.model import check_model as check_weights
 from runner.core.device import allocator
 from runner.core.device.device_errors import is_out_of_memory, release_references
-from runner.core.errors import OutOfMemory, UsageError
-from runner.core.findings import Reason, Severity
+from runner.core.errors import OutOfMemory, RunnerError, UsageError
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import Inputs, call_model
-from runner.core.interfaces.nested import named_leaves, tensors, tree_map
+from runner.core.interfaces.nested import find_logits, named_leaves, tensors, tree_map
 from runner.core.models import modes
 from runner.core.preserved_state import preserve_random_state
 from runner.core.random_state import exclusive_random_state
+from runner.core.record.text import summarize_error
+from runner.loops.input_checks import input_checks
 from runner.loops.optimize import Optimized
 
 CALLER = "safe_inference"
+CONSTANT = 1e-6  # spread over samples, relative to the largest value
 
 
 @dataclass
@@ -50,17 +51,31 @@ class InferenceResult:
     device: str = ""  # on which it was computed
     seconds: float = 0.0  # wall time
     changed: dict[str, int] = field(default_factory=dict)  # replaced values: nan, inf, limited
+    retries: int = 0  # forward passes that were tried again after a transient error
 
 
 def safe_inference(
-    model: nn.Module | Optimized, batch: Inputs, *, sanitise: bool = True, **options: Any
+    model: nn.Module | Optimized,
+    batch: Inputs,
+    *,
+    sanitise: bool = True,
+    retries: int = 0,
+    transient: type[Exception] | tuple[type[Exception], ...] = (TimeoutError, ConnectionError),
+    like: Inputs | None = None,
+    **options: Any,
 ) -> InferenceResult:
     """Return the model's output for `batch`: a tensor, a tuple by position or a dict by name.
 
     Runs in eval mode without gradients; modes and random states are restored. A batch that does not
     fit into memory is halved as often as needed, and the outputs are concatenated. With `sanitise`
     the output passes through `runner.sanitise` with the `options` (`nan`, `inf`, `low`, `high`).
-    Changed values are counted, and the result is then not `ok`.
+    Changed values are counted, and the result is then not `ok`. Nor is it with an output that is
+    the same for two samples or more, or a batch of another form (dtype, dimensions, features) than
+    `like`, an earlier batch.
+
+    Errors of the classes `transient` are tried again up to `retries` times (0 to 100) in all. If
+    the last attempt fails, `output` is None and `problems` has the error; without retries it is
+    raised.
 
     Raises UsageError, OutOfMemory, and exceptions of the model. The host waits for the device.
     """
@@ -72,8 +87,11 @@ def safe_inference(
     module = model.model if isinstance(model, Optimized) else model
     check_model_arguments(CALLER, module)
     rows = count_samples(batch, f"{CALLER}: batch")
+    transient = _check_retries(retries, transient)
     result = InferenceResult(device=str(device_of(module)))
     result.problems += count_non_finite(batch, "inputs")[1]
+    forms = [] if like is None else _form_problems(batch, like)
+    result.problems += forms
     start = time.perf_counter()
     with (
         exclusive_random_state(CALLER),
@@ -82,24 +100,95 @@ def safe_inference(
         modes.evaluation_mode(module),
         torch.no_grad(),
     ):
-        parts = list(_run_slices(model, batch, rows, device_of(module), result))
+        attempts = Attempts(retries, transient, result)
+        try:
+            parts = list(_run_slices(model, batch, rows, device_of(module), attempts))
+        except Exception as error:
+            is_expected = forms or (retries and isinstance(error, transient))
+            if isinstance(error, RunnerError) or not is_expected:
+                raise
+            result.problems.append(summarize_error(error))
+            release_references(error)
+            result.seconds = time.perf_counter() - start
+            return result
         result.pieces = len(parts)
         output = _join_outputs([part for part, _ in parts], [n for _, n in parts])
         result.non_finite, lines = count_non_finite(output, "output")
-        result.problems += lines
+        is_constant = not result.non_finite and has_constant_output(output, rows)
+        result.problems += [*lines, *[f"output: the same for all {rows:,} samples"] * is_constant]
         if sanitise:
             output, changes = sanitise_output(output)
             result.changed = changes.read()
     result.output = output
     if limited := result.changed.get("limited", 0):  # NaN and Inf are listed already
         result.problems.append(f"output: {outputs.describe_changes({'limited': limited})}")
-    result.ok = not result.non_finite and not any(result.changed.values())
+    sound = not (result.non_finite or any(result.changed.values()))
+    result.ok = sound and not (forms or is_constant)
     result.seconds = time.perf_counter() - start
     return result
 
 
+@dataclass
+class Attempts:
+    """Counts transient errors of a call, up to the limit of its retries."""
+
+    limit: int
+    transient: tuple[type[Exception], ...]
+    result: InferenceResult
+
+    def take(self, error: Exception) -> bool:
+        """Whether to try again after this error; it is then counted, and its references dropped."""
+        if not isinstance(error, self.transient) or self.result.retries == self.limit:
+            return False
+        self.result.retries += 1
+        release_references(error)
+        return True
+
+
+def _check_retries(retries: Any, transient: Any) -> tuple[type[Exception], ...]:
+    """Return the exception classes as a tuple. Raises UsageError."""
+    check_whole_number(CALLER, "retries", retries, 0)
+    if retries > 100:
+        raise UsageError(f"{CALLER}: retries must be at most 100, got {retries}")
+    classes = transient if isinstance(transient, tuple | list) else (transient,)
+    for kind in classes or [None]:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            problem = f"transient must be exception classes, got {transient!r}"
+            raise UsageError(f"{CALLER}: {problem}")
+    return tuple(classes)
+
+
+def _form_problems(batch: Inputs, like: Inputs) -> list[str]:
+    count_samples(like, f"{CALLER}: like")
+    checks = input_checks((like, None))
+    finding = checks.form_finding(checks.checkable_tensors((batch, None)))
+    return [] if finding is None else [f"form: {finding.message}"]
+
+
+def has_constant_output(output: Any, samples: int) -> bool:
+    """Whether the floats of an output are the same for all of two samples or more.
+
+    They are if their spread over samples is at most 1e-6 of the largest. Of an output with logits,
+    those decide. The host waits for the device.
+    """
+    logits = find_logits(output)
+    leaves = tensors(logits if isinstance(logits, Tensor) else output)
+    rows = [
+        t.detach().reshape(samples, -1).double()
+        for t in leaves
+        if t.layout is torch.strided and t.is_floating_point() and t.ndim and len(t) == samples
+    ]
+    rows = [values for values in rows if values.numel()]
+    return samples > 1 and bool(rows) and all(map(_is_constant, rows))
+
+
+def _is_constant(rows: Tensor) -> bool:
+    spread = (rows.amax(0) - rows.amin(0)).max()
+    return bool(spread <= CONSTANT * rows.abs().max())
+
+
 def _run_slices(
-    model: Any, batch: Inputs, total: int, device: torch.device, result: InferenceResult
+    model: Any, batch: Inputs, total: int, device: torch.device, attempts: Attempts
 ) -> Iterator[tuple[Any, int]]:
     """Yield (output, number of rows) of consecutive slices that fit into memory."""
     start, size = 0, total
@@ -109,9 +198,10 @@ def _run_slices(
             try:
                 output = call_model(model, move_to_device(take_rows(batch, rows, total), device))
             except Exception as error:
-                if not is_out_of_memory(error):
+                if is_out_of_memory(error):
+                    size = _halve_size(error, rows.stop - start, scope, attempts.result)
+                elif not attempts.take(error):
                     raise
-                size = _halve_size(error, rows.stop - start, scope, result)
             else:
                 yield output, rows.stop - start
                 start = rows.stop
@@ -164,25 +254,3 @@ def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:
         lines.append(f"{path}: {text} of {count_noun(tensor.numel(), 'value')}")
         total += sum(n for n, _ in counts)
     return total, lines
-
-
-def check_model(model: nn.Module | Optimized, probes: Inputs | None = None) -> ModelReport:
-    """Check a model's weights and buffers; `print` shows the report, `.ok` is False on faults.
-
-    NaN and Inf are faults, empty parameters are warnings, mixed float types are a note. With
-    `probes` (model inputs), NaN and Inf in the outputs are faults too.
-
-    The model is not changed. Raises UsageError. The host waits for the device.
-    """
-    module = model.model if isinstance(model, Optimized) else model
-    check_model_arguments("check_model", module)
-    report = check_weights(module)
-    if probes is not None:
-        problems = safe_inference(model, probes, sanitise=False).problems
-        reasons = [
-            Reason("outputs.not_finite", Severity.REFUSAL, "", text)
-            for text in problems
-            if text.startswith("output")
-        ]
-        report = ModelReport([*report.reasons, *reasons], report.facts)
-    return report

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import update_wrapper, wraps
 from typing import Any, final
 
 import numpy as np
@@ -149,21 +149,27 @@ def optimize_model(
     *,
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
-) -> Callable[[Callable[..., nn.Module]], Callable[..., Optimized]]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a module class, or a function that returns a module, to return an `Optimized`.
 
     A decorated class becomes a function and cannot be subclassed; to avoid that, call `optimize`.
+    A function whose first parameter is called `model` is a step function instead: it is called with
+    the `Optimized` of the model that it is given. These are kept, one per model, until the
+    function's `close()` is called.
     """
     if not isinstance(level, str):
         raise UsageError("optimize_model: level must be a name; write @optimize_model()")
 
-    def decorate(factory: Any) -> Callable[..., Optimized]:
+    def decorate(factory: Any) -> Callable[..., Any]:
         is_class = isinstance(factory, type)
         if not callable(factory) or (is_class and not issubclass(factory, nn.Module)):
             raise UsageError(
                 f"optimize_model: {factory!r} must be a subclass of torch.nn.Module, or a function "
                 "that returns a module"
             )
+
+        if not is_class and _first_parameter(factory) == "model":
+            return StepFunction(factory, level, device, overrides)
 
         @wraps(factory, updated=())
         def make(*args: Any, **kwargs: Any) -> Optimized:
@@ -172,6 +178,49 @@ def optimize_model(
         return make
 
     return decorate
+
+
+class StepFunction(Closeable):
+    """A function of a user's loop whose first argument is replaced by the optimized model."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        level: str,
+        device: str | torch.device | None,
+        overrides: Sequence[str],
+    ) -> None:
+        update_wrapper(self, function)
+        self.function = function
+        self.options: Any = {"level": level, "device": device, "overrides": overrides}
+        self.optimized: dict[int, Optimized] = {}  # by the id of the model, which it holds
+
+    def __call__(self, model: nn.Module | Optimized, *args: Any, **kwargs: Any) -> Any:
+        """Return the function's result, called with the optimized model."""
+        if isinstance(model, Optimized):
+            return self.function(model, *args, **kwargs)
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"optimize_model: {self.function.__name__}: model must be a torch.nn.Module, got "
+                f"{describe(model)}; for a function that makes a model, rename its first parameter"
+            )
+        optimized = self.optimized.get(id(model))
+        if optimized is None or optimized.lazy.closed:
+            optimized = self.optimized[id(model)] = optimize(model, **self.options)
+        return self.function(optimized, *args, **kwargs)
+
+    def close(self) -> None:
+        """Restore all models, and undo every global switch, the latest first."""
+        while self.optimized:
+            self.optimized.popitem()[1].close()
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    """Return the name of the first parameter; "" if there is none, or it is not known."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):  # of code without a signature
+        return ""
 
 
 def move_inputs(run: Run, inputs: Inputs) -> Inputs:

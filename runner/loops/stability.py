@@ -23,6 +23,7 @@ from runner.core.build.arguments import (
 from runner.core.captures.manifest import CapturedWeights, CaptureManifest, list_captures
 from runner.core.captures.writer import write_capture
 from runner.core.config.composing import compose
+from runner.core.device.memory import peak_process_bytes
 from runner.core.errors import GaveUp, UsageError
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import batch_size_of
@@ -43,6 +44,7 @@ log = logging.getLogger("runner")
 
 CALLER = "Stability"
 REPORT_EVERY = 10  # steps between reports to the host, on an accelerator
+WRITE_PACE = 50  # times that a write of the records takes, until the next one without a fault
 MAX_SHOWN = 20  # bad steps in a summary's text
 
 
@@ -79,10 +81,11 @@ class Stability(Closeable):
     """Guards the steps of one model and one optimizer.
 
     `config` is an option of the `stability` group (`default`, `strict`, `off`), a list of overrides
-    (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder`, faults are written to
-    `debug/history.json` and bad steps to `debug/captures` (up to `captures`, if `step` gets their
-    `batch`); `replay_step` replays one. Nothing is rolled back, since the loop manages its own
-    checkpoints.
+    (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder`, `debug/history.json` has
+    the faults and `debug/anomalies.json` the bad steps, from the first step on; both have `steps`,
+    `seconds` since the start and `memory`, the most bytes that the process had. `debug/captures`
+    has bad steps (up to `captures`, if `step` gets their `batch`); `replay_step` replays one.
+    Nothing is rolled back, since the loop manages its own checkpoints.
 
     `every` is the number of steps between reports to the host: by default 1 on a CPU, where they
     are free, else 10. A bad step is always skipped immediately, on the device.
@@ -110,7 +113,7 @@ class Stability(Closeable):
         self.config = config
         self.every, self.max_captures = every, captures
         self.guarded: GuardedOptimizer | None = None
-        self.closed, self.start_time = False, perf_counter()
+        self.closed, self.start_time, self.next_write = False, perf_counter(), 0.0
         # the attributes of a Run that StabilityController reads
         self.history = History(None if folder is None else Path(folder))
         self.folder = None  # job=replay does not apply to these captures
@@ -130,7 +133,13 @@ class Stability(Closeable):
         self._guarded_optimizer(model, optimizer).update.begin()
 
     def step(
-        self, model: nn.Module, loss: Tensor, optimizer: Optimizer, batch: Any = None
+        self,
+        model: nn.Module,
+        loss: Tensor,
+        optimizer: Optimizer,
+        batch: Any = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> StepReport:
         """Run backward, guard, clip and update, replacing those of the loop.
 
@@ -139,6 +148,10 @@ class Stability(Closeable):
         optimizer's state_dict stay the caller's. `batch` is (inputs, target), for captures; on an
         accelerator the last 20 are kept. Raises GaveUp after too many bad steps in a row, and
         UsageError.
+
+        With `scaler`, `loss` is the unscaled one, while gradients in `.grad` are scaled: the step
+        scales, unscales before norm, limits and clipping, and calls `scaler.update()`. An overflow
+        is skipped as kind `overflow`, and does not count as a bad step in a row.
         """
         guarded = self._guarded_optimizer(model, optimizer)
         check_loss(CALLER, loss)
@@ -147,7 +160,7 @@ class Stability(Closeable):
             self.captures.remember(number, batch, 2 * self.report_every)
         try:
             try:
-                step = guarded.apply(loss)
+                step = guarded.apply(loss, scaler)
             except BaseException:
                 guarded.update.abandon()
                 raise
@@ -159,7 +172,7 @@ class Stability(Closeable):
             if self.captures is not None:
                 self.captures.record_random_state()
         finally:
-            self._write()
+            self._write(wait=True)
         return StepReport(number, step.loss, step.grad_norm, step.skipped, faults)
 
     def summary(self) -> StabilitySummary:
@@ -223,10 +236,22 @@ class Stability(Closeable):
         if self.progress.step >= self.controller.due:
             self.controller.apply_limits(self.progress.step)
 
-    def _write(self) -> None:
-        if self.guarded is not None:
-            self.history.write()
-            self.controller.anomalies.write(self.history.folder)
+    def _write(self, wait: bool = False) -> None:
+        """Write the records; with `wait` only those of a fault, or if that takes little time."""
+        if self.guarded is None or self.history.folder is None or not self.progress.step:
+            return
+        start = perf_counter()
+        if wait and start < self.next_write and not self.history.unwritten:
+            return
+        facts: Any = {
+            "steps": self.progress.step,
+            "seconds": round(start - self.start_time, 3),
+            "memory": peak_process_bytes(),
+        }
+        self.history.write(**facts)
+        self.controller.anomalies.write(self.history.folder, **facts)
+        end = perf_counter()
+        self.next_write = end + WRITE_PACE * (end - start)
 
     def _replay_hint(self) -> str:
         captured = [row.capture for row in self.controller.anomalies if row.capture]

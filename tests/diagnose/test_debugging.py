@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
+import math
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,3 +148,123 @@ def test_faults_of_gradients_are_recorded_and_logged(
     own.check_gradients(model, torch.optim.SGD([model.weight], 0.1))
     kinds = [fault.kind for fault in own.summary().faults]
     assert kinds == ["non_finite", "no_gradient", "not_optimized"]
+
+
+def test_rows_have_the_longest_call_failures_findings_and_memory(own: Debugger) -> None:
+    for seconds in (0.0, 0.05, 0.0):
+        with own.context("step"):
+            time.sleep(seconds)
+            own.check({"a": torch.tensor(math.inf), "b": torch.tensor(1.0)}, "x")
+    with pytest.raises(ValueError, match="no"), own.context("step"):
+        raise ValueError("no")
+
+    @own.operation("grow", memory=True)
+    def grow(size: int) -> int:
+        return len(torch.ones(size, dtype=torch.uint8))
+
+    grow(100 << 20)
+    grow(1)
+    rows = {row.name: row for row in own.summary().operations}
+    step = rows["step"]
+    assert 0.05 <= step.longest < step.seconds < 0.05 * 4
+    assert (step.calls, step.failures, step.not_finite, step.memory) == (4, 1, 3, None)
+    assert rows["grow"].memory == pytest.approx(100 << 20, rel=0.1)
+    assert (rows["grow"].failures, rows["grow"].not_finite) == (0, 0)
+    for title in ("longest", "failures", "not finite", "memory"):
+        assert title in str(own.summary()).splitlines()[0]
+
+
+class Root(nn.Module):
+    """Its derivative at 0 is Inf, times 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x - x).sqrt()
+        return torch.where(x > 1e9, y, x)
+
+
+@pytest.mark.parametrize("call", ["method", "function", "keyword", "grad"])
+def test_a_nan_of_a_backward_is_named_by_operation_module_and_line(
+    own: Debugger, call: str
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), Root()), nn.Linear(4, 1))
+
+    def backward(model: nn.Module) -> None:
+        loss = model(torch.randn(5, 3)).pow(2).mean()
+        assert loss.isfinite()
+        if call == "method":
+            loss.backward()
+        elif call == "function":
+            torch.autograd.backward([loss])
+        elif call == "keyword":
+            torch.autograd.backward(tensors=loss)
+        else:
+            torch.autograd.grad(loss, list(model.parameters()))
+
+    functions = torch.autograd.backward, torch.autograd.grad
+    with own.context("step", anomaly=True), own.context("inner", anomaly=True):
+        backward(net)
+        backward(nn.Sequential(net[0], net[2]))
+    (fault,) = own.summary().faults
+    line = inspect.getsourcelines(Root.forward)[1] + 1
+    assert (fault.kind, fault.count) == ("anomaly", 1)
+    assert fault.message.startswith(
+        "step/inner: NaN in the backward, by SqrtBackward0, module 1.1 (Root), "
+    )
+    assert fault.message.endswith(f"test_debugging.py:{line} `y = (x - x).sqrt()`")
+    assert {row.name: row.not_finite for row in own.summary().operations}["step/inner"] == 1
+    with pytest.raises(NotFinite, match="SqrtBackward0"):
+        own.operation("raising", anomaly=True, on="raise")(backward)(net)
+    assert (torch.autograd.backward, torch.autograd.grad) == functions
+    assert not torch.is_anomaly_enabled()
+    backward(net)
+    assert [f.kind for f in own.summary().faults] == ["anomaly", "anomaly", "exception"]
+
+
+def test_an_inf_before_the_nan_and_operations_outside_of_modules_are_named(own: Debugger) -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    with own.context("step", anomaly=True):
+        (nn.Identity()(weight) * torch.zeros(3)).sqrt().sum().backward()
+    (fault,) = own.summary().faults
+    assert fault.message.startswith("step: NaN in the backward, by MulBackward0, ")
+    assert "; Inf first, by SqrtBackward0, " in fault.message and "module" not in fault.message
+
+
+def test_the_norm_of_a_gradient_report_is_torchs_total_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 2))
+    model(torch.randn(3, 7)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+    assert debugger.check_gradients(model).norm == pytest.approx(expected, rel=1e-6)
+    model[0].weight.grad = None
+    expected = nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+    assert debugger.check_gradients(model).norm == pytest.approx(expected, rel=1e-6)
+    model[1].weight.grad[0, 0] = math.nan
+    assert math.isnan(debugger.check_gradients(model).norm)
+    debugger.reset()
+
+
+def test_the_summary_is_exported_as_json(own: Debugger, tmp_path: Path) -> None:
+    with own.context("step"):
+        own.check(math.nan, "loss")
+    file = own.export(tmp_path / "new" / "debug.json")
+    assert file == tmp_path / "new" / "debug.json"
+    written = json.loads(file.read_text())
+    assert written == own.summary().as_dict()
+    (row,) = written["operations"]
+    assert (row["name"], row["calls"], row["not_finite"], row["memory"]) == ("step", 1, 1, None)
+    assert row["mean"] == row["longest"] == row["seconds"]
+    assert written["faults"][0]["message"] == "step/loss: nan"
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "link.json").symlink_to(file)
+    for name, problem in (
+        ("folder.json", "is a folder"),
+        ("link.json", "is a link"),
+        ("debug.txt", r"must end in \.json"),
+        ("debug", r"must end in \.json"),
+        ("new/debug.json/inner.json", "cannot be written"),
+    ):
+        with pytest.raises(UsageError, match=f"debugger.export: .*{problem}"):
+            own.export(tmp_path / name)
+    for call in (lambda: own.context("x", on="stop").__enter__(), lambda: own.operation(on="x")):
+        with pytest.raises(UsageError, match="on must be 'record' or 'raise', got"):
+            call()

@@ -107,6 +107,39 @@ def test_a_decorated_class_or_function_makes_optimized_models() -> None:
         assert fast(x)["y"].shape == (6, 3)
 
 
+def test_a_decorated_step_function_gets_the_optimized_model_which_is_kept() -> None:
+    seen: list[Any] = []
+
+    @optimize_model("amp", overrides=["optimization.amp.dtype=bf16"])
+    def step(model: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Predict."""
+        seen.append(model)
+        return model(x) * scale
+
+    torch.manual_seed(0)
+    nets, x = [nn.Linear(64, 8) for _ in range(2)], torch.randn(4, 64)
+    for net in nets:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = net(x).float() * 2
+        assert not torch.equal(expected, net(x) * 2)
+        assert torch.equal(step(net, x, scale=2.0), expected)
+        assert torch.equal(step(model=net, x=x, scale=2.0), expected)
+        step(net, x).sum().backward()
+        assert net.weight.grad is not None
+    assert step.__name__ == "step" and step.__doc__ == "Predict."
+    assert [type(model).__name__ for model in seen] == ["Optimized"] * 6
+    assert [seen[i].model for i in (0, 3)] == nets
+    assert len({id(model) for model in seen}) == 2
+    with pytest.raises(UsageError, match="step: model must be .* got a str; for a function that"):
+        step("linear")
+    assert torch.equal(step(seen[0], x), step(nets[0], x)) and len({*map(id, seen)}) == 2
+    step.close()
+    assert seen[0].lazy.closed and seen[3].lazy.closed
+    step(nets[0], x)
+    assert seen[-1] is not seen[0]
+    step.close()
+
+
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.enable_grad])
 def test_a_frozen_model_is_optimized_wherever_it_is_first_called(around: Any) -> None:
     model = Scaled().requires_grad_(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,29 @@ def test_the_random_state_of_a_device_is_read_and_set_by_its_module(
         assert device_random_state(device) is states[name]
         set_device_random_state(device, torch.arange(3))
         assert states[name].tolist() == [0, 1, 2]
+
+
+def test_records_are_written_from_the_first_step_on(
+    net: nn.Module, batches: list[Batch], tmp_path: Path
+) -> None:
+    def read(name: str) -> Any:
+        return json.loads((tmp_path / "debug" / f"{name}.json").read_text())
+
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Stability(folder=tmp_path) as stability:
+        assert not (tmp_path / "debug/history.json").exists()
+        loop(net, optimizer, batches[:1], stability)
+        history, anomalies = read("history"), read("anomalies")
+        assert (history["counts"], history["faults"], history["steps"]) == ({}, [], 1)
+        assert (anomalies["count"], anomalies["anomalies"], anomalies["steps"]) == (0, [], 1)
+        assert 0 <= history["seconds"] == anomalies["seconds"] < 600
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        assert 0.5 * peak < history["memory"] < 2 * peak
+        loop(net, optimizer, [*batches[1:5], poisoned(batches[5])], stability)
+        assert (read("history")["steps"], read("history")["counts"]) == (6, {"non_finite": 1})
+        assert (read("anomalies")["steps"], read("anomalies")["count"]) == (6, 1)
+        loop(net, optimizer, batches[6:8], stability)
+        stability.summary()
+        assert read("history")["steps"] == read("anomalies")["steps"] == 8
+        loop(net, optimizer, batches[8:9], stability)
+    assert read("history")["steps"] == read("anomalies")["steps"] == 9

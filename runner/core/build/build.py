@@ -302,6 +302,11 @@ def _build_model(setup: Setup, data: Dataset) -> nn.Module:
 
 def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
     """Build the objective, and choose the metric that decides the best checkpoint."""
+    if data.sizes.task in ("classification", "language_modelling"):
+        for name in ("low", "high"):
+            if getattr(setup.config.checks.outputs, name) is not None:
+                problem = "is for regression only, and the targets are classes"
+                raise ConfigError(f"checks.outputs.{name}", problem, "leave it out")
     config = setup.config
     counts, weights = data.class_counts(), None
     requested = config.objective.class_weights is not None

@@ -193,11 +193,11 @@ class BatchChecks:
     def _bad_samples(self, tensors: NamedTensors, limit: Limit) -> Tensor | None:
         if limit.leaf not in tensors or limit.check == "constant":
             return None
-        values = _as_real(tensors[limit.leaf])
-        values = values if values.is_floating_point() else values.long()  # uint8 has no -1
+        values = _as_real(tensors[limit.leaf]).cpu()  # host sync: none, they are not in a run's
+        # uint8 has no -1, and float32 no limit of float64
+        values = values.double() if values.is_floating_point() else values.long()
         bad = self._out_of_range(limit.leaf, values, limit.low, limit.high)
-        # host sync: none, batches on a device have no values to look at here
-        return bad.reshape(len(values), -1).any(1).cpu()
+        return bad.reshape(len(values), -1).any(1)
 
     def _out_of_range(self, leaf: str, values: Tensor, low: float, high: float) -> Tensor:
         bad = ~((values >= low) & (values <= high))

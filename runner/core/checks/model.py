@@ -70,14 +70,14 @@ def check_model(model: nn.Module) -> ModelReport:
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     tensors = parameters | buffers
-    dense = {name: t for name, t in tensors.items() if _is_dense(t)}
+    dense = {name: t for name, t in tensors.items() if is_dense(t)}
     reasons = [*_value_reasons(dense, parameters), *_form_reasons(parameters)]
     counted = sum(t.numel() for name, t in dense.items() if name in parameters)
     skipped = {"not_checked": names} if (names := [n for n in tensors if n not in dense]) else {}
     return ModelReport(reasons, {"parameters": counted} | skipped)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether the tensor is dense with values in memory, and no wrapper subclass."""
     if is_lazy(tensor) or tensor.is_meta or tensor.is_quantized:
         return False

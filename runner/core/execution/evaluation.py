@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from runner.core.interfaces.nested import tree_map
 from runner.core.interfaces.run import Run, check_run
 from runner.core.models import modes
 from runner.core.random_state import exclusive_random_state
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -50,7 +47,8 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
                 part_sums = run.shards.map_micro_batches(
                     batch, samples, run.micro_batch, own, compute
                 )
-            if not loader.empty and _has_own_samples(run, samples):
+            own_rows = run.world.local_slice(samples)
+            if not loader.empty and own_rows.stop > own_rows.start:  # not only a stand-in
                 totals = reduce(_add_sums, part_sums, totals)
     if run.is_shared:
         totals = tree_map(totals, lambda x: x.cpu())  # host sync: once per validation, to pickle
@@ -60,7 +58,8 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
     confusion = run.objective.confusion(totals)
     if confusion is not None:
         confusion = confusion.cpu()  # host sync: once per validation
-    return Evaluation(run.progress.step, metrics, confusion)
+    is_constant = run.objective.has_constant_output(totals, confusion)
+    return Evaluation(run.progress.step, metrics, confusion, constant_output=is_constant)
 
 
 def _batch_sums(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str, Any]:
@@ -69,12 +68,6 @@ def _batch_sums(run: Run, forward: Callable[..., Any], part: Batch) -> dict[str,
 
 def _add_sums(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
     return {k: totals[k] + x for k, x in sums.items()} if totals and sums else totals or sums
-
-
-def _has_own_samples(run: Run, samples: int) -> bool:
-    """Whether this process has samples of the batch, not only a stand-in."""
-    own_part = run.world.local_slice(samples)
-    return bool(own_part.stop > own_part.start)  # host sync: none, a slice
 
 
 @contextmanager

@@ -61,6 +61,7 @@ class Evaluation:
     metrics: dict[str, float]  # keys like `val/accuracy`
     confusion: Tensor | None  # counts [true class, predicted class], on the host
     improved: bool = False  # the monitored metric is the best so far
+    constant_output: bool = False  # the model answers alike for all samples
 
 
 @dataclass(frozen=True)

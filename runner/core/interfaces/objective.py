@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-
-from runner.core.errors import ConfigError
-from runner.core.format import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from runner.core.objectives.named_metrics import NamedMetrics
 
-MONITOR = "training.monitor"
-MODE = "training.monitor_mode"
 NAMED_SUMS = "objective.metrics"  # key among the sums
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Our metrics for which lower is better."""
@@ -93,6 +87,13 @@ class Objective(ABC):
         """Return counts [true class, predicted class], or None."""
         return None
 
+    def has_constant_output(self, totals: dict[str, Any], confusion: Tensor | None) -> bool:
+        """Whether all predictions are one class, of samples of several, or one number."""
+        if confusion is None:
+            return False
+        true, predicted = (int(confusion.sum(i).count_nonzero()) for i in (1, 0))
+        return predicted == 1 < true
+
 
 def _declares_direction(objective: Objective) -> bool:
     """Whether the class that sets `monitor`, or one derived from it, sets `higher_is_better`."""
@@ -116,12 +117,6 @@ def rises_by_name(metric: str) -> bool | None:
     return True if HIGHER_IS_BETTER.fullmatch(name) else None
 
 
-def unknown_direction(metric: str) -> ConfigError:
-    """Return the error for a metric of which nothing declares whether higher values are better."""
-    problem = f"cannot be inferred for {metric}"
-    return ConfigError(MODE, problem, "use min if lower values are better, max if higher ones")
-
-
 def resolve_monitor(objective: Objective, requested: str | None) -> str:
     """Return the metric to monitor; ConfigError if it is certain not to exist."""
     if requested is None:
@@ -131,17 +126,7 @@ def resolve_monitor(objective: Objective, requested: str | None) -> str:
     named_metrics = objective.named.metrics if objective.named is not None else ()
     available = [f"val/{name}" for name in (*names, *named_metrics)] if names else []
     if available and requested not in (objective.monitor, *available):
+        from runner.core.interfaces.metric_errors import unknown_metric
+
         raise unknown_metric(requested, available)
     return requested
-
-
-def unknown_metric(requested: str, available: Iterable[str], suffix: str = "") -> ConfigError:
-    """Return the error for a metric that does not exist; `suffix` says what happens to the run."""
-    names = list(available)
-    with_prefix = f"val/{requested}"
-    suggestion = nearest(requested, names) or (with_prefix if with_prefix in names else None)
-    shown = [name for name in names if name.count("/") < 2]  # without those of single classes
-    advice = f"did you mean {MONITOR}={suggestion}? " if suggestion else ""
-    return ConfigError(
-        MONITOR, f"unknown metric {requested!r}", f"{advice}available: {', '.join(shown)}{suffix}"
-    )

@@ -52,7 +52,7 @@ class RegressionObjective(Objective):
         return target.shape[0]
 
     def batch_sums(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Return sums per target, in float64, of losses, errors, targets and their squares."""
+        """Return sums per target, in float64: losses, errors, targets, predictions, squares."""
         predicted = model_output.logits(output).detach()
         target = self._match_shape(predicted, target)
         if predicted.device.type == "mps":  # no float64; host sync
@@ -68,6 +68,8 @@ class RegressionObjective(Objective):
             "absolute_error": error.abs().sum(0),
             "target": target.sum(0),
             "target_squared": target.square().sum(0),
+            "prediction": (predicted - self.mean).sum(0),
+            "prediction_squared": (predicted - self.mean).square().sum(0),
         }
 
     def metric_names(self) -> list[str]:
@@ -92,6 +94,19 @@ class RegressionObjective(Objective):
         if bool(varies.any()):
             values["r2"] = (1 - squared_error / deviation)[varies].mean().item()
         return values
+
+    def has_constant_output(self, totals: dict[str, Tensor], confusion: Tensor | None) -> bool:
+        """Whether predictions vary by at most 1e-6 of their size, while a target varies."""
+        if "prediction" not in totals:  # the sums of a derived class
+            return False
+        count = model_output.require_count(totals)
+
+        def is_constant(name: str) -> bool:
+            squared = totals[f"{name}_squared"] / count
+            variance = squared - (totals[name] / count).square()
+            return bool((variance <= 1e-12 * squared.clamp(min=self.deviation**2)).all())
+
+        return count > 1 and is_constant("prediction") and not is_constant("target")
 
     def _match_shape(self, predicted: Tensor, target: Tensor) -> Tensor:
         """Return the target in the output's shape: [n] and [n, 1] would broadcast to [n, n]."""

@@ -116,12 +116,12 @@ class History:
         if len(self.causes) > MAX_CAUSES:
             del self.causes[next(iter(self.causes))]
 
-    def write(self) -> None:
+    def write(self, **facts: Any) -> None:
         """Replace `debug/history.json` if there is anything new; an OSError is only logged."""
-        if not self.unwritten or self.folder is None:
+        if not (self.unwritten or facts) or self.folder is None:
             return
         path = self.folder / HISTORY_FILE
-        text = json.dumps({"counts": self.counts, "faults": self._rows()}, indent=2)
+        text = json.dumps({"counts": self.counts, "faults": self._rows()} | facts, indent=2)
         write_or_log(path, text + "\n", logging.DEBUG)
         self.unwritten = False
 

@@ -70,13 +70,13 @@ class Anomalies:
             del self.rows[MAX_FIRST]
         self.unwritten = True
 
-    def write(self, folder: Path | None) -> None:
-        """Replace the file in a run's folder if rows were added since the last write."""
-        if not self.unwritten or folder is None:
+    def write(self, folder: Path | None, **facts: Any) -> None:
+        """Replace the file in a run's folder if there are new rows since the last write."""
+        if not (self.unwritten or facts) or folder is None:
             return
-        path = folder / ANOMALIES_FILE
-        text = json.dumps({"count": self.count, "anomalies": [row.as_json() for row in self.rows]})
-        write_or_log(path, text + "\n", logging.DEBUG)
+        rows = [row.as_json() for row in self.rows]
+        text = json.dumps({"count": self.count, "anomalies": rows} | facts)
+        write_or_log(folder / ANOMALIES_FILE, text + "\n", logging.DEBUG)
         self.unwritten = False
 
     def state(self) -> dict[str, Any]:

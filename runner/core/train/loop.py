@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,6 @@ from runner.core.execution.evaluation import evaluate
 from runner.core.format import count_noun, metric
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
-from runner.core.interfaces.objective import unknown_direction, unknown_metric
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
 from runner.core.interfaces.technique import Choice, NotNeeded
 from runner.core.models.modes import enter_training
@@ -77,6 +77,8 @@ def train(run: Run) -> Summary:
     check_run("train", run)
     check_hooks("train", run.hooks)
     if run.higher_is_better is None:
+        from runner.core.interfaces.metric_errors import unknown_direction
+
         raise unknown_direction(run.monitor)
     restore_logging()  # constructors of the user's have run
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
@@ -460,6 +462,8 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
         _save_and_stop(run)
+        from runner.core.interfaces.metric_errors import unknown_metric
+
         raise unknown_metric(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
     value = metrics[run.monitor]
     best = progress.best
@@ -477,13 +481,17 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
             "validation_not_finite", f"the validation loss is {loss}", step=evaluation.step,
             category="numerics", action="it cannot be the best",
         )  # fmt: skip
+    if evaluation.constant_output and progress.validated_step:  # not of a fresh model
+        from runner.core.checks.constant_output import record_constant_output
+
+        record_constant_output(run, evaluation)
     if improved:
         progress.best, progress.best_step = value, evaluation.step
         progress.best_loss = metrics.get("val/loss")
     progress.stale_validations = 0 if improved and better else progress.stale_validations + 1
     progress.metrics = metrics
     progress.validated_step = evaluation.step
-    evaluation = Evaluation(evaluation.step, metrics, evaluation.confusion, improved)
+    evaluation = replace(evaluation, improved=improved)
     verdict = call_hooks(run.hooks, "on_validation", run, evaluation)
     _check_early_stopping(run)
     return improved, verdict

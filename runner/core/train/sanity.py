@@ -13,7 +13,6 @@ from runner.core.errors import ConfigError, RunnerError
 from runner.core.execution.evaluation import inference
 from runner.core.interfaces.batch import batch_size_of, call_model
 from runner.core.interfaces.nested import describe
-from runner.core.interfaces.objective import unknown_metric
 from runner.core.interfaces.run import Run
 from runner.core.preserved_state import (
     NotRestorable,
@@ -101,6 +100,8 @@ def _check_metrics(run: Run, metrics: dict[str, float], returned: str) -> None:
             fix = f"use objective.metrics=[{metric}] training.monitor=val/{metric}, or {fix}"
         raise ConfigError("training.monitor", problem, fix)
     if run.monitor not in available and run.validation.steps_per_epoch == 1:
+        from runner.core.interfaces.metric_errors import unknown_metric
+
         raise unknown_metric(run.monitor, sorted(available))
 
 

@@ -239,6 +239,12 @@ class GradientReport:
     layers: list[Layer]
 
     @property
+    def norm(self) -> float:
+        """The total norm of all gradients, as of `torch.nn.utils.get_total_norm`."""
+        norms = [layer.norm for layer in self.layers if layer.norm is not None]
+        return math.sqrt(sum(norm * norm for norm in norms))
+
+    @property
     def problems(self) -> list[str]:
         """The faulty layers with their states; empty if all are fine."""
         bad = [layer for layer in self.layers if layer.state is not LayerState.FINE]

@@ -39,7 +39,8 @@ class SectionTotal:
 class SectionTotals:
     """Calls and seconds by name and category, from all threads of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_type: type[SectionTotal] = SectionTotal) -> None:
+        self.row_type = row_type
         self.pid = os.getpid()
         self.tracing = False  # also record sections as ranges in a profiler's trace
         self.rows: dict[tuple[str, str], SectionTotal] = {}
@@ -56,22 +57,27 @@ class SectionTotals:
             range_.__enter__()  # type: ignore[no-untyped-call]
         self._stack().append((name, category, perf_counter(), range_))
 
-    def leave(self) -> None:
-        """Leave the innermost section of this thread."""
+    def leave(self) -> float | None:
+        """Leave the innermost section of this thread; return its seconds, None without one."""
         stack = self._stack()
         if not stack or os.getpid() != self.pid:  # entered before collecting started
-            return
+            return None
         name, category, start, range_ = stack.pop()
         seconds = perf_counter() - start
         if range_ is not None:
             range_.__exit__(None, None, None)
         nested = any(outer[0] == name for outer in stack)
         with self.lock:
-            if (name, category) not in self.rows and len(self.rows) >= MAX_SECTIONS:
-                name, category = OTHERS, ""
-            row = self.rows.setdefault((name, category), SectionTotal(name, category))
+            row = self.row(name, category)
             row.calls += 1
             row.seconds += 0.0 if nested else seconds
+        return seconds
+
+    def row(self, name: str, category: str) -> SectionTotal:
+        """Return a section's row, created if needed; the caller holds `lock`."""
+        if (name, category) not in self.rows and len(self.rows) >= MAX_SECTIONS:
+            name, category = OTHERS, ""
+        return self.rows.setdefault((name, category), self.row_type(name, category))
 
     def _stack(self) -> list[tuple[str, str, float, Any]]:
         """Return this thread's open sections: name, category, start, trace range."""

@@ -294,6 +294,7 @@ def test_the_public_names_are_these() -> None:
         "compose", "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load",
         "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
         "safe_inference", "sanitise", "show_comparison", "system_info", "train", "train_step",
+        "validate_inputs",
     ]  # fmt: skip
     assert all(getattr(runner, name) is not None for name in runner.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):

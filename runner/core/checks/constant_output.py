@@ -1,0 +1,27 @@
+"""The fault of a run whose model answers alike for all samples of a validation."""
+
+from __future__ import annotations
+
+from runner.core.interfaces.hook import Evaluation
+from runner.core.interfaces.run import Run
+
+KIND = "constant_output"
+
+
+def record_constant_output(run: Run, evaluation: Evaluation) -> None:
+    """Add the fault, once a run."""
+    if KIND in run.history.counts:
+        return
+    classes = evaluation.confusion
+    what = "number"
+    if classes is not None:
+        number = int(classes.sum(0).argmax())
+        names = run.sizes.class_names
+        what = f"class ({names[number] if number < len(names) else number})"
+    run.history.add(
+        KIND,
+        f"the model predicts one {what} for every sample of the validation set",
+        step=evaluation.step,
+        category="model",
+        action="the run continues; try a lower optimizer.lr, and check inputs and targets",
+    )

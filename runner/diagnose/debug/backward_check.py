@@ -1,0 +1,141 @@
+"""Name the operation, module and line that made a gradient NaN, in a loop of the user's own."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from runner.diagnose.replay.source_line import location_in_trace, read_source_line
+
+TRACE_KEY = "traceback_"  # of a node's metadata, where autograd's anomaly mode stores its stack
+Report = Callable[[str], None]
+
+_active = threading.local()  # `.searched`: whether an outer context searches this thread's backward
+
+
+@contextmanager
+def check_backwards(report: Report) -> Iterator[None]:
+    """Within, call `report` after each backward in which a NaN arose; it may raise.
+
+    Nested contexts of a thread search once. Each node's gradients are read, so an accelerator is
+    waited for. Forwards inside are recorded by autograd's anomaly mode, for the lines.
+    """
+    if getattr(_active, "searched", False):
+        yield
+        return
+    modules = ModuleRanges()
+    _active.searched = True
+    with ExitStack() as scope:
+        scope.callback(setattr, _active, "searched", False)
+        scope.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+        for handle in (
+            register_module_forward_pre_hook(modules.enter),
+            register_module_forward_hook(modules.leave, always_call=True),
+        ):
+            scope.callback(handle.remove)
+        for name in ("backward", "grad"):
+            function = getattr(torch.autograd, name)
+            searched = partial(_search, function, modules, report)
+            setattr(torch.autograd, name, searched)
+            scope.callback(setattr, torch.autograd, name, function)
+        yield
+
+
+class ModuleRanges:
+    """Which module made which autograd nodes: ranges of their sequence numbers, by thread."""
+
+    def __init__(self) -> None:
+        self.threads = threading.local()
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """Assign nodes from now on to this module."""
+        state = self.threads.__dict__
+        if not state.get("open"):  # names are those in the outermost module
+            state["names"] = {id(m): name for name, m in module.named_modules()}
+        name = state["names"].get(id(module), "")
+        kind = type(module).__name__
+        state.setdefault("open", []).append(f"{name} ({kind})" if name else kind)
+        self._assign()
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Assign nodes from now on to the module around this one."""
+        if open_modules := self.threads.__dict__.get("open"):  # else it was entered before
+            open_modules.pop()
+            self._assign()
+
+    def module_of(self, node: Any) -> str:
+        """Return the module's name and class; "" for a node outside of all modules."""
+        ranges = self.threads.__dict__.get("ranges", [])
+        index = bisect_right(ranges, node._sequence_nr(), key=lambda entry: entry[0])
+        return ranges[index - 1][1] if index else ""
+
+    def _assign(self) -> None:
+        state = self.threads.__dict__
+        label = state["open"][-1] if state["open"] else ""
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        state.setdefault("ranges", []).append((number, label))
+
+
+def _search(
+    function: Callable[..., Any],
+    modules: ModuleRanges,
+    report: Report,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call `torch.autograd.backward` or `grad`, and report the first NaN that it made."""
+    culprits: list[str] = []  # the node that made the first NaN, after that of an earlier Inf
+    has_inf = False
+    roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
+
+    def check(node: Any, results: Any, upstream: Any) -> None:
+        nonlocal has_inf
+        values = [value for value in results if isinstance(value, Tensor)]
+        if culprits and culprits[-1].startswith("NaN"):
+            return
+        if any(value.isnan().any() for value in values):
+            culprits.append(f"NaN in the backward, by {_describe(node, modules)}")
+        elif not has_inf and any(value.isinf().any() for value in values):
+            has_inf = True
+            culprits.append(f"Inf first, by {_describe(node, modules)}")
+
+    with ExitStack() as scope:
+        for node in _nodes(roots):
+            if not hasattr(node, "variable"):  # a parameter's own node passes its gradient on
+                scope.callback(node.register_hook(partial(check, node)).remove)
+        result = function(*args, **kwargs)
+    if culprits and culprits[-1].startswith("NaN"):
+        report("; ".join(reversed(culprits)))
+    return result
+
+
+def _nodes(roots: Any) -> list[Any]:
+    """Return every node of the graph below the roots."""
+    tensors = [roots] if isinstance(roots, Tensor) else list(roots)
+    waiting: list[Any] = [t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None]
+    nodes = dict.fromkeys(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in nodes:
+                nodes[node] = None
+                waiting.append(node)
+    return list(nodes)
+
+
+def _describe(node: Any, modules: ModuleRanges) -> str:
+    """Return the node's operation, module and line, as far as they are known."""
+    location = location_in_trace("".join(node.metadata.get(TRACE_KEY, ())))
+    line = "" if location is None else read_source_line(location).short
+    module = modules.module_of(node)
+    return ", ".join(filter(None, (node.name(), module and f"module {module}", line)))
