@@ -6,19 +6,27 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from runner.core.config.groups import GROUP_ALIASES, USER_CLASS_GROUPS, group_options
+from runner.core.config.groups import (
+    GROUP_ALIASES,
+    OPTION_WORDS,
+    USER_CLASS_GROUPS,
+    find_option,
+    group_options,
+)
 from runner.core.errors import ConfigError
 from runner.core.record.text import quote_for_shell
 from runner.core.schemas.data import DataConfig
 from runner.core.schemas.models import ModelConfig
 
 OVERRIDE_PATTERN = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
+OPTION_WORD = re.compile(r"[\w-]+")
 NAMED_KEYS = re.compile(r"\+{0,2}data\.(types|date_formats)[.=]")  # of columns
 SHARED_KEYS = {
     "data": {f.name for f in fields(DataConfig)},  # how data is split and loaded
@@ -93,12 +101,16 @@ def parse_override(text: str) -> CliOverride:
     return CliOverride(match["sign"], match["key"], match["rest"], parsed)
 
 
-def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]:
+def normalize_overrides(
+    overrides: Sequence[str], compose: Compose, folders: Sequence[Path] = ()
+) -> list[str]:
     """Normalise overrides for Hydra: aliases of groups, and arguments of users' classes.
 
-    `compose` is used to find a group's `_target_` if no override sets it.
+    `compose` is used to find a group's `_target_` if no override sets it. `folders` have further
+    options, whose names take precedence over other words for ours.
     """
-    groups = group_options()
+    options = group_options(*folders)
+    groups = {group: options[group] for group in group_options()}
     _check_spaces(overrides, groups)
     normal = [_normalize(parse_override(text), groups) for text in overrides]
     for group in USER_CLASS_GROUPS:
@@ -132,6 +144,9 @@ def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliO
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
         return replace(override, key=key)
+    if key in OPTION_WORDS and "$" not in value:  # each word, since a sweep has several
+        rest = OPTION_WORD.sub(lambda word: find_option(key, word[0], groups[key]), override.rest)
+        override = parse_override(f"{override.sign}{key}{rest}")
     if isinstance(override.parsed.value(), bool | int | float | None):
         override = parse_override(f"{key}='{override.value}'")  # Hydra reports it as no option
     sign = "" if override.sign == "+" else override.sign  # `+experiment=…` is accepted too
