@@ -18,7 +18,6 @@ from runner.core.config.groups import (
     GROUP_ALIASES,
     MIN_SIMILARITY,
     USER_CLASS_GROUPS,
-    find_option,
     group_options,
 )
 from runner.core.config.run_config import RunConfig
@@ -48,9 +47,11 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
 
 
 def _option_typo(groups: Groups, key: str, value: str) -> ConfigError | None:
-    if key not in groups or key in OPEN_GROUPS:
+    if value in groups.get(key, [value]) or key in OPEN_GROUPS:
         return None
-    if find_option(key, value, groups[key]) in groups[key]:
+    from runner.core.config.aliases import find_options
+
+    if find_options(key, value, groups[key]) in groups[key]:
         return None
     from runner.core.config.suggestions import Suggester
 

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
+
+OPTION_WORDS = {
+    "debug": {
+        "anomaly_detection": "anomaly",
+        "profiling": "profile",
+        "memory_profiling": "memory",
+        "gradient_checking": "gradients",
+        "full_debug": "full",
+    },
+    "optimization": {"compilation": "compile", "full_optimization": "full"},
+}
+"""By group: other words for options."""
+_WORD = re.compile(r"[\w-]+")
+
 KEY_ALIASES = {
     "training.epochs": "epochs max_epochs num_epochs n_epochs num_train_epochs epoch",
     "training.steps": "steps max_steps num_steps n_steps iterations max_iters",
@@ -191,6 +207,20 @@ UNSUPPORTED = {
     "claims": _CLAIMS,
 }
 """Names without a key here, and what to use instead."""
+
+
+def find_options(group: str, text: str, options: Container[str]) -> str:
+    """Replace each word of a value, or of a sweep's, by the option of the group that it names.
+
+    Only groups in OPTION_WORDS have other words, and ignore case.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        folded = match[0].casefold()
+        option = OPTION_WORDS[group].get(folded, folded)
+        return option if option in options and match[0] not in options else match[0]
+
+    return _WORD.sub(replace, text) if group in OPTION_WORDS and "$" not in text else text
 
 
 def find_key(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2]
@@ -11,22 +10,9 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
     (p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (p / "config.yaml").is_file()),
     _PACKAGE.parent / "conf",
 )
-GROUP_ALIASES = {
-    **dict.fromkeys(("optimization_level", "optimization_mode"), "optimization"),
-    "debug_mode": "debug",
-}
-"""Alternative names of groups."""
-OPTION_WORDS = {
-    "debug": {
-        "anomaly_detection": "anomaly",
-        "profiling": "profile",
-        "memory_profiling": "memory",
-        "gradient_checking": "gradients",
-        "full_debug": "full",
-    },
-    "optimization": {"compilation": "compile", "full_optimization": "full"},
-}
-"""By group: alternative names of options. Options of these groups are typed in any case."""
+_LEVELS = dict.fromkeys(("optimization_level", "optimization_mode"), "optimization")
+GROUP_ALIASES = {**_LEVELS, "debug_mode": "debug"}
+"""Alternative names of groups. Options of these groups are typed in any case."""
 REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
 """Override keys that only distinguish replicates, and the noun for each."""
 MIN_SIMILARITY = 0.75  # similarity above which two spellings count as one word
@@ -50,15 +36,6 @@ def group_options(*more: Path) -> dict[str, dict[str, str]]:
         first = next((line for line in lines if not line.startswith("# @")), "")  # Hydra's header
         groups.setdefault(path.parent.name, {})[path.stem] = first.removeprefix("#").strip()
     return groups
-
-
-def find_option(group: str, word: str, options: Container[str]) -> str:
-    """Return the one of a group's options that `word` names, or `word` if it names none."""
-    if word in options or group not in OPTION_WORDS:
-        return word
-    folded = word.casefold()
-    option = OPTION_WORDS[group].get(folded, folded)
-    return option if option in options else word
 
 
 def default_options() -> dict[str, str]:

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.core.config.aliases import find_options
 from runner.core.config.groups import (
     GROUP_ALIASES,
     USER_CLASS_GROUPS,
     default_options,
-    find_option,
     group_options,
 )
 from runner.core.config.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
@@ -133,7 +133,7 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     """
     options = group_options()
     keys_and_values = [(GROUP_ALIASES.get(o.key, o.key), o.value) for o in typed]
-    typed_values = {k: find_option(k, value, options.get(k, ())) for k, value in keys_and_values}
+    typed_values = {k: find_options(k, value, options.get(k, ())) for k, value in keys_and_values}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
     dropped |= {"search.storage", *REMOVED_KEYS}
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}

@@ -13,20 +13,13 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from runner.core.config.groups import (
-    GROUP_ALIASES,
-    OPTION_WORDS,
-    USER_CLASS_GROUPS,
-    find_option,
-    group_options,
-)
+from runner.core.config.groups import GROUP_ALIASES, USER_CLASS_GROUPS, group_options
 from runner.core.errors import ConfigError
 from runner.core.record.text import quote_for_shell
 from runner.core.schemas.data import DataConfig
 from runner.core.schemas.models import ModelConfig
 
 OVERRIDE_PATTERN = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
-OPTION_WORD = re.compile(r"[\w-]+")
 NAMED_KEYS = re.compile(r"\+{0,2}data\.(types|date_formats)[.=]")  # of columns
 SHARED_KEYS = {
     "data": {f.name for f in fields(DataConfig)},  # how data is split and loaded
@@ -144,8 +137,10 @@ def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliO
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
         return replace(override, key=key)
-    if key in OPTION_WORDS and "$" not in value:  # each word, since a sweep has several
-        rest = OPTION_WORD.sub(lambda word: find_option(key, word[0], groups[key]), override.rest)
+    if value not in groups[key] and override.sign != "~":
+        from runner.core.config.aliases import find_options  # imported only if needed
+
+        rest = find_options(key, override.rest, groups[key])
         override = parse_override(f"{override.sign}{key}{rest}")
     if isinstance(override.parsed.value(), bool | int | float | None):
         override = parse_override(f"{key}='{override.value}'")  # Hydra reports it as no option

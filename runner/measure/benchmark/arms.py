@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.core.config.aliases import find_options
 from runner.core.config.composing import compose_raw, typed
-from runner.core.config.groups import GROUP_ALIASES, find_option, group_options
+from runner.core.config.groups import GROUP_ALIASES, group_options
 from runner.core.config.run_config import RunConfig
 from runner.core.config.spelling import (
     EXCLUSIVE,
@@ -145,7 +146,7 @@ def _parse_arm(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
     match, escaped = NAMED_ARM.fullmatch(text.strip()), escape(text)
     try:
         words = shlex.split(match["rest"] if match else text)
-        names = [find_option("optimization", word, levels) for word in words]
+        names = [find_options("optimization", word, levels) for word in words]
         overrides = [f"optimization={name}" if name in levels else name for name in names]
         keys = [_override_key(word) for word in overrides if "=" in word or word.startswith("~")]
     except (ValueError, ConfigError) as error:
