@@ -13,28 +13,23 @@ from runner.core.checkpoint.lock import owns_folder
 from runner.core.checkpoint.ownership import NOT_FINITE
 from runner.core.device.device_errors import (
     is_device_error,
-    is_out_of_memory,
     suppress_device_errors,
     translate_oom,
 )
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import (
-    ConfigError,
     GaveUp,
     Interrupted,
     OutOfMemory,
-    ProcessLost,
-    RestartRequired,
     RunnerError,
     StorageError,
 )
 from runner.core.execution.evaluation import evaluate
 from runner.core.format import count_noun, metric
-from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.objective import unknown_direction, unknown_metric
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
-from runner.core.interfaces.technique import Choice, NotNeeded
+from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
 from runner.core.record import hydra_files
@@ -48,7 +43,6 @@ from runner.core.train.evidence import (
     build_summary,
     collect_evidence,
     record_failure,
-    technique_statuses,
 )
 from runner.core.train.last_state import LastState
 from runner.core.train.run_state import first_bad_step, save
@@ -197,6 +191,7 @@ def _train(run: Run) -> None:
         try:
             if run.sanity and not progress.step and run.saved_step < 0:
                 _check_sanity(run, interrupts)
+            run.objective.write_log = run.log
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
                 # the first rollback restores it; a fork may begin at the best step
@@ -224,7 +219,9 @@ def _train(run: Run) -> None:
                     if run.device.waits_for_steps:  # an error of a kernel is raised here, too
                         run.device.synchronize()  # host sync: device.synchronize=true, each step
                 except Exception as error:
-                    _capture_failed_step(run, number, batch, error)
+                    from runner.core.train.failures import capture_failed_step
+
+                    capture_failed_step(run, number, batch, error)
                     raise
 
                 samples = record_step(run, step)
@@ -281,6 +278,7 @@ def _train(run: Run) -> None:
         finally:
             run.train.close()
             run.validation.close()
+            run.objective.write_log = None
         if run.stability.config.guard:
             _check_updates(run)
         else:
@@ -321,24 +319,6 @@ def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
         interrupts.end_wait()
     except KeyboardInterrupt:
         raise interrupts.error(_resume_hint(run)) from None
-
-
-def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
-    """Capture a failed step, unless the cause is memory, disk, config or another process."""
-    process_lost = isinstance(error, ProcessLost | RestartRequired)
-    process_lost = process_lost or run.world.means_loss(error)
-    has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
-    if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
-        return
-    run.update.abandon()
-    message, capture = f"{type(error).__name__}: {error}", None
-    if run.captures is not None:
-        capture = run.captures.take(run, step, "exception", message, batch)
-        run.captures.log_capture()  # before the log line of the fault, which is the last
-    run.history.add(
-        "exception", message, step=step, category="code", severity="error", action="the run ends",
-        error=error, capture=capture or "", say=False,
-    )  # fmt: skip
 
 
 def _check_sanity(run: Run, interrupts: InterruptHandler) -> None:
@@ -458,6 +438,8 @@ def _handle_last_report(run: Run) -> None:
 def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     """Record the evaluation; return whether it is the best so far, and the hooks' verdict."""
     progress, metrics = run.progress, evaluation.metrics
+    if run.monitor.startswith("user/"):
+        metrics = {**metrics, **run.reader.user_values().monitored(run)}
     if run.monitor not in metrics:
         _save_and_stop(run)
         raise unknown_metric(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
@@ -516,21 +498,13 @@ def _process_reports(run: Run, wait: bool = False) -> Verdict:
         run.stability.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
-            _enforce_strict(run)
+            from runner.core.train.failures import enforce_strict  # imported only if used
+
+            enforce_strict(run)
         verdict = max(verdict, call_hooks(run.hooks, "on_report", run, report))
     if process_lost is not None:  # reports taken from the reader had to be recorded first
         raise process_lost
     return verdict if run.stability.decision is None else max(verdict, Verdict.ROLLBACK)
-
-
-def _enforce_strict(run: Run) -> None:
-    """Raise ConfigError if a requested technique did not engage."""
-    run.strict = False  # once is enough
-    collect_evidence(run)
-    for row in technique_statuses(run):
-        if row.requested and not (row.engaged or isinstance(row.reason, NotNeeded)):
-            fix = "switch it off or set optimization.strict=false"
-            raise ConfigError(f"optimization.{row.name}", f"did not engage: {row.reason}", fix)
 
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:
