@@ -122,13 +122,12 @@ def test_a_resumed_run_has_each_row_once_and_the_same_best(
 
 
 def test_the_monitor_takes_the_last_value_since_the_validation_before(tmp_path: Path) -> None:
-    scores = {3: 9.0, 5: 1.0, 9: 4.0, 12: 3.0}  # 15: none logged, 20: 2.0
-
-    summary = train_with(Logs(lambda n: {"score": (scores | {16: 2.0})[n]} if n in {*scores, 16}
-                              else {}), *EVERY, *MONITORED, folder=tmp_path)  # fmt: skip
+    scores = {3: 9.0, 5: 1.0, 9: 4.0, 16: 2.0}  # none between the validations of 10 and 15
+    hook = Logs(lambda step: {"score": scores[step]} if step in scores else {})
+    summary = train_with(hook, *EVERY, *MONITORED, folder=tmp_path)
     assert (summary.best, summary.best_step) == (4.0, 10)
     assert summary.metrics["user/score"] == 2.0
-    assert [row["user/score"] for row in rows(tmp_path, "val")] == [1.0, 4.0, 3.0, 2.0]
+    assert [row["user/score"] for row in rows(tmp_path, "val")] == [1.0, 4.0, None, 2.0]
 
 
 def test_the_objective_logs_in_a_validation_what_is_monitored(tmp_path: Path) -> None:
@@ -284,7 +283,8 @@ def test_of_two_processes_the_first_one_writes_and_decides_on_the_best(tmp_path:
     (tmp_path / "my_hooks.py").write_text(HOOK)
     done = command(
         tmp_path, *EVERY, *MONITORED, "distributed=ddp", "distributed.processes=2", "device=cpu",
-        "debug.hooks=[my_hooks.Score]", "security.trusted=[my_hooks]", "hydra.run.dir=run",
+        "training.patience=1", "distributed.timeout_s=20", "debug.hooks=[my_hooks.Score]",
+        "security.trusted=[my_hooks]", "hydra.run.dir=run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert logged(tmp_path / "run") == [(n, {"score": float(n)}) for n in range(1, 21)]
@@ -316,8 +316,9 @@ def test_an_own_loop_under_stability_logs_into_its_folder(net: nn.Module, tmp_pa
             losses.append(loss.item())
             stability.step(net, loss, optimizer)
             stability.log({"mine": loss, "other": 2})
-        with pytest.raises(UsageError, match="'loss' is a name"):
-            stability.log({"loss": 1.0})
+        for name in ("loss", "val/loss", "accuracy"):
+            with pytest.raises(UsageError, match=f"'{name}' is a name"):
+                stability.log({name: 1.0})
     steps = [(n, {"mine": x, "other": 2.0}) for n, x in enumerate(losses, 1)]
     assert logged(tmp_path) == [(0, {"before": 1.0}), *steps]
     assert list(tmp_path.glob("events.out.tfevents*"))
