@@ -285,7 +285,9 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     problem = conversion_problem((inner.msg or str(inner)).partition("\n")[0])
     fields = getattr(inner.object_type, "__dataclass_fields__", {})
     fix = ""
-    if "not a subclass" in problem or "incompatible" in problem:
+    if union := re.match(r"Value (.*) of type .*'(Optional\[)?Union\[int, str\]", problem):
+        problem = f"must be a whole number or a word, got {union[1]}"
+    elif "not a subclass" in problem or "incompatible" in problem:
         problem = f"must be keys and their values, got {problem.rpartition('value: ')[2]}"
         example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
         fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"

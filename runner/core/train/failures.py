@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
 from runner.core.device.device_errors import is_device_error, is_out_of_memory
 from runner.core.errors import (
     ConfigError,
@@ -14,7 +18,11 @@ from runner.core.errors import (
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import NotNeeded
+from runner.core.record.text import summarize_error
 from runner.core.train.evidence import collect_evidence, technique_statuses
+from runner.core.train.run_state import save
+
+log = logging.getLogger("runner")
 
 
 def capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
@@ -33,6 +41,23 @@ def capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> 
         "exception", message, step=step, category="code", severity="error", action="the run ends",
         error=error, capture=capture or "", say=False,
     )  # fmt: skip
+
+
+def save_after_exception(
+    run: Run, flush: Callable[[], object], resume_hint: Callable[[], str]
+) -> None:
+    """Save the state after the last update; a failure is logged, as the exception says more."""
+    try:
+        with suppress(Exception):  # of hooks, perhaps the same as before
+            flush()
+        # its validation may have been recorded before a hook failed
+        best = run.progress.best_step == run.progress.step > 0
+        saved_best = str(run.checkpointer.best).endswith(f"{run.progress.step:08d}")
+        save(run, best=best and not saved_best, failed=True)
+        run.checkpointer.close()
+        log.info("stopped%s", resume_hint())
+    except Exception as error:
+        log.warning("step %d: not saved: %s", run.progress.step, summarize_error(error))
 
 
 def enforce_strict(run: Run) -> None:

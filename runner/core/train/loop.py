@@ -273,7 +273,10 @@ def _train(run: Run) -> None:
             if isinstance(error, RunnerError):
                 _save_and_stop(run, only_finite=gave_up, failed=True)
             elif not run.checkpointer.in_memory:
-                _save_after_exception(run)
+                from runner.core.train.failures import save_after_exception
+
+                flush = partial(_process_reports, run, wait=True)
+                save_after_exception(run, flush, partial(_resume_hint, run))
             raise
         finally:
             run.train.close()
@@ -328,21 +331,6 @@ def _check_sanity(run: Run, interrupts: InterruptHandler) -> None:
     interrupts.begin_wait()
     validate_one_batch(run)
     interrupts.end_wait()
-
-
-def _save_after_exception(run: Run) -> None:
-    """Save the state after the last update; a failure is logged, as the exception says more."""
-    try:
-        with suppress(Exception):  # of hooks, perhaps the same as before
-            _process_reports(run, wait=True)
-        # its validation may have been recorded before a hook failed
-        best = run.progress.best_step == run.progress.step > 0
-        saved_best = str(run.checkpointer.best).endswith(f"{run.progress.step:08d}")
-        save(run, best=best and not saved_best, failed=True)
-        run.checkpointer.close()
-        log.info("stopped%s", _resume_hint(run))
-    except Exception as error:
-        log.warning("step %d: not saved: %s", run.progress.step, summarize_error(error))
 
 
 def _save_and_stop(

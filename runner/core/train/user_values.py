@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 SPLIT = "user"
 OUR_COLUMNS = set(
     "step split nonfinite loss grad_norm lr epoch skipped samples_per_second tokens_per_second "
-    "step_ms process_gib device_peak_gib cpu_percent ram_percent disk_free_gib swap_gib".split()
+    "step_ms process_gib device_peak_gib cpu_percent ram_percent disk_free_gib swap_gib "
+    "gpu_percent gpu_gib gpu_celsius gpu_mhz gpu_watt gpu_alloc_retries gpu_ooms".split()
 )
 OUR_SPLITS = ("train", "val", "test", "system", "usage", SPLIT)
 
