@@ -44,7 +44,7 @@ EXAMPLES = {
 }
 EXIT_CODES = {
     "0": "done",
-    "1": "an error in the runner or in your code; the traceback is in run.log",
+    "1": "an error in the runner or in your code, with a traceback in run.log; or a failed check",
     "2": "usage error: config, missing file, unavailable device",
     "3": "refused by a security check",
     "4": "gave up: too many bad steps",

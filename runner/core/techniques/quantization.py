@@ -22,6 +22,7 @@ from runner.core.models import modes
 from runner.core.schemas.optimization import Quantization, QuantizationMode
 from runner.core.techniques.model_calls import enter_contexts
 
+MAX_LATENCY_RATIO = 1.05  # of int8 over float, within the noise of a short measurement
 ROUNDS = 5  # of timed forwards, int8 and float in turn, the same number on each machine
 INT8_LEVELS = 127  # on either side of zero
 MIN_SCALE = 1e-12  # the smallest scale, for rows of zeros
@@ -78,6 +79,11 @@ def engaged(config: Quantization, run: Run) -> Evidence:
     if not drop <= config.max_drop:  # NaN too
         reason = f"{comparison}: the drop exceeds max_drop={config.max_drop:g}"
         return Evidence(False, reason, facts)
+    is_exported = run.settings.get("evaluate.export", "none") != "none"
+    slower = config.mode is QuantizationMode.dynamic and facts["latency_ratio"] > MAX_LATENCY_RATIO
+    if slower and not is_exported:
+        reason = f"slower at this width: {facts['latency_ratio']:.2f} of the time in float"
+        return Evidence(False, reason, facts, "skipped")
     run.quantized = Quantized(model, evaluation)
     share, latency = facts["int8_bytes"] / float_bytes, facts["latency_ratio"]
     comparison += f"; {share:.0%} of the bytes, {latency:.2f} of the time"

@@ -183,7 +183,7 @@ def _as_number(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor) and not value.ndim and not value.is_complex():
         value = value.detach()
         # host sync: none, a tensor of the host is read
-        return value.item() if value.device.type == "cpu" else value.clone()
+        return float(value) if value.device.type == "cpu" else value.clone()
     if isinstance(value, Real):
         try:
             return float(value)
