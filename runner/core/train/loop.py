@@ -287,7 +287,7 @@ def _train(run: Run) -> None:
         else:
             _check_result(run)
         save(run, final=True)
-        if run.test is not None:
+        if run.test is not None and run.stopped_by != "memory":
             _evaluate_test_set(run, interrupts)
 
 
