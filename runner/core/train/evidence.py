@@ -7,8 +7,8 @@ import time
 from contextlib import suppress
 
 from runner.core.device import memory
+from runner.core.device.device_errors import is_out_of_memory
 from runner.core.errors import StorageError
-from runner.core.execution.recovery import is_out_of_memory
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, TechniqueStatus
 from runner.core.masking import mask_secrets
