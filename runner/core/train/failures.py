@@ -25,10 +25,15 @@ from runner.core.train.run_state import save
 log = logging.getLogger("runner")
 
 
+def means_lost_process(run: Run, error: BaseException) -> bool:
+    """Whether the error means that another process has ended or does not answer."""
+    return run.world.means_loss(error)
+
+
 def capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
     process_lost = isinstance(error, ProcessLost | RestartRequired)
-    process_lost = process_lost or run.world.means_loss(error)
+    process_lost = process_lost or means_lost_process(run, error)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
         return

@@ -254,18 +254,20 @@ def _train(run: Run) -> None:
         except KeyboardInterrupt:
             interrupts.end_grace()
             run.leave_others(interrupts.error())
-            if interrupts.wait_interrupted and not run.world.has_stalled_device:
+            if interrupts.wait_interrupted and not _has_stalled_device(run):
                 _save_and_stop(run)  # a second signal saves nothing
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # a checkpoint is saved, or saving has just failed
         except (Exception, SystemExit) as error:
             interrupts.end_grace()
-            if not isinstance(error, RunnerError) and run.world.means_loss(error):
+            from runner.core.train.failures import means_lost_process
+
+            if not isinstance(error, RunnerError) and means_lost_process(run, error):
                 raise
             run.leave_others(error)
             # of an unfinished step or validation only buffers and random state have changed
-            if run.world.has_stalled_device or not last_state.restore(error):
+            if _has_stalled_device(run) or not last_state.restore(error):
                 raise
             gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
             if run.saved_step < 0 or run.shards is not None and not gave_up:
@@ -350,6 +352,11 @@ def _save_and_stop(
         run.leave_others(error)
     save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
+
+
+def _has_stalled_device(run: Run) -> bool:
+    """Whether the device may wait forever for a lost process; see `World.has_stalled_device`."""
+    return run.world.has_stalled_device
 
 
 def _signal_notice(run: Run) -> str:

@@ -131,7 +131,7 @@ class UserValues:
         self.last = {}
         is_late = run.progress.validated_step > 0 or run.progress.step >= run.total_steps
         is_known = name in self.names or not is_late
-        value, is_known = run.world.broadcast_choice(lambda: (value, is_known))
+        value, is_known = run.gather((value, is_known))[0]
         return {run.monitor: value} if is_known else {}
 
     def state(self) -> dict[str, Any]:
