@@ -44,7 +44,7 @@ EXAMPLES = {
 }
 EXIT_CODES = {
     "0": "done",
-    "1": "an error in the runner or in your code; the traceback is in run.log",
+    "1": "an error in the runner or in your code, with a traceback in run.log; or a failed check",
     "2": "usage error: config, missing file, unavailable device",
     "3": "refused by a security check",
     "4": "gave up: too many bad steps",
@@ -70,14 +70,14 @@ def help_text() -> str:
         marks = {name: "*" if defaults.get(group) == name else " " for name in groups[group]}
         option_texts = {f"{marks[name]} {name}": text for name, text in groups[group].items()}
         lines.append(_format_table(f"  {group}", option_texts, 22))
-    aliases = ", ".join(f"{alias}= for {group}=" for alias, group in GROUP_ALIASES.items())
+    aliases = ", ".join(f"{alias}=" for alias in GROUP_ALIASES)
     examples = [
         f"  # {description}\n  {command} {line}".rstrip() for line, description in EXAMPLES.items()
     ]
     parts = (
         f"Usage: {command} [group=option …] [key=value …]\n\n{ABOUT}",
         "\n".join(["Groups and their options (* is the default)", *lines]),
-        f"  Also understood: {aliases}",
+        f"  Also understood: {aliases}; options in any case",
         _format_table("Keys typed all the time (all of them: --cfg job)", COMMON_KEYS, 26),
         "\n".join(["Examples", *examples]),
         _format_table("Flags", FLAGS, 22),

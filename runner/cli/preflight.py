@@ -135,7 +135,7 @@ def _check_request(request: Request) -> None:
         from runner.cli.resume import add_captured_name
 
         overrides = add_captured_name(overrides, request.cli_overrides.security.trusted)
-    flags.overrides = normalize_overrides(overrides, compose_config)
+    flags.overrides = normalize_overrides(overrides, compose_config, folders)
     has_experiment = any(text.lstrip("+").startswith("experiment=") for text in flags.overrides)
     # an experiment may start a sweep without -m
     if has_experiment and not flags.is_sweep and flags.cfg is None:

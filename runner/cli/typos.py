@@ -49,6 +49,10 @@ def find_typo(overrides: Sequence[str]) -> ConfigError | None:
 def _option_typo(groups: Groups, key: str, value: str) -> ConfigError | None:
     if value in groups.get(key, [value]) or key in OPEN_GROUPS:
         return None
+    from runner.core.config.aliases import find_options
+
+    if find_options(key, value, groups[key]) in groups[key]:
+        return None
     from runner.core.config.suggestions import Suggester
 
     suggester = Suggester(groups, [], partial(_is_valid, groups))

@@ -16,7 +16,7 @@ RunnerError                1   a fault of ours
 ├── WorkerLost             1   a process that fetches data died or hangs
 ├── ProcessLost            1   another process of a distributed run has ended or hangs
 ├── RestartRequired        1   the processes of a distributed run have to restart
-├── NotVerified            1   results differ from the expected ones
+├── NotVerified            1   results differ from the expected ones, or a check has failed
 └── Interrupted          130   Ctrl-C; 128+n for other signals; says what was saved
 """
 

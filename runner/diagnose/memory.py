@@ -9,6 +9,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 
 from runner.core.build.arguments import check_whole_number, device_overrides
@@ -32,6 +33,8 @@ class MemoryStats:
     device_allocated: int  # by tensors
     peak_device: int  # by tensors, since the process started
     device_total: int
+    virtual: int = 0  # address space of this process
+    swap: int = 0  # of this process, swapped out
 
 
 @dataclass
@@ -86,6 +89,8 @@ class Memory:
             device_allocated=self._allocated(),
             peak_device=memory.peak_device_bytes(device),
             device_total=0 if device.kind == "cpu" else device.memory_bytes,
+            virtual=memory.status_bytes("VmSize") or psutil.Process().memory_info().vms,
+            swap=memory.status_bytes("VmSwap") or 0,
         )
 
     def clear(self) -> int:
@@ -159,6 +164,7 @@ class Memory:
         stats = self.stats()
         rows = [
             ("process", f"{size(stats.process)}, {size(stats.peak_process)} at most"),
+            ("virtual", f"{size(stats.virtual)}; {size(stats.swap)} swapped out"),
             ("available", f"{size(stats.available)} of {size(stats.limit)}: {stats.limited_by}"),
         ]
         if self.device.kind != "cpu":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import update_wrapper, wraps
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -43,6 +44,7 @@ from runner.core.record.summary import Summary
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.train.evidence import build_summary, collect_evidence, technique_statuses
 from runner.core.train.step import make_step
+from runner.core.train.user_values import LoopRecord
 
 USE_LOOP = "not for a bare model; use optimize_training_loop"
 USE_PIPELINE = "not for a bare model or loop; use create_training_pipeline"
@@ -248,6 +250,7 @@ class LazyRun(Closeable):
     optimizer: Optimizer | None = None
     loss_fn: Loss | None = None
     steps: int | None = None
+    folder: Path | None = None  # of what a loop logs
     run: Run | None = None
     closed: bool = False
 
@@ -342,13 +345,14 @@ def optimize_training_loop(
     guard: bool = True,
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
+    folder: str | Path | None = None,
 ) -> TrainingLoop:
     """Return an object that makes a loop's steps with the techniques of `optimization=<level>`.
 
     They are applied using `example`, a batch, or the first batch. `steps` is the expected number of
     steps, if known: compiling pays back over many. Clipping, guard and optimizer are as in
     `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` splits each batch.
-    Raises UsageError or ConfigError.
+    `folder` is where the loop's `log` writes. Raises UsageError or ConfigError.
     """
     caller, limit = "optimize_training_loop", "null" if clip_norm is None else clip_norm
     check_model_arguments(caller, model, loss_fn=loss_fn)
@@ -356,7 +360,10 @@ def optimize_training_loop(
         check_whole_number(caller, "steps", steps, 1)
     own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
     refused = NOT_FOR_A_LOOP
-    loop = TrainingLoop(caller, model, level, own, device, refused, optimizer, loss_fn, steps)
+    where = None if folder is None else Path(folder)
+    loop = TrainingLoop(
+        caller, model, level, own, device, refused, optimizer, loss_fn, steps, where
+    )
     if example is not None:
         loop.build_run(*as_batch(example, caller))
     return loop
@@ -368,6 +375,7 @@ class TrainingLoop(LazyRun):
     """Makes a step when called with a batch. Close it, or use it as a context manager."""
 
     skipped: Tensor | None = None  # number so far, on the device
+    record: LoopRecord | None = None  # what `log` has written; None: nothing
 
     @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
@@ -382,7 +390,25 @@ class TrainingLoop(LazyRun):
         run.stopwatch.stop(batch_size_of(target))
         run.stopwatch.pause(wait=False)  # what the loop does until the next call does not count
         self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
+        if self.record is not None and run.progress.step % run.report_every == 0:
+            self.record.write()
         return step
+
+    def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Record own numbers in the folder's `metrics.jsonl` and TensorBoard, as `Run.log`.
+
+        `step` is the last one by default. Raises UsageError without a folder, too.
+        """
+        if self.record is None:
+            self.record = LoopRecord(self.caller, self.folder, self.closed)
+        last = 0 if self.run is None else self.run.progress.step
+        self.record.log(values, last if step is None else step)
+
+    def close(self) -> None:
+        """Write all that was logged; undo every global switch."""
+        if self.record is not None:
+            self.record.close()
+        super().close()
 
     def summary(self) -> Summary:
         """Return steps, time, memory and techniques so far. Synchronises and runs the model."""

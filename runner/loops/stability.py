@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -38,6 +38,7 @@ from runner.core.schemas.stability import StabilityConfig
 from runner.core.stability.anomalies import Anomaly
 from runner.core.stability.controller import StabilityController
 from runner.core.train.metrics import StepMetricsReader
+from runner.core.train.user_values import LoopRecord
 from runner.loops.guarded_optimizer import GuardedOptimizer
 
 log = logging.getLogger("runner")
@@ -119,6 +120,7 @@ class Stability(Closeable):
         self.folder = None  # job=replay does not apply to these captures
         self.progress, self.report_every = Progress(), 1
         self.captures: StepCaptures | None = None
+        self.record: LoopRecord | None = None  # what `log` has written; None: nothing
         if self.history.folder is not None:
             make_folder(self.history.folder)
             guard_folder(self.history.folder)
@@ -175,6 +177,15 @@ class Stability(Closeable):
             self._write(wait=True)
         return StepReport(number, step.loss, step.grad_norm, step.skipped, faults)
 
+    def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Record own numbers in the folder's `metrics.jsonl` and TensorBoard, as `Run.log`.
+
+        `step` is the last one by default. Raises UsageError without a folder, too.
+        """
+        if self.record is None:
+            self.record = LoopRecord(CALLER, self.history.folder, self.closed)
+        self.record.log(values, self.progress.step if step is None else step)
+
     def summary(self) -> StabilitySummary:
         """Return counts and bad steps so far. The host waits for the device."""
         if self.guarded is None:
@@ -192,6 +203,8 @@ class Stability(Closeable):
             self._read_reports(wait=True)
             self._write()
             self.guarded.close()
+        if self.record is not None:
+            self.record.close()
         self.closed = True
 
     def _guarded_optimizer(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
@@ -219,6 +232,8 @@ class Stability(Closeable):
 
     def _read_reports(self, wait: bool = False) -> list[Anomaly]:
         """Pass arrived reports to the controller; with `wait`, all. Returns new anomalies."""
+        if self.record is not None:
+            self.record.write(wait)
         self.reader.close(perf_counter() - self.start_time)
         before = self.controller.anomalies.count
         for report in self.reader.reports(wait):

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli import typos
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
+from runner.core.config.aliases import KEY_ALIASES, VALUE_ALIASES
+from runner.core.config.groups import group_options
 from runner.core.config.spelling import sample_jobs
 from runner.core.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 
@@ -88,6 +91,22 @@ def test_a_mistake_is_answered_with_what_was_meant(typed: str, says: str, folder
         ("scheduler=CosineAnnealingLR", "schedule=cosine"),
         ("debug=true", "debug=full"),
         ("model=gpt2", "data=stdlib_text model=gpt"),
+        ("enable_amp=true", "optimization.amp.enabled=true"),
+        ("fp16=true", "optimization.amp.enabled=true optimization.amp.dtype=fp16"),
+        ("use_gradient_checkpointing=true", "optimization.recompute.enabled=true"),
+        ("trainer.use_torch_compile=true", "optimization.compile.enabled=true"),
+        ("allow_tf32=true", "optimization.tf32.enabled=true"),
+        ("gradient_accumulation_steps=8", "training.micro_batch=4"),
+        ("num_gpus=2", "distributed=ddp distributed.processes=2"),
+        ("+trainer.devices=4", "distributed=ddp distributed.processes=4"),
+        ("gpus=1", "device=cuda"),
+        ("strategy=fsdp", "distributed=fsdp"),
+        ("no_cuda=true", "device=cpu"),
+        ("save_total_limit=2", "checkpoint.keep=2"),
+        ("greater_is_better=false", "training.monitor_mode=min"),
+        ("detect_anomaly=true", "debug=anomaly"),
+        ("report_to=wandb", "monitoring.sinks=[wandb]"),
+        ("ema_decay=0.99", "optimizer.ema=0.99"),
     ],
 )  # fmt: skip
 def test_what_other_programs_call_it_is_answered_with_what_composes(typed: str, meant: str) -> None:
@@ -98,10 +117,41 @@ def test_what_other_programs_call_it_is_answered_with_what_composes(typed: str, 
         ask(*meant.split())
 
 
+def test_gradient_accumulation_is_a_micro_batch_by_the_batch_size(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean training\.micro_batch=8\?"):
+        ask("gradient_accumulation_steps=16", "training.batch_size=128")
+    (folder / "mine" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ntraining: {batch_size: 96}\naccumulate_grad_batches: 4\n"
+    (folder / "mine" / "experiment" / "own.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"did you mean training\.micro_batch=24\?"):
+        ask("-cd", "mine", "experiment=own")
+
+
+def test_each_equivalent_of_another_programs_name_exists(folder: Path) -> None:
+    groups = group_options()
+    for target in KEY_ALIASES:
+        for key in target.replace("+", "").split():
+            assert key.startswith("hydra.") or not _unknown_names(key.partition("=")[0], groups)
+    templates = {text for values in VALUE_ALIASES.values() for text in values.values()}
+    for template in templates:
+        ask(*template.format(value=2, micro_batch=4).split())
+
+
+def _unknown_names(key: str, groups: dict[str, dict[str, str]]) -> list[str]:
+    return typos._first_unknown_part(key.split("."), groups)[1]
+
+
+def test_an_option_of_the_users_folder_precedes_another_word_for_ours(folder: Path) -> None:
+    (folder / "mine" / "debug").mkdir(parents=True)
+    (folder / "mine" / "debug" / "profiling.yaml").write_text("anomaly:\n  every: 7\n")
+    assert ask("-cd", "mine", "debug=profiling").arguments[-1] == "debug=profiling"
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("gpus=2", "a run takes one device"),
+        ("gpus=[0,1]", "distributed.processes is the number of devices that train one model"),
+        ("gradient_accumulation_steps=7", "training.micro_batch those of one pass"),
         ("logger=wandb", "metrics.jsonl, summary.json and TensorBoard"),
         ("optimization=none,basic", "to run one after the other: -m optimization=none,basic"),
         ("optimization=none,bsic", "no option 'bsic'; did you mean optimization=basic?"),
@@ -235,6 +285,19 @@ def test_each_value_of_a_sweep_is_looked_at() -> None:
     [
         (["optimization_level=advanced"], ["optimization=advanced"]),
         (["debug_mode=anomaly"], ["debug=anomaly"]),
+        (["debug_mode=anomaly_detection"], ["debug=anomaly"]),
+        (["debug_mode=Profiling"], ["debug=profile"]),
+        (["debug=memory_profiling"], ["debug=memory"]),
+        (["debug_mode=GRADIENT_CHECKING"], ["debug=gradients"]),
+        (["debug_mode=full_debug"], ["debug=full"]),
+        (["debug_mode=None"], ["debug=none"]),
+        (["optimization_mode=amp"], ["optimization=amp"]),
+        (["optimization_mode=compilation"], ["optimization=compile"]),
+        (["optimization_mode=memory_efficient"], ["optimization=memory_efficient"]),
+        (["optimization_mode=Full_Optimization"], ["optimization=full"]),
+        (["optimization=ULTRA"], ["optimization=ultra"]),
+        (["-m", "optimization_mode=ULTRA,compilation"],
+         ["--multirun", "optimization=ultra,compile"]),
         (["+experiment=digits_cnn"], ["experiment=digits_cnn"]),
         (["training=long", "training.steps=9"],
          ["training=long", "training.steps=9", "training.epochs=null"]),

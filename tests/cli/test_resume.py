@@ -132,6 +132,12 @@ def test_what_the_user_types_wins_over_what_was_recorded() -> None:
     ]  # fmt: skip
 
 
+def test_an_option_typed_in_another_case_on_resume_keeps_the_recorded_keys_of_its_group() -> None:
+    run = make_run(RUN, ["optimization=basic", "optimization.system.small_mflop=7"])
+    again = ask(f"checkpoint.resume={run}", "optimization_mode=BASIC").arguments
+    assert "optimization.system.small_mflop=7" in again and "optimization=basic" in again
+
+
 @pytest.mark.slow
 def test_naming_an_option_takes_the_place_of_a_class_and_of_the_default() -> None:
     own = ["data._target_=my_package.Noisy", "+data.arguments.noise=0.1", "seed=4"]

@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections.abc import Callable
 
+import psutil
 import pytest
 import torch
 
@@ -24,6 +25,17 @@ def memory() -> Memory:
 def hold(mib: int) -> None:
     block = torch.ones(mib * MIB, dtype=torch.uint8)
     del block
+
+
+def test_the_address_space_of_the_process_and_what_is_swapped_out(memory: Memory) -> None:
+    before, size = memory.stats(), 512 * MIB
+    assert before.virtual == pytest.approx(psutil.Process().memory_info().vms, rel=0.02)
+    assert before.virtual > before.process and before.swap >= 0
+    with mmap.mmap(-1, size):  # never touched: not resident
+        during = memory.stats()
+    assert during.virtual - before.virtual == pytest.approx(size, rel=0.05)
+    assert during.process - before.process < size / 4
+    assert any(line.startswith("virtual ") for line in str(memory).splitlines())
 
 
 def test_stats_are_plain_numbers_that_fit_together(memory: Memory) -> None:

@@ -76,7 +76,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 WEIGHTS = "model.weights"
-MAX_INITIAL_SHARE = 0.05  # of the initial weights in an average at the end, without a notice
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,11 @@ def build_run(setup: Setup) -> Run:
     )
     attach_batch_checks(setup, run)
     resume(setup, run, builder.measure_gains)
-    if setup.trains:
+    has_parts = run.micro_batch < run.largest_local_batch(run.train.batch_size)
+    is_warm = config.schedule.warmup <= run.total_steps
+    if setup.trains and (has_parts or not is_warm or config.optimizer.ema is not None):
+        from runner.core.build.notices import describe_lengths  # imported only if used
+
         run.choices += describe_lengths(setup, run)
     run.captures = make_captures(setup, run)  # last: a resume captures nothing
     return run
@@ -631,28 +634,6 @@ def resume(setup: Setup, run: Run, measure_gains: bool) -> None:
         from runner.core.techniques.compiler import warn_graph_obstacle
 
         warn_graph_obstacle(run)
-
-
-def describe_lengths(setup: Setup, run: Run) -> list[Choice]:
-    """Return notices of a warm-up and of an average that are long for the run."""
-    choices, optimizer, steps = list[Choice](), setup.config.optimizer, run.total_steps
-    if (warmup := setup.config.schedule.warmup) > steps and setup.components.optimizer is None:
-        reason = f"longer than the run, {steps:,} steps: it does not reach optimizer.lr"
-        choices.append(notice("schedule.warmup", f"{warmup:g}", reason))
-    if optimizer.ema is None:
-        return choices
-    key = "optimizer.ema_warmup"
-    if run.update.ema_warmup:
-        last = (1 + steps) / (10 + steps)
-        reason = f"the decay after n updates is min({optimizer.ema:g}, (1 + n) / (10 + n))"
-        is_short = last < optimizer.ema
-        reason += f"; {last:.3g} after the last of this run" if is_short else ""
-        choices.append(Choice(key, True, reason, is_notice=is_short))
-    elif (share := optimizer.ema**steps) > MAX_INITIAL_SHARE:
-        reason = f"at the end of {steps:,} steps the initial weights are {share:.0%} of it"
-        fix = f"use a smaller decay or {key}=true"
-        choices.append(notice("optimizer.ema", optimizer.ema, f"{reason}; {fix}"))
-    return choices
 
 
 def make_captures(setup: Setup, run: Run) -> CaptureRecorder | None:

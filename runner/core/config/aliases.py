@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
+
+OPTION_WORDS = {
+    "debug": {
+        "anomaly_detection": "anomaly",
+        "profiling": "profile",
+        "memory_profiling": "memory",
+        "gradient_checking": "gradients",
+        "full_debug": "full",
+    },
+    "optimization": {"compilation": "compile", "full_optimization": "full"},
+}
+"""By group: other words for options."""
+_WORD = re.compile(r"[\w-]+")
+
 KEY_ALIASES = {
     "training.epochs": "epochs max_epochs num_epochs n_epochs num_train_epochs epoch",
     "training.steps": "steps max_steps num_steps n_steps iterations max_iters",
     "training.batch_size": "batch_size bs batch train_batch_size per_device_train_batch_size",
+    "training.micro_batch": "micro_batch_size microbatch_size train_micro_batch_size_per_gpu",
+    "training.monitor": "metric_for_best_model monitor_metric early_stopping_metric",
     "training.validate_every": "val_check_interval eval_every eval_steps eval_interval",
     "training.patience": "patience early_stopping early_stopping_patience",
     "optimizer.lr": "lr learning_rate base_lr max_lr",
     "optimizer.weight_decay": "weight_decay wd decay l2",
     "+optimizer.options.betas": "betas",
+    "+optimizer.options.eps": "eps epsilon adam_epsilon",
+    "optimizer.ema": "ema_decay ema_rate",
     "optimizer=sgd optimizer.options.momentum": "momentum",
     "schedule.warmup": "warmup warmup_steps num_warmup_steps warmup_ratio",
     "optimizer": "optim optimiser opt",
@@ -19,23 +39,45 @@ KEY_ALIASES = {
     "data.path": "data_path data_dir dataset_path root train_file path file csv",
     "data.target": "target label label_column target_column",
     "data.workers": "num_workers workers dataloader_num_workers",
+    "data.prefetch": "prefetch_factor dataloader_prefetch_factor",
+    "data.pin_memory": "dataloader_pin_memory",
+    "data.folds": "n_folds num_folds k_folds kfold n_splits",
     "data.validation": "val_split valid_split validation_split test_size",
     "data.validation_path": "validation_file val_path val_file eval_file dev_file",
     "data.test_path": "test_file",
     "model": "net network arch architecture backbone model_name model_type",
     "model.width": "width hidden hidden_size hidden_dim dim d_model n_embd embed_dim",
     "model.depth": "depth num_layers n_layers n_layer layers num_hidden_layers",
+    "model.heads": "num_heads n_heads n_head nhead num_attention_heads",
+    "model.dropout": "dropout_rate dropout_prob drop_rate",
     "model.weights": "weights init_from load_from pretrained_path model_name_or_path",
     "objective": "loss criterion loss_fn loss_function",
     "seed": "seed_everything random_seed manual_seed random_state",
     "device": "accelerator",
+    "device.index": "gpu_id gpu_index device_id device_index cuda_device",
+    "device.deterministic": "use_deterministic_algorithms deterministic_algorithms",
+    "stability.clip_value": "grad_clip_value clip_grad_value gradient_clip_value",
     "stability.clip_norm": "clip_norm grad_clip clip_grad_norm gradient_clip_val max_grad_norm",
     "optimization": "optimization_level opt_level",
-    "optimization.amp.enabled": "amp use_amp autocast mixed_precision fp16 bf16",
-    "optimization.compile.enabled": "compile torch_compile compile_model",
-    "optimization.recompute.enabled": "gradient_checkpointing activation_checkpointing",
+    "optimization.amp.enabled": "amp use_amp enable_amp autocast mixed_precision"
+    " use_mixed_precision enable_mixed_precision",
+    "optimization.compile.enabled": "compile torch_compile use_torch_compile compile_model"
+    " use_compile enable_compile compilation enable_compilation",
+    "optimization.recompute.enabled": "gradient_checkpointing use_gradient_checkpointing"
+    " enable_gradient_checkpointing activation_checkpointing use_activation_checkpointing"
+    " enable_activation_checkpointing use_checkpointing",
+    "optimization.channels_last.enabled": "channels_last use_channels_last enable_channels_last",
+    "optimization.attention.enabled": "flash_attention use_flash_attention enable_flash_attention"
+    " flash_attn use_flash_attn",
+    "optimization.cuda_graphs.enabled": "use_cuda_graphs enable_cuda_graphs use_cuda_graph",
+    "optimization.tf32.enabled": "allow_tf32 use_tf32 enable_tf32",
+    "optimization.quantization.enabled": "quantize use_quantization enable_quantization int8",
+    "optimization.fused_optimizer.enabled": "fused use_fused fused_adam",
     "checkpoint.resume": "resume ckpt_path resume_from resume_from_checkpoint checkpoint_path ckpt",
     "checkpoint.every": "save_every save_steps checkpoint_every save_interval",
+    "checkpoint.keep": "save_total_limit save_top_k max_to_keep keep_last keep_last_n",
+    "monitoring.progress": "progress_bar enable_progress_bar show_progress",
+    "search.trials": "n_trials num_trials max_trials",
     "monitoring.every": "log_every log_every_n_steps logging_steps log_interval",
     "hydra.run.dir": "output_dir out_dir save_dir log_dir logdir default_root_dir",
     "name": "run_name exp_name experiment_name",
@@ -45,13 +87,66 @@ KEY_ALIASES = {
 """Our keys, and names in other programs with the same values, in any group."""
 
 _AMP = "optimization.amp.enabled=true optimization.amp.dtype"
+_NO_AMP = "optimization.amp.enabled=false"
 _PRECISION = {
     **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed"), f"{_AMP}=bf16"),
     **dict.fromkeys(("16", "fp16", "float16", "16-mixed"), f"{_AMP}=fp16"),
-    **dict.fromkeys(("32", "fp32", "float32", "32-true"), "optimization.amp.enabled=false"),
+    **dict.fromkeys(("32", "fp32", "float32", "32-true", "no"), _NO_AMP),
 }
-VALUE_ALIASES = dict.fromkeys(("precision", "dtype", "mixed_precision", "amp_dtype"), _PRECISION)
-"""Names in other programs with different values: overrides by value."""
+_DEVICES = {
+    "0": "device=cpu",
+    "1": "device=cuda",
+    **dict.fromkeys(("-1", "all", "auto"), "distributed=ddp"),
+    "*": "distributed=ddp distributed.processes={value}",
+}
+_STRATEGIES = {
+    **dict.fromkeys(("ddp", "dp", "ddp_spawn"), "distributed=ddp"),
+    **dict.fromkeys(("fsdp", "deepspeed"), "distributed=fsdp"),
+    **dict.fromkeys(("auto", "none", "single_device"), "distributed=none"),
+}
+_SINKS = {name: f"monitoring.sinks=[{name}]" for name in ("wandb", "mlflow")}
+VALUE_ALIASES = {
+    **dict.fromkeys(("precision", "dtype", "mixed_precision", "amp", "amp_dtype"), _PRECISION),
+    "fp16": {"true": f"{_AMP}=fp16", "false": _NO_AMP},
+    "bf16": {"true": f"{_AMP}=bf16", "false": _NO_AMP},
+    **dict.fromkeys(
+        ("num_gpus", "n_gpus", "n_gpu", "gpus", "devices", "num_devices", "num_processes")
+        + ("nproc_per_node", "world_size"),
+        _DEVICES,
+    ),
+    **dict.fromkeys(("strategy", "distributed_backend"), _STRATEGIES),
+    "ddp": {"true": "distributed=ddp", "false": "distributed=none"},
+    "fsdp": {"true": "distributed=fsdp", "false": "distributed=none"},
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps")
+        + ("grad_accum_steps", "grad_accumulation_steps", "grad_accum", "gradient_accumulation"),
+        {"*": "training.micro_batch={micro_batch}"},
+    ),
+    **dict.fromkeys(("use_cuda", "use_gpu"), {"true": "device=cuda", "false": "device=cpu"}),
+    **dict.fromkeys(("no_cuda", "use_cpu"), {"true": "device=cpu", "false": "device=auto"}),
+    **dict.fromkeys(
+        ("detect_anomaly", "enable_anomaly_detection", "anomaly_detection"),
+        {"true": "debug=anomaly", "false": "debug=none"},
+    ),
+    **dict.fromkeys(
+        ("profile", "profiler", "profiling", "enable_profiling"),
+        {"false": "debug=none", "*": "debug=profile"},
+    ),
+    "enable_checkpointing": {"true": "checkpoint=default", "false": "checkpoint=off"},
+    "fast_dev_run": {"true": "training=short"},
+    "greater_is_better": {
+        "true": "training.monitor_mode=max",
+        "false": "training.monitor_mode=min",
+    },
+    "memory_format": {"channels_last": "optimization.channels_last.enabled=true"},
+    "resume": {"true": "checkpoint.resume=auto", "false": "checkpoint.resume=none"},
+    **dict.fromkeys(("logger", "report_to"), _SINKS),
+    **{name: {"true": sink} for name, sink in _SINKS.items()},
+}
+"""Names in other programs with different values: overrides by value, `*` for any other one.
+
+`{value}` is the value, `{micro_batch}` the batch size divided by it.
+"""
 
 _TRANSFORMER = "data=stdlib_text model=gpt"
 OPTION_ALIASES = {
@@ -87,7 +182,10 @@ TORCH_OPTIMIZERS = tuple(
 
 _LOGGERS = "a run always writes metrics.jsonl, summary.json and TensorBoard; monitoring.* sets how"
 _HOOKS = "early stopping is training.patience; a class of your own goes into debug.hooks"
-_DEVICE = "a run takes one device: device=cuda device.index=0"
+_DEVICE = (
+    "distributed.processes is the number of devices that train one model (distributed=ddp), "
+    "device.index the number of a single one"
+)
 _RECOVERY = (
     "stability.max_consecutive_skips, stability.max_rollbacks and stability.rollback_lr_factor say "
     "what follows bad steps"
@@ -102,7 +200,7 @@ _CLAIMS = "claims about techniques are measured by python scripts/bench_claims.p
 UNSUPPORTED = {
     **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
     **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
-    **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "ddp"), _DEVICE),
+    **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "ddp", "world_size"), _DEVICE),
     **dict.fromkeys(("nodes", "num_nodes", "nnodes", "rendezvous", "rdzv_endpoint"), _MACHINES),
     "recovery": _RECOVERY,
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
@@ -111,10 +209,35 @@ UNSUPPORTED = {
 """Names without a key here, and what to use instead."""
 
 
+def find_options(group: str, text: str, options: Container[str]) -> str:
+    """Replace each word of a value, or of a sweep's, by the option of the group that it names.
+
+    Only groups in OPTION_WORDS have other words, and ignore case.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        folded = match[0].casefold()
+        option = OPTION_WORDS[group].get(folded, folded)
+        return option if option in options and match[0] not in options else match[0]
+
+    return _WORD.sub(replace, text) if group in OPTION_WORDS and "$" not in text else text
+
+
 def find_key(name: str) -> str:
     """Return our key for another program's, or "" if there is none."""
     name = name.casefold().replace("-", "_")
     return next((key for key, names in KEY_ALIASES.items() if name in names.split()), "")
+
+
+def find_overrides(name: str, value: str, batch_size: int) -> list[str]:
+    """Return overrides with the effect of another program's `name=value`; [] if none is known."""
+    by_value = VALUE_ALIASES.get(name, {})
+    value = value.strip("'\"")
+    template = by_value.get(value.casefold(), by_value.get("*", ""))
+    divisor = int(value) if value.isdecimal() else 0
+    if "{micro_batch}" in template and (not divisor or batch_size % divisor):
+        return []
+    return template.format(value=value, micro_batch=batch_size // (divisor or 1)).split()
 
 
 def find_replacement(key: str) -> str:

@@ -133,7 +133,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         files = ConfigFileChecker(BUILTIN_FOLDERS, cli, user_folders=cli.search_folders)
         files.check_reserved_names()
         with files.at_work():
-            normal = normalize_overrides(overrides, compose_raw)
+            normal = normalize_overrides(overrides, compose_raw, cli.search_folders)
             config = typed(compose_raw(normal, hydra_too=True))
         for note in files.notes:
             log.info("%s", note)

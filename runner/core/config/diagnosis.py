@@ -25,6 +25,7 @@ from runner.core.config.spelling import (
     parse_override,
 )
 from runner.core.config.suggestions import (
+    BATCH_SIZE,
     Suggester,
     format_command,
     own_keys,
@@ -66,13 +67,14 @@ def explain_error(
     """
     parsed = [parse_override(text) for text in overrides]
     groups = group_options(*folders)
-    options = [o for o in parsed if o.key in groups and "${" in o.value]
-    if options and (translated := translate(error)).key == "_dummy_":  # Hydra's defaults list
+    unnamed = [o for o in parsed if o.key in groups and "${" in o.value]
+    if unnamed and (translated := translate(error)).key == "_dummy_":  # Hydra's defaults list
         message = str(translated).partition(": ")[2]
-        return ConfigError(options[0].key, message, "type the name of an option")
+        return ConfigError(unnamed[0].key, message, "type the name of an option")
     if any(o.key == "hydra.searchpath" for o in parsed) and not folders:  # groups of a package
         return translate(error)
-    chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])
+    options = [o for o in parsed if o.key in groups and o.sign != "~"]
+    chosen = first_job([*map(str, options), *_batch_sizes(parsed)])
     suggester = Suggester(groups, chosen, composes)
     for override in parsed:
         value = override.value.strip().strip("'\"")
@@ -91,6 +93,12 @@ def explain_error(
     wrong_keys = (_check_key(override, suggester, config) for override in key_overrides)
     problem = _check_run_named(parsed) or next(filter(None, wrong_keys), None)
     return problem or translate(error, folders)
+
+
+def _batch_sizes(overrides: Sequence[CliOverride]) -> list[str]:
+    """Return the overrides of the batch size, by which some suggestions are computed."""
+    valid = (o for o in overrides if o.key == BATCH_SIZE and re.fullmatch(r"[\d,]+", o.value))
+    return [str(override) for override in valid]
 
 
 def _check_several_values(
@@ -206,11 +214,13 @@ def _file_errors(
     for key, option in chosen.items():
         if option not in suggester.groups[key]:
             yield suggester.option_error(key, option)
+    overrides = list(_as_overrides(body if package == "_global_" else {group: body}))
+    options = [f"{key}={option}" for key, option in chosen.items()]
     try:
-        config = compose([*suggester.choices, *(f"{key}={o}" for key, o in chosen.items())])
+        config = compose([*suggester.choices, *options, *_batch_sizes(overrides)])
     except COMPOSE_ERRORS:
         return
-    for override in _as_overrides(body if package == "_global_" else {group: body}):
+    for override in overrides:
         if override.key in suggester.groups:
             fix = f"write `override /{override}` there".replace("=", ": ")
             yield ConfigError(override.key, "an option is named in the defaults list", fix)
@@ -275,7 +285,9 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     problem = conversion_problem((inner.msg or str(inner)).partition("\n")[0])
     fields = getattr(inner.object_type, "__dataclass_fields__", {})
     fix = ""
-    if "not a subclass" in problem or "incompatible" in problem:
+    if union := re.match(r"Value (.*) of type .*'(Optional\[)?Union\[int, str\]", problem):
+        problem = f"must be a whole number or a word, got {union[1]}"
+    elif "not a subclass" in problem or "incompatible" in problem:
         problem = f"must be keys and their values, got {problem.rpartition('value: ')[2]}"
         example = f"'{key.partition('[')[0]}=[{{key: value}}]'" if key.endswith("]") else ""
         fix = f"in quotes: {example}" if example else f"set one, as {key}.enabled=true"

@@ -10,8 +10,9 @@ CONF = next(  # inside the package in a wheel, beside it in a checkout
     (p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (p / "config.yaml").is_file()),
     _PACKAGE.parent / "conf",
 )
-GROUP_ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
-"""Alternative names of groups."""
+_LEVELS = dict.fromkeys(("optimization_level", "optimization_mode"), "optimization")
+GROUP_ALIASES = {**_LEVELS, "debug_mode": "debug"}
+"""Alternative names of groups. Options of these groups are typed in any case."""
 REPLICATE_KEYS = {"seed": "seed", "data.fold": "fold", "data.split_seed": "split"}
 """Override keys that only distinguish replicates, and the noun for each."""
 MIN_SIMILARITY = 0.75  # similarity above which two spellings count as one word

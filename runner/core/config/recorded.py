@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.core.config.aliases import find_options
 from runner.core.config.groups import (
     GROUP_ALIASES,
     USER_CLASS_GROUPS,
@@ -130,7 +131,9 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     `security` and `hydra` keys are not taken from a folder, which may come from anywhere, nor are
     `data.changed`, which is about one change, and the storage of a search.
     """
-    typed_values = {GROUP_ALIASES.get(o.key, o.key): o.value for o in typed}
+    options = group_options()
+    keys_and_values = [(GROUP_ALIASES.get(o.key, o.key), o.value) for o in typed]
+    typed_values = {k: find_options(k, value, options.get(k, ())) for k, value in keys_and_values}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
     dropped |= {"search.storage", *REMOVED_KEYS}
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
@@ -138,7 +141,7 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     if "experiment" not in recorded_values:  # a recipe names its own options
         defaults = {g: o for g, o in default_options().items() if g in USER_CLASS_GROUPS}
         recorded_values = defaults | recorded_values
-    groups = typed_values.keys() & group_options().keys()
+    groups = typed_values.keys() & options.keys()
     replaced_groups = [
         f"{g}."
         for g in groups

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -93,12 +94,16 @@ def parse_override(text: str) -> CliOverride:
     return CliOverride(match["sign"], match["key"], match["rest"], parsed)
 
 
-def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]:
+def normalize_overrides(
+    overrides: Sequence[str], compose: Compose, folders: Sequence[Path] = ()
+) -> list[str]:
     """Normalise overrides for Hydra: aliases of groups, and arguments of users' classes.
 
-    `compose` is used to find a group's `_target_` if no override sets it.
+    `compose` is used to find a group's `_target_` if no override sets it. `folders` have further
+    options, whose names take precedence over other words for ours.
     """
-    groups = group_options()
+    options = group_options(*folders)
+    groups = {group: options[group] for group in group_options()}
     _check_spaces(overrides, groups)
     normal = [_normalize(parse_override(text), groups) for text in overrides]
     for group in USER_CLASS_GROUPS:
@@ -132,6 +137,11 @@ def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliO
         return parse_override(f"{override.sign}{key}=[{value}]")
     if key not in groups:
         return replace(override, key=key)
+    if value not in groups[key] and override.sign != "~":
+        from runner.core.config.aliases import find_options  # imported only if needed
+
+        rest = find_options(key, override.rest, groups[key])
+        override = parse_override(f"{override.sign}{key}{rest}")
     if isinstance(override.parsed.value(), bool | int | float | None):
         override = parse_override(f"{key}='{override.value}'")  # Hydra reports it as no option
     sign = "" if override.sign == "+" else override.sign  # `+experiment=…` is accepted too

@@ -15,6 +15,7 @@ from runner.core.config.groups import MIN_SIMILARITY
 from runner.core.errors import ConfigError
 from runner.core.format import nearest
 
+BATCH_SIZE = "training.batch_size"
 NUMBERED_DEVICE = re.compile(r"(?:gpu|cuda):(\d+)")
 
 
@@ -59,8 +60,9 @@ class Suggester:
         name = parts[-1].casefold().replace("-", "_")
         group = self.find_group(parts[0]) if len(parts) > 1 else ""
         keys = [self.nearest_key(key, i, config, MIN_SIMILARITY)]
-        if alias := aliases.VALUE_ALIASES.get(name, {}).get(value.strip("'\"").casefold()):
-            yield alias.split()
+        batch_size = OmegaConf.select(config, BATCH_SIZE, default=0)
+        if overrides := aliases.find_overrides(name, value, batch_size):
+            yield overrides
         if group and len(parts) == 2 and name in aliases.OPTION_KEYS:
             keys.append(group)
         keys.append(aliases.find_key(name))

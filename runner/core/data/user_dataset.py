@@ -61,6 +61,7 @@ class UserDataset(Dataset):
     in_memory = False
     augments = True
     dtype = torch.float32  # of the weights; floats are cast to it if either dtype is float64
+    read_seconds = 0.0  # of the last call of the data set, without seeding
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
 
     def __init__(
@@ -144,10 +145,9 @@ class UserDataset(Dataset):
         return None
 
     def _time_samples(self, indices: list[int]) -> list[tuple[Nest, Nest]]:
-        started = time.perf_counter()
         with self._restored_generators():
             samples = self._samples(indices, sample_seeds(0, 0, np.array(indices)).tolist())
-        seconds = (time.perf_counter() - started) / len(indices)
+        seconds = self.read_seconds / (len(indices) if _fetches_batches(self.dataset) else 1)
         # the minimum: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
         pairs = _as_pairs(samples, indices)
@@ -178,8 +178,10 @@ class UserDataset(Dataset):
         if not _fetches_batches(self.dataset):
             return self._read_each(indices, seeds)
         self._seed(seeds[0])
+        start = time.perf_counter()
         try:
             samples = self.dataset.__getitems__(indices)
+            self.read_seconds = time.perf_counter() - start
         except RunnerError:
             raise
         except Exception as error:
@@ -206,8 +208,11 @@ class UserDataset(Dataset):
 
     def _sample(self, index: int, seed: int, batch_index: int) -> Any:
         self._seed(seed)
+        start = time.perf_counter()
         try:
-            return self.dataset[index]
+            sample = self.dataset[index]
+            self.read_seconds = time.perf_counter() - start
+            return sample
         except RunnerError:
             raise
         except Exception as error:

@@ -119,7 +119,13 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
     Raises DeviceError if it does not exist, ConfigError for a setting that it does not have.
     """
     kind, reason = choose_device_kind(config.kind)
-    torch_device, name, memory, supported = _open_device(kind, config.index, scope)
+    index = config.index
+    if isinstance(index, str):
+        from runner.core.device.gpu_choice import most_free_gpu  # imported only if used
+
+        index, text = most_free_gpu() if kind == "cuda" else (None, "a single device")
+        reason = f"{reason}; device.index=auto: {text}"
+    torch_device, name, memory, supported = _open_device(kind, index, scope)
     _reject_unsupported(config, kind, supported, f"the run is on {kind}, {name}")
     notes = _set_process(config, scope)
     _set_numerics(config, kind, torch_device, scope)

@@ -134,9 +134,17 @@ class SystemMonitor:
                 ram_percent=psutil.virtual_memory().percent,
                 swap_bytes=swap_bytes(),
                 disk_free_bytes=_disk_free(self.folder),
-                gpu=gpu_readings(self.device) if self.device and self.gpu is not False else {},
+                gpu=self._read_gpu(),
             )
         return self.reading
+
+    def _read_gpu(self) -> dict[str, float]:
+        """Return NVML's readings unless they are off, and the allocator's failures so far."""
+        if self.device is None or self.device.kind != "cuda":
+            return {}
+        stats = torch.cuda.memory_stats(self.device.torch)
+        counts = {f"gpu_{name}": float(stats[f"num_{name}"]) for name in ("alloc_retries", "ooms")}
+        return counts if self.gpu is False else gpu_readings(self.device) | counts
 
 
 def _disk_free(folder: Path | None) -> int | None:

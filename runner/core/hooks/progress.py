@@ -8,19 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-
-from rich.console import Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from runner.core.format import metric
 from runner.core.interfaces.hook import Evaluation, Hook, Report
 from runner.core.interfaces.run import Run
 from runner.core.record.console import console, supports_live_display
-from runner.core.record.text import escape_control_chars
 from runner.core.schemas.monitoring import MonitoringConfig
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 log = logging.getLogger("runner")
 
@@ -50,6 +47,8 @@ class ProgressDisplay(Hook):
         self.pace_start = (self.last_line, run.progress.step)
         screen = console()
         if supports_live_display(screen):
+            from rich.live import Live
+
             live = Live(console=screen, auto_refresh=False, transient=True)
             with suppress(OSError, ValueError):  # the terminal has gone
                 live.start()
@@ -64,7 +63,15 @@ class ProgressDisplay(Hook):
         now, left = time.monotonic(), self._time_left(run, report)
         if self.live is not None and now - self.last_refresh >= REFRESH_S:
             self.last_refresh = now
-            self._draw(self.live, run, report, left)
+            from runner.core.hooks.live_display import draw  # imported only on a terminal
+
+            epoch = f"epoch {run.train.epochs_before(report.last):.1f}"
+            counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {left} left"
+            texts = " · ".join(_report_texts(run, report)), self.validation_text
+            try:
+                draw(self.live, (run.total_steps, report.last), counts, texts)
+            except (OSError, ValueError):  # the terminal has gone; the run continues
+                self._stop()
         if now - self.last_line >= self.config.line_every_s:
             self.last_line = now
             position = (
@@ -99,19 +106,6 @@ class ProgressDisplay(Hook):
                 return "?"
         return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 
-    def _draw(self, live: Live, run: Run, report: Report, left: str) -> None:
-        epoch = f"epoch {run.train.epochs_before(report.last):.1f}"
-        counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {left} left"
-        header = Table.grid(padding=(0, 1), expand=True)
-        header.add_column(ratio=1)
-        header.add_column(no_wrap=True)
-        header.add_row(ProgressBar(run.total_steps, report.last), _single_line(counts))
-        lines = filter(None, [" · ".join(_report_texts(run, report)), self.validation_text])
-        try:
-            live.update(Group(header, *map(_single_line, lines)), refresh=True)
-        except (OSError, ValueError):  # the terminal has gone; the run continues
-            self._stop()
-
     def _stop(self) -> None:
         live, self.live = self.live, None
         if live is not None:
@@ -131,7 +125,3 @@ def _report_texts(run: Run, report: Report) -> list[str]:
         step = f"{seconds:.3g} s/step" if seconds >= 1 else f"{seconds * 1e3:.3g} ms/step"
         texts += [step, f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"]
     return [*texts, f"{run.progress.skipped} skipped"] if run.progress.skipped else texts
-
-
-def _single_line(text: str) -> Text:
-    return Text(escape_control_chars(text), no_wrap=True, overflow="ellipsis")

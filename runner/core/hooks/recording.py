@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from runner import rooms
 from runner.core.device import memory
 from runner.core.device.resources import SystemMonitor
 from runner.core.device.signals import PRUNED, take_stop_request
@@ -21,7 +20,6 @@ from runner.core.record import history, hydra_files, markdown, provenance
 from runner.core.record.data_digest import DataFiles
 from runner.core.record.loaded_code import user_packages
 from runner.core.record.storage import read_record
-from runner.core.record.text import summarize_error
 from runner.core.schemas.monitoring import MonitoringConfig
 
 log = logging.getLogger("runner")
@@ -73,6 +71,8 @@ class Recording(Hook):
             raise
         finally:
             self._write_faults(run)
+            if run.reader.user is not None and (status != "failed" or run.device.reads_are_free):
+                run.reader.user.write(run.recorder, wait=True)  # a resumed run writes it again
             self._record_end(run, status)
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
@@ -81,6 +81,8 @@ class Recording(Hook):
         if now >= self.history_due:
             self.history_due = now + HISTORY_S
             run.history.write()
+        if run.reader.user is not None:
+            run.reader.user.write(run.recorder)
         values = {
             "loss": _finite_mean(report.loss),
             "grad_norm": _finite_mean(report.grad_norm),
@@ -99,6 +101,8 @@ class Recording(Hook):
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
         """Write a validation row, and the confusion matrix if it is the best so far."""
+        if run.reader.user is not None:
+            run.reader.user.write(run.recorder, wait=True)
         values = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         run.recorder.scalars(evaluation.step, "val", values)
         if evaluation.improved and run.recorder.writes_images:
@@ -163,7 +167,9 @@ class Recording(Hook):
             values = {"process_gib": memory.process_bytes() / GIB}
             run.recorder.scalars(run.progress.step, "system", values)
         if run.folder is not None and self.write_empty:
-            _record_plots(run, run.folder)
+            from runner.core.hooks.plots import record_plots  # imported only with debug tools
+
+            record_plots(run, run.folder)
         name, value = run.monitor.removeprefix("val/"), run.progress.best
         best = {} if value is None else {name: value}
         run.recorder.end(status, run.progress.step, best)
@@ -194,20 +200,6 @@ def _record_confusion(run: Run, evaluation: Evaluation) -> None:
     cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
     table = markdown.table(("true \\ predicted", *map(markdown.escape, names)), cells)
     run.recorder.text("val/confusion", table, evaluation.step)
-
-
-def _record_plots(run: Run, folder: Path) -> None:
-    """Write the plots of the record, which debug tools have completed, and show them."""
-    log.info("drawing debug/plots")
-    try:
-        pictures, notes = rooms.find("plots", "run", "debug/plots")(folder)
-    except Exception as error:  # of a link, of matplotlib: the run is finished without plots
-        log.warning("debug/plots: not written: %s", summarize_error(error))
-        return
-    for note in notes:
-        log.debug("%s", note)
-    for name, picture in pictures.items():
-        run.recorder.image(f"plots/{name}", picture, run.progress.step)
 
 
 def _row_name(name: str, folder: Path) -> str:

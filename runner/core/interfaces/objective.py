@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Objective(ABC):
     loss_name: str | None = None  # of a loss by `_target_`, for messages
     applies_activation: bool = False  # the loss applies softmax or sigmoid to the output
     from_model: bool = False  # the loss is part of the model's output
+    write_log: Callable[..., None] | None = None  # `Run.log` of the run that trains with it
 
     @abstractmethod
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -51,6 +53,11 @@ class Objective(ABC):
     @abstractmethod
     def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
         """Return the metrics of the totals, by bare names (`loss`, `accuracy`)."""
+
+    def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Record own numbers, as `Run.log`; nothing without a run that trains."""
+        if self.write_log is not None:
+            self.write_log(values, step)
 
     def used_tensors(self, output: Any) -> list[Any]:
         """Return the tensors of the output that are part of the loss."""
@@ -119,8 +126,8 @@ def rises_by_name(metric: str) -> bool | None:
 
 def resolve_monitor(objective: Objective, requested: str | None) -> str:
     """Return the metric to monitor; ConfigError if it is certain not to exist."""
-    if requested is None:
-        return objective.monitor
+    if requested is None or requested.startswith("user/"):  # of `Run.log`
+        return requested or objective.monitor
     is_ours = type(objective).__module__.startswith("runner.")  # a user's may have others
     names = objective.metric_names() if is_ours else None
     named_metrics = objective.named.metrics if objective.named is not None else ()

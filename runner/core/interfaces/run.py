@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import numpy as np
-    from torch import nn
+    from torch import Tensor, nn
 
     from runner.core.captures.run_captures import CaptureRecorder
     from runner.core.checkpoint.checkpointer import Checkpointer
@@ -191,6 +191,15 @@ class Run(RunParts):
         for part in (self.recorder, self.checkpointer, self.world):
             faults.update(part.faults)
         return dict(faults)
+
+    def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Record own numbers: a row of split `user`, `user/<name>` in TensorBoard and sinks.
+
+        0-d tensors are copied, and read with the next report, without a host wait. `step` is the
+        one being made, else the last one. Of several processes the first one writes. Raises
+        UsageError for another value, or a name of the run's own record.
+        """
+        self.reader.user_values().log(self, values, step)
 
     def is_rejected(self, name: str) -> bool:
         """Whether a technique's gain was measured in the run, and it is not used."""

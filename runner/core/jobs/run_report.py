@@ -41,6 +41,7 @@ OPTIMISTIC_NOTE = "the val metrics are optimistic: they also chose the best chec
 VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 """What jobs that do not train did."""
 COLUMN_HEADS = ("column", "taken for", "missing cells in training rows")
+MIN_SHARE = 0.001  # of the run, below which a cost is not a number
 MAX_NOTICES = 10  # of choices about data, in the end table
 DATA_CHOICES = (
     *("data.unknown_categories", "data.bad_samples", "data.missing"),
@@ -178,10 +179,12 @@ def _replay_command(folder: Path, faults: list[Fault]) -> str:
 
 def _format_tool(cost: Cost, summary: Summary) -> str:
     """Format a debug tool's finding and cost."""
-    text = f"{count_noun(cost.looks, 'look')}, cost unknown"
-    if cost.seconds is not None:
-        share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
-        text = f"{count_noun(cost.looks, 'look')}, {seconds(cost.seconds)}, {share:.1%} of the run"
+    cost_text = "cost –"  # unknown
+    if cost.seconds is not None and summary.wall_seconds:
+        share = cost.seconds / summary.wall_seconds
+        share_text = "less than 0.1%" if share < MIN_SHARE else f"{share:.1%}"
+        cost_text = f"{seconds(cost.seconds)}, {share_text} of the run"
+    text = f"{count_noun(cost.looks, 'look')}, {cost_text}"
     return f"{cost.finding}  ({text})" if cost.finding else text
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PREFIX = "events.out.tfevents."
 OWN_NAME = re.compile(re.escape(PREFIX) + r"(\d{10,})\.\d+")  # time, process
-UNPREFIXED_GROUPS = ("train", "val", "test", "about", "comparison", "_hparams_")
+UNPREFIXED_GROUPS = ("train", "val", "test", "user", "about", "comparison", "_hparams_")
 """Tag groups that keep their names. TensorBoard sorts by name and opens the first; all others
 (usage, gradients, memory, faults, …) become `watch_…`, to sort below these."""
 HPARAM_TYPES = {

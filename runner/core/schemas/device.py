@@ -44,7 +44,8 @@ class DeviceConfig:
     """Device, process and determinism; null leaves a setting as the process has it."""
 
     kind: DeviceKind = DeviceKind.auto  # auto: CUDA, else MPS, else CPU
-    index: int | None = None  # number of the CUDA device; null: the current one
+    # number of the CUDA device, or auto: the one with most free memory; null: the current one
+    index: int | str | None = None
     # share of GPU memory that the process may use; null: all
     memory_fraction: float | None = bounded(None, above=0, max=1)
     # share of memory in use (of a GPU: by tensors) above which caches are freed; null: never
@@ -62,6 +63,9 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "device")
+        if isinstance(self.index, str) and self.index != "auto":
+            problem = f"must be a whole number, auto or null, got {self.index!r}"
+            raise ConfigError("device.index", problem)
         if self.deterministic and self.cudnn_benchmark:
             problem = "conflicts with device.deterministic: it picks kernels by timing"
             raise ConfigError("device.cudnn_benchmark", problem, "turn one of the two off")

@@ -45,6 +45,9 @@ class TrainingConfig:
         if self.micro_batch is not None and self.micro_batch > self.batch_size:
             problem = f"must be ≤ training.batch_size={self.batch_size}, got {self.micro_batch}"
             raise ConfigError("training.micro_batch", problem)
+        if (self.monitor or "").startswith("user/") and self.monitor_mode is None:
+            fix = "use min if lower values are better, max if higher ones"
+            raise ConfigError("training.monitor_mode", f"must be set for {self.monitor}", fix)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from runner.core.models import modes
 from runner.core.schemas.optimization import Quantization, QuantizationMode
 from runner.core.techniques.model_calls import enter_contexts
 
+MAX_LATENCY_RATIO = 1.05  # of int8 over float, within the noise of a short measurement
 ROUNDS = 5  # of timed forwards, int8 and float in turn, the same number on each machine
 INT8_LEVELS = 127  # on either side of zero
 MIN_SCALE = 1e-12  # the smallest scale, for rows of zeros
@@ -53,16 +54,19 @@ def engaged(config: Quantization, run: Run) -> Evidence:
     model = replace_layers(float_model, layers, config.mode is QuantizationMode.dynamic)
     left_float = sum(linear_weight(module) is not None for module in model.modules())
     progress = run.progress
-    validated = progress.validated_step == progress.step and run.monitor in progress.metrics
+    monitor, higher = run.monitor, bool(run.higher_is_better)
+    if monitor.startswith("user/"):  # no evaluation of the copy gives it
+        monitor, higher = run.objective.monitor, run.objective.higher_is_better
+    validated = progress.validated_step == progress.step and monitor in progress.metrics
     metrics = progress.metrics if validated else evaluate(run).metrics
     evaluation = evaluate(run, model)
-    float_metric, int8_metric = metrics[run.monitor], evaluation.metrics[run.monitor]
-    drop = _relative_drop(float_metric, int8_metric, bool(run.higher_is_better))
+    float_metric, int8_metric = metrics[monitor], evaluation.metrics[monitor]
+    drop = _relative_drop(float_metric, int8_metric, higher)
     facts: dict[str, Any] = {
         "mode": config.mode.value,
         "layers": {"Int8Linear": quantized},
         "left_float": left_float,
-        "metric": run.monitor,
+        "metric": monitor,
         "float": float_metric,
         "int8": int8_metric,
         "relative_drop": drop,
@@ -71,10 +75,15 @@ def engaged(config: Quantization, run: Run) -> Evidence:
         "int8_bytes": model_bytes(model),
         "latency_ratio": round(_latency_ratio(run, model), 3),
     }
-    comparison = f"{run.monitor} {int8_metric:.4g} in int8, {float_metric:.4g} in float"
+    comparison = f"{monitor} {int8_metric:.4g} in int8, {float_metric:.4g} in float"
     if not drop <= config.max_drop:  # NaN too
         reason = f"{comparison}: the drop exceeds max_drop={config.max_drop:g}"
         return Evidence(False, reason, facts)
+    is_exported = run.settings.get("evaluate.export", "none") != "none"
+    slower = config.mode is QuantizationMode.dynamic and facts["latency_ratio"] > MAX_LATENCY_RATIO
+    if slower and not is_exported:
+        reason = f"slower at this width: {facts['latency_ratio']:.2f} of the time in float"
+        return Evidence(False, reason, facts, "skipped")
     run.quantized = Quantized(model, evaluation)
     share, latency = facts["int8_bytes"] / float_bytes, facts["latency_ratio"]
     comparison += f"; {share:.0%} of the bytes, {latency:.2f} of the time"

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 
 from runner.core.device import memory
+from runner.core.device.device_errors import is_out_of_memory
 from runner.core.errors import StorageError
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, TechniqueStatus
@@ -15,6 +16,7 @@ from runner.core.record import provenance
 from runner.core.record.summary import ENDS, CheckpointPaths, MemoryPeaks, Summary
 
 log = logging.getLogger("runner")
+UNKNOWN = "unknown"  # status of evidence that was not looked at
 
 
 def build_summary(
@@ -104,17 +106,29 @@ def collect_evidence(run: Run) -> None:
 
     if not run.techniques:
         return
-    with preserve_state(
-        run.model, run.forward, run.objective, device=run.device.torch,
-        safe=large_parameters(run.model),
-    ):  # fmt: skip
-        for name, technique in run.techniques:
-            if run.is_rejected(name):
-                continue
-            try:
-                run.evidence[name] = technique.engaged(run)
-            except Exception as error:  # must not end the run
-                run.evidence[name] = Evidence(False, f"evidence could not be collected: {error}")
+    if run.stopped_by == "memory":  # copies of what the model holds could end the process
+        _skip_evidence(run, "the run was stopped for memory")
+        return
+    roots, safe = (run.model, run.forward, run.objective), large_parameters(run.model)
+    try:
+        with preserve_state(*roots, device=run.device.torch, safe=safe):
+            for name, technique in run.techniques:
+                if run.is_rejected(name):
+                    continue
+                try:
+                    run.evidence[name] = technique.engaged(run)
+                except Exception as error:  # must not end the run
+                    reason = f"evidence could not be collected: {error}"
+                    run.evidence[name] = Evidence(False, reason)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _skip_evidence(run, "too little memory for a copy of the model")
+
+
+def _skip_evidence(run: Run, reason: str) -> None:
+    for name, _ in run.techniques:
+        run.evidence.setdefault(name, Evidence(False, f"not looked at: {reason}", status=UNKNOWN))
 
 
 def technique_statuses(run: Run) -> list[TechniqueStatus]:
@@ -132,8 +146,10 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
             continue
         status = "fell back" if fallback_reason else evidence.status or "failed"
         status = "engaged" if evidence.engaged else status
+        is_known = status != UNKNOWN
         status = "skipped" if run.is_rejected(name) else status
         rows[name] = TechniqueStatus(
-            name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
-        )
+            name, True, evidence.engaged, evidence.reason, evidence.facts, known=is_known,
+            status=status if is_known else "",
+        )  # fmt: skip
     return list(rows.values())

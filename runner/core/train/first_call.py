@@ -58,18 +58,24 @@ def inspect_before_graph(run: Run, batch: Batch) -> None:
     """
     part: Batch = slice_rows(batch, slice(0, SAMPLES))
     roots, safe = (run.model, run.objective), large_parameters(run.model)
+    logged: list[object] = []  # calls of the objective's `log`
     try:
         with ExitStack() as stack:
             stack.enter_context(preserve_state(*roots, device=run.device.torch, safe=safe))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for context in run.contexts:
                 stack.enter_context(context())
+            run.objective.write_log = lambda *row: logged.append(row)  # restored with its state
             inspect_first_call(run, part, call_model(run.model, part[0]))
     except RunnerError:
         raise
     except Exception as error:
         log.debug("the first call was not inspected: %s", error)
     run.uninspected = False
+    if logged and run.step_graph is not None:
+        from runner.core.techniques.compiler import replace_whole_step
+
+        replace_whole_step(run, "the objective logs numbers in its call")
 
 
 def find_faults(run: Run, batch: Batch, output: Any) -> Iterator[tuple[str, str]]:

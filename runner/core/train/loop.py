@@ -14,27 +14,22 @@ from runner.core.checkpoint.lock import owns_folder
 from runner.core.checkpoint.ownership import NOT_FINITE
 from runner.core.device.device_errors import (
     is_device_error,
-    is_out_of_memory,
     suppress_device_errors,
     translate_oom,
 )
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import (
-    ConfigError,
     GaveUp,
     Interrupted,
     OutOfMemory,
-    ProcessLost,
-    RestartRequired,
     RunnerError,
     StorageError,
 )
 from runner.core.execution.evaluation import evaluate
 from runner.core.format import count_noun, metric
-from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
-from runner.core.interfaces.technique import Choice, NotNeeded
+from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
 from runner.core.record import hydra_files
@@ -48,7 +43,6 @@ from runner.core.train.evidence import (
     build_summary,
     collect_evidence,
     record_failure,
-    technique_statuses,
 )
 from runner.core.train.last_state import LastState
 from runner.core.train.run_state import first_bad_step, save
@@ -199,6 +193,7 @@ def _train(run: Run) -> None:
         try:
             if run.sanity and not progress.step and run.saved_step < 0:
                 _check_sanity(run, interrupts)
+            run.objective.write_log = run.log
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
                 # the first rollback restores it; a fork may begin at the best step
@@ -226,7 +221,9 @@ def _train(run: Run) -> None:
                     if run.device.waits_for_steps:  # an error of a kernel is raised here, too
                         run.device.synchronize()  # host sync: device.synchronize=true, each step
                 except Exception as error:
-                    _capture_failed_step(run, number, batch, error)
+                    from runner.core.train.failures import capture_failed_step
+
+                    capture_failed_step(run, number, batch, error)
                     raise
 
                 samples = record_step(run, step)
@@ -259,18 +256,20 @@ def _train(run: Run) -> None:
         except KeyboardInterrupt:
             interrupts.end_grace()
             run.leave_others(interrupts.error())
-            if interrupts.wait_interrupted and not run.world.has_stalled_device:
+            if interrupts.wait_interrupted and not _has_stalled_device(run):
                 _save_and_stop(run)  # a second signal saves nothing
             raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
             raise  # a checkpoint is saved, or saving has just failed
         except (Exception, SystemExit) as error:
             interrupts.end_grace()
-            if not isinstance(error, RunnerError) and run.world.means_loss(error):
+            from runner.core.train.failures import means_lost_process
+
+            if not isinstance(error, RunnerError) and means_lost_process(run, error):
                 raise
             run.leave_others(error)
             # of an unfinished step or validation only buffers and random state have changed
-            if run.world.has_stalled_device or not last_state.restore(error):
+            if _has_stalled_device(run) or not last_state.restore(error):
                 raise
             gave_up = isinstance(error, GaveUp)  # raised by all processes at one step
             if run.saved_step < 0 or run.shards is not None and not gave_up:
@@ -278,17 +277,21 @@ def _train(run: Run) -> None:
             if isinstance(error, RunnerError):
                 _save_and_stop(run, only_finite=gave_up, failed=True)
             elif not run.checkpointer.in_memory:
-                _save_after_exception(run)
+                from runner.core.train.failures import save_after_exception
+
+                flush = partial(_process_reports, run, wait=True)
+                save_after_exception(run, flush, partial(_resume_hint, run))
             raise
         finally:
             run.train.close()
             run.validation.close()
+            run.objective.write_log = None
         if run.stability.config.guard:
             _check_updates(run)
         else:
             _check_result(run)
         save(run, final=True)
-        if run.test is not None:
+        if run.test is not None and run.stopped_by != "memory":
             _evaluate_test_set(run, interrupts)
 
 
@@ -325,24 +328,6 @@ def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
         raise interrupts.error(_resume_hint(run)) from None
 
 
-def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
-    """Capture a failed step, unless the cause is memory, disk, config or another process."""
-    process_lost = isinstance(error, ProcessLost | RestartRequired)
-    process_lost = process_lost or run.world.means_loss(error)
-    has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
-    if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
-        return
-    run.update.abandon()
-    message, capture = f"{type(error).__name__}: {error}", None
-    if run.captures is not None:
-        capture = run.captures.take(run, step, "exception", message, batch)
-        run.captures.log_capture()  # before the log line of the fault, which is the last
-    run.history.add(
-        "exception", message, step=step, category="code", severity="error", action="the run ends",
-        error=error, capture=capture or "", say=False,
-    )  # fmt: skip
-
-
 def _check_sanity(run: Run, interrupts: InterruptHandler) -> None:
     """Validate one batch; a run that cannot validate ends before its first step and checkpoint."""
     from runner.core.train.sanity import validate_one_batch  # imported only if used
@@ -350,21 +335,6 @@ def _check_sanity(run: Run, interrupts: InterruptHandler) -> None:
     interrupts.begin_wait()
     validate_one_batch(run)
     interrupts.end_wait()
-
-
-def _save_after_exception(run: Run) -> None:
-    """Save the state after the last update; a failure is logged, as the exception says more."""
-    try:
-        with suppress(Exception):  # of hooks, perhaps the same as before
-            _process_reports(run, wait=True)
-        # its validation may have been recorded before a hook failed
-        best = run.progress.best_step == run.progress.step > 0
-        saved_best = str(run.checkpointer.best).endswith(f"{run.progress.step:08d}")
-        save(run, best=best and not saved_best, failed=True)
-        run.checkpointer.close()
-        log.info("stopped%s", _resume_hint(run))
-    except Exception as error:
-        log.warning("step %d: not saved: %s", run.progress.step, summarize_error(error))
 
 
 def _save_and_stop(
@@ -384,6 +354,11 @@ def _save_and_stop(
         run.leave_others(error)
     save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
+
+
+def _has_stalled_device(run: Run) -> bool:
+    """Whether the device may wait forever for a lost process; see `World.has_stalled_device`."""
+    return run.world.has_stalled_device
 
 
 def _signal_notice(run: Run) -> str:
@@ -460,6 +435,8 @@ def _handle_last_report(run: Run) -> None:
 def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     """Record the evaluation; return whether it is the best so far, and the hooks' verdict."""
     progress, metrics = run.progress, evaluation.metrics
+    if run.monitor.startswith("user/"):
+        metrics = {**metrics, **run.reader.user_values().monitored(run)}
     if run.monitor not in metrics:
         _save_and_stop(run)
         from runner.core.interfaces.metric_errors import unknown_metric
@@ -524,21 +501,13 @@ def _process_reports(run: Run, wait: bool = False) -> Verdict:
         run.stability.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
-            _enforce_strict(run)
+            from runner.core.train.failures import enforce_strict  # imported only if used
+
+            enforce_strict(run)
         verdict = max(verdict, call_hooks(run.hooks, "on_report", run, report))
     if process_lost is not None:  # reports taken from the reader had to be recorded first
         raise process_lost
     return verdict if run.stability.decision is None else max(verdict, Verdict.ROLLBACK)
-
-
-def _enforce_strict(run: Run) -> None:
-    """Raise ConfigError if a requested technique did not engage."""
-    run.strict = False  # once is enough
-    collect_evidence(run)
-    for row in technique_statuses(run):
-        if row.requested and not (row.engaged or isinstance(row.reason, NotNeeded)):
-            fix = "switch it off or set optimization.strict=false"
-            raise ConfigError(f"optimization.{row.name}", f"did not engage: {row.reason}", fix)
 
 
 def _apply_verdict(run: Run, verdict: Verdict) -> None:

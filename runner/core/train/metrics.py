@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from runner.core.interfaces.hook import Report, Step
+
+if TYPE_CHECKING:
+    from runner.core.train.user_values import UserValues
 
 MAX_REPORTED_WINDOWS = 4  # windows kept after they were reported
 MAX_SKIPPED_STEPS = 10_000  # remembered skipped steps
@@ -45,6 +48,15 @@ class StepMetricsReader:
         self.windows: deque[_Window] = deque()
         self.reported: deque[tuple[int, list[list[float]]]] = deque(maxlen=MAX_REPORTED_WINDOWS)
         self.skipped: deque[int] = deque(maxlen=MAX_SKIPPED_STEPS)  # numbers of reported steps
+        self.user: UserValues | None = None  # what user code logs; None: nothing yet
+
+    def user_values(self) -> UserValues:
+        """Return the collection of what user code logs; it is copied with each window."""
+        if self.user is None:
+            from runner.core.train.user_values import UserValues  # most runs need none
+
+            self.user = UserValues()
+        return self.user
 
     def add(self, step: Step, samples: int) -> None:
         """Add a step to the window, without a host sync."""
@@ -67,6 +79,8 @@ class StepMetricsReader:
             ready.record()
         self.windows.append(_Window(self.first, self.earlier, rows, ready, seconds, self.samples))
         self.earlier, self.samples = [], 0
+        if self.user is not None:
+            self.user.start_copy()
 
     def reports(self, wait: bool) -> list[Report]:
         """Return reports of the windows that have arrived; with `wait`, of all closed ones."""

@@ -79,6 +79,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
             _continue_epochs(run, state)
             _reset_patience(run, state["settings"])
         run.reader.load(state["reader"])
+        if state.get("user"):
+            run.reader.user_values().load(state["user"])
         run.history.load(state["history"])
         run.stability.load(state["stability"], run.progress.step)
         if run.batch_validator is not None and state.get("inputs") is not None:

@@ -99,7 +99,8 @@ def _check_metrics(run: Run, metrics: dict[str, float], returned: str) -> None:
         if metric := METRICS.get(run.sizes.task):
             fix = f"use objective.metrics=[{metric}] training.monitor=val/{metric}, or {fix}"
         raise ConfigError("training.monitor", problem, fix)
-    if run.monitor not in available and run.validation.steps_per_epoch == 1:
+    is_ours = not run.monitor.startswith("user/")
+    if is_ours and run.monitor not in available and run.validation.steps_per_epoch == 1:
         from runner.core.interfaces.metric_errors import unknown_metric
 
         raise unknown_metric(run.monitor, sorted(available))

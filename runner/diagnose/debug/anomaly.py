@@ -128,12 +128,12 @@ class AnomalyTool(DebugTool):
             raise GaveUp(f"step {step}: {message} (debug.on_anomaly=raise)") from None
 
     def cost(self, run: Run) -> Cost | None:
-        """Return the findings; how much longer its steps take is not known."""
+        """Return the findings, and how much longer its steps take than others."""
         finding = self.finding or "no NaN or Inf" if self.inspections else "no step was checked"
         finding += "; every step" if self.every == 1 else f"; every {self.every} steps"
         if run.step_graph is not None or (run.compilation is not None and run.compilation.mode):
             finding += ", uncompiled"
-        return Cost(self.name, self.inspections, None if self.inspections else 0.0, finding)
+        return Cost(self.name, self.inspections, self.total_seconds(run), finding)
 
 
 def _trace(run: Run) -> Cause:

@@ -34,7 +34,7 @@ def check_backwards(report: Report) -> Iterator[None]:
     if getattr(_active, "searched", False):
         yield
         return
-    modules = ModuleRanges()
+    modules = NodeOwners()
     _active.searched = True
     with ExitStack() as scope:
         scope.callback(setattr, _active, "searched", False)
@@ -52,7 +52,7 @@ def check_backwards(report: Report) -> Iterator[None]:
         yield
 
 
-class ModuleRanges:
+class NodeOwners:
     """Which module made which autograd nodes: ranges of their sequence numbers, by thread."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class ModuleRanges:
 
 def _search(
     function: Callable[..., Any],
-    modules: ModuleRanges,
+    modules: NodeOwners,
     report: Report,
     *args: Any,
     **kwargs: Any,
@@ -133,7 +133,7 @@ def _nodes(roots: Any) -> list[Any]:
     return list(nodes)
 
 
-def _describe(node: Any, modules: ModuleRanges) -> str:
+def _describe(node: Any, modules: NodeOwners) -> str:
     """Return the node's operation, module and line, as far as they are known."""
     location = location_in_trace("".join(node.metadata.get(TRACE_KEY, ())))
     line = "" if location is None else read_source_line(location).short

@@ -42,6 +42,7 @@ PARTS = ("parameters", "gradients", "optimizer", "average", "buffers", "activati
 LEAKS_NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
 MAX_EVENTS = 100_000  # allocator events to keep
 MAX_REPORTED = 8  # growing kinds that are reported
+MAX_POINTS = 256  # of the time line; of more, every other one is dropped
 MIN_GROWTH = 16  # minimum increase that counts as growth
 
 
@@ -67,13 +68,16 @@ class MemoryTool(DebugTool):
         self.growth: list[Growth] = []
         self.fault_counts: dict[str, int] = {}  # counts at the last check
         self.step_seconds = 0.0  # mean of the last report
+        self.timeline: list[dict[str, int]] = []  # bytes at the end of a report, by step
+        self.timeline_stride = 1  # reports between two points
 
     def state(self) -> dict[str, Any]:
         """Return the last inspection, and the step of the next one."""
         breakdown = None if self.breakdown is None else asdict(self.breakdown)
         grown = [asdict(growth) for growth in self.growth]
         sizes = {"next": self.next_inspection, "micro_batch": self.micro_batch}
-        return {"account": breakdown, "grown": grown, **sizes}
+        sizes["stride"] = self.timeline_stride
+        return {"account": breakdown, "grown": grown, **sizes, "timeline": self.timeline}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Inspect at the same steps."""
@@ -82,6 +86,7 @@ class MemoryTool(DebugTool):
             self.breakdown = MemoryBreakdown(**{**account, "rows": rows})
         self.growth = [Growth(**growth) for growth in state["grown"]]
         self.next_inspection, self.micro_batch = state["next"], state["micro_batch"]
+        self.timeline, self.timeline_stride = state.get("timeline", []), state.get("stride", 1)
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -140,7 +145,12 @@ class MemoryTool(DebugTool):
         self._write(run)
 
     def on_report(self, run: Run, report: Report) -> None:
-        """Name growing objects if a leak was found since the last report."""
+        """Add to the time line; name growing objects if a leak was found since the last report."""
+        if report.last // run.report_every % self.timeline_stride == 0:
+            self.timeline.append({"step": report.last, **_sizes(run)})
+        if len(self.timeline) > MAX_POINTS:
+            del self.timeline[::2]
+            self.timeline_stride *= 2
         self.step_seconds = report.seconds / len(report.loss)
         if self.breakdown is not None:  # also of a process before this one
             self.object_counts = self.object_counts or count_objects()
@@ -208,8 +218,24 @@ class MemoryTool(DebugTool):
             "account": None if self.breakdown is None else asdict(self.breakdown),
             "leak": self.leak,
             "grown": [asdict(growth) for growth in self.growth],
+            "timeline": self.timeline,
         }
         self.write_json(run.folder, FILE, record)
+
+
+def _sizes(run: Run) -> dict[str, int]:
+    """Return the memory in use, in bytes; of an accelerator without a host sync."""
+    sizes = {
+        "process": memory.process_bytes(),
+        "virtual": memory.status_bytes("VmSize") or 0,
+        "swap": memory.status_bytes("VmSwap") or 0,
+    }
+    if run.device.kind != "cpu":
+        sizes["device_peak"] = memory.peak_device_bytes(run.device)
+    if run.device.kind == "cuda":
+        sizes["device"] = torch.cuda.memory_allocated(run.device.torch)
+        sizes["device_reserved"] = torch.cuda.memory_reserved(run.device.torch)
+    return sizes
 
 
 def _describe_breakdown(run: Run, breakdown: MemoryBreakdown) -> str:

@@ -269,6 +269,8 @@ class ProfileTool(DebugTool):
 
     def on_step(self, run: Run, step: Step) -> None:
         """Start the window, count its steps, end it; without synchronisation."""
+        if self.window is not None:
+            self.looked_steps.append(run.stopwatch.count)
         if self.window is None:
             self._start_window(run, step.number)
         elif self.window.step() or step.number >= run.total_steps:

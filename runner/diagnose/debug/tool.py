@@ -10,11 +10,15 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from runner.core.errors import RunnerError, UsageError
 from runner.core.interfaces.hook import Cost, Hook
 from runner.core.interfaces.run import Run
 from runner.core.record.storage import write_or_log
 from runner.core.schemas.debug import DebugConfig
+from runner.core.train.device_timing import DeviceStopwatch
+from runner.core.train.timing import SETTLING, Stopwatch
 
 
 class DebugTool(Hook):
@@ -42,6 +46,8 @@ class DebugTool(Hook):
         self.inspections = 0
         self.seconds = 0.0
         self.finding = ""
+        self.looked_steps: list[int] = []  # inside `around`, by the stopwatch's count
+        self.event_seconds = 0.0  # in events, which no step's time includes
         self.start_time = time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -109,7 +115,22 @@ class DebugTool(Hook):
         """Return the tool's row in the summary."""
         failed = f"failed: {self.failure}" if self.failure else ""
         finding = "; ".join(filter(None, [self.finding, failed]))
-        return Cost(self.name, self.inspections, self.seconds, finding)
+        return Cost(self.name, self.inspections, self.total_seconds(run), finding)
+
+    def total_seconds(self, run: Run) -> float | None:
+        """Return what the tool took: its events, and its steps beyond the median of the others.
+
+        Without steps of its own, `seconds`. None if there is no other step to compare with.
+        """
+        if not self.looked_steps:
+            return self.seconds or None
+        others = run.stopwatch.uninspected_step_seconds(SETTLING)
+        timed = _step_seconds(run.stopwatch)
+        looked = [timed[step] for step in self.looked_steps if step in timed]
+        if not looked or not len(others):
+            return None
+        extra = float(np.mean(looked)) - float(np.median(others))
+        return max(0.0, extra * len(self.looked_steps)) + self.event_seconds
 
     @contextmanager
     def isolate_errors(self, run: Run, reraised: BaseException | None = None) -> Iterator[None]:
@@ -135,6 +156,14 @@ class DebugTool(Hook):
         )
 
 
+def _step_seconds(stopwatch: Stopwatch) -> dict[int, float]:
+    """Return the seconds of each kept step, on an accelerator of the sampled ones, by number."""
+    if isinstance(stopwatch, DeviceStopwatch):
+        return {number: seconds for number, seconds, _ in stopwatch.sampled_steps}
+    seconds = stopwatch.step_seconds()
+    return dict(zip(range(stopwatch.count - len(seconds), stopwatch.count), seconds, strict=True))
+
+
 def _guard_due(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
     @wraps(due)
     def guarded(self: DebugTool, step: int) -> bool:
@@ -149,8 +178,12 @@ def _guard_event(event: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(event)
     def guarded(self: DebugTool, run: Run, *arguments: Any) -> Any:
         if not self.failure:
-            with self.isolate_errors(run), run.stopwatch.exclude_time(keep_phase=True):
-                return event(self, run, *arguments)
+            start = time.perf_counter()
+            try:
+                with self.isolate_errors(run), run.stopwatch.exclude_time(keep_phase=True):
+                    return event(self, run, *arguments)
+            finally:
+                self.event_seconds += time.perf_counter() - start if arguments else 0.0
         return None if arguments else DebugTool.cost(self, run)
 
     return guarded
@@ -165,6 +198,7 @@ def _guard_context(make_context: Callable[..., AbstractContextManager[Any]]) -> 
             with self.isolate_errors(run):
                 if make_context.__name__ == "around":
                     run.stopwatch.inspect_step()
+                    self.looked_steps.append(run.stopwatch.count)
                 context = make_context(self, run)
                 context.__enter__()
                 entered = context

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from runner.core.device import capabilities, cgroup, memory
 from runner.core.device.device import select
-from runner.core.errors import UsageError
+from runner.core.errors import NotVerified, UsageError
 from runner.core.findings import CheckStatus, DoctorCheck
-from runner.core.format import size
+from runner.core.format import count_noun, size
 from runner.core.record.console import facts_table, print_stdout
 from runner.core.record.storage import write_json
 from runner.core.record.text import escape_control_chars
@@ -78,13 +78,19 @@ class DoctorReport:
 
 
 def main(config: RunConfig, folder: Path | None, links: ProcessLinks | None = None) -> DoctorReport:
-    """Print the report; write `doctor.json` if there is a folder."""
+    """Print the report; write `doctor.json` if there is a folder.
+
+    Raises NotVerified, exit code 1, if a check has failed.
+    """
     report = examine_machine(config, folder, links)
     print_stdout(render_doctor_report(report))
     if folder is not None:
         path = folder / "doctor.json"
         write_json(path, report.as_dict())
         print_stdout("", f"as JSON: {path}", soft_wrap=True)
+    if failed := [check for check in report.checks if check.status is CheckStatus.fail]:
+        texts = "; ".join(f"{check.name}: {check.finding}" for check in failed)
+        raise NotVerified(f"job=doctor: {count_noun(len(failed), 'check')} failed: {texts}")
     return report
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from runner.core.build.build import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.config.composing import compose
 from runner.core.config.run_config import RunConfig, config_hash
 from runner.core.config.variants import without_side_effects
 from runner.core.data.loader import BatchLoader
@@ -85,7 +86,7 @@ def resolve_auto(
         return _apply_selection(given, config, selection.split(), "as before the run was resumed")
     if not search:
         return _apply_selection(given, config, [], "this job measures no techniques")
-    result = _select_or_none(config, given)
+    result = _keep_basic(config, _select_or_none(config, given))
     if folder is not None:
         optimization = enable_techniques(config.optimization, result.techniques)
         _write(folder / YAML_FILE, to_yaml(optimization, result.reason))
@@ -189,6 +190,23 @@ def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
             log.error("optimization=auto failed", exc_info=error, extra={"live": True})
             reason = f"nothing could be measured: {type(error).__name__}: {error}"
             return SearchResult(reason=reason)
+
+
+def _keep_basic(config: RunConfig, result: SearchResult) -> SearchResult:
+    """Return the techniques of `basic` where nothing was selected, unless they were refuted.
+
+    They are refuted if the plainest candidate gave wrong numbers, or was certainly slower.
+    """
+    plainest = result.tried[0] if result.tried else Candidate(NONE, [])
+    slower = plainest.final_interval is not None and plainest.final_interval[1] < 1
+    if result.techniques or plainest.parity == "FAIL" or slower:
+        return result
+    basic = pinned_techniques(compose(["optimization=basic"]).optimization)
+    excluded = {*result.left_out, *config.optimization.auto.without}
+    if not (names := [name for name in basic if name not in excluded]):
+        return result
+    reason = f"{result.reason}; undecided, so the techniques of basic are kept"
+    return replace(result, chosen=" ".join(names), techniques=names, reason=reason)
 
 
 def _select(config: RunConfig, given: Components) -> SearchResult:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.core.config.aliases import find_options
 from runner.core.config.composing import compose_raw, typed
 from runner.core.config.groups import GROUP_ALIASES, group_options
 from runner.core.config.run_config import RunConfig
@@ -73,7 +74,7 @@ def compose_arms(
         merged = [text for text in base_overrides if _override_key(text) not in keys]
         merged += arm_overrides
         try:
-            config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
+            config = typed(compose(normalize_overrides(["job=train", *merged], compose, folders)))
         except ConfigError as error:
             raise ConfigError(KEY, f"{escape(name)}: {error}") from error
         if config.distributed.kind is not DistributedKind.none:
@@ -145,7 +146,8 @@ def _parse_arm(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
     match, escaped = NAMED_ARM.fullmatch(text.strip()), escape(text)
     try:
         words = shlex.split(match["rest"] if match else text)
-        overrides = [f"optimization={word}" if word in levels else word for word in words]
+        names = [find_options("optimization", word, levels) for word in words]
+        overrides = [f"optimization={name}" if name in levels else name for name in names]
         keys = [_override_key(word) for word in overrides if "=" in word or word.startswith("~")]
     except (ValueError, ConfigError) as error:
         raise ConfigError(KEY, f"{escaped} cannot be read: {error}") from error

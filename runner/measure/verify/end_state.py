@@ -20,7 +20,7 @@ from runner.measure.verify.processes import FACTS_FILE
 COMPARED_SPLITS = ("train", "val", "test")
 """Splits of metrics.jsonl to compare; others describe the machine."""
 IGNORED_STATE = set(
-    "record events choices settings config_hash seed steps_per_epoch threads".split()
+    "record user events choices settings config_hash seed steps_per_epoch threads".split()
 )
 """Parts of a checkpoint's state that do not affect results after the run is built."""
 STATE_KINDS = {

@@ -42,13 +42,14 @@ def join_world(config: RunConfig, place: RankInfo, scope: ExitStack) -> World:
 def gpu_index(config: RunConfig, place: RankInfo) -> int | None:
     """Return the index of this process's GPU among those that it sees; None on a CPU.
 
-    It is `device.index`, or that of its local rank. A process may see one GPU alone, as with
-    `srun --gpus-per-task=1`, Ray and Kubernetes; then that is its own.
+    It is the number of `device.index`, or that of its local rank. A process may see one GPU alone,
+    as with `srun --gpus-per-task=1`, Ray and Kubernetes; then that is its own.
     """
     if device_type(config).type != "cuda":
         return None
     index = config.device.index
-    return place.local_rank % max(1, torch.cuda.device_count()) if index is None else index
+    count = max(1, torch.cuda.device_count())
+    return index if isinstance(index, int) else place.local_rank % count
 
 
 def gpu_uuid(index: int | None) -> str:
@@ -58,14 +59,14 @@ def gpu_uuid(index: int | None) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _check_own_gpus(gpus: Sequence[str], typed_index: int | None) -> None:
+def _check_own_gpus(gpus: Sequence[str], typed_index: int | str | None) -> None:
     """Raise ConfigError if two processes have one GPU, which NCCL cannot use."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if not gpu or first == rank:
             continue
         key, value, fix = "distributed.processes", "", "start fewer processes"
-        if typed_index is not None:
+        if isinstance(typed_index, int):
             key, value, fix = "device.index", f"is {typed_index}: ", "leave it out"
         problem = f"processes {first} and {rank} would share GPU {gpu}, and nccl needs one for each"
         raise ConfigError(key, value + problem, f"{fix}, or use distributed.backend=gloo")

@@ -22,7 +22,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.device.device import select
 from runner.core.device.remaining import report_remaining
 from runner.core.device.signals import interruption_before_run, raise_on_signals
-from runner.core.errors import Interrupted, ProcessLost, UsageError
+from runner.core.errors import Interrupted, NotVerified, ProcessLost, UsageError
 from runner.core.jobs import train
 from runner.core.masking import mask_secrets
 from runner.core.parent_death import die_with_parent
@@ -172,9 +172,15 @@ def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
     with ExitStack() as scope:
         device = select(config_for_rank(config, world.place).device, scope)
         links = examine_links(world, device.torch)
+        failure: NotVerified | None = None
         if world.is_rank_zero:
-            rooms.find("job", "doctor", "job=doctor")(config, folder, links)
+            try:
+                rooms.find("job", "doctor", "job=doctor")(config, folder, links)
+            except NotVerified as error:
+                failure = error
         world.barrier()
+        if failure is not None:
+            raise failure
 
 
 def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> None:

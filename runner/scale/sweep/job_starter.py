@@ -174,9 +174,12 @@ def plan_job(config: DictConfig, overrides: list[str], number: int) -> JobPlan:
 
 
 def _count_gpu_processes(config: RunConfig) -> int:
-    """Return how many GPUs the launcher is to assign; 0 if the job may select its devices."""
+    """Return how many GPUs the launcher is to assign; 0 if the job names its device.
+
+    With `device.index=auto`, jobs are spread: those of one moment would take the same GPU.
+    """
     device, distributed = config.device, config.distributed
-    if device.index is not None or device.kind not in (DeviceKind.auto, DeviceKind.cuda):
+    if isinstance(device.index, int) or device.kind not in (DeviceKind.auto, DeviceKind.cuda):
         return 0
     one_process = distributed.kind is DistributedKind.none
     return 1 if one_process else distributed.processes or 0  # null: one per GPU, all of them

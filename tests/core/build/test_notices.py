@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from runner import compose, train
 from runner.core.errors import ConfigError
+from runner.core.jobs.run_report import RunSummaryTable
+from runner.core.record.console import EscapingConsole
 from tests.runs import OURS, TABLE, command, opened
 
 
@@ -40,6 +43,29 @@ def test_an_average_that_is_long_for_the_run_is_named(
         assert run.update.ema_warmup is (warm_up == "null")
     assert len(notices) == (notice is not None)
     assert notice is None or notice in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "typed", "is_named"),
+    [
+        ("cnn", ["training.micro_batch=8"], True),
+        ("cnn", ["optimization=memory_efficient"], True),
+        ("cnn", [], False),
+        ("mlp", ["training.micro_batch=8"], False),  # without BatchNorm
+    ],
+)
+def test_batch_norm_with_micro_batches_is_named_once_in_the_end_table(
+    model: str, typed: list[str], is_named: bool, tmp_path: Path
+) -> None:
+    small = ["model.stages=1", "model.blocks=1"] if model == "cnn" else []
+    overrides = [f"model={model}", "model.width=4", *small, "training.steps=1", *typed]
+    with opened("data=digits", "checkpoint=off", *overrides) as run:
+        summary = train(run)
+    table = EscapingConsole(file=io.StringIO(), width=200)
+    table.print(RunSummaryTable(summary, tmp_path))
+    text = table.file.getvalue()
+    assert text.count("BatchNorm normalises each micro-batch by itself") == is_named
+    assert ("training.micro_batch" in text) is is_named
 
 
 @pytest.mark.parametrize("place", ["constructor", "forward"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import StackDataset, Subset
 
-from runner.core.data.loader import BatchLoader
+from runner.core.data.loader import BatchLoader, _choose_workers
 from runner.core.data.open import open_data
 from runner.core.data.order import mix, sample_seeds
 from runner.core.data.usable import fetch_usable
@@ -43,6 +44,27 @@ class Made:
 
 def opened(make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> UserDataset:
     return UserDataset(Made(make, samples, **attributes), "my_package.Made", DataConfig(kind="own"))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+def test_the_time_to_fetch_a_sample_is_without_seeding(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_seed = UserDataset._seed
+
+    def slow(self: UserDataset, seed: int) -> None:
+        time.sleep(0.01)
+        own_seed(self, seed)
+
+    def make(index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(seconds)
+        return features(index)
+
+    monkeypatch.setattr(UserDataset, "_seed", slow)
+    source = opened(make)
+    assert source.sample_seconds == pytest.approx(seconds, abs=0.002)
+    workers, (choice,) = _choose_workers(source, DataConfig(kind="own"), 32)
+    assert (workers > 0) is (seconds > 0) and "ms to fetch" in choice.reason
 
 
 def features(index: int) -> tuple[torch.Tensor, int]:

@@ -109,7 +109,8 @@ class Leaking(Hook):
     def __init__(self, size):
         self.size, self.kept = size, []
     def on_step(self, run, step):
-        self.kept.append(torch.ones(self.size // 4))
+        kept = self.kept if self.size > 0 else run.model.__dict__.setdefault("kept", [])
+        kept.append(torch.ones(abs(self.size) // 4))
 
 folder, leak, left, *overrides = sys.argv[1:]
 with build(compose(overrides), Path(folder)) as run:
@@ -130,7 +131,9 @@ print(json.dumps({"status": summary.status, "began": began, "steps": summary.ste
 
 
 def real(folder: Path, leak: int, left: int, *overrides: str) -> dict[str, Any]:
-    """A run that keeps `leak` bytes a step and may take `left` MiB; how it ended."""
+    """A run that keeps `leak` bytes a step, in its model if negative, and may take `left` MiB; how
+    it ended.
+    """
     done = runs.command(Path(), "-c", REAL, str(folder), str(leak), str(left), *QUICK, *overrides)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -155,6 +158,17 @@ def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Pa
     resumed = real(tmp_path, 0, 0, *on, f"checkpoint.resume={tmp_path}")
     assert resumed["began"] == step
     assert resumed["status"] == "done" and resumed["steps"] == step + 20
+
+
+@linux
+def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path: Path) -> None:
+    ended = real(tmp_path, -4 * MIB, 600, "training.steps=500", "optimization=basic")
+    assert ended["status"] == "stopped" and ended["faults"]["memory_stop"] == 1
+    assert (tmp_path / f"checkpoints/step_{ended['steps']:08d}/manifest.json").is_file()
+    techniques = Summary.read(tmp_path).techniques
+    looked = [row for row in techniques if row.requested and row.status != "not applicable"]
+    assert looked and not any(row.known or row.status == "failed" for row in looked)
+    assert {row.reason for row in looked} == {"not looked at: the run was stopped for memory"}
 
 
 def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path: Path) -> None:

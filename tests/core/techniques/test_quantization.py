@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -18,6 +20,7 @@ from runner import train
 from runner.core.execution.evaluation import copy_standalone_model, evaluate
 from runner.core.interfaces.run import Run
 from runner.core.schemas.optimization import Quantization
+from runner.core.techniques import quantization
 from runner.core.techniques.quantization import (
     INT8_LEVELS,
     Int8Linear,
@@ -33,6 +36,43 @@ QUICK = ["training.steps=40", "optimization=none", "optimization.quantization.en
 
 def built(*overrides: str) -> AbstractContextManager[Run]:
     return runs.opened(*QUICK, *overrides)
+
+
+@pytest.fixture(autouse=True)
+def any_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the widths of these tests int8 is slower on some machines, which is not their subject."""
+    if "slower" not in request.node.name:
+        monkeypatch.setattr(quantization, "MAX_LATENCY_RATIO", math.inf)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "mode", "export", "engages"),
+    [
+        (0.003, "dynamic", "none", False),
+        (0.0, "dynamic", "none", True),
+        (0.003, "dynamic", "quantized", True),  # a file was asked for
+        (0.003, "weight_only", "none", True),  # for its memory
+    ],
+)
+def test_an_int8_copy_that_is_slower_at_this_width_is_not_engaged(
+    seconds: float, mode: str, export: str, engages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted times are of a float model that takes 1 ms, and an int8 one that takes 1 to 4."""
+    int8_forward = Int8Linear.forward
+
+    def slow(self: Int8Linear, x: Tensor) -> Tensor:
+        time.sleep(seconds)
+        return int8_forward(self, x)
+
+    monkeypatch.setattr(Int8Linear, "forward", slow)
+    with built("training.steps=2", f"optimization.quantization.mode={mode}") as run:
+        run.settings = {**run.settings, "evaluate.export": export}
+        float_forward = run.forward
+        run.forward = lambda *x: (time.sleep(0.02 if not seconds else 0.001), float_forward(*x))[1]
+        summary = train(run)
+        row = runs.status(summary, "quantization")
+        assert row.engaged is engages and (run.quantized is not None) is engages
+        assert engages or ("slower at this width" in row.reason and row.status == "skipped")
 
 
 def off(ours: Tensor, exact: Tensor) -> float:

@@ -15,10 +15,12 @@ from runner import train
 from runner.core.build.build import Components
 from runner.core.errors import GaveUp
 from runner.core.interfaces.batch import Batch
+from runner.core.interfaces.hook import Cost
 from runner.core.interfaces.run import Run
 from runner.core.jobs.run_report import _format_tool
 from runner.core.objectives.custom import CustomObjective
 from runner.core.record.summary import Summary
+from runner.diagnose.debug.anomaly import AnomalyTool
 from tests import runs
 
 DIGITS = "data=digits training.batch_size=32 training.steps=8 training.validate_every=100".split()
@@ -261,9 +263,32 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
     assert "uncompiled" in runs.finding(Summary.read(tmp_path), "anomaly")
 
 
-def test_the_cost_of_checking_steps_is_unknown() -> None:
+def test_the_cost_of_checking_every_step_is_unknown() -> None:
     typed = ("data=cancer", "optimization=none", "training.steps=2", "debug=anomaly")
     summary = runs.trained(*typed)
     (cost,) = (row for row in summary.tools if row.name == "anomaly")
     assert cost.seconds is None
-    assert "cost unknown" in _format_tool(cost, summary)
+    assert "2 looks, cost –)" in _format_tool(cost, summary)
+
+
+def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others() -> None:
+    typed = ("data=cancer", "optimization=none", "training.steps=40", "debug=anomaly")
+    with runs.opened(*typed, "debug.anomaly.every=10") as run:
+        summary = train(run)
+        (tool,) = (hook for hook in run.hooks if isinstance(hook, AnomalyTool))
+        assert tool.looked_steps == [9, 19, 29, 39]  # counted from 0
+        tool.event_seconds, watch = 0.25, run.stopwatch
+        watch.durations[: watch.count] = 0.5
+        watch.durations[20:30] = 0.75  # slower for another reason: the median is 0.5
+        watch.durations[[9, 19, 29, 39]] = -1.5  # negative: inspected
+        cost = tool.cost(run)
+    assert cost is not None and cost.seconds == pytest.approx(4 * (1.5 - 0.5) + 0.25)
+    summary.wall_seconds = 42.5
+    assert "(4 looks, 4.2 s, 10.0% of the run)" in _format_tool(cost, summary)
+
+
+def test_a_small_cost_is_less_than_a_share_and_an_unknown_one_is_no_number() -> None:
+    summary = runs.trained("data=cancer", "training.steps=2")
+    summary.wall_seconds = 100.0
+    assert "less than 0.1% of the run" in _format_tool(Cost("x", 1, 0.04), summary)
+    assert _format_tool(Cost("x", 0, None), summary) == "0 looks, cost –"

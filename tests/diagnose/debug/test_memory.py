@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from runner.core.errors import OutOfMemory
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
+from runner.diagnose.debug import memory as memory_tool
 from runner.diagnose.debug.memory import (
     BATCH,
     LOSS,
@@ -39,6 +41,27 @@ GPT = [
     ).split(),
 ]
 LOOK = ["debug=memory", "debug.every=5"]
+
+
+def test_the_time_line_has_a_point_for_each_report_also_after_a_resume(tmp_path: Path) -> None:
+    typed = [*MLP, "debug=memory", "monitoring.every=5", "checkpoint.resume=auto"]
+    for steps in (20, 40):
+        runs.trained(*typed, f"training.steps={steps}", folder=tmp_path)
+    points = runs.debug_file(tmp_path, "memory")["timeline"]
+    assert [point["step"] for point in points] == list(range(5, 41, 5))
+    process = psutil.Process().memory_info()
+    for point in points:
+        assert point["process"] == pytest.approx(process.rss, rel=0.5)
+        assert point["virtual"] == pytest.approx(process.vms, rel=0.5) and point["swap"] >= 0
+
+
+def test_a_long_time_line_is_thinned_evenly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_tool, "MAX_POINTS", 10)
+    runs.trained(*MLP, "debug=memory", "monitoring.every=1", "training.steps=45", folder=tmp_path)
+    steps = [point["step"] for point in runs.debug_file(tmp_path, "memory")["timeline"]]
+    assert steps == list(range(8, 45, 8))
 
 
 def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path: Path) -> None:

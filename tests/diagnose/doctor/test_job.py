@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runner.core.config.run_config import RunConfig
-from runner.core.errors import StorageError
+from runner.core.errors import NotVerified, StorageError
 from runner.core.record.console import EscapingConsole
 from runner.core.schemas.optimization import Optimization
 from runner.core.techniques import compiler
@@ -59,6 +59,13 @@ def test_the_folder_gets_the_report_as_json_and_the_path_is_printed(tmp_path, ca
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_a_failed_check_is_exit_code_1_after_the_report(tmp_path):
+    with pytest.raises(NotVerified, match="^job=doctor: 1 check failed: device: ") as failed:
+        main(config("device=cuda"), tmp_path)
+    assert failed.value.exit_code == 1
+    assert json.loads((tmp_path / "doctor.json").read_text())["status"] == "fail"
+
+
 def test_an_absent_device_is_a_failed_check_and_the_rest_is_still_reported():
     report = examine_machine(config("device=cuda"))
     failed = [check for check in report.checks if check.status is CheckStatus.fail]

@@ -26,6 +26,12 @@ def test_a_level_is_that_level_on_top_of_what_was_typed() -> None:
     assert ultra.overrides == ["optimization=ultra"]
 
 
+def test_a_level_of_an_arm_may_be_typed_in_any_case_and_by_another_word() -> None:
+    _, ultra, full = arms("none", "ULTRA", "full_optimization")
+    assert ultra.config.optimization.level == "ultra"
+    assert full.config.optimization.level == "full"
+
+
 def test_overrides_are_read_as_a_shell_reads_them_and_may_have_a_name_in_front() -> None:
     typed = """optimizer=sgd  optimization=basic 'name="a.b"'"""
     _, arm, fast = arms("none", typed, "my fast one: ultra data.workers=2 data.prefetch=4")

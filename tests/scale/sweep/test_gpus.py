@@ -109,6 +109,11 @@ def test_a_job_that_names_no_device_needs_a_gpu_for_each_process(
     assert _count_gpu_processes(compose(typed)) == processes
 
 
+def test_jobs_with_an_automatic_device_are_spread() -> None:
+    assert _count_gpu_processes(compose(["device.index=auto"])) == 1
+    assert _count_gpu_processes(compose(["device.index=1"])) == 0
+
+
 def start_jobs(
     gpus: list[str], jobs: int, processes: list[int], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> tuple[list[dict[str, str]], list[Job]]:

@@ -1,0 +1,200 @@
+"""Numbers that hooks, objectives, techniques and own loops log: rows of split `user`."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.core.errors import UsageError
+from runner.core.interfaces.objective import rises_by_name
+from runner.core.record.recorder import Recorder
+from runner.core.record.storage import make_folder
+from runner.core.schemas.monitoring import MonitoringConfig
+
+if TYPE_CHECKING:
+    from runner.core.interfaces.run import Run
+
+SPLIT = "user"
+OUR_COLUMNS = set(
+    "step split nonfinite loss grad_norm lr epoch skipped samples_per_second tokens_per_second "
+    "step_ms process_gib device_peak_gib cpu_percent ram_percent disk_free_gib swap_gib "
+    "gpu_percent gpu_gib gpu_celsius gpu_mhz gpu_watt gpu_alloc_retries gpu_ooms".split()
+)
+OUR_SPLITS = ("train", "val", "test", "system", "usage", SPLIT)
+
+Row = tuple[int, dict[str, Any]]  # step, and values by name: floats or 0-d tensors
+
+
+class _Copy(NamedTuple):
+    """Rows whose tensors are being copied to the host."""
+
+    rows: list[Row]
+    values: Tensor | None  # of the tensors in the rows, in order; None: they have none
+    ready: torch.Event | None
+
+
+class UserValues:
+    """Collects logged numbers; those on a device are copied and read without a host wait."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []  # logged since the last copy
+        self.copies: deque[_Copy] = deque()
+        self.last: dict[str, float | Tensor] = {}  # latest values since the last validation
+        self.names: set[str] = set()  # of all values so far
+
+    def log(self, run: Run, values: Mapping[str, float | Tensor], step: int | None) -> None:
+        """Add a row for `Run.log`."""
+        if step is None:
+            begun = run.progress.step == run.resumed_step + run.stopwatch.count
+            step = run.progress.step + (begun and run.stopwatch.running)
+        metrics = {*(run.objective.metric_names() or ()), *run.progress.metrics}
+        self.add(values, step, {name.removeprefix("val/") for name in metrics}, keep=run.writes)
+
+    def write(self, recorder: Recorder, wait: bool = False) -> None:
+        """Record the rows that have arrived; with `wait`, all."""
+        if wait:
+            self.start_copy()
+        for step, values in self.read(wait):
+            recorder.scalars(step, SPLIT, values)
+
+    def add(self, values: Any, step: Any, taken: Collection[str] = (), keep: bool = True) -> None:
+        """Add a row; without `keep` it is not written.
+
+        Raises UsageError for what is no number, and for a name of ours or in `taken`.
+        """
+        if torch.compiler.is_compiling():
+            raise UsageError(
+                "log: a compiled step cannot log; optimization.whole_step.enabled=false"
+            )
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+            raise UsageError(f'log: takes names and numbers, {{"name": 0.5}}, got {values!r}')
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"log: step must be a whole number ≥ 0, got {step!r}")
+        row = {name: _as_number(name, value) for name, value in values.items()}
+        for name in row:
+            _check_name(name, taken)
+        if row:
+            self.rows += [(step, row)] if keep else []
+            self.last |= row
+            self.names |= row.keys()
+
+    def start_copy(self) -> None:
+        """Start the copy of the rows so far to the host."""
+        if not self.rows:
+            return
+        tensors = [x for _, row in self.rows for x in row.values() if isinstance(x, Tensor)]
+        values = ready = None
+        if tensors:
+            device = tensors[0].device
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            stacked = torch.stack([x.to(device, dtype, non_blocking=True) for x in tensors])
+            pinned = device.type == "cuda"
+            host = torch.empty(stacked.shape, dtype=dtype, pin_memory=pinned)
+            values = host.copy_(stacked, non_blocking=True)
+            ready = torch.Event(device)
+            ready.record()
+        self.copies.append(_Copy(self.rows, values, ready))
+        self.rows = []
+
+    def read(self, wait: bool = False) -> list[Row]:
+        """Return the rows that have arrived, each once; with `wait`, all that were copied."""
+        arrived: list[Row] = []
+        while self.copies and (
+            wait or self.copies[0].ready is None or self.copies[0].ready.query()
+        ):
+            copy = self.copies.popleft()
+            if copy.ready is not None:
+                copy.ready.synchronize()  # host sync: a wait at the end or a validation alone
+            # host sync: none, they have arrived
+            numbers = iter([] if copy.values is None else copy.values.tolist())
+            for step, row in copy.rows:
+                values = {k: next(numbers) if isinstance(x, Tensor) else x for k, x in row.items()}
+                arrived.append((step, values))
+        return arrived
+
+    def monitored(self, run: Run) -> dict[str, float]:
+        """Return the monitored value at a validation, the same in all processes. Host sync.
+
+        It is the latest one since the validation before; NaN, which is not the best, if there is
+        none. {} if it was never logged, not even by the `on_validation` of the first one.
+        """
+        name = run.monitor.removeprefix(f"{SPLIT}/")
+        latest = self.last.get(name, math.nan)
+        value = float(latest)  # host sync: once a validation
+        self.last = {}
+        is_late = run.progress.validated_step > 0 or run.progress.step >= run.total_steps
+        is_known = name in self.names or not is_late
+        value, is_known = run.gather((value, is_known))[0]
+        return {run.monitor: value} if is_known else {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what is not written yet, for a checkpoint. Host sync."""
+        self.start_copy()
+        rows = self.read(wait=True)
+        self.copies.appendleft(_Copy(rows, None, None))
+        self.last = {name: float(x) for name, x in self.last.items()}  # host sync: a checkpoint
+        return {"rows": rows, "last": self.last, "names": sorted(self.names)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue with that state."""
+        self.copies.append(_Copy([(step, dict(row)) for step, row in state["rows"]], None, None))
+        self.last, self.names = dict(state["last"]), set(state["names"])
+
+
+class LoopRecord:
+    """Rows that an own training loop logs, written to a folder in place of an earlier record."""
+
+    def __init__(self, caller: str, folder: Path | None, closed: bool = False) -> None:
+        if folder is None or closed:
+            problem = "it is closed" if closed else f"it has no folder; give {caller}(…, folder=…)"
+            raise UsageError(f"log: {problem}")
+        make_folder(folder)
+        self.values, self.closed = UserValues(), False
+        self.recorder = Recorder(folder, MonitoringConfig())
+        self.recorder.open()
+
+    def log(self, values: Mapping[str, float | Tensor], step: int) -> None:
+        """Add a row. Raises UsageError for what `UserValues.add` refuses, and once closed."""
+        if self.closed:
+            raise UsageError("log: it is closed")
+        self.values.add(values, step)
+
+    def write(self, wait: bool = False) -> None:
+        """Write the rows that have arrived; with `wait`, all."""
+        self.values.start_copy()
+        self.values.write(self.recorder, wait)
+
+    def close(self) -> None:
+        """Write all rows, and close the files."""
+        self.write(wait=True)
+        self.recorder.close()
+        self.closed = True
+
+
+def _as_number(name: str, value: Any) -> float | Tensor:
+    """Return the value, detached and copied; a tensor of the host is read at once."""
+    if isinstance(value, Tensor) and not value.ndim and not value.is_complex():
+        value = value.detach()
+        # host sync: none, a tensor of the host is read
+        return float(value) if value.device.type == "cpu" else value.clone()
+    if isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:
+            raise UsageError(f"log: {name} is too large for a float") from None
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise UsageError(f"log: {name} must be a number or a 0-d tensor, got {got}")
+
+
+def _check_name(name: str, taken: Collection[str]) -> None:
+    is_ours = name in OUR_COLUMNS or name in taken or rises_by_name(name) is not None
+    if is_ours or name.partition("/")[0] in OUR_SPLITS or not name.strip("/ "):
+        fix = f"{SPLIT}/ is added to it; use another one, such as my_{name.rpartition('/')[2]}"
+        raise UsageError(f"log: {name!r} is a name of the run's own record; {fix}")

@@ -1,0 +1,350 @@
+"""`Run.log`: numbers of user code become rows of split `user`, once each, also after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+from runner import Hook, Stability, build, optimize_training_loop, train
+from runner.core.build.build import Components
+from runner.core.errors import ConfigError, UsageError
+from runner.core.interfaces.hook import Evaluation, Step
+from runner.core.interfaces.run import Run
+from runner.core.objectives.classification import ClassificationObjective
+from runner.core.train.user_values import UserValues
+from tests.runs import AtSteps, command, config, opened, rows, trained
+
+SHORT = (*("data=cancer", "model=mlp", "model.width=4"), "training.steps=20")
+EVERY = (*SHORT, "training.validate_every=5", "monitoring.every=10")
+MONITORED = ("training.monitor=user/score", "training.monitor_mode=max")
+
+
+class Logs(Hook):
+    """Logs what `values` returns for a step, after its update."""
+
+    def __init__(self, values: Callable[[int], dict[str, Any]]) -> None:
+        self.values = values
+
+    def on_step(self, run: Run, step: Step) -> None:
+        run.log(self.values(step.number))
+
+
+def train_with(hook: Hook, *overrides: str, folder: Path | None = None) -> Any:
+    with build(config(*overrides), folder, Components(hooks=[hook])) as run:
+        return train(run)
+
+
+def logged(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    values = rows(folder, "user")
+    return [(row.pop("step"), {k: v for k, v in row.items() if k != "split"}) for row in values]
+
+
+def test_a_hooks_numbers_are_rows_of_split_user_and_tags_of_tensorboard(tmp_path: Path) -> None:
+    train_with(Logs(lambda step: {"half": step / 2, "net/square": step**2}), *SHORT,
+               folder=tmp_path)  # fmt: skip
+    assert logged(tmp_path) == [(n, {"half": n / 2, "net/square": n * n}) for n in range(1, 21)]
+    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
+    points = [(point.step, point.value) for point in events.Scalars("user/half")]
+    assert points == [(n, n / 2) for n in range(1, 21)]
+
+
+def test_each_event_logs_its_own_step_and_a_typed_one_stays(tmp_path: Path) -> None:
+    class Everywhere(Hook):
+        def on_gradients(self, run: Run, step: Step) -> None:
+            run.log({"gradients": step.number})
+
+        def on_step(self, run: Run, step: Step) -> None:
+            run.log({"update": step.number})
+            run.log({"typed": step.number}, step=1000 + step.number)
+
+        def on_validation(self, run: Run, evaluation: Evaluation) -> None:
+            run.log({"validation": evaluation.step})
+
+    overrides = (*EVERY, "checkpoint.every=5")
+    for steps in (10, 20):  # the second one continues
+        train_with(Everywhere(), *overrides, f"training.steps={steps}", "checkpoint.resume=auto",
+                   folder=tmp_path)  # fmt: skip
+    values = logged(tmp_path)
+    assert {step - (1000 if "typed" in row else 0) for step, row in values} == set(range(1, 21))
+    for step, row in values:
+        assert list(row.values()) == [step - (1000 if "typed" in row else 0)]
+    assert [step for step, row in values if "validation" in row] == [5, 10, 15, 20]
+    assert [step for step, row in values if "gradients" in row] == list(range(1, 21))
+
+
+def test_a_tensor_is_copied_when_it_is_logged_and_not_a_number_is_null(tmp_path: Path) -> None:
+    counter = torch.zeros(())
+
+    def values(step: int) -> dict[str, Any]:
+        counter.add_(1)  # later changes must not show
+        return {"count": counter, "odd": math.nan if step % 2 else 1.0}
+
+    train_with(Logs(values), *SHORT, folder=tmp_path)
+    assert [row["count"] for _, row in logged(tmp_path)] == list(range(1, 21))
+    assert [row["odd"] for _, row in logged(tmp_path)] == [None, 1.0] * 10
+
+
+class Interruption(BaseException):
+    """Ends a session as nothing that is handled does."""
+
+
+def end(run: Run) -> None:
+    raise Interruption
+
+
+@pytest.mark.parametrize("ends", [(7,), (3, 8, 14), (20,)])
+def test_a_resumed_run_has_each_row_once_and_the_same_best(
+    ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    def score(step: int) -> dict[str, Any]:
+        return {"score": float(1 + step * 7 % 5)} if step % 4 else {}
+
+    overrides = (*EVERY, *MONITORED, "checkpoint.every=6", "checkpoint.resume=auto")
+    for name, steps in (("straight", [0]), ("resumed", [*ends, 0])):
+        for step in steps:
+            with suppress(Interruption), build(config(*overrides), tmp_path / name) as run:
+                run.hooks += [Logs(score), AtSteps(step, end)]
+                train(run)
+    assert rows(tmp_path / "straight") == rows(tmp_path / "resumed")
+    assert len(logged(tmp_path / "resumed")) == 15
+    best = [json.loads((tmp_path / name / "summary.json").read_text()) for name in
+            ("straight", "resumed")]  # fmt: skip
+    assert best[0]["best"] == best[1]["best"] and best[0]["best_step"] == best[1]["best_step"]
+
+
+def test_the_monitor_takes_the_last_value_since_the_validation_before(tmp_path: Path) -> None:
+    scores = {3: 9.0, 5: 1.0, 9: 4.0, 16: 2.0}  # none between the validations of 10 and 15
+    hook = Logs(lambda step: {"score": scores[step]} if step in scores else {})
+    summary = train_with(hook, *EVERY, *MONITORED, folder=tmp_path)
+    assert (summary.best, summary.best_step) == (4.0, 10)
+    assert summary.metrics["user/score"] == 2.0
+    assert [row["user/score"] for row in rows(tmp_path, "val")] == [1.0, 4.0, None, 2.0]
+
+
+def test_the_objective_logs_in_a_validation_what_is_monitored(tmp_path: Path) -> None:
+    class Logging(ClassificationObjective):
+        """Logs the number of its validations, which falls."""
+
+        left = 4
+
+        def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
+            self.left -= 1
+            self.log({"score": self.left})
+            return super().metrics(totals)
+
+    with opened(*EVERY, *MONITORED, "training.sanity=false", folder=tmp_path) as run:
+        run.objective.__class__ = Logging
+        summary = train(run)
+    assert (summary.best, summary.best_step) == (3.0, 5)
+    assert logged(tmp_path) == [(5 * n, {"score": 4.0 - n}) for n in range(1, 5)]
+
+
+def test_the_sanity_check_before_step_1_logs_nothing(tmp_path: Path) -> None:
+    class Logging(ClassificationObjective):
+        def batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
+            self.log({"seen": len(target)})
+            return super().batch_sums(output, target)
+
+    with opened(*EVERY, "training.steps=5", folder=tmp_path) as run:
+        run.objective.__class__ = Logging
+        train(run)
+    assert sum(row["seen"] for _, row in logged(tmp_path)) == len(
+        run.validation.fetch.order.indices
+    )
+
+
+def test_a_monitored_name_that_is_never_logged_ends_the_run_with_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^training\.monitor: unknown metric 'user/score'"):
+        trained(*EVERY, *MONITORED, folder=tmp_path)
+
+
+def test_a_monitored_name_needs_the_direction() -> None:
+    with pytest.raises(ConfigError, match=r"^training\.monitor_mode: must be set for user/score"):
+        config(*SHORT, MONITORED[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"loss": 1.0}, "'loss' is a name of the run's own record"),
+        ({"accuracy": 1.0}, "'accuracy' is a name"),
+        ({"step": 1}, "'step' is a name"),
+        ({"split": 1}, "'split' is a name"),
+        ({"grad_norm": 1}, "'grad_norm' is a name"),
+        ({"process_gib": 1}, "'process_gib' is a name"),
+        ({"val/mine": 1}, "'val/mine' is a name"),
+        ({"user/mine": 1}, "user/ is added to it"),
+        ({"": 1}, "'' is a name"),
+        ({"mine": "high"}, "mine must be a number or a 0-d tensor, got 'high'"),
+        ({"mine": None}, "mine must be a number"),
+        ({"mine": [1.0]}, "mine must be a number"),
+        ({"mine": 1j}, "mine must be a number"),
+        ({"mine": torch.zeros(2)}, r"got a tensor of shape \(2,\)"),
+        ({"mine": torch.zeros((), dtype=torch.complex64)}, "mine must be a number"),
+        ({"mine": 10**400}, "mine is too large for a float"),
+        ({3: 1.0}, "takes names and numbers"),
+        ([("mine", 1.0)], "takes names and numbers"),
+    ],
+)
+def test_what_is_no_number_or_a_name_of_ours_is_refused(values: Any, says: str) -> None:
+    with opened(*SHORT) as run, pytest.raises(UsageError, match=f"log: .*{says}"):
+        run.log(values)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
+def test_a_step_is_a_whole_number(step: Any) -> None:
+    with opened(*SHORT) as run, pytest.raises(UsageError, match="step must be a whole number"):
+        run.log({"mine": 1.0}, step)
+
+
+def test_numbers_of_a_device_are_read_once_their_copy_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Event:
+        def __init__(self) -> None:
+            self.arrived = self.waited = False
+
+        def query(self) -> bool:
+            return self.arrived
+
+        def synchronize(self) -> None:
+            self.waited = not self.arrived
+
+    values = UserValues()
+    values.add({"a": 1.0}, 1)
+    values.start_copy()
+    event = Event()
+    values.copies[0] = values.copies[0]._replace(
+        rows=[(1, {"a": torch.zeros((), device="meta"), "b": 2.0})],
+        values=torch.tensor([5.0]), ready=event,
+    )  # fmt: skip
+    assert values.read() == [] and not event.waited  # no host wait
+    event.arrived = True
+    assert values.read() == [(1, {"a": 5.0, "b": 2.0})] and not event.waited
+    assert values.read() == []
+
+
+def test_sinks_get_the_rows(tmp_path: Path) -> None:
+    class Writer:
+        """Takes the place of a sink's writer."""
+
+        def __init__(self) -> None:
+            self.rows: list[tuple[int, str, dict[str, float]]] = []
+
+        def add(self, *row: Any) -> None:
+            self.rows.append(row)
+
+        def close(self) -> None:
+            pass
+
+    with opened(*SHORT, folder=tmp_path) as run:
+        writer: Any = Writer()
+        run.recorder.sink_writers.append(writer)
+        run.hooks.append(Logs(lambda step: {"half": step / 2}))
+        train(run)
+    rows_of_user = [row for row in writer.rows if row[1] == "user"]
+    assert rows_of_user == [(n, "user", {"half": n / 2}) for n in range(1, 21)]
+
+
+def test_an_objective_that_logs_in_its_call_is_not_compiled_into_a_step(tmp_path: Path) -> None:
+    class Logging(ClassificationObjective):
+        def __call__(self, output: Any, target: Any) -> Tensor:
+            self.log({"samples": len(target)})
+            return super().__call__(output, target)
+
+    with opened(*SHORT, "training.steps=2", folder=tmp_path) as run:
+        run.objective.__class__ = Logging
+        run.step_graph = cast(Any, object())
+        summary = train(run)
+        assert run.step_graph is None
+    assert "objective logs" in run.fallback_reasons["whole_step"] and summary.status == "done"
+    assert [step for step, _ in logged(tmp_path)] == [1, 2]
+
+
+HOOK = """
+from runner import Hook
+
+class Score(Hook):
+    def on_step(self, run, step):
+        run.log({"score": step.number * (1 - 2 * run.rank)})  # of the second process it falls
+"""
+
+
+def test_of_two_processes_the_first_one_writes_and_decides_on_the_best(tmp_path: Path) -> None:
+    (tmp_path / "my_hooks.py").write_text(HOOK)
+    done = command(
+        tmp_path, *EVERY, *MONITORED, "distributed=ddp", "distributed.processes=2", "device=cpu",
+        "training.patience=1", "distributed.timeout_s=20", "debug.hooks=[my_hooks.Score]",
+        "security.trusted=[my_hooks]", "hydra.run.dir=run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert logged(tmp_path / "run") == [(n, {"score": float(n)}) for n in range(1, 21)]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"] == 20
+
+
+def test_a_run_that_logs_nothing_keeps_nothing_for_it(tmp_path: Path) -> None:
+    with opened(*SHORT, folder=tmp_path) as run:
+        train(run)
+        assert run.reader.user is None
+    assert not rows(tmp_path, "user")
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+BATCH = torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
+
+
+def test_an_own_loop_under_stability_logs_into_its_folder(net: nn.Module, tmp_path: Path) -> None:
+    optimizer, losses = torch.optim.SGD(net.parameters()), []
+    with Stability(folder=tmp_path) as stability:
+        stability.log({"before": 1.0})
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(net(BATCH[0]), BATCH[1])
+            losses.append(loss.item())
+            stability.step(net, loss, optimizer)
+            stability.log({"mine": loss, "other": 2})
+        for name in ("loss", "val/loss", "accuracy"):
+            with pytest.raises(UsageError, match=f"'{name}' is a name"):
+                stability.log({name: 1.0})
+    steps = [(n, {"mine": x, "other": 2.0}) for n, x in enumerate(losses, 1)]
+    assert logged(tmp_path) == [(0, {"before": 1.0}), *steps]
+    assert list(tmp_path.glob("events.out.tfevents*"))
+    with pytest.raises(UsageError, match="log: it is closed"):
+        stability.log({"mine": 1.0})
+
+
+def test_an_optimized_loop_logs_into_its_folder(net: nn.Module, tmp_path: Path) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+    optimizer = torch.optim.SGD(net.parameters())
+    with optimize_training_loop(net, optimizer, loss_fn, level="none", folder=tmp_path) as loop:
+        for n in range(1, 4):
+            step = loop(BATCH)
+            loop.log({"mine": step.loss})
+            loop.log({"twice": 2 * n}, step=10 * n)
+    values = logged(tmp_path)
+    assert [step for step, _ in values] == [1, 10, 2, 20, 3, 30]
+    assert float(step.loss) == values[4][1]["mine"]
+
+
+def test_a_loop_without_a_folder_cannot_log(net: nn.Module) -> None:
+    with Stability() as stability, pytest.raises(UsageError, match=r"Stability\(…, folder=…\)"):
+        stability.log({"mine": 1.0})
+    optimizer = torch.optim.SGD(net.parameters())
+    loop = optimize_training_loop(net, optimizer, nn.functional.cross_entropy)
+    with loop, pytest.raises(UsageError, match=r"optimize_training_loop\(…, folder=…\)"):
+        loop.log({"mine": 1.0})
