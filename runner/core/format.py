@@ -1,4 +1,4 @@
-"""Format numbers, times and names consistently for message, in every table and pages."""
+"""Numbers, times and names as text, the same in messages, tables and pages."""
 
 from __future__ import annotations
 

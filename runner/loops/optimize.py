@@ -303,6 +303,7 @@ class LazyRun(Closeable):
             self.run = None
 
     def _build(self, inputs: Inputs, target: Any) -> Run:
+        """Build the run for batches of these shapes, without the techniques in `not_applied`."""
         n = count_samples(inputs, f"{self.caller}: the batch")
         optimization = replace(self.config.optimization)
         for name in self.not_applied:

@@ -21,6 +21,7 @@ from runner.measure.comparison_row import (
 )
 from runner.measure.naming import compares_speed
 from runner.measure.replicates import merge_replicates
+from runner.measure.winner import best_first
 
 if TYPE_CHECKING:
     from runner.scale.sweep.search_record import SearchRecord
@@ -73,7 +74,8 @@ class Comparison:
     @cached_property
     def by_configuration(self) -> Comparison:
         """The comparison with replicates merged into one row each; itself if there are none."""
-        return merge_replicates(self)
+        merged = merge_replicates(self)
+        return self if merged is self else best_first(merged)
 
     @property
     def has_replicates(self) -> bool:

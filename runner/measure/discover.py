@@ -36,6 +36,7 @@ from runner.measure.speed import (
     read_measured_speed,
     set_measured_speed,
 )
+from runner.measure.winner import best_first
 from runner.scale.sweep.search_record import read_search
 
 SWEEP_FILE = "sweep.json"
@@ -103,7 +104,7 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
     if title[:1].isdigit():  # outputs/sweeps/<title>/<time>-<id>
         title = root.parent.name or title
     unmeasured_sweep = kind == "sweep" and search is None and measured is None
-    return Comparison(
+    comparison = Comparison(
         title,
         rows,
         kind,
@@ -115,6 +116,7 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
         root,
         benchmark_command(rows) if unmeasured_sweep else "",
     )
+    return best_first(comparison)
 
 
 def _is_sweep(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from runner.measure import verdicts
 from runner.measure.columns import ReportColumn, select_columns
 from runner.measure.comparison import HTML_FILE, JSON_FILE, TENSORBOARD_RUN, Comparison
 from runner.measure.comparison_row import ComparisonRow
+from runner.measure.winner import winner_commands
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
@@ -132,6 +133,6 @@ def _file_lines(comparison: Comparison) -> Iterator[Text]:
     if (root / TENSORBOARD_RUN).exists():
         words = [*python_command("runner.report"), "--tensorboard", folder]
         lines["TensorBoard: "] = shlex.join(words)
-    for name, text in lines.items():
+    for name, text in (*lines.items(), *winner_commands(comparison)):
         printable = escape_control_chars(text)
         yield Text.assemble((name, "dim"), printable, no_wrap=True, overflow="ignore")

@@ -128,7 +128,7 @@ class DebugConfig:
     max_iterations: int | None = bounded(None, min=1)  # last step of the tools; null: no limit
     timeout_s: float | None = bounded(None, above=0)  # seconds until the tools stop; null: never
     capture: CaptureConfig = field(default_factory=CaptureConfig)
-    # the tools, outermost first: a new one is a file and a line here
+    # the tools, outermost first: for a new one see runner/diagnose/README.md
     gradcheck: GradcheckConfig = tool_field(
         "runner.diagnose.debug.gradcheck:GradcheckTool", GradcheckConfig
     )

@@ -1,4 +1,4 @@
-"""The summary of a run, built from its parts."""
+"""The evidence of a run's techniques, and its summary, which is built from its parts."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from runner.core.errors import CheckpointError, Interrupted, ProcessLost, Storag
 from runner.core.format import count_noun
 from runner.core.record.storage import make_folder
 from runner.core.record.summary import FINISHED_STATUSES, Summary
+from runner.core.record.text import shorten
 from runner.core.schemas.sweep import LauncherConfig
 from runner.scale.sweep.job_process import GRACE_S, JobProcess
 from runner.scale.sweep.plan import JobPlan, archive_job, can_continue
@@ -28,6 +29,7 @@ SERVER_LOSSES = 3  # of the fork server, after each of which a job is tried agai
 CHECKPOINT_ERROR = CheckpointError.exit_code
 RETRIED_STATUSES = ("failed", "killed", "timeout", "oom")  # if `retries` allows
 PROGRESS_S = 30.0  # between progress lines
+LONGEST_LINE = 60  # characters of a job's own line in one of them
 
 
 class JobSource(Protocol):
@@ -151,7 +153,8 @@ class Schedule:
             self.source.on_poll(plan)
             self._report_stop(plan.job, process.stop_notice())
             if is_due:
-                log.info("%s: %s", plan.job.title, process.last_line() or "starting")
+                line = shorten(process.last_line() or "starting", LONGEST_LINE)
+                log.info("%s: %s", plan.job.title, line)
 
     def _report_stop(self, job: Job, notice: str) -> None:
         """Log once that a job's process is stopped."""

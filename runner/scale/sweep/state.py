@@ -17,10 +17,11 @@ from runner.core.config.groups import without_arguments
 from runner.core.errors import StorageError, UsageError
 from runner.core.record.storage import read_record, write_or_log
 from runner.core.record.summary import FINISHED_STATUSES
-from runner.core.record.text import dataclass_from_json
+from runner.core.record.text import dataclass_from_json, shorten
 
 SWEEP_FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
+LONGEST_TITLE = 80  # characters of a job's title in a message
 MAX_NAME_BYTES = 240  # bytes of a path component; file systems allow 255
 
 
@@ -49,8 +50,9 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Number and overrides, for messages."""
-        return f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
+        """Number and overrides, for messages of one line."""
+        text = f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
+        return shorten(text, LONGEST_TITLE)
 
 
 @dataclass

@@ -69,8 +69,7 @@ def examine(
     """Check and load the bytes of the file called `name`; `path` is a path to the same bytes.
 
     `check_archive` applies the rules for archives, pickles and headers, needless if the digest is
-    known;
-    `deep` warns of unusual values in tensors. Failures become reasons; it never raises.
+    known; `deep` warns of unusual values in tensors. Failures become reasons; it never raises.
     """
     examination = Examination()
     try:

@@ -1,0 +1,77 @@
+"""The best row of a comparison by the monitored metric, and what can be done with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
+from runner.core.format import short_path
+from runner.core.interfaces.objective import rises_by_name
+from runner.core.module_path import python_command
+from runner.core.record.hydra_files import read_flat_config
+from runner.core.record.text import quote_for_shell, resume_argument
+from runner.measure.comparison_row import ComparisonRow, number_at
+
+if TYPE_CHECKING:
+    from runner.measure.comparison import Comparison
+
+MODE = "training.monitor_mode"
+
+
+def best_first(comparison: Comparison) -> Comparison:
+    """Return the comparison with the best row first, where the rows differ in what they learn.
+
+    Unchanged without one metric on the same data, or if nothing says which values are better.
+    """
+    rises = metric_rises(comparison)
+    if rises is None:
+        return comparison
+
+    def rank(row: ComparisonRow) -> tuple[bool, bool, float]:
+        best = row.best or 0.0
+        return not row.finished, row.best is None, -best if rises else best
+
+    return replace(comparison, rows=sorted(comparison.rows, key=rank))
+
+
+def metric_rises(comparison: Comparison) -> bool | None:
+    """Return whether higher values of the monitored metric are better; None if that is unknown."""
+    finished = [row for row in comparison.rows if row.finished]
+    is_ranked = comparison.kind != "benchmark" and comparison.search is None
+    if not is_ranked or not comparison.compares_learning or not comparison.monitor:
+        return None
+    if len(finished) < 2 or len({row.judged_on for row in finished}) > 1:
+        return None
+    if comparison.root is not None and finished[0].folder:  # as the user has said
+        mode = str(read_flat_config(comparison.root / finished[0].folder).get(MODE))
+        if mode in ("min", "max"):
+            return mode == "max"
+    return rises_by_name(comparison.monitor)
+
+
+def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield what can be done with the best run, as labels and commands; nothing without one."""
+    if comparison.root is None or metric_rises(comparison) is None:
+        return
+    row = comparison.rows[0]  # of a configuration that ran several times its best run
+    if not row.finished or row.best is None or not row.folder:
+        return
+    folder = comparison.root / row.folder
+    start, run = shlex.join(python_command("runner")), Path(short_path(folder))
+    yield "the winner:  ", f"{row.name}, in {run}"
+    if not (folder / CHECKPOINTS).is_dir():
+        return
+    is_text = "val/perplexity" in row.metrics
+    predict = "job=predict predict.prompt=…" if is_text else "job=predict"
+    steps, overrides = number_at(row.summary, "steps"), shlex.join(row.overrides)
+    commands = {
+        "  predict:   ": f"{predict} {resume_argument(run)}",
+        "  evaluate:  ": f"job=evaluate {resume_argument(run)}",
+        "  resume:    ": f"{resume_argument(run)} training.steps={2 * int(steps or 1)}",
+        "  train on:  ": f"{overrides} {quote_for_shell('model.weights', run)}".strip(),
+    }
+    yield from ((label, f"{start} {command}") for label, command in commands.items())

@@ -1,0 +1,65 @@
+"""The best run of a sweep is first, and its commands work as they are printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from runner.measure.discover import compare
+from runner.measure.winner import winner_commands
+from tests import runs
+
+RATES = ("1e-5", "1e-2", "1e-3")
+SHORT = ("training.steps=30", "device=cpu", "monitoring.progress=false")
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which a sweep over three learning rates was started."""
+    folder = tmp_path_factory.mktemp("sweep")
+    typed = (f"optimizer.lr={','.join(RATES)}", "hydra.sweep.dir=outputs/sweeps/one")
+    made = runs.command(folder, "-m", *typed, *SHORT)
+    assert made.returncode == 0, made.stderr
+    assert max(map(len, made.stderr.splitlines())) <= 160
+    (folder / "printed").write_text(made.stdout)
+    return folder
+
+
+def test_rows_are_ordered_by_the_monitored_metric_and_the_best_one_ends_the_screen(
+    swept: Path,
+) -> None:
+    values = {
+        rate: json.loads((swept / f"outputs/sweeps/one/{n}/summary.json").read_text())["best"]
+        for n, rate in enumerate(RATES)
+    }
+    expected = sorted(RATES, key=lambda rate: -values[rate])
+    rows = compare(swept / "outputs/sweeps/one").rows
+    assert [row.name for row in rows] == [f"lr={float(rate):g}" for rate in expected]
+    lines = (swept / "printed").read_text().splitlines()
+    (at,) = (n for n, line in enumerate(lines) if line.startswith("the winner:"))
+    assert f"in outputs/sweeps/one/{RATES.index(expected[0])}" in lines[at]
+    labels = [line.split(":")[0].strip() for line in lines[at + 1 : at + 5]]
+    assert labels == ["predict", "evaluate", "resume", "train on"]
+
+
+def test_the_commands_of_the_winner_run(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swept)
+    commands = dict(winner_commands(compare("outputs/sweeps/one")))
+    done = {}
+    for label, command in list(commands.items())[1:]:
+        words = shlex.split(command)
+        made = runs.command(swept, *words[words.index("runner") + 1 :], "device=cpu")
+        assert made.returncode == 0, (label, made.stderr)
+        done[label.strip()] = made
+    assert "continuing after step 30" in done["resume:"].stderr
+    assert "model.weights" in done["train on:"].stderr
+
+
+def test_without_a_known_direction_nothing_wins(swept: Path) -> None:
+    comparison = compare(swept / "outputs/sweeps/one")
+    for row in comparison.rows:
+        row.summary["monitor"] = "val/mine"
+    assert [*winner_commands(comparison)] == []
