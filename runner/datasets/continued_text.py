@@ -28,6 +28,7 @@ from runner.core.record.summary import Summary
 from runner.core.record.text import escape_control_chars
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
+from runner.core.standard_streams import write_stream
 from runner.core.train.evidence import build_summary
 from runner.datasets.text_lm import find_codec
 
@@ -48,12 +49,13 @@ def continue_prompt(config: RunConfig, folder: Path) -> Summary:
         run.history.load({"counts": {}, "faults": []})  # drop the faults of the training
         codec = find_codec(config.data, policy, fitted.tokenizer)
         text = continue_text(run, codec, str(options.prompt), sampling)
-        sys.stdout.write("\n".join(map(escape_control_chars, text.split("\n"))) + "\n")
         try:
             replace_text(path, text.encode("utf-8", "replace").decode())
             size = path.stat().st_size
         except OSError as error:
             raise StorageError(f"{path}: not written: {error.strerror or error}") from error
+        lines = map(escape_control_chars, text.encode("utf-8", "replace").decode().split("\n"))
+        write_stream(sys.stdout, "\n".join(lines) + "\n")
         run.progress.metrics, run.techniques = {}, []  # they concern training
         run.choices.clear()
         summary = build_summary(run, "done", job="predict")
@@ -96,6 +98,8 @@ def check_sampling(
         f"prompt must be a text that is not empty, got {prompt!r}": not (
             isinstance(prompt, str) and prompt
         ),
+        "prompt has characters that are no Unicode": isinstance(prompt, str)
+        and any("\ud800" <= letter <= "\udfff" for letter in prompt),
         f"tokens must be an int ≥ 1, got {tokens!r}": not is_int(tokens, 1),
         f"temperature must be a number ≥ 0, got {temperature!r}": not (
             is_number and 0 <= float(temperature) < math.inf  # type: ignore[arg-type]

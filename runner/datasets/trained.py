@@ -259,7 +259,8 @@ def _write_table(table: Any, folder: Path) -> Path:
 
 def _is_cell(value: Any) -> bool:
     """Whether a value is one cell of a table."""
-    return value is None or isinstance(value, str | bytes | float | int | datetime.date)
+    kinds = str | bytes | float | int | datetime.date | np.generic
+    return value is None or isinstance(value, kinds)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -279,7 +279,7 @@ class Debugger:
 
     def _report_nan(self, text: str, on: str) -> None:
         """Record a NaN that a backward made, or raise it as NotFinite."""
-        message = f"{self.totals.open_names()[-1]}: {text}"
+        message = f"{next(reversed(self.totals.open_names()), 'backward')}: {text}"
         self._count_not_finite(1)
         self._record_fault("anomaly", message)
         if on == "raise":

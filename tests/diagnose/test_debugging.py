@@ -268,3 +268,35 @@ def test_the_summary_is_exported_as_json(own: Debugger, tmp_path: Path) -> None:
     for call in (lambda: own.context("x", on="stop").__enter__(), lambda: own.operation(on="x")):
         with pytest.raises(UsageError, match="on must be 'record' or 'raise', got"):
             call()
+
+
+def test_contexts_of_two_threads_leave_torch_as_it_was() -> None:
+    """The second begins within the first, and ends after it."""
+    before = torch.autograd.backward, torch.autograd.grad, torch.is_anomaly_enabled()
+    own, first_left = Debugger(), threading.Event()
+    entered, texts = threading.Event(), list[str]()
+
+    def second() -> None:
+        with own.context("second", anomaly=True):
+            entered.set()
+            first_left.wait(20)
+            weight = torch.zeros(3, requires_grad=True)
+            (weight.sqrt() * 0).sum().backward()  # 0 * Inf
+        texts.extend(fault.message for fault in own.summary().faults)
+
+    thread = threading.Thread(target=second)
+    with own.context("first", anomaly=True):
+        thread.start()
+        entered.wait(20)
+    first_left.set()
+    thread.join()
+    assert any(text.startswith("second: NaN in the backward") for text in texts)
+    assert (torch.autograd.backward, torch.autograd.grad, torch.is_anomaly_enabled()) == before
+
+
+def test_a_reset_within_a_context_does_not_break_the_backward() -> None:
+    own, weight = Debugger(), torch.zeros(3, requires_grad=True)
+    with own.context("step", anomaly=True):
+        own.reset()
+        (weight.sqrt() * 0).sum().backward()
+    assert weight.grad is not None

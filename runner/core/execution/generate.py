@@ -46,7 +46,7 @@ def generate(run: Run, ids: Tensor, sampling: Sampling) -> Tensor:
         raise ConfigError("predict.prompt", "has no ids that the model knows", "give another text")
     ids = ids.to(run.device.torch)
     with inference(run) as forward:
-        if callable(getattr(run.model, "generate", None)):
+        if _is_pretrained(run.model):
             return _generate_pretrained(run.model, ids, sampling)
         next_logits = _cached_logits(run.model) if isinstance(run.model, GPT) else None
         context = run.sizes.sequence or ids.shape[1] + sampling.tokens
@@ -101,6 +101,14 @@ def _cached_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
         return logits(model.extend(ids[:, known:], caches))[:, -1]
 
     return next_logits
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    """Whether it is a model of transformers; another one's `generate` may take anything."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(model).__mro__
+    )
 
 
 def _generate_pretrained(model: nn.Module, ids: Tensor, sampling: Sampling) -> Tensor:

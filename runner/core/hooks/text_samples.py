@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset
+from runner.core.device.device_errors import is_out_of_memory
 from runner.core.errors import ConfigError, DataError
 from runner.core.execution.generate import Sampling, generate
 from runner.core.interfaces.batch import TextCodec
 from runner.core.interfaces.hook import Evaluation, Hook
 from runner.core.interfaces.run import Run
+from runner.core.record.text import summarize_error
 from runner.core.schemas.jobs import JobKind
+
+log = logging.getLogger("runner")
 
 TAG = "val/samples"
 PROMPT = 16  # tokens at the start of a validation sample
@@ -24,7 +30,8 @@ def text_samples(config: RunConfig, data: Dataset) -> list[Hook]:
     """Return the hook that writes texts of the model, if any are asked for. Raises ConfigError."""
     count, codec = config.monitoring.samples, getattr(data, "codec", None)
     if count is None:
-        count = DEFAULT_COUNT if config.data._target_ is None else 0
+        is_ours = config.data._target_ is None and config.model._target_ is None
+        count = DEFAULT_COUNT if is_ours else 0
     if not count or config.job.kind is not JobKind.train:
         return []
     if codec is None:
@@ -42,19 +49,25 @@ class TextSamples(Hook):
     monitors = True
 
     def __init__(self, count: int, codec: TextCodec) -> None:
-        self.count, self.codec = count, codec
+        self.count, self.codec, self.failed = count, codec, False
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
         """Write the texts; only in the first process, which needs all of the weights."""
-        if run.rank or run.shards is not None:
+        if run.rank or run.shards is not None or self.failed:
             return
         source = run.validation.fetch.source
         inputs, _ = source.fetch(np.sort(source.validation)[: self.count], None)
         prompts = inputs[:, : min(PROMPT, max(1, inputs.shape[1] // 2))]
         try:
             made = generate(run, prompts, Sampling(TOKENS, seed=run.seed))
-        except DataError as error:
+        except DataError as error:  # outputs that are not finite
             run.recorder.text(TAG, str(error), evaluation.step)
+            return
+        except Exception as error:  # of the user's model, which may take no shorter texts
+            if is_out_of_memory(error):
+                raise
+            self.failed = True
+            log.warning("monitoring.samples: no texts from now on: %s", summarize_error(error))
             return
         texts = [self._show(row, prompts.shape[1]) for row in made.cpu()]  # host sync: a validation
         run.recorder.text(TAG, "\n\n".join(texts), evaluation.step)

@@ -21,7 +21,9 @@ from runner.diagnose.replay.source_line import location_in_trace, read_source_li
 TRACE_KEY = "traceback_"  # of a node's metadata, where autograd's anomaly mode stores its stack
 Report = Callable[[str], None]
 
-_active = threading.local()  # `.searched`: whether an outer context searches this thread's backward
+_active = threading.local()  # `.search`: owners of nodes and the report of this thread's context
+_lock = threading.Lock()
+_entered: list[ExitStack] = []  # one for each context of any thread; the first has the patches
 
 
 @contextmanager
@@ -31,25 +33,46 @@ def check_backwards(report: Report) -> Iterator[None]:
     Nested contexts of a thread search once. Each node's gradients are read, so an accelerator is
     waited for. Forwards inside are recorded by autograd's anomaly mode, for the lines.
     """
-    if getattr(_active, "searched", False):
+    if getattr(_active, "search", None) is not None:
         yield
         return
-    modules = NodeOwners()
-    _active.searched = True
-    with ExitStack() as scope:
-        scope.callback(setattr, _active, "searched", False)
-        scope.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        for handle in (
-            register_module_forward_pre_hook(modules.enter),
-            register_module_forward_hook(modules.leave, always_call=True),
-        ):
-            scope.callback(handle.remove)
-        for name in ("backward", "grad"):
-            function = getattr(torch.autograd, name)
-            searched = partial(_search, function, modules, report)
-            setattr(torch.autograd, name, searched)
-            scope.callback(setattr, torch.autograd, name, function)
+    with _lock:
+        _entered.append(_entered[0] if _entered else _patch())
+    _active.search = NodeOwners(), report
+    try:
         yield
+    finally:
+        _active.search = None
+        with _lock:
+            patches = _entered.pop()
+            if not _entered:  # of all threads, whatever their order
+                patches.close()
+
+
+def _patch() -> ExitStack:
+    """Switch on what the whole process shares, until the returned stack is closed."""
+    scope = ExitStack()
+    scope.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+    for handle in (
+        register_module_forward_pre_hook(_enter_module),
+        register_module_forward_hook(_leave_module, always_call=True),
+    ):
+        scope.callback(handle.remove)
+    for name in ("backward", "grad"):
+        function = getattr(torch.autograd, name)
+        setattr(torch.autograd, name, partial(_search, function))
+        scope.callback(setattr, torch.autograd, name, function)
+    return scope
+
+
+def _enter_module(module: nn.Module, inputs: Any) -> None:
+    if (search := getattr(_active, "search", None)) is not None:
+        search[0].enter(module, inputs)
+
+
+def _leave_module(module: nn.Module, inputs: Any, output: Any) -> None:
+    if (search := getattr(_active, "search", None)) is not None:
+        search[0].leave(module, inputs, output)
 
 
 class NodeOwners:
@@ -87,14 +110,12 @@ class NodeOwners:
         state.setdefault("ranges", []).append((number, label))
 
 
-def _search(
-    function: Callable[..., Any],
-    modules: NodeOwners,
-    report: Report,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _search(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `torch.autograd.backward` or `grad`, and report the first NaN that it made."""
+    search: tuple[NodeOwners, Report] | None = getattr(_active, "search", None)
+    if search is None:  # another thread has the context
+        return function(*args, **kwargs)
+    modules, report = search
     culprits: list[str] = []  # the node that made the first NaN, after that of an earlier Inf
     has_inf = False
     roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))

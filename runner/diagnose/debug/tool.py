@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,13 +13,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from runner.core.errors import RunnerError, UsageError
+from runner.core.errors import RunnerError
 from runner.core.interfaces.hook import Cost, Hook
 from runner.core.interfaces.run import Run
 from runner.core.record.storage import write_or_log
 from runner.core.schemas.debug import DebugConfig
 from runner.core.train.device_timing import DeviceStopwatch
 from runner.core.train.timing import SETTLING, Stopwatch
+
+log = logging.getLogger("runner")
+
+REFUSED = "state_refused"  # key of a state that is not in the checkpoint
 
 
 class DebugTool(Hook):
@@ -47,6 +52,7 @@ class DebugTool(Hook):
         self.seconds = 0.0
         self.finding = ""
         self.looked_steps: list[int] = []  # inside `around`, by the stopwatch's count
+        self.state_refused = False  # `state` had a value that JSON does not have
         self.event_seconds = 0.0  # in events, which no step's time includes
         self.start_time = time.monotonic()
 
@@ -66,20 +72,25 @@ class DebugTool(Hook):
     def resume_state(self) -> str:
         """Return `state` with the number of inspections and the finding.
 
-        Raises UsageError for a value that JSON does not have.
+        A state with a value that JSON does not have is left out, with one warning: a save must not
+        end the run.
         """
         common = {"inspections": self.inspections, "finding": self.finding}
         try:
             return json.dumps({**common, **self.state()})
         except (TypeError, ValueError) as error:
-            problem = f"{type(self).__name__}.state: {error}; return values of JSON types"
-            raise UsageError(problem) from error
+            if not self.state_refused:
+                problem = f"{type(self).__name__}.state: {error}; return values of JSON types"
+                log.warning("%s: a resumed run begins this tool anew", problem)
+            self.state_refused = True
+            return json.dumps({**common, REFUSED: True})
 
     def load_resume_state(self, text: str) -> None:
         """Continue with that state."""
         state = json.loads(text)
         self.inspections, self.finding = state["inspections"], state["finding"]
-        self.load(state)
+        if REFUSED not in state:
+            self.load(state)
 
     def state(self) -> dict[str, Any]:
         """Return more for a resumed run, so that it acts at the steps of an uninterrupted one."""

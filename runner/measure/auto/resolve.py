@@ -195,11 +195,12 @@ def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
 def _keep_basic(config: RunConfig, result: SearchResult) -> SearchResult:
     """Return the techniques of `basic` where nothing was selected, unless they were refuted.
 
-    They are refuted if the plainest candidate gave wrong numbers, or was certainly slower.
+    They are refuted if the plainest candidate failed, gave wrong numbers, or was certainly slower.
     """
     plainest = result.tried[0] if result.tried else Candidate(NONE, [])
     slower = plainest.final_interval is not None and plainest.final_interval[1] < 1
-    if result.techniques or plainest.parity == "FAIL" or slower:
+    failed = plainest.parity == "FAIL" or plainest.state == "ended"
+    if result.techniques or failed or slower:
         return result
     basic = pinned_techniques(compose(["optimization=basic"]).optimization)
     excluded = {*result.left_out, *config.optimization.auto.without}

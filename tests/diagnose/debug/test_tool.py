@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 
 from runner import train
 from runner.core.build.hooks import load_debug_tools
-from runner.core.errors import GaveUp, UsageError
+from runner.core.errors import GaveUp
 from runner.core.interfaces.hook import Report, Step
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
@@ -150,10 +150,21 @@ def test_weights_and_moments_are_bit_equal_with_every_tool_and_with_none(model: 
 
 
 @pytest.mark.parametrize("value", [Path("a"), {1, 2}, object(), {(1, 2): 3}])
-def test_a_state_that_json_does_not_have_is_an_error_and_no_text(value: object) -> None:
+def test_a_state_that_json_does_not_have_is_said_once_and_ends_no_save(
+    value: object, caplog: pytest.LogCaptureFixture
+) -> None:
     class Stateful(Fragile):
         def state(self) -> dict[str, Any]:
             return {"kept": value}
 
-    with pytest.raises(UsageError, match=r"Stateful.state: .*return values of JSON types"):
-        Stateful("", ValueError()).resume_state()
+        def load(self, state: Mapping[str, Any]) -> None:
+            raise AssertionError(state)
+
+    tool = Stateful("", ValueError())
+    tool.inspections = 7
+    texts = [tool.resume_state() for _ in range(2)]
+    assert caplog.text.count("Stateful.state: ") == 1
+    assert "return values of JSON types" in caplog.text
+    resumed = Stateful("", ValueError())
+    resumed.load_resume_state(texts[1])
+    assert resumed.inspections == 7
