@@ -87,7 +87,7 @@ def keys_of(schema: type, prefix: str) -> set[str]:
         kind, key = hints[field.name], f"{prefix}{field.name}"
         if is_dataclass(kind):
             found |= keys_of(kind, f"{key}.")  # type: ignore[arg-type]
-        elif kind in (int, int | None, list[int], list[int] | None):
+        elif kind in (int, int | None, int | str | None, list[int], list[int] | None):
             found.add(key)
     return found
 

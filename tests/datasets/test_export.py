@@ -15,6 +15,7 @@ from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import call_model, slice_rows
 from runner.core.jobs import evaluate as job
 from runner.core.record.summary import Summary
+from runner.core.techniques import quantization
 from runner.core.techniques.quantization import INT8_LEVELS, product_levels
 from tests import runs
 
@@ -100,8 +101,10 @@ def test_the_file_holds_the_evaluated_model_for_batches_of_any_size(
 
 
 def test_int8_metrics_stand_in_the_summary_and_the_float_ones_in_the_evidence(
-    mlp: Path, tmp_path: Path
+    mlp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # at this width it is slower
+    monkeypatch.setattr(quantization, "_latency_ratio", lambda *_: 0.5)
     plain = evaluated(mlp, tmp_path / "float", "optimizer.ema=0.9")
     int8 = evaluated(mlp, tmp_path / "int8", "optimizer.ema=0.9", INT8)
     row = runs.status(int8, "quantization")

@@ -317,7 +317,8 @@ def test_a_text_without_line_ends_is_tokenized_in_pieces(
 @pytest.mark.parametrize("data", ["digits", "stdlib_parts", "stdlib_text"])
 def test_data_without_tokens_of_the_model_are_refused(data: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"data={data} does not have; use data=text or data=tokens"
+        ConfigError,
+        match=f"data={data} does not have; use data=text or data=text_lm or data=tokens",
     ):
         runs.config("model=hf", "model.path=somewhere", f"data={data}")
 

@@ -196,9 +196,9 @@ def test_the_command_prints_the_text_and_writes_it_without_the_data(
 
 
 def test_a_tokenizer_of_one_file_gives_the_ids_of_its_folder(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    fast = folders.tokenizer(tmp_path / "vocabulary")
-    folders.bert(tmp_path / "vocabulary")  # config.json, which a folder needs
+    transformers = pytest.importorskip("transformers")
+    folders.bert(tmp_path / "vocabulary")  # with config.json, which a folder needs
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "vocabulary")
     text = "the film was great and the plot is dull. " * 40
     (tmp_path / "book.txt").write_text(text)
     expected = fast(text, add_special_tokens=False)["input_ids"]

@@ -32,7 +32,8 @@ def group_options(*more: Path) -> dict[str, dict[str, str]]:
     """Return the options of every group, in ours and in `more`, with their first comments."""
     groups: dict[str, dict[str, str]] = {}
     for path in (path for folder in (CONF, *more) for path in sorted(folder.glob("*/*.yaml"))):
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # the check of files says what is wrong with another encoding
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
         first = next((line for line in lines if not line.startswith("# @")), "")  # Hydra's header
         groups.setdefault(path.parent.name, {})[path.stem] = first.removeprefix("#").strip()
     return groups

@@ -82,7 +82,7 @@ def test_rows_hold_the_means_of_a_stretch_timings_and_the_bare_names_of_a_valida
 def test_a_run_has_one_row_of_hparams_texts_and_tables_of_its_last_best(
     run: Run, tmp_path: Path
 ) -> None:
-    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra").mkdir(exist_ok=True)
     (tmp_path / ".hydra" / "config.yaml").write_text("key: ${oc.env:SECRET}\n")
     typed = "- optimization=basic\n- optimizer.momentum=0.5\n"
     (tmp_path / ".hydra" / "overrides.yaml").write_text(typed)

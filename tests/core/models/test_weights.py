@@ -214,7 +214,8 @@ def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_
         state = run.model.state_dict()
         for parameter, average in zip(run.update.parameters, run.update.average, strict=True):
             assert torch.equal(parameter, average)
-        assert told(run).reason == "checked; 4 tensors; fresh: layers.4.weight and layers.4.bias"
+        loaded = "checked; 4 tensors; fresh: layers.4.weight and layers.4.bias"
+        assert told(run).reason == f"{loaded}; of step 6 (best, last)"
     with build(compose([*QUIET, f"checkpoint.resume={first}"])) as run:
         before = run.model.state_dict()
     for name, value in state.items():
@@ -274,7 +275,7 @@ def test_a_run_of_another_tree_is_looked_at_and_a_damaged_one_refused(
     first.rename("theirs")
     config = [*QUIET, "model.weights=theirs/checkpoints/step_00000006"]
     with build(compose(config)) as run:
-        assert told(run).reason == "untrusted; 6 tensors"
+        assert told(run).reason == "untrusted; 6 tensors; of step 6 (best, last)"
     assert "not below outputs/ here" in caplog.text
     Path("theirs").rename(first)
     data = bytearray((step / "model.safetensors").read_bytes())

@@ -183,7 +183,7 @@ TEXT_KEYS = {  # all others that hold text: names, choices, and places that are 
     *("security.environment", "security.allow_pickle", "security.pinned", "checkpoint.resume"),
     *("monitoring.log_level", "replay.path", "scan.path", "benchmark.arms"),
     *("benchmark.reference", "benchmark.baseline", "sweep.resume", "search.metric"),
-    *("distributed.kind", "distributed.backend"),
+    *("distributed.kind", "device.index", "predict.prompt"),
     *("hydra.launcher._target_", "hydra.sweeper._target_"),
     *("hydra.sweeper.params", "hydra.sweeper.direction", "hydra.sweeper.n_trials"),
     *("hydra.sweeper.max_batch_size", "hydra.job.chdir"),

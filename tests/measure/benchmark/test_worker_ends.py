@@ -98,7 +98,7 @@ def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 SCRIPT = """
 import signal
 from runner.measure.benchmark.arms import Arm
-from runner.core.schemas.benchmark import BenchmarkConfig
+from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.workers.pool import WorkerPool
 from runner.core.config.composing import compose
 
