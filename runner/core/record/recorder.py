@@ -48,19 +48,28 @@ class Recorder:
         self._process = os.getpid()
         self.continues_events = False  # the event file of the checkpoint was truncated to it
 
-    def open(self, start_step: int = 0, offset: int | None = None, events: Any = None) -> None:
+    def open(
+        self,
+        start_step: int = 0,
+        offset: int | None = None,
+        events: Any = None,
+        append: bool = False,
+    ) -> None:
         """Open the files to continue after `start_step`; 0 is a new run.
 
         On resume `offset` is the `position` at the time of the checkpoint: later rows are
         truncated, so that no step occurs twice. If it is None or does not match the file, rows
         after `start_step` are truncated instead. `events` is the `event_position`: later events
-        are truncated, too, also those that the end of a session writes for the same step.
+        are truncated, too, also those that the end of a session writes for the same step. With
+        `append` nothing is truncated or deleted: rows follow those of the folder.
         """
         self.end_copy()
         if self.folder is None:
             return
         self.start_step, path = start_step, self.folder / METRICS
-        self._metrics_file = RetryingAppender(lambda: _truncate_rows(path, start_step, offset))
+        self._metrics_file = RetryingAppender(
+            lambda: _end_last_row(path) if append else _truncate_rows(path, start_step, offset)
+        )
         if self._metrics_file.descriptor < 0:  # it is retried
             self._metrics_file.size = offset or 0
         self._position = self._metrics_file.size
@@ -71,7 +80,9 @@ class Recorder:
                 is_new_run = start_step == 0  # older files are of a run without a checkpoint
                 purge_step = None if is_new_run else start_step + 1
                 self.continues_events = not is_new_run and truncate_events(self.folder, events)
-                self._events = open_event_file(self.folder, purge_step, only=is_new_run)
+                self._events = open_event_file(
+                    self.folder, purge_step, only=is_new_run and not append
+                )
             except Exception as error:  # incompatible protobuf versions raise many types
                 self._warn("tensorboard", error)
 
@@ -227,6 +238,15 @@ def _truncate_rows(path: Path, start_step: int, offset: int | None) -> Path:
             if offset is None or not _is_line_end(file, offset):
                 offset = _find_end(file, start_step)
             file.truncate(offset)
+    return path
+
+
+def _end_last_row(path: Path) -> Path:
+    """End a last row that a killed process has left without its line end; returns `path`."""
+    if path.exists() and not path.is_symlink():
+        with open(path, "r+b", opener=safe_opener) as file:
+            if not _is_line_end(file, file.seek(0, os.SEEK_END)):
+                file.write(b"\n")
     return path
 
 

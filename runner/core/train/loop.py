@@ -88,6 +88,7 @@ def train(run: Run) -> Summary:
         hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset, run.event_position)
     run.record_offset = run.event_position = None
+    run.reader.ended = False
     if run.gain_tests is not None:
         run.gain_tests.plan(run)
     build_summary(run, "running", required=True)
@@ -122,6 +123,7 @@ def train(run: Run) -> Summary:
         record_failure(run, reason)  # first: the device, which may be lost, is asked last
         raise
     finally:
+        run.reader.ended = True
         restore_logging()
         with suppress_device_errors() if status == "failed" else nullcontext():
             summary = build_summary(run, status, reason, ended_by=ended_by)
@@ -434,16 +436,37 @@ def _handle_last_report(run: Run) -> None:
 
 def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     """Record the evaluation; return whether it is the best so far, and the hooks' verdict."""
-    progress, metrics = run.progress, evaluation.metrics
+    loss = evaluation.metrics.get("val/loss", 0.0)
+    if not math.isfinite(loss):
+        run.history.add(
+            "validation_not_finite", f"the validation loss is {loss}", step=evaluation.step,
+            category="numerics", action="it cannot be the best",
+        )  # fmt: skip
+    if evaluation.constant_output and run.progress.validated_step:  # not of a fresh model
+        from runner.core.checks.constant_output import record_constant_output
+
+        record_constant_output(run, evaluation)
+    hooks, verdict = run.hooks, Verdict.KEEP
     if run.monitor.startswith("user/"):
-        metrics = {**metrics, **run.reader.user_values().monitored(run)}
-    if run.monitor not in metrics:
+        from runner.core.train.user_values import call_logging_hooks
+
+        evaluation, hooks, verdict = call_logging_hooks(run, evaluation, _compare_with_best)
+    if run.monitor not in evaluation.metrics:
         _save_and_stop(run)
         from runner.core.interfaces.metric_errors import unknown_metric
 
-        raise unknown_metric(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
-    value = metrics[run.monitor]
-    best = progress.best
+        names = sorted(evaluation.metrics)
+        raise unknown_metric(run.monitor, names, f"; stopped{_resume_hint(run)}")
+    evaluation = _compare_with_best(run, evaluation)
+    verdict = max(verdict, call_hooks(hooks, "on_validation", run, evaluation))
+    _check_early_stopping(run)
+    return evaluation.improved, verdict
+
+
+def _compare_with_best(run: Run, evaluation: Evaluation) -> Evaluation:
+    """Update the progress by the monitored metric; return the evaluation with `improved`."""
+    progress, metrics = run.progress, evaluation.metrics
+    value, best = metrics[run.monitor], progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
     loss = metrics.get("val/loss", 0.0)
     is_finite = math.isfinite(value) and math.isfinite(loss)
@@ -453,25 +476,13 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     best_loss = -math.inf if progress.best_loss is None else progress.best_loss
     is_tie = saved and value == best and loss < best_loss
     improved = (better or is_tie) and is_finite
-    if not math.isfinite(loss):
-        run.history.add(
-            "validation_not_finite", f"the validation loss is {loss}", step=evaluation.step,
-            category="numerics", action="it cannot be the best",
-        )  # fmt: skip
-    if evaluation.constant_output and progress.validated_step:  # not of a fresh model
-        from runner.core.checks.constant_output import record_constant_output
-
-        record_constant_output(run, evaluation)
     if improved:
         progress.best, progress.best_step = value, evaluation.step
         progress.best_loss = metrics.get("val/loss")
     progress.stale_validations = 0 if improved and better else progress.stale_validations + 1
     progress.metrics = metrics
     progress.validated_step = evaluation.step
-    evaluation = replace(evaluation, improved=improved)
-    verdict = call_hooks(run.hooks, "on_validation", run, evaluation)
-    _check_early_stopping(run)
-    return improved, verdict
+    return replace(evaluation, improved=improved)
 
 
 def _check_early_stopping(run: Run) -> None:

@@ -49,6 +49,7 @@ class StepMetricsReader:
         self.reported: deque[tuple[int, list[list[float]]]] = deque(maxlen=MAX_REPORTED_WINDOWS)
         self.skipped: deque[int] = deque(maxlen=MAX_SKIPPED_STEPS)  # numbers of reported steps
         self.user: UserValues | None = None  # what user code logs; None: nothing yet
+        self.ended = False  # the training has: nothing is written any more
 
     def user_values(self) -> UserValues:
         """Return the collection of what user code logs; it is copied with each window."""

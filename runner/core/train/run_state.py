@@ -111,7 +111,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         "criterion": asdict(run.criterion),
         "update": run.update.state(),
         "reader": run.reader.state(),
-        "user": None if run.reader.user is None else run.reader.user.state(),
+        "user": None if run.reader.user is None else run.reader.user.state(run.progress.step),
         "history": run.history.state(),
         "stability": run.stability.state(),
         "inputs": inputs,

@@ -161,6 +161,8 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
 
                 add_error_note(run, batch, error)
                 raise
+            if run.reader.user is not None:
+                run.reader.user.discard_open_step(run.progress.step)
         # repeated outside of `except`, where no traceback references the activations
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from runner.core.errors import UsageError
+from runner.core.interfaces.hook import Evaluation, Hook, Verdict
 from runner.core.interfaces.objective import rises_by_name
 from runner.core.record.recorder import Recorder
 from runner.core.record.storage import make_folder
+from runner.core.record.summary import SUMMARY_FILE
 from runner.core.schemas.monitoring import MonitoringConfig
+from runner.core.train.step import call_hooks
 
 if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
@@ -27,6 +31,10 @@ OUR_COLUMNS = set(
     "step_ms process_gib device_peak_gib cpu_percent ram_percent disk_free_gib swap_gib "
     "gpu_percent gpu_gib gpu_celsius gpu_mhz gpu_watt gpu_alloc_retries gpu_ooms".split()
 )
+CRITERION_FIELDS = (
+    *("best", "best_loss", "best_step", "stale_validations", "validated_step", "metrics"),
+)
+"""Fields of the progress that a comparison with the best one changes."""
 OUR_SPLITS = ("train", "val", "test", "system", "usage", SPLIT)
 
 Row = tuple[int, dict[str, Any]]  # step, and values by name: floats or 0-d tensors
@@ -48,14 +56,29 @@ class UserValues:
         self.copies: deque[_Copy] = deque()
         self.last: dict[str, float | Tensor] = {}  # latest values since the last validation
         self.names: set[str] = set()  # of all values so far
+        self.open_step = 0  # the last step that has logged before its update; 0: none
+        self.open_start = 0  # its first row in `rows`
+        self.last_before: dict[str, float | Tensor] = {}  # `last` before that row
 
     def log(self, run: Run, values: Mapping[str, float | Tensor], step: int | None) -> None:
         """Add a row for `Run.log`."""
-        if step is None:
-            begun = run.progress.step == run.resumed_step + run.stopwatch.count
-            step = run.progress.step + (begun and run.stopwatch.running)
-        metrics = {*(run.objective.metric_names() or ()), *run.progress.metrics}
-        self.add(values, step, {name.removeprefix("val/") for name in metrics}, keep=run.writes)
+        if run.reader.ended:
+            raise UsageError(
+                "log: the training has ended and its record is written; log in a hook or objective"
+            )
+        begun = run.progress.step == run.resumed_step + run.stopwatch.count
+        number = run.progress.step + (begun and run.stopwatch.running)
+        if run.progress.step < number != self.open_step:
+            self.open_step, self.open_start = number, len(self.rows)
+            self.last_before = dict(self.last)
+        taken = run.objective.metric_names() or ()
+        self.add(values, number if step is None else step, taken, keep=run.writes)
+
+    def discard_open_step(self, made: int) -> None:
+        """Discard what the step after `made`, which is tried again, has logged so far."""
+        if self.open_step == made + 1:
+            del self.rows[self.open_start :]
+            self.last, self.open_step = self.last_before, 0
 
     def write(self, recorder: Recorder, wait: bool = False) -> None:
         """Record the rows that have arrived; with `wait`, all."""
@@ -101,7 +124,7 @@ class UserValues:
             ready = torch.Event(device)
             ready.record()
         self.copies.append(_Copy(self.rows, values, ready))
-        self.rows = []
+        self.rows, self.open_start = [], 0
 
     def read(self, wait: bool = False) -> list[Row]:
         """Return the rows that have arrived, each once; with `wait`, all that were copied."""
@@ -122,43 +145,95 @@ class UserValues:
     def monitored(self, run: Run) -> dict[str, float]:
         """Return the monitored value at a validation, the same in all processes. Host sync.
 
+        The values so far stay, until `end_validation`.
+
         It is the latest one since the validation before; NaN, which is not the best, if there is
         none. {} if it was never logged, not even by the `on_validation` of the first one.
         """
         name = run.monitor.removeprefix(f"{SPLIT}/")
         latest = self.last.get(name, math.nan)
         value = float(latest)  # host sync: once a validation
-        self.last = {}
         is_late = run.progress.validated_step > 0 or run.progress.step >= run.total_steps
         is_known = name in self.names or not is_late
         value, is_known = run.gather((value, is_known))[0]
         return {run.monitor: value} if is_known else {}
 
-    def state(self) -> dict[str, Any]:
-        """Return what is not written yet, for a checkpoint. Host sync."""
+    def end_validation(self) -> None:
+        """Call after the hooks of a validation: later values are the next one's."""
+        self.last = {}
+
+    def state(self, made: int) -> dict[str, Any]:
+        """Return what is not written yet, for a checkpoint after step `made`. Host sync.
+
+        What an unfinished step has logged is left out, as a resumed run makes that step again.
+        """
+        open_rows: list[Row] = []
+        last = self.last
+        if self.open_step == made + 1:
+            open_rows, last = self.rows[self.open_start :], self.last_before
+            del self.rows[self.open_start :]
         self.start_copy()
         rows = self.read(wait=True)
         self.copies.appendleft(_Copy(rows, None, None))
-        self.last = {name: float(x) for name, x in self.last.items()}  # host sync: a checkpoint
-        return {"rows": rows, "last": self.last, "names": sorted(self.names)}
+        self.rows, self.open_start = open_rows, 0
+        values = {name: float(x) for name, x in last.items()}  # host sync: a checkpoint
+        return {"rows": rows, "last": values, "names": sorted(self.names)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue with that state."""
-        self.copies.append(_Copy([(step, dict(row)) for step, row in state["rows"]], None, None))
+        """Continue with that state. Raises TypeError for one that `state` has not made."""
+        numbered = [(step, dict(row)) for step, row in state["rows"]]
+        for step, row in [*numbered, (0, dict(state["last"])), (0, dict.fromkeys(state["names"]))]:
+            if type(step) is not int or step < 0 or not all(type(name) is str for name in row):
+                raise TypeError("user: a row must have a whole number as its step, and names")
+        for _, row in [*numbered, (0, dict(state["last"]))]:
+            if not all(type(value) is float for value in row.values()):
+                raise TypeError("user: the values of a row must be floats")
+        self.copies.append(_Copy(numbered, None, None))
         self.last, self.names = dict(state["last"]), set(state["names"])
 
 
+def call_logging_hooks(
+    run: Run, evaluation: Evaluation, compare: Callable[[Run, Evaluation], Evaluation]
+) -> tuple[Evaluation, list[Hook], Verdict]:
+    """Call the user's `on_validation`, which may log the monitored value of this validation.
+
+    They see a comparison with the best by what is logged so far, which is reverted afterwards.
+    Returns the evaluation with the monitored value, if it is known, the hooks that are left to
+    call, and the verdict of the others.
+    """
+    values, progress, measured = run.reader.user_values(), run.progress, evaluation.metrics
+    ours = [hook for hook in run.hooks if type(hook).__module__.startswith("runner.")]
+    before = replace(progress)
+    metrics = {run.monitor: math.nan, **measured, **values.monitored(run)}
+    provisional = compare(run, replace(evaluation, metrics=metrics))
+    users = [hook for hook in run.hooks if hook not in ours]
+    verdict = call_hooks(users, "on_validation", run, provisional)
+    for name in CRITERION_FIELDS:
+        setattr(progress, name, getattr(before, name))
+    evaluation = replace(evaluation, metrics={**measured, **values.monitored(run)})
+    values.end_validation()
+    return evaluation, ours, verdict
+
+
 class LoopRecord:
-    """Rows that an own training loop logs, written to a folder in place of an earlier record."""
+    """Rows that an own training loop logs, written to a folder after those of an earlier one.
+
+    Raises UsageError without a folder, and for the folder of a run, whose record would be mixed.
+    """
 
     def __init__(self, caller: str, folder: Path | None, closed: bool = False) -> None:
         if folder is None or closed:
             problem = "it is closed" if closed else f"it has no folder; give {caller}(…, folder=…)"
             raise UsageError(f"log: {problem}")
+        if (folder / SUMMARY_FILE).exists():
+            raise UsageError(
+                f"{caller}: folder={folder} is the folder of a run of runner; give another one "
+                "to log into"
+            )
         make_folder(folder)
         self.values, self.closed = UserValues(), False
         self.recorder = Recorder(folder, MonitoringConfig())
-        self.recorder.open()
+        self.recorder.open(append=True)
 
     def log(self, values: Mapping[str, float | Tensor], step: int) -> None:
         """Add a row. Raises UsageError for what `UserValues.add` refuses, and once closed."""
