@@ -398,7 +398,8 @@ class TrainingLoop(LazyRun):
     def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
         """Record own numbers in the folder's `metrics.jsonl` and TensorBoard, as `Run.log`.
 
-        `step` is the last one by default. Raises UsageError without a folder, too.
+        `step` is the last one by default. Rows of an earlier loop in the folder stay. Raises
+        UsageError without a folder, too, and for the folder of a run.
         """
         if self.record is None:
             self.record = LoopRecord(self.caller, self.folder, self.closed)

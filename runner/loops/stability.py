@@ -180,7 +180,8 @@ class Stability(Closeable):
     def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
         """Record own numbers in the folder's `metrics.jsonl` and TensorBoard, as `Run.log`.
 
-        `step` is the last one by default. Raises UsageError without a folder, too.
+        `step` is the last one by default. Rows of an earlier loop in the folder stay. Raises
+        UsageError without a folder, too, and for the folder of a run.
         """
         if self.record is None:
             self.record = LoopRecord(CALLER, self.history.folder, self.closed)

@@ -197,7 +197,7 @@ class Run(RunParts):
 
         0-d tensors are copied, and read with the next report, without a host wait. `step` is the
         one being made, else the last one. Of several processes the first one writes. Raises
-        UsageError for another value, or a name of the run's own record.
+        UsageError for another value, a name of the run's own record, and after the training.
         """
         self.reader.user_values().log(self, values, step)
 

@@ -121,6 +121,90 @@ def test_a_resumed_run_has_each_row_once_and_the_same_best(
     assert best[0]["best"] == best[1]["best"] and best[0]["best_step"] == best[1]["best_step"]
 
 
+class FailsOnce(ClassificationObjective):
+    """Logs in each training step; the eighth call raises."""
+
+    calls = 0
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        self.calls += 1
+        self.log({"call": 1.0})
+        if self.calls == 8:
+            raise ValueError("of the objective")
+        return super().__call__(output, target)
+
+
+def test_a_step_that_raised_and_is_made_again_has_one_row(tmp_path: Path) -> None:
+    overrides = (*EVERY, "checkpoint.resume=auto")
+    with opened(*overrides, folder=tmp_path) as run:
+        run.objective.__class__ = FailsOnce
+        with pytest.raises(ValueError, match="of the objective"):
+            train(run)
+    assert [step for step, _ in logged(tmp_path)] == list(range(1, 9))  # also of the failed one
+    with opened(*overrides, folder=tmp_path) as run:
+        assert run.progress.step == 7
+        run.objective.__class__ = FailsOnce
+        run.objective.calls = 8  # type: ignore[attr-defined]
+        train(run)
+    assert [step for step, _ in logged(tmp_path)] == list(range(1, 21))
+
+
+def test_an_attempt_that_ran_out_of_memory_leaves_no_rows(tmp_path: Path) -> None:
+    class Large(ClassificationObjective):
+        def __call__(self, output: Any, target: Any) -> Tensor:
+            self.log({"samples": len(target)})
+            if len(target) > 16:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().__call__(output, target)
+
+    with opened(*EVERY, "training.batch_size=32", "training.steps=10", folder=tmp_path) as run:
+        run.objective.__class__ = Large
+        train(run)
+        assert run.micro_batch == 16
+    assert logged(tmp_path) == [(n, {"samples": 16.0}) for n in range(1, 11) for _ in range(2)]
+
+
+def test_a_name_stays_allowed_when_the_objective_has_a_metric_of_that_name(tmp_path: Path) -> None:
+    class Named(ClassificationObjective):
+        def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
+            return super().metrics(totals) | {"mine": 1.0}
+
+    with opened(*EVERY, folder=tmp_path) as run:
+        run.objective.__class__ = Named
+        run.hooks.append(Logs(lambda step: {"mine": step}))
+        assert train(run).metrics["val/mine"] == 1.0
+    assert logged(tmp_path) == [(n, {"mine": float(n)}) for n in range(1, 21)]
+
+
+def test_nothing_can_be_logged_once_the_training_has_ended(tmp_path: Path) -> None:
+    with opened(*SHORT, folder=tmp_path) as run:
+        train(run)
+        with pytest.raises(UsageError, match="log: the training has ended"):
+            run.log({"mine": 1.0})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"rows": [(1, {"a": torch.zeros(2)})]},
+        {"rows": [(1, {"a": "high"})]},
+        {"rows": [(1.5, {"a": 1.0})]},
+        {"rows": [(True, {"a": 1.0})]},
+        {"rows": [(-1, {"a": 1.0})]},
+        {"rows": [(1, {3: 1.0})]},
+        {"rows": [(1, {"a": 1})]},
+        {"last": {"a": "high"}},
+        {"last": {3: 1.0}},
+        {"names": [3]},
+    ],
+)
+def test_the_state_of_a_checkpoint_is_checked_when_it_is_loaded(state: dict[str, Any]) -> None:
+    good = {"rows": [(1, {"a": 1.0})], "last": {"a": 1.0}, "names": ["a"]}
+    UserValues().load(good)
+    with pytest.raises(TypeError, match="^user: "):
+        UserValues().load({**good, **state})
+
+
 def test_the_monitor_takes_the_last_value_since_the_validation_before(tmp_path: Path) -> None:
     scores = {3: 9.0, 5: 1.0, 9: 4.0, 16: 2.0}  # none between the validations of 10 and 15
     hook = Logs(lambda step: {"score": scores[step]} if step in scores else {})
@@ -146,6 +230,40 @@ def test_the_objective_logs_in_a_validation_what_is_monitored(tmp_path: Path) ->
         summary = train(run)
     assert (summary.best, summary.best_step) == (3.0, 5)
     assert logged(tmp_path) == [(5 * n, {"score": 4.0 - n}) for n in range(1, 5)]
+
+
+class LogsGap(Hook):
+    """Logs the value of a validation in its `on_validation`, and keeps what it was told."""
+
+    def __init__(self, gaps: dict[int, float]) -> None:
+        self.gaps, self.told = gaps, list[tuple[int, float | None]]()
+
+    def on_validation(self, run: Run, evaluation: Evaluation) -> None:
+        if evaluation.step in self.gaps:
+            run.log({"gap": self.gaps[evaluation.step]})
+        self.told.append((evaluation.step, run.progress.validated_step))
+
+
+GAP = ("training.monitor=user/gap", "training.monitor_mode=max")
+
+
+def test_a_value_logged_in_on_validation_is_of_that_validation(tmp_path: Path) -> None:
+    hook = LogsGap({2: 1.0, 4: 9.0, 8: 3.0})  # none at 6
+    overrides = (*SHORT, *GAP, "training.steps=8", "training.validate_every=2")
+    summary = train_with(hook, *overrides, "training.patience=2", folder=tmp_path)
+    assert (summary.best, summary.best_step, summary.ended_by) == (9.0, 4, "patience")
+    assert summary.checkpoint.best is not None and "00000004" in str(summary.checkpoint.best)
+    assert [row["user/gap"] for row in rows(tmp_path, "val")] == [1.0, 9.0, None, 3.0]
+    assert hook.told == [(2, 2), (4, 4), (6, 6), (8, 8)]
+
+
+def test_of_values_in_steps_and_on_validation_the_later_one_is_monitored(tmp_path: Path) -> None:
+    with build(config(*SHORT, *GAP, "training.steps=8", "training.validate_every=2"), tmp_path,
+               Components(hooks=[LogsGap({4: 2.0})])) as run:  # fmt: skip
+        run.hooks.append(Logs(lambda step: {"gap": {2: 1.0, 4: 50.0, 6: 3.0}.get(step, 0.0)}))
+        summary = train(run)
+    assert (summary.best, summary.best_step) == (3.0, 6)
+    assert [row["user/gap"] for row in rows(tmp_path, "val")] == [1.0, 2.0, 3.0, 0.0]
 
 
 def test_the_sanity_check_before_step_1_logs_nothing(tmp_path: Path) -> None:
@@ -348,3 +466,31 @@ def test_a_loop_without_a_folder_cannot_log(net: nn.Module) -> None:
     loop = optimize_training_loop(net, optimizer, nn.functional.cross_entropy)
     with loop, pytest.raises(UsageError, match=r"optimize_training_loop\(…, folder=…\)"):
         loop.log({"mine": 1.0})
+
+
+def test_the_record_of_an_own_loop_is_continued_and_that_of_a_run_is_refused(
+    net: nn.Module, tmp_path: Path
+) -> None:
+    own, of_run = tmp_path / "own", tmp_path / "run"
+    for first in (1, 4):
+        with Stability(folder=own) as stability:
+            stability.log({"mine": 1.0}, step=first)
+            stability.log({"mine": 2.0}, step=first + 1)
+        with (own / "metrics.jsonl").open("a") as file:
+            file.write('{"step": ')  # of a process that was killed
+    lines = (own / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in (*lines[:2], *lines[3:5])]
+    assert (steps, lines[2]) == ([1, 2, 4, 5], '{"step": ')
+    points = EventAccumulator(str(own), size_guidance={"tensors": 0}).Reload().Scalars("user/mine")
+    assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (4, 1), (5, 2)]
+
+    train_with(Logs(lambda step: {"mine": step}), *SHORT, folder=of_run)
+    names = ("metrics.jsonl", "summary.json", "events.out.tfevents*")
+    files = {path: path.read_bytes() for name in names for path in of_run.glob(name)}
+    assert len(files) >= 3
+    optimizer = torch.optim.SGD(net.parameters())
+    loop = optimize_training_loop(net, optimizer, nn.functional.cross_entropy, folder=of_run)
+    for record in (Stability(folder=of_run), loop):
+        with record, pytest.raises(UsageError, match=r": folder=.*run is the folder of a run"):
+            record.log({"mine": 1.0})
+    assert {path: path.read_bytes() for path in files} == files
