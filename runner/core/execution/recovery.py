@@ -26,7 +26,7 @@ from runner.core.interfaces.batch import (
     split_batch,
 )
 from runner.core.interfaces.nested import DeferredLogits, find_logits, tensors, tree_map
-from runner.core.interfaces.objective import Objective, disable_log
+from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import evaluation_mode
@@ -107,11 +107,9 @@ def _find_split_obstacle(run: Run) -> str:
         with preserve_random_state(), torch.no_grad(), evaluation_mode(run.model), ExitStack() as s:
             for context in run.contexts:
                 s.enter_context(context())
-            s.enter_context(disable_log(run.objective))
             part: Batch = slice_rows(run.validation.peek(), slice(max(2, run.micro_batch)))
             output = call_model(run.model, part[0])
-            is_mean = _is_mean_over_samples(run.objective, output, part[1])
-        return "" if is_mean else NO_MEAN
+        return "" if _is_mean_over_samples(run.objective, output, part[1]) else NO_MEAN
     except Exception as error:  # the user's model and loss raise any type
         release_references(error)
         return f"it is not known whether the loss is a mean over samples ({type(error).__name__})"

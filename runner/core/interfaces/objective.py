@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -138,13 +137,3 @@ def resolve_monitor(objective: Objective, requested: str | None) -> str:
 
         raise unknown_metric(requested, available)
     return requested
-
-
-@contextmanager
-def disable_log(objective: Objective) -> Iterator[None]:
-    """Record nothing that the objective logs inside, where its calls are no part of training."""
-    write_log, objective.write_log = objective.write_log, None
-    try:
-        yield
-    finally:
-        objective.write_log = write_log
