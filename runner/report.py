@@ -50,7 +50,10 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
         "debug/plots of each run; --tables may be given, too"
     )
     parser.add_argument("--plots", action="store_true", help=plots_help)
-    clean_help = "only list runs, checkpoints and caches with their sizes, or remove each DIR"
+    clean_help = (
+        "only list runs, checkpoints and caches with their sizes, or remove each DIR; a DIR that "
+        "a run below outputs/ uses stays, runs elsewhere are not looked at"
+    )
     parser.add_argument("--clean", action="store_true", help=clean_help)
     tensorboard_help = (
         "only start TensorBoard, with runs named by their differences (default: outputs)"
@@ -163,15 +166,17 @@ def _clean(paths: list[Path]) -> int:
 
     from runner.core.format import count_noun, size
     from runner.core.record.console import print_stdout, set_up_logging
-    from runner.measure.clean import entries_table, list_entries, remove
+    from runner.measure.clean import entry_lines, list_entries, remove
 
     set_up_logging("info", None)
     entries = remove(paths) if paths else list_entries()
-    if entries:
-        print_stdout(entries_table(entries), crop=False)
+    for line in entry_lines(entries) if entries else ():
+        print_stdout(Text(line), soft_wrap=True)  # a path is never cut, to be copied
     total = f"{count_noun(len(entries), 'folder')}, {size(sum(e.bytes for e in entries))}"
     verb = "removed" if paths else "found; to remove some: python -m runner.report --clean PATH…"
     print_stdout(Text(f"{total} {verb}"), fold=False)
+    if not paths:
+        print_stdout(Text("users are looked for among the runs below outputs/ alone"), fold=False)
     return 0
 
 

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rich.table import Table
-
 from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
 from runner.core.checkpoint.lock import NAME as LOCK
 from runner.core.checkpoint.lock import is_locked
 from runner.core.errors import StorageError, UsageError
 from runner.core.format import short_path, size
-from runner.core.record.console import plain_text
+from runner.core.record.hydra_files import (
+    CONFIG,
+    SWEEP,
+    read_flat_config,
+    read_start_folder,
+    read_yaml,
+)
 from runner.core.record.hydra_files import FOLDER as HYDRA
-from runner.core.record.hydra_files import SWEEP, read_flat_config, read_start_folder
 from runner.core.record.recorder import METRICS
 from runner.core.record.storage import remove_file, remove_folder, user_cache
 from runner.core.record.summary import SUMMARY_FILE
@@ -45,8 +48,9 @@ def list_entries() -> list[Entry]:
     entries: list[Entry] = []
     for folder in find_folders(outputs):
         note = "running" if is_running(folder) else ""
-        if users := [user for user, used in references if overlaps(folder, used)]:
-            note = f"used by {short_path(users[0])}" if users[0] != folder.absolute() else note
+        users = [user for user, used in references if overlaps(folder, used)]
+        if outside := [user for user in users if not _lies_in(user, folder.absolute())]:
+            note = f"used by {short_path(outside[0])}"
         entries.append(_measure(folder, note))
     if (cache := user_cache(os.environ)) is not None and cache.is_dir():
         entries += [_measure(path, "cache, made again") for path in sorted(cache.iterdir())]
@@ -56,11 +60,13 @@ def list_entries() -> list[Entry]:
 def remove(paths: Sequence[Path]) -> list[Entry]:
     """Remove files or folders, all or none, and return them.
 
-    Raises UsageError for what is outside outputs/ and the cache, a link, of a running process, or
-    used by another run; StorageError if removing fails.
+    Only runs below outputs/ are seen as users. Raises UsageError for what is outside outputs/ and
+    the cache, a link, of a running process, or used by another run, and if a run's config cannot
+    be read; StorageError if removing fails.
     """
     targets = list(dict.fromkeys(path.absolute() for path in paths))
     references = find_references()
+    _check_configs(targets)
     for target in targets:
         _check(target, targets, references)
     removed: list[Entry] = []
@@ -101,8 +107,11 @@ def find_references() -> list[tuple[Path, Path]]:
         for key in REFERENCES:
             value = config.get(key)
             if isinstance(value, str) and value not in ("none", "auto", ""):
-                used = (start / os.path.expanduser(value)).resolve()
-                found.append((run.absolute(), used))
+                used = start / os.path.expanduser(value)
+                # the folder of the start may have been moved to here since
+                moved = used.relative_to(start) if used.is_relative_to(start) else used
+                for path in dict.fromkeys((used.resolve(), moved.resolve())):
+                    found.append((run.absolute(), path))
     return found
 
 
@@ -117,6 +126,27 @@ def overlaps(path: Path, used: Path) -> bool:
     return own == used or own in used.parents or used in own.parents
 
 
+def _lies_in(path: Path, folder: Path) -> bool:
+    return folder in (path, *path.parents)
+
+
+def _check_configs(targets: list[Path]) -> None:
+    """Raise UsageError for a config that cannot be read, unless its run is to be removed."""
+    for folder, names, _ in os.walk(OUTPUTS):
+        run = Path(folder).absolute()
+        if HYDRA not in names or any(_lies_in(run, target) for target in targets):
+            continue
+        if not os.path.lexists(path := run / CONFIG):
+            continue
+        try:
+            problem = "" if isinstance(read_yaml(path), dict) else f"{path}: not a config"
+        except StorageError as error:
+            problem = str(error)
+        if problem:
+            problem += ", so the checkpoints that its run uses are unknown"
+            raise UsageError(f"--clean: {problem}; correct it, or remove its run, too")
+
+
 def _check(target: Path, targets: list[Path], references: list[tuple[Path, Path]]) -> None:
     if not os.path.lexists(target):
         raise UsageError(f"--clean: {target} does not exist")
@@ -129,10 +159,12 @@ def _check(target: Path, targets: list[Path], references: list[tuple[Path, Path]
     if outputs not in real.parents and not in_cache:
         problem = f"{target} is outside {outputs}"
         raise UsageError(f"--clean: {problem}; remove it yourself, or start in its folder")
+    if ".." in target.parts:
+        raise UsageError(f"--clean: {target} contains ..; name the folder itself")
     if is_running(target) or any(is_locked(folder) for folder in real.parents):
         raise UsageError(f"--clean: {target} is in use by a running process; stop it first")
     for user, used in references:
-        stays = not any(other in (user, *user.parents) for other in targets)
+        stays = not any(_lies_in(user, other) for other in targets)
         if stays and overlaps(target, used) and user.resolve() not in (real, *real.parents):
             problem = f"{target} is used by {short_path(user)} (checkpoint.resume, model.weights)"
             raise UsageError(f"--clean: {problem}; remove both")
@@ -157,16 +189,12 @@ def _measure(path: Path, note: str) -> Entry:
     return Entry(path, total, checkpoints, newest, note)
 
 
-def entries_table(entries: Sequence[Entry]) -> Table:
-    """Return the entries as a table for the screen."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("size", "checkpoints"):
-        table.add_column(heading, justify="right")
-    for heading in ("last changed", "folder", ""):
-        table.add_column(heading, no_wrap=True, overflow="ignore")
+def entry_lines(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield a heading and one line for each entry, with its whole path."""
+    form = "{:>9}  {:>11}  {:<16}  {}"
+    yield form.format("size", "checkpoints", "last changed", "folder")
     for entry in entries:
         day = datetime.fromtimestamp(entry.changed).strftime("%Y-%m-%d %H:%M")
         parts = size(entry.checkpoint_bytes) if entry.checkpoint_bytes else ""
-        cells = (size(entry.bytes), parts, day, short_path(entry.path), entry.note)
-        table.add_row(*map(plain_text, cells))
-    return table
+        note = f"  ({entry.note})" if entry.note else ""
+        yield form.format(size(entry.bytes), parts, day, short_path(entry.path)) + note

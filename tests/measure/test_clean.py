@@ -60,6 +60,67 @@ def test_a_run_that_another_one_names_stays_until_both_go(
     assert not (started / "outputs/runs").exists()
 
 
+def _resuming_run(folder: Path, used: str, cwd: Path) -> None:
+    """The record of a run, started in `cwd`, that resumed from `used`."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra/config.yaml").write_text(f"checkpoint:\n  resume: {used}\n")
+    (folder / ".hydra/hydra.yaml").write_text(f"hydra:\n  runtime:\n    cwd: {cwd}\n")
+
+
+@pytest.mark.parametrize("used", ["outputs/runs/first", "/moved/from/outputs/runs/first"])
+def test_a_run_that_another_one_names_stays_after_the_project_was_moved(
+    started: Path, capsys: pytest.CaptureFixture[str], used: str
+) -> None:
+    _resuming_run(started / "outputs/runs/second", used, Path("/moved/from"))
+    assert report.main(["--clean", "outputs/runs/first"]) == 2
+    assert "is used by outputs/runs/second" in capsys.readouterr().err
+    assert (started / "outputs/runs/first/checkpoints").is_dir()
+
+
+def test_a_run_of_others_is_listed_as_used_though_it_names_itself_first(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        _resuming_run(started / "outputs/runs" / name, "outputs/runs/a", started)
+    assert report.main(["--clean"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("outputs/runs/a  (used by outputs/runs/b)") for line in lines)
+    assert not any("used by outputs/runs/a" in line for line in lines)
+
+
+@pytest.mark.parametrize("text", ["checkpoint: {resume: [", "", "a: &x 1\nb: *x\n"])
+def test_nothing_is_removed_while_the_config_of_another_run_cannot_be_read(
+    started: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    _resuming_run(started / "outputs/runs/broken", "none", started)
+    (started / "outputs/runs/broken/.hydra/config.yaml").write_text(text)
+    assert report.main(["--clean", "outputs/runs/first"]) == 2
+    assert "outputs/runs/broken/.hydra/config.yaml" in capsys.readouterr().err
+    assert (started / "outputs/runs/first").is_dir()
+    assert report.main(["--clean", "outputs/runs/first", "outputs/runs/broken"]) == 0
+    assert not any((started / "outputs/runs").iterdir())
+
+
+def test_a_long_path_is_listed_uncut_on_one_line_of_a_narrow_terminal(
+    started: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = "outputs/runs/" + "/".join(["a-long-name-with-[brackets]" * 3] * 4) + "/2026-01-31 run"
+    _resuming_run(started / path, "none", started)
+    assert report.main(["--clean"]) == 0
+    shown = capsys.readouterr().out
+    assert [line[-len(path) :] for line in shown.splitlines() if "long-name" in line] == [path]
+    assert "runs below outputs/" in shown
+
+
+def test_a_path_with_two_dots_is_refused_and_its_content_stays(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main(["--clean", "outputs/runs/first/checkpoints/.."]) == 2
+    assert "contains .." in capsys.readouterr().err
+    assert (started / "outputs/runs/first/summary.json").is_file()
+
+
 def test_what_is_elsewhere_running_or_a_link_is_refused_and_nothing_is_removed(
     started: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,14 @@ class Components:
     hooks: Sequence[Hook] = ()  # after those of the config
     world: WorldProtocol | None = None  # of several processes that build the same run
 
+    def replaced_parts(self, config: RunConfig) -> list[str]:
+        """Return the names of the config's parts that these objects replace."""
+        names = ["model", "data", "objective", "optimizer", "optimization"]
+        if config.optimization.level == "auto":  # the config describes it: see the checkpoint
+            names.remove("optimization")
+        replaced = [name for name in names if getattr(self, name) is not None]
+        return [*replaced, "techniques"] if self.techniques else replaced
+
 
 @dataclass(frozen=True)
 class Length:
@@ -135,12 +143,13 @@ def build(
     try:
         with ExitStack() as scope, translate_oom("while building the run"):
             run = build_run(start_setup(config, folder, components, scope))
+            if folder is not None and run.writes and config.job.kind is JobKind.train:
+                from runner.core.config.composed import record_config
+
+                objects = components.replaced_parts(config)
+                record_config(config, folder, objects, run.checkpointer.has_checkpoints)
             run.scope = scope.pop_all()  # success: the run now owns the clean-up
         run.random = RandomGenerators()
-        if folder is not None and run.writes and config.job.kind is JobKind.train:
-            from runner.core.config.composed import record_config
-
-            record_config(config, folder)
     finally:
         generators.restore()
     return run

@@ -144,6 +144,8 @@ def value_for_hydra(value: Any) -> str:
         return f"{{{','.join(f'{key}:{value_for_hydra(x)}' for key, x in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(value_for_hydra, value))}]"
+    if isinstance(value, Enum):
+        return value.name
     if isinstance(value, str):
         return QuotedString(value, Quote.single).with_quotes()
     return "null" if value is None else str(value)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import pydoc
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
+from torch import nn
 
 import runner
-from runner import build, compare, compose, load, train
+from runner import Technique, build, compare, compose, load, train
+from runner.core.build.build import Components
+from runner.core.config import composed
 from runner.core.errors import UsageError
 from runner.core.record.console import NOTEBOOK_ENV
+from runner.core.record.hydra_files import read_flat_config, read_overrides
+from runner.measure.auto.resolve import resolve_auto
 from tests import runs
+from tests.core.checks.spoiled import Spoiled
 
 TYPED = ("data=cancer", "model=mlp", "training.steps=8", "device=cpu", "monitoring.progress=false")
 
@@ -66,6 +75,134 @@ def test_a_run_of_one_folder_is_continued_from_python_with_its_new_config(tmp_pa
             assert train(run).steps == steps
     with load(tmp_path) as model:
         assert model.config.training.steps == 6
+
+
+class Nothing(Technique):
+    """Applies without a change."""
+
+    def apply(self, builder: Any) -> None:
+        return None
+
+
+def _given(part: str) -> Components:
+    """The components of which one is a part that the caller has made."""
+    if part == "techniques":
+        return Components(techniques={"mine": Nothing(enabled=True)})
+    if part == "data":
+        return Components(data=Spoiled())
+    model = nn.Sequential(nn.Linear(30, 64), nn.Tanh(), nn.Linear(64, 2))
+    if part == "optimizer":
+        return Components(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    if part == "objective":
+        with build(compose([*TYPED])) as run:
+            return Components(objective=run.objective)
+    if part == "optimization":
+        return Components(optimization=compose(["optimization=none"]).optimization)
+    return Components(model=model)
+
+
+@pytest.mark.parametrize(
+    "part", ["model", "data", "objective", "optimizer", "techniques", "optimization"]
+)
+def test_a_config_is_not_recorded_if_an_object_of_the_caller_replaces_a_part_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    config = compose([*TYPED])
+    config.optimization.extra = ["mine"] * (part == "techniques")
+    with (
+        caplog.at_level(logging.INFO, "runner"),
+        build(config, tmp_path, _given(part)) as run,
+    ):
+        train(run)
+    assert (tmp_path / "checkpoints").is_dir()
+    assert not (tmp_path / ".hydra").exists()
+    (message,) = [text for text in caplog.messages if "config is not recorded" in text]
+    assert part in message
+
+
+def test_a_run_with_an_automatic_choice_of_techniques_is_recorded_and_loaded(
+    tmp_path: Path,
+) -> None:
+    config = compose([*TYPED, "optimization=auto"])
+    with build(config, tmp_path, resolve_auto(config, search=False)) as run:
+        train(run)
+    with load(tmp_path) as model:
+        assert model.config.optimization.level == "auto"
+
+
+def test_numbers_of_numpy_tuples_and_paths_are_recorded_as_plain_values(tmp_path: Path) -> None:
+    config: Any = compose([*TYPED])
+    config.optimizer.lr = numpy.float64(1e-3)
+    config.model.width = numpy.int64(16)
+    config.data.path = tmp_path / "a b"
+    config.optimizer.options = {"betas": (numpy.float64(0.5), 0.99), "amsgrad": numpy.bool_(True)}
+    folder = tmp_path / "run"
+    with build(config, folder) as run:
+        train(run)
+    with load(folder) as model:
+        loaded = model.config
+    assert (loaded.optimizer.lr, loaded.model.width) == (1e-3, 16)
+    assert loaded.optimizer.options == {"betas": [0.5, 0.99], "amsgrad": True}
+    again = compose(read_overrides(folder))
+    assert again.optimizer == loaded.optimizer and again.model == loaded.model
+    assert again.data.path == str(tmp_path / "a b")
+
+
+@pytest.mark.parametrize("kind", ["unreadable", "object", "disk"])
+def test_a_config_that_cannot_be_recorded_is_a_warning_and_leaves_nothing(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    config: Any = compose([*TYPED])
+    if kind == "unreadable":
+        config.optimizer.options = {"a b": 1, "}": 2}
+    elif kind == "object":
+        config.optimizer.options = {"capturable": object()}
+    else:
+        save = composed.hydra_files.save_config
+
+        def fail_at_the_last(content: Any, name: str, folder: Path) -> None:
+            if name == "overrides.yaml":
+                raise OSError(28, "No space left on device")
+            save(content, name, folder)
+
+        monkeypatch.setattr(composed.hydra_files, "save_config", fail_at_the_last)
+    with build(config, tmp_path) as run:
+        train(run)
+    assert not (tmp_path / ".hydra").exists()
+    assert any("the config is not recorded" in text for text in caplog.messages)
+
+
+def test_a_recorded_config_is_never_of_another_run_that_was_not_trained(tmp_path: Path) -> None:
+    config = compose([*TYPED, "model.width=16"])
+    for width in (64, 32):
+        with build(compose([*TYPED, f"model.width={width}"]), tmp_path):
+            pass
+    assert (tmp_path / ".hydra-resumed").is_dir()
+    with build(replace(config, seed=1), tmp_path) as run:  # of unknown origin
+        train(run)
+    assert not (tmp_path / ".hydra-resumed").exists()
+    assert read_flat_config(tmp_path) == {}
+
+
+def test_the_config_of_a_trained_run_stays_when_one_of_unknown_origin_continues_it(
+    tmp_path: Path,
+) -> None:
+    first = compose([*TYPED])
+    with build(first, tmp_path) as run:
+        train(run)
+    other = compose([*TYPED, "training.steps=10", "checkpoint.resume=auto"])
+    with build(other, tmp_path):
+        pass
+    with build(replace(other, name="other"), tmp_path) as run:
+        assert train(run).steps == 10
+    assert read_flat_config(tmp_path)["training.steps"] == 8
+    made = runs.command(tmp_path, *TYPED, "checkpoint.resume=auto", "training.steps=12",
+                        f"hydra.run.dir={tmp_path}")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert read_flat_config(tmp_path)["training.steps"] == 12  # that of the command line stays
 
 
 def test_public_names_and_nothing_else_are_listed() -> None:
