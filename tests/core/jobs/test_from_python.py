@@ -21,7 +21,6 @@ from runner.core.config import composed
 from runner.core.errors import UsageError
 from runner.core.record.console import NOTEBOOK_ENV
 from runner.core.record.hydra_files import read_flat_config, read_overrides
-from runner.core.schemas.data import ColumnType
 from runner.measure.auto.resolve import resolve_auto
 from tests import runs
 from tests.core.checks.spoiled import Spoiled
@@ -161,32 +160,31 @@ def test_numbers_of_numpy_tuples_and_paths_are_recorded_as_plain_values(tmp_path
     assert again.data.path == str(tmp_path / "t.csv")
 
 
-@pytest.mark.parametrize("kind", ["unreadable", "disk"])
-def test_a_config_that_cannot_be_recorded_is_a_warning_and_leaves_nothing(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+@pytest.mark.parametrize("value", [{"a, b": 1}, object()], ids=["unreadable", "object"])
+def test_a_value_that_cannot_be_recorded_is_a_warning_and_nothing_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
 ) -> None:
-    rows = "\n".join(f"{n},{n % 7},{n % 2}" for n in range(80))
-    (tmp_path / "t.csv").write_text(f"a,b}},y\n{rows}\n")
-    typed = ("data=tabular", f"data.path={tmp_path}/t.csv", "data.target=y", "training.steps=3")
-    config: Any = compose([*typed, "device=cpu"])
-    if kind == "unreadable":
-        config.data.types = {"b}": ColumnType.text}
-    else:
-        save = composed.hydra_files.save_config
+    config = compose([*TYPED])
+    config.model.arguments = {"names": [value]}
+    composed.record_config(config, tmp_path, [], has_checkpoints=False)
+    assert not any(tmp_path.iterdir())
+    assert any("the config is not recorded" in text for text in caplog.messages)
 
-        def fail_at_the_last(content: Any, name: str, folder: Path) -> None:
-            if name == "overrides.yaml":
-                raise OSError(28, "No space left on device")
-            save(content, name, folder)
 
-        monkeypatch.setattr(composed.hydra_files, "save_config", fail_at_the_last)
-    folder = tmp_path / "run"
-    with build(config, folder) as run:
+def test_a_config_that_the_disk_does_not_take_is_a_warning_and_nothing_of_it_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = composed.hydra_files.save_config
+
+    def fail_at_the_last(content: Any, name: str, folder: Path) -> None:
+        if name == "overrides.yaml":
+            raise OSError(28, "No space left on device")
+        save(content, name, folder)
+
+    monkeypatch.setattr(composed.hydra_files, "save_config", fail_at_the_last)
+    with build(compose([*TYPED]), tmp_path) as run:
         train(run)
-    assert (folder / "checkpoints").is_dir() and not (folder / ".hydra").exists()
+    assert (tmp_path / "checkpoints").is_dir() and not (tmp_path / ".hydra").exists()
     assert any("the config is not recorded" in text for text in caplog.messages)
 
 
