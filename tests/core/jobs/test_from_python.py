@@ -176,12 +176,12 @@ def test_a_config_that_the_disk_does_not_take_is_a_warning_and_nothing_of_it_sta
 ) -> None:
     save = composed.hydra_files.save_config
 
-    def fail_at_the_last(content: Any, name: str, folder: Path) -> None:
-        if name == "overrides.yaml":
+    def fail_at_the_second(content: Any, name: str, folder: Path) -> None:
+        if name != "config.yaml":
             raise OSError(28, "No space left on device")
         save(content, name, folder)
 
-    monkeypatch.setattr(composed.hydra_files, "save_config", fail_at_the_last)
+    monkeypatch.setattr(composed.hydra_files, "save_config", fail_at_the_second)
     with build(compose([*TYPED]), tmp_path) as run:
         train(run)
     assert (tmp_path / "checkpoints").is_dir() and not (tmp_path / ".hydra").exists()
