@@ -80,12 +80,15 @@ def test_a_run_that_another_one_names_stays_after_the_project_was_moved(
 def test_a_run_of_others_is_listed_as_used_though_it_names_itself_first(
     started: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("a", "b"):
-        _resuming_run(started / "outputs/runs" / name, "outputs/runs/a", started)
+    for name, other in ("ab", "ba"):  # each is the first user of itself if it is read first
+        _resuming_run(started / "outputs/runs" / name, f"outputs/runs/{name}", started)
+        with (started / "outputs/runs" / name / ".hydra/config.yaml").open("a") as file:
+            file.write(f"model:\n  weights: outputs/runs/{other}\n")
     assert report.main(["--clean"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.endswith("outputs/runs/a  (used by outputs/runs/b)") for line in lines)
-    assert not any("used by outputs/runs/a" in line for line in lines)
+    for name, other in ("ab", "ba"):
+        shown = f"outputs/runs/{name}  (used by outputs/runs/{other})"
+        assert any(line.endswith(shown) for line in lines)
 
 
 @pytest.mark.parametrize("text", ["checkpoint: {resume: [", "", "a: &x 1\nb: *x\n"])
