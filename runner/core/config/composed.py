@@ -28,10 +28,12 @@ def record_config(
     """Write `.hydra` into a run's folder, so that it is loaded and resumed without typing it again.
 
     Values that were changed since `compose` are recorded as further overrides. Nothing is written
-    for a config of the command line, which Hydra has recorded, or of another origin, nor if
-    `objects` replace parts of it. A config that cannot be written is a warning.
+    for a config of the command line, or beside one that Hydra has recorded, nor if `objects`
+    replace parts of it. A config that cannot be written is a warning.
     """
     is_resumed = (folder / hydra_files.FOLDER).is_dir()  # it is replaced when training continues
+    if is_resumed and not _is_own(folder / hydra_files.FOLDER):
+        return  # the command line's, or of a program with Hydra whose output folder it is
     target = folder / (hydra_files.RESUMED if is_resumed else hydra_files.FOLDER)
     try:
         if _is_recordable(config, objects):

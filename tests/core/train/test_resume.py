@@ -222,7 +222,8 @@ def test_what_a_run_was_started_with_is_replaced_once_it_trains_on(
     with build(compose(overrides), tmp_path / "run") as run:
         train(run)
     for name, text in ((".hydra", "old"), (".hydra-resumed", "new")):
-        (tmp_path / "run" / name).mkdir(exist_ok=True)
+        shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
+        (tmp_path / "run" / name).mkdir()
         (tmp_path / "run" / name / "overrides.yaml").write_text(text)
     kept = tmp_path / "run" / ".hydra" / "overrides.yaml"
     resumed = [*overrides, "training.steps=9", "checkpoint.resume=run"]  # as it is typed: relative
