@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import runner
+from runner.core.build.build import Components
 from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.execution.evaluation import inference
 from runner.core.execution.generate import Sampling, generate
@@ -231,3 +232,29 @@ def test_a_pretrained_decoder_generates_by_its_own_method(tmp_path: Path) -> Non
         assert torch.equal(torch.get_rng_state(), before)
         with pytest.raises(ConfigError, match="exceed the model's 64 positions"):
             generate(run, prompt, Sampling(tokens=62))
+
+
+class FixedContext(torch.nn.Module):
+    """A decoder that takes 16 ids and nothing else, with a `generate` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 256)
+        self.positions = torch.nn.Parameter(torch.zeros(16, 256))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.table(ids) + self.positions
+        return output
+
+    def generate(self, text: str) -> str:
+        raise AssertionError(text)
+
+
+def test_a_model_that_takes_no_shorter_text_trains_on_without_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "book.txt").write_text(LINES)
+    given = Components(model=FixedContext())
+    with runs.opened(*SHORT, f"data.path={tmp_path}/book.txt", given=given) as run:
+        assert runner.train(run).status == "done"
+    assert caplog.text.count("monitoring.samples: no texts from now on") == 1
