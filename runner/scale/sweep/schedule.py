@@ -135,7 +135,7 @@ class Schedule:
         again = f", try {job.tries}" if job.tries > 1 else ""
         again += ", from its checkpoint" if plan.continues else ""
         again += f", on {job.device}" if job.device else ""
-        log.info("%s: started%s", job.title, again)
+        log.info("%s: started%s", job.short_title, again)
 
     def _may_repeat(self, job: Job) -> bool:
         """Count a try whose fork server was lost; whether the job is tried again."""
@@ -154,7 +154,7 @@ class Schedule:
             self._report_stop(plan.job, process.stop_notice())
             if is_due:
                 line = shorten(process.last_line() or "starting", LONGEST_LINE)
-                log.info("%s: %s", plan.job.title, line)
+                log.info("%s: %s", plan.job.short_title, line)
 
     def _report_stop(self, job: Job, notice: str) -> None:
         """Log once that a job's process is stopped."""
@@ -188,7 +188,8 @@ class Schedule:
             self.source.on_end(plan)
         write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
-        line = f"{job.title}: {job.status} in {seconds:.1f} s"
+        title = job.title if job.failed else job.short_title
+        line = f"{title}: {job.status} in {seconds:.1f} s"
         line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
         log.log(logging.INFO if job.status in FINISHED_STATUSES else logging.ERROR, "%s", line)
         if job.failed and not retries and self.settings.fail_fast and not self.stop_reason:

@@ -50,9 +50,13 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Number and overrides, for messages of one line."""
-        text = f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
-        return shorten(text, LONGEST_TITLE)
+        """Number and overrides, for messages."""
+        return f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
+
+    @property
+    def short_title(self) -> str:
+        """Its title in a line of progress."""
+        return shorten(self.title, LONGEST_TITLE)
 
 
 @dataclass

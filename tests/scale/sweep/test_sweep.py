@@ -85,7 +85,8 @@ def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed: Mixed) 
     after = {n: (place / n / "summary.json").stat().st_mtime_ns for n in "0123"}
     assert [n for n in "0123" if after[n] != before[n]] == ["2", "3"]
     rows = read(place, "comparison.json")["rows"]
-    assert [row["status"] for row in rows] == statuses(place) == [*ENDS[:3], "done"]
+    assert statuses(place) == [*ENDS[:3], "done"]
+    assert sorted(row["status"] for row in rows) == sorted(statuses(place))  # the best is first
 
 
 @pytest.mark.slow
