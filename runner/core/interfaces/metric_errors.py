@@ -24,6 +24,7 @@ def unknown_metric(requested: str, available: Iterable[str], suffix: str = "") -
     suggestion = nearest(requested, names) or (with_prefix if with_prefix in names else None)
     shown = [name for name in names if name.count("/") < 2]  # without those of single classes
     advice = f"did you mean {MONITOR}={suggestion}? " if suggestion else ""
-    return ConfigError(
-        MONITOR, f"unknown metric {requested!r}", f"{advice}available: {', '.join(shown)}{suffix}"
-    )
+    problem = f"unknown metric {requested!r}"
+    if requested.startswith("user/"):
+        problem = f"nothing has logged {requested} (run.log) by the end of a validation"
+    return ConfigError(MONITOR, problem, f"{advice}available: {', '.join(shown)}{suffix}")

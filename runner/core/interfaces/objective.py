@@ -126,8 +126,10 @@ def rises_by_name(metric: str) -> bool | None:
 
 def resolve_monitor(objective: Objective, requested: str | None) -> str:
     """Return the metric to monitor; ConfigError if it is certain not to exist."""
-    if requested is None or requested.startswith("user/"):  # of `Run.log`
-        return requested or objective.monitor
+    if requested is None:
+        return objective.monitor
+    if requested.startswith("user/") and requested != "user/":  # a number of `Run.log`
+        return requested
     is_ours = type(objective).__module__.startswith("runner.")  # a user's may have others
     names = objective.metric_names() if is_ours else None
     named_metrics = objective.named.metrics if objective.named is not None else ()

@@ -119,7 +119,8 @@ def divide(
         cls = find_optimizer(group["name"], f"{key}.name") if "name" in group else main
         taken = [name for name in matched if _takes(cls, rest[name])] or matched
         if left := [name for name in matched if name not in taken]:
-            reason = f"{cls.__name__} takes matrices only: {left[0]} is left to the other groups"
+            shape = list(rest[left[0]].shape)
+            reason = f"{cls.__name__} takes no weight of shape {shape}: {left[0]} is left to others"
             value = f"{len(taken)} of {len(matched)} weights"
             notes.append(notice(key, value, reason))
         changes: dict[str, Any] = {

@@ -145,10 +145,9 @@ class UserValues:
     def monitored(self, run: Run) -> dict[str, float]:
         """Return the monitored value at a validation, the same in all processes. Host sync.
 
-        The values so far stay, until `end_validation`.
-
         It is the latest one since the validation before; NaN, which is not the best, if there is
-        none. {} if it was never logged, not even by the `on_validation` of the first one.
+        none; {} if it was never logged, not even by the `on_validation` of the first one. The
+        values stay until `end_validation`.
         """
         name = run.monitor.removeprefix(f"{SPLIT}/")
         latest = self.last.get(name, math.nan)

@@ -81,7 +81,7 @@ class DebugTool(Hook):
         except (TypeError, ValueError) as error:
             if not self.state_refused:
                 problem = f"{type(self).__name__}.state: {error}; return values of JSON types"
-                log.warning("%s: a resumed run begins this tool anew", problem)
+                log.warning("%s: a resumed run starts the tool without it", problem)
             self.state_refused = True
             return json.dumps({**common, REFUSED: True})
 

@@ -123,7 +123,7 @@ def test_weights_that_the_named_class_does_not_take_go_to_the_rest_and_it_says_s
     assert by_class["Muon"] == {"0.weight", "3.weight"}
     assert by_class["AdamW"] == {"0.bias", "1.weight", "1.bias", "3.bias"}
     assert [(n.key, n.value) for n in notes] == [("optimizer.groups.0", "2 of 3 weights")]
-    assert "matrices only: 1.weight is left" in caplog.text
+    assert "Muon takes no weight of shape [8]: 1.weight is left to others" in caplog.text
 
 
 def test_sparse_gradients_have_their_own_optimizer_beside_a_dense_one() -> None:

@@ -281,7 +281,7 @@ def test_the_sanity_check_before_step_1_logs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_monitored_name_that_is_never_logged_ends_the_run_with_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^training\.monitor: unknown metric 'user/score'"):
+    with pytest.raises(ConfigError, match=r"^training\.monitor: nothing has logged user/score"):
         trained(*EVERY, *MONITORED, folder=tmp_path)
 
 
