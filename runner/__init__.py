@@ -88,6 +88,8 @@ _MODULE_BY_NAME = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first access: `import runner` alone imports no torch."""
+    if name == "errors":  # whose classes are caught: `except runner.errors.RunnerError`
+        return import_module("runner.errors")
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_BY_NAME[name]), name)

@@ -59,6 +59,7 @@ NAMES = {
     "model": {"hf": "datasets.hugging_face_model:build_pretrained"},
     "notebook": {
         "comparison": "measure.table:show_comparison",
+        "comparison_text": "measure.table:comparison_text",
         "run": "core.jobs.notebook:show_run",
         "summary": "core.jobs.notebook:show_summary",
     },

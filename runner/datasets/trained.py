@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,6 +62,11 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     folder is untrusted: it is checked as for checkpoint.resume, and a user's classes need their
     packages in `trusted`. Raises CheckpointError, ConfigError, SecurityError.
     """
+    if not isinstance(run, str | os.PathLike):
+        raise UsageError(f"load: run must be the folder of a run, got {run!r}")
+    for name, items in (("trusted", trusted), ("overrides", overrides)):
+        if isinstance(items, str) or not isinstance(items, Sequence):
+            raise UsageError(f"load: {name} must be a list of texts, got {items!r}")
     load_overrides = [f"checkpoint.resume={quote_for_hydra(str(run))}", "job=predict"]
     load_overrides += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
     with _name_arguments():
@@ -107,6 +113,8 @@ class Trained(Closeable):
         dict, or a table of pyarrow, pandas or polars), a list of texts for a model of texts, or a
         tensor: a table's columns as numbers, or model inputs. Unknown categories are logged.
         """
+        if self.preprocessing.sizes.task == "language_modelling":
+            raise UsageError("predict: a language model continues a text: use generate(text)")
         check_predicts(self.preprocessing)
         with self._open_data(data) as source:
             if self._run is None:  # techniques inspect samples of the first data
@@ -131,6 +139,8 @@ class Trained(Closeable):
         the `top_k` likeliest, by a generator with the `seed`. Raises UsageError, ConfigError.
         """
         sampling = check_sampling(prompt, tokens, temperature, top_k, seed)
+        if (task := self.preprocessing.sizes.task) != "language_modelling":
+            raise UsageError(f"generate: needs a language model, but this one is for {task}")
         if self._run is None:
             with _name_arguments():
                 scope = prompted_run(self.config, self.preprocessing)

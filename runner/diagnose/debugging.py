@@ -119,6 +119,9 @@ class Debugger:
         accelerator at each operation.
         """
         _check_on("debugger.context", on)
+        if not isinstance(name, str) or not all(type(x) is bool for x in (memory, anomaly)):
+            problem = f"name must be a text, memory and anomaly True or False, got {name!r}"
+            raise UsageError(f"debugger.context: {problem}, {memory!r}, {anomaly!r}")
         path, failed, peak = self._path(name), False, None
         measured = self._peak_memory() if memory else nullcontext()
         self.totals.enter(path, "")
@@ -237,6 +240,8 @@ class Debugger:
 
         Raises UsageError for a folder, a link, or a name that does not end in `.json`.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise UsageError(f"debugger.export: path must be a path, got {path!r}")
         path = Path(path)
         problem = "is a folder" if path.is_dir() else ""
         problem = "is a link" if path.is_symlink() else problem

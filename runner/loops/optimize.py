@@ -40,6 +40,7 @@ from runner.core.models import modes
 from runner.core.optim.optimizer import Optimizer
 from runner.core.preserved_state import large_parameters, preserve_state
 from runner.core.random_state import exclusive_random_state
+from runner.core.record.folder_argument import check_folder
 from runner.core.record.summary import Summary
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.train.evidence import build_summary, collect_evidence, technique_statuses
@@ -361,7 +362,7 @@ def optimize_training_loop(
         check_whole_number(caller, "steps", steps, 1)
     own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
     refused = NOT_FOR_A_LOOP
-    where = None if folder is None else Path(folder)
+    where = None if folder is None else check_folder("optimize_training_loop", folder)
     loop = TrainingLoop(
         caller, model, level, own, device, refused, optimizer, loss_fn, steps, where
     )

@@ -31,6 +31,7 @@ from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Progress, Run
 from runner.core.optim.optimizer import Optimizer
 from runner.core.preserved_state import random_state
+from runner.core.record.folder_argument import check_folder
 from runner.core.record.history import History
 from runner.core.record.provenance import versions
 from runner.core.record.storage import guard_folder, make_folder
@@ -116,7 +117,7 @@ class Stability(Closeable):
         self.guarded: GuardedOptimizer | None = None
         self.closed, self.start_time, self.next_write = False, perf_counter(), 0.0
         # the attributes of a Run that StabilityController reads
-        self.history = History(None if folder is None else Path(folder))
+        self.history = History(None if folder is None else check_folder(CALLER, folder))
         self.folder = None  # job=replay does not apply to these captures
         self.progress, self.report_every = Progress(), 1
         self.captures: StepCaptures | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,6 +27,7 @@ from runner.core.record.storage import remove_file, remove_folder, user_cache
 from runner.core.record.summary import SUMMARY_FILE
 
 OUTPUTS = "outputs"
+SETTLE_S = 1.0  # until a config that cannot be read is looked at again
 MARKS = (SUMMARY_FILE, METRICS, HYDRA, CHECKPOINTS, SWEEP, "sweep.json", "benchmark.json")
 """Names of which one is in the folder of each run, sweep, benchmark or prediction."""
 REFERENCES = ("checkpoint.resume", "model.weights")
@@ -138,13 +140,20 @@ def _check_configs(targets: list[Path]) -> None:
             continue
         if not os.path.lexists(path := run / CONFIG):
             continue
-        try:
-            problem = "" if isinstance(read_yaml(path), dict) else f"{path}: not a config"
-        except StorageError as error:
-            problem = str(error)
+        problem = _config_problem(path)
+        if problem:
+            time.sleep(SETTLE_S)  # a run that starts is writing it, or one that failed removes it
+            problem = _config_problem(path) if os.path.lexists(path) else ""
         if problem:
             problem += ", so the checkpoints that its run uses are unknown"
             raise UsageError(f"--clean: {problem}; correct it, or remove its run, too")
+
+
+def _config_problem(path: Path) -> str:
+    try:
+        return "" if isinstance(read_yaml(path), dict) else f"{path}: not a config"
+    except StorageError as error:
+        return str(error)
 
 
 def _check(target: Path, targets: list[Path], references: list[tuple[Path, Path]]) -> None:

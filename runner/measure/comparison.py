@@ -49,6 +49,10 @@ class Comparison:
     speed_command: str = ""  # compares the speeds of a sweep's configurations
     schema: int = 1
 
+    def __str__(self) -> str:
+        text: str = rooms.find("notebook", "comparison_text")(self)
+        return text
+
     def _repr_html_(self) -> str:
         """Return the table that a notebook shows."""
         html: str = rooms.find("notebook", "comparison")(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from runner.core import format
 from runner.core.module_path import python_command
-from runner.core.record.console import plain_text, to_html
+from runner.core.record.console import EscapingConsole, plain_text, to_html
 from runner.core.record.text import escape_control_chars, shorten
 from runner.measure import verdicts
 from runner.measure.columns import ReportColumn, select_columns
@@ -112,6 +113,14 @@ def _note_lines(comparison: Comparison) -> list[Text]:
             how = f"the speed-up is measured in turns, other columns in each run: {how}"
         notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
     return [plain_text(f"· {note}", "dim") for note in notes]
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Return the comparison as it is printed."""
+    screen = EscapingConsole(file=io.StringIO(), width=100)
+    with screen.capture() as printed:
+        screen.print(ComparisonScreen(comparison), crop=False)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
 def show_comparison(comparison: Comparison) -> str:

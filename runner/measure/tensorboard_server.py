@@ -7,6 +7,7 @@ symlinks: `digits-mlp/lr=0.01 seed=2` points to the run's folder, which is not c
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -40,6 +41,7 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
         link_runs(folders, Path(logdir))
         command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", logdir, *options]
         server = subprocess.Popen(command)  # noqa: S603  # its options are the user's own
+        before = signal.signal(signal.SIGTERM, _leave)  # with the server and the folder
         try:
             while True:
                 try:
@@ -49,6 +51,11 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
         finally:
             server.terminate()
             server.wait()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def link_runs(folders: Sequence[Path], logdir: Path) -> list[str]:

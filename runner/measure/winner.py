@@ -12,7 +12,7 @@ from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
 from runner.core.format import short_path
 from runner.core.interfaces.objective import rises_by_name
 from runner.core.module_path import python_command
-from runner.core.record.hydra_files import read_flat_config
+from runner.core.record.hydra_files import SWEEP, read_flat_config
 from runner.core.record.text import quote_for_shell, resume_argument
 from runner.measure.comparison_row import ComparisonRow, number_at
 
@@ -68,10 +68,13 @@ def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
     is_text = "val/perplexity" in row.metrics
     predict = "job=predict predict.prompt=…" if is_text else "job=predict"
     steps, overrides = number_at(row.summary, "steps"), shlex.join(row.overrides)
+    longer = f"{run.parent}-{run.name}" if (folder.parent / SWEEP).exists() else run
     commands = {
         "  predict:   ": f"{predict} {resume_argument(run)}",
         "  evaluate:  ": f"job=evaluate {resume_argument(run)}",
-        "  resume:    ": f"{resume_argument(run)} training.steps={2 * int(steps or 1)}",
+        # in a folder of its own beside the sweep's, which stays as it is compared
+        "  resume:    ": f"{resume_argument(run)} training.steps={2 * int(steps or 1)} "
+        f"{quote_for_shell('hydra.run.dir', f'{longer}-longer')}",
         "  train on:  ": f"{overrides} {quote_for_shell('model.weights', run)}".strip(),
     }
     yield from ((label, f"{start} {command}") for label, command in commands.items())

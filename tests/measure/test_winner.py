@@ -54,7 +54,10 @@ def test_the_commands_of_the_winner_run(swept: Path, monkeypatch: pytest.MonkeyP
         made = runs.command(swept, *words[words.index("runner") + 1 :], "device=cpu")
         assert made.returncode == 0, (label, made.stderr)
         done[label.strip()] = made
-    assert "continuing after step 30" in done["resume:"].stderr
+    assert "step 30" in done["resume:"].stderr
+    longer = json.loads((swept / "outputs/sweeps/one-1-longer/summary.json").read_text())
+    assert longer["steps"] == 60
+    assert compare("outputs/sweeps/one").rows[0].summary["steps"] == 30  # as it was compared
     assert "model.weights" in done["train on:"].stderr
 
 

@@ -136,7 +136,11 @@ def build(
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
     while another thread trains.
     """
-    components, folder = given or Components(), None if folder is None else Path(folder)
+    components = given or Components()
+    if folder is not None and not (isinstance(folder, Path) and folder.is_dir()):
+        from runner.core.record.folder_argument import check_folder  # not by the command line
+
+        folder = check_folder("build", folder)
     validate_config(config, components.techniques)
     check_hooks("build", components.hooks)
     generators = RandomGenerators()

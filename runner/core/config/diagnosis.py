@@ -244,11 +244,21 @@ def _as_overrides(body: Mapping[str, Any], prefix: str = "") -> Iterator[CliOver
 # -- messages of Hydra and OmegaConf -------------------------------------------------------------
 
 
+OTHER_FORMS = {
+    r"Cannot merge DictConfig with ListConfig": "must be a list, [a,b] or [{key: value}], got keys",
+    r"Cannot merge ListConfig with DictConfig": "must be keys with values, {k: value}, got a list",
+    r"Cannot assign \w+ to Dict": "its items must be keys with values: [{key: value}]",
+    r"Cannot convert '(list|dict)' to string": "must be a text, not a list or keys",
+}
+"""Messages of OmegaConf about a value of another form."""
+
+
 def conversion_problem(text: str) -> str:
     """Reword OmegaConf's message about a value of the wrong type; other messages stay."""
     match = CONVERSION_ERROR.match(text)
     if match is None:
-        return text
+        forms = (needed for form, needed in OTHER_FORMS.items() if re.match(form, text))
+        return next(forms, text)
     value, kind = match["value"], match["kind"] or "bool"
     fix = ""
     with suppress(ValueError, OverflowError):  # 1e3 is a float in YAML

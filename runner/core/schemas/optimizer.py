@@ -52,7 +52,10 @@ class OptimizerConfig:
             fix = f"use {', '.join(GROUP_KEYS)}"
             raise ConfigError(f"{key}.{unknown[0]}", "no such key", fix)
         match = group.get("match")
-        if not (match and isinstance(match, str)) or len(group) < 2:
+        if match is not None and not isinstance(match, str):
+            problem = f"must be a text, got {match!r}"
+            raise ConfigError(f"{key}.match", problem, "e.g. classifier.*")
+        if not match or len(group) < 2:
             problem = f"needs match and an option, got {group}"
             raise ConfigError(key, problem, "e.g. {match: classifier.*, lr: 1e-3}")
         if not isinstance(group.get("name", ""), str):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,19 +50,21 @@ def opened(make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> 
 def test_the_time_to_fetch_a_sample_is_without_seeding(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_seed = UserDataset._seed
+    own_seed, now = UserDataset._seed, [0.0]  # a clock that the data set alone moves
 
     def slow(self: UserDataset, seed: int) -> None:
-        time.sleep(0.01)
+        now[0] += 0.01
         own_seed(self, seed)
 
     def make(index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(seconds)
+        now[0] += seconds
         return features(index)
 
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("runner.core.data.user_dataset.time", clock)
     monkeypatch.setattr(UserDataset, "_seed", slow)
     source = opened(make)
-    assert source.sample_seconds == pytest.approx(seconds, abs=0.002)
+    assert source.sample_seconds == pytest.approx(seconds, abs=1e-9)
     workers, (choice,) = _choose_workers(source, DataConfig(kind="own"), 32)
     assert (workers > 0) is (seconds > 0) and "ms to fetch" in choice.reason
 

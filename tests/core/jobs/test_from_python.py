@@ -254,6 +254,43 @@ def test_a_cell_shows_the_end_table_the_curves_and_the_comparison(trained: Path)
     assert not (trained / "comparison.html").exists()
 
 
+def test_a_printed_comparison_is_its_table_and_errors_are_caught_by_name(trained: Path) -> None:
+    text = str(compare(trained))
+    assert "best val/accuracy" in text and max(map(len, text.splitlines())) < 400
+    with pytest.raises(runner.errors.RunnerError):
+        compare(trained / "none")
+
+
+@pytest.mark.parametrize("folder", ["", 5, "a\0b", "FILE", "FILE/below"])
+@pytest.mark.parametrize("call", ["build", "Stability"])
+def test_what_cannot_be_a_folder_is_refused_by_name(tmp_path: Path, call: str, folder: Any) -> None:
+    (tmp_path / "FILE").write_text("a")
+    if isinstance(folder, str) and folder.startswith("FILE"):
+        folder = str(tmp_path / folder)
+    with pytest.raises(UsageError, match=f"{call}: folder"):
+        if call == "build":
+            build(compose([*TYPED]), folder)
+        else:
+            runner.Stability(folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda folder: load(None), "load: run must be"),  # type: ignore[arg-type]
+        (lambda folder: load(folder, trusted="abc"), "load: trusted must be a list"),
+        (lambda folder: load(folder, trusted=3), "load: trusted must be a list"),  # type: ignore[arg-type]
+        (lambda folder: load(folder).generate("a"), "generate: needs a language model"),
+        (lambda folder: runner.debugger.export(5), "export: path must be"),  # type: ignore[arg-type]
+        (lambda folder: runner.debugger.context(5).__enter__(), "context: name must be"),  # type: ignore[arg-type]
+        (lambda folder: runner.debugger.context("x", anomaly="yes").__enter__(), "anomaly True"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_kind_are_named(trained: Path, call: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        call(trained)
+
+
 @pytest.mark.parametrize("folders", [3, [3], []])
 def test_what_is_no_folder_cannot_be_compared(folders: Any) -> None:
     with pytest.raises(UsageError, match="compare: takes"):
