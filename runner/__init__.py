@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from runner import rooms
+from runner.core.module_path import __version__ as __version__
 
 TYPE_CHECKING = False  # under -m, a `typing.py` in the current folder would be imported
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from runner.measure.benchmark.live_model import benchmark_optimizations, show_comparison
     from runner.measure.discover import compare
 
-__version__ = "0.1.0"
 
 rooms.install()
 

@@ -21,7 +21,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runner.core.build.build import Components  # noqa: E402
+from runner.core.build.setup import Components  # noqa: E402
 from runner.core.config.composing import compose  # noqa: E402
 from runner.core.schemas.jobs import BenchmarkConfig  # noqa: E402
 from runner.measure.auto.resolve import EVIDENCE_FILE, estimate_run, make_arms, resolve_auto

@@ -36,7 +36,7 @@ from bench_overhead import COMMON, MODELS, StepTimes, microseconds  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from runner import build, compose, train  # noqa: E402
-from runner.core.build.build import Components  # noqa: E402
+from runner.core.build.setup import Components  # noqa: E402
 from runner.core.schemas.device import DistributedConfig, DistributedKind  # noqa: E402
 from runner.scale.distributed.rank_info import RankInfo  # noqa: E402
 from runner.scale.distributed.world import World  # noqa: E402

@@ -6,8 +6,8 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from runner import __version__
 from runner.core.config.groups import GROUP_ALIASES, default_options, group_options
+from runner.core.module_path import __version__
 
 ABOUT = """\
 Trains a PyTorch model on real data, from a config composed on the command line:

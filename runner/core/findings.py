@@ -1,9 +1,13 @@
-"""Findings about a file, a model, data or a machine, and how far a file may be trusted."""
+"""Findings about a file, a model, data or a machine, trust in files, and automatic choices."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Any
+
+log = logging.getLogger("runner")
 
 
 class Severity(IntEnum):
@@ -66,3 +70,19 @@ class DoctorCheck:
     ) -> DoctorCheck:
         """Return a check; the fix is included unless it is good."""
         return cls(name, CheckStatus.ok, finding) if ok else cls(name, failure, finding, fix)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An automatic decision and its reason."""
+
+    key: str
+    value: Any
+    reason: str
+    is_notice: bool = False  # shown on the screen and in the end table
+
+
+def notice(key: str, value: object, reason: str) -> Choice:
+    """Return a choice that is shown in the end table, and log it."""
+    log.warning("%s: %s: %s", key, value, reason)
+    return Choice(key, value, reason, is_notice=True)

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
-from pathlib import Path
 from typing import Any
 
-import runner
 from runner.core.errors import ProcessLost, StorageError
+from runner.core.module_path import PACKAGE
 from runner.core.process_wait import PolledClock, describe_state
 
 START_S = 300.0  # default of `data.timeout_s`, for the server to import its modules
@@ -137,13 +136,13 @@ def child_pythonpath() -> str:
     explicit = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
     paths = [p for p in map(os.path.abspath, sys.path) if p != folder or folder in explicit]
     if not in_current_folder() or sys.flags.safe_path:
-        paths.append(str(Path(runner.__file__).parents[1]))
+        paths.append(os.path.dirname(PACKAGE))
     return os.pathsep.join(dict.fromkeys(paths))
 
 
 def in_current_folder() -> bool:
     """Whether the runner's package is in the current folder."""
-    return str(Path(runner.__file__).resolve().parents[1]) == os.path.realpath(os.getcwd())
+    return os.path.dirname(os.path.realpath(PACKAGE)) == os.path.realpath(os.getcwd())
 
 
 def has_threads() -> bool:

@@ -1,4 +1,4 @@
-"""The module path of the process.
+"""The runner's version and folder, and the module path of the process.
 
 Only modules that Python has already imported are used: the current folder may be first.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
+__version__ = "0.1.0"
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 # the first entry, that of `python -m` or of a script, is what -P leaves out
 _SAFE = _ROOT in [os.path.realpath(entry) for entry in sys.path[not sys.flags.safe_path :] if entry]

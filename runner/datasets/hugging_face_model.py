@@ -12,9 +12,9 @@ from torch import nn
 
 from runner.core.device import memory
 from runner.core.errors import ConfigError
+from runner.core.findings import Choice
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import Sizes
-from runner.core.interfaces.technique import Choice
 from runner.core.models.weights import list_names, read_weights
 from runner.core.security.files.policy import FilePolicy
 from runner.datasets.hugging_face_files import (

@@ -24,8 +24,8 @@ from runner.core.data.split import split_samples
 from runner.core.data.usable import DROP_FIX, lacks_resources, usable_indices
 from runner.core.device import memory
 from runner.core.errors import BadSample, ConfigError, DataError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch, RowNames, Sizes
-from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import BadSamples, Images
 from runner.datasets.saved_dataset import SavedImages, is_saved
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from runner.core.data.preprocessing import Preprocessing
 from runner.core.errors import DataError
+from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import NumberFormat
-from runner.core.interfaces.technique import Choice, notice
 from runner.core.record.column_overrides import list_override
 from runner.core.schemas.data import SIGNS, Tabular, sign_of
 from runner.datasets.cells import (

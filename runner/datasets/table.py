@@ -18,9 +18,9 @@ from runner.core.data.paths import existing_path, suggestion
 from runner.core.data.preprocessing import Preprocessing
 from runner.core.data.usable import BAD_SAMPLES_KEY, MAX_EXAMPLES, examples
 from runner.core.errors import ConfigError, DataError, with_fix
+from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Column, NumberFormat, RowNames
-from runner.core.interfaces.technique import Choice, notice
 from runner.core.record.column_overrides import list_value, mapping_override
 from runner.core.schemas.data import (
     BadSamples,

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from runner.core.data.order import splitmix
 from runner.core.errors import DataError
-from runner.core.findings import Reason, Severity
+from runner.core.findings import Choice, Reason, Severity
 from runner.core.interfaces.batch import Column, RowNames
-from runner.core.interfaces.technique import Choice
 from runner.core.record.column_overrides import list_override
 from runner.core.record.text import shorten
 from runner.core.schemas.checks import CheckPolicy, TableConfig

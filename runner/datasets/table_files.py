@@ -18,9 +18,9 @@ import numpy as np
 from runner.core.data.preprocessing import Preprocessing
 from runner.core.device import memory
 from runner.core.errors import ConfigError, DataError
+from runner.core.findings import Choice, notice
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import NumberFormat
-from runner.core.interfaces.technique import Choice, notice
 from runner.core.schemas.data import CsvFormat, Tabular, Text, sign_of
 from runner.datasets.cells import (
     MAX_WHOLE,

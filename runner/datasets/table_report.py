@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.core.data.dataset import Dataset, TensorsDataset
-from runner.core.findings import Severity
+from runner.core.findings import Choice, Severity
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Choice
 from runner.core.record.storage import write_or_log
 from runner.core.record.text import json_safe
 from runner.core.schemas.checks import TableConfig

@@ -33,9 +33,9 @@ from runner.core.data.labels import (
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.errors import ConfigError, DataError
+from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Column, NumberFormat, Sizes
-from runner.core.interfaces.technique import Choice, notice
 from runner.core.record.column_overrides import list_override, mapping_override
 from runner.core.schemas.data import Missing, SplitRule, Tabular
 from runner.datasets.cells import (

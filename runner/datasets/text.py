@@ -24,9 +24,9 @@ from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources, usable_indices
 from runner.core.errors import ConfigError, DataError
+from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Batch, RowNames, Sizes
-from runner.core.interfaces.technique import Choice, notice
 from runner.core.schemas.data import TEXT_HEAD_BYTES, Text
 from runner.datasets.cells import TextColumn
 from runner.datasets.saved_dataset import is_saved

@@ -16,8 +16,7 @@ from runner import rooms
 from runner.core.data.paths import existing_path
 from runner.core.data.preprocessing import Preprocessing
 from runner.core.errors import ConfigError, SecurityError
-from runner.core.findings import Trust
-from runner.core.interfaces.technique import Choice
+from runner.core.findings import Choice, Trust
 from runner.core.record.text import escape_control_chars, shorten
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.files.file_bytes import FileBytes

@@ -28,7 +28,8 @@ from runner.core.build.arguments import (
     move_to_device,
     translate_model_errors,
 )
-from runner.core.build.build import Components, build, retry_smaller
+from runner.core.build.build import build, retry_smaller
+from runner.core.build.setup import Components
 from runner.core.config.composing import compose
 from runner.core.errors import UsageError
 from runner.core.interfaces.batch import Inputs, Sizes, batch_size_of, call_model

@@ -24,7 +24,8 @@ from runner.core.build.arguments import (
     count_samples,
     loss_objective,
 )
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.checkpoint.ownership import check_folder
 from runner.core.config.composing import compose
 from runner.core.config.run_config import RunConfig

@@ -22,8 +22,7 @@ from runner.core.record.hydra_files import (
     read_yaml,
 )
 from runner.core.record.hydra_files import FOLDER as HYDRA
-from runner.core.record.recorder import METRICS
-from runner.core.record.storage import remove_file, remove_folder, user_cache
+from runner.core.record.storage import METRICS, remove_file, remove_folder, user_cache
 from runner.core.record.summary import SUMMARY_FILE
 
 OUTPUTS = "outputs"

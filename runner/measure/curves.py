@@ -10,8 +10,7 @@ from markupsafe import Markup
 
 from runner.core.format import finite
 from runner.core.masking import mask_secrets
-from runner.core.record.recorder import LONGEST_ROW, METRICS
-from runner.core.record.storage import open_regular
+from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular
 from runner.measure.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw_plot, join, tag
 
 Curve = list[tuple[float, float]]

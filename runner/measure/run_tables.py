@@ -13,8 +13,9 @@ from runner.core.format import count_noun, short_path
 from runner.core.record.history import HISTORY_FILE
 from runner.core.record.hydra_files import CONFIG
 from runner.core.record.json_records import read_json
-from runner.core.record.recorder import LONGEST_ROW, METRICS
 from runner.core.record.storage import (
+    LONGEST_ROW,
+    METRICS,
     HashedFile,
     guard_folder,
     link_refusal,

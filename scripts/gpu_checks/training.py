@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpu_checks.base import Workplace, require, require_engaged, technique_rows
 from runner import RunConfig, build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.nested import tree_map
 from runner.core.interfaces.run import Run

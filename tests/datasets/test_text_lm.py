@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import runner
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.execution.evaluation import inference
 from runner.core.execution.generate import Sampling, generate

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.errors import RunnerError, UsageError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import LABEL_KEYS, Batch, Inputs, Sizes
 from runner.core.interfaces.nested import describe, tensors, tree_map
-from runner.core.interfaces.technique import Choice
 from runner.core.objectives.custom import CustomObjective
 from runner.core.optim.optimizer import Optimizer, incompatibility, sparse_embeddings
 from runner.core.record.text import shorten

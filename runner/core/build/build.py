@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch import nn
 from runner import rooms
 from runner.core.build.data import LoaderFactory, RunData, load_data
 from runner.core.build.hooks import attach_batch_validator, build_hooks, record_lost_worker
+from runner.core.build.setup import Components as Components
 from runner.core.build.setup import Setup, start_setup
 from runner.core.captures.run_captures import CaptureRecorder
 from runner.core.config.run_config import RunConfig, validate_config
@@ -25,17 +25,11 @@ from runner.core.data.dataset import Dataset, has_rare_class
 from runner.core.data.loader import make_batch_mover
 from runner.core.device.device_errors import translate_oom
 from runner.core.errors import ConfigError
-from runner.core.interfaces.hook import Hook, check_hooks
+from runner.core.findings import Choice, notice
+from runner.core.interfaces.hook import check_hooks
 from runner.core.interfaces.objective import Objective, resolve_monitor
 from runner.core.interfaces.run import BestCriterion, Run
-from runner.core.interfaces.technique import (
-    GAIN_TESTS,
-    Choice,
-    RunBuilder,
-    Technique,
-    TechniqueStatus,
-    notice,
-)
+from runner.core.interfaces.technique import GAIN_TESTS, RunBuilder, Technique, TechniqueStatus
 from runner.core.models.build import build_model, refuse_lazy
 from runner.core.objectives.build import build_objective, elementwise_loss
 from runner.core.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer_class
@@ -50,7 +44,6 @@ from runner.core.schemas.data import BadSamples
 from runner.core.schemas.debug import DebugConfig, OnAnomaly
 from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.models import HuggingFaceConfig, ObjectiveConfig
-from runner.core.schemas.optimization import Optimization
 from runner.core.schemas.training import MICRO_BATCH, MonitorMode
 from runner.core.stability.controller import StabilityController
 from runner.core.techniques.application import apply_techniques, warn_unused_settings
@@ -68,7 +61,6 @@ from runner.core.train.timing import Stopwatch
 if TYPE_CHECKING:
     import numpy as np
 
-    from runner.core.interfaces.processes import WorldProtocol
     from runner.core.objectives.from_model import TargetInput
     from runner.core.optim.equivalence import Implementation, UpdateComparison
     from runner.core.optim.whole_step import StepGraph
@@ -76,30 +68,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 WEIGHTS = "model.weights"
-
-
-@dataclass(frozen=True)
-class Components:
-    """Objects made by the caller, in place of those that the config names."""
-
-    model: nn.Module | None = None
-    data: Dataset | None = None
-    objective: Objective | None = None
-    optimizer: Optimizer | None = None  # the caller continues to set its learning rates
-    choices: Mapping[str, Any] = field(default_factory=dict)  # automatic ones, of another run
-    techniques: Mapping[str, Technique] = field(default_factory=dict)  # of optimization.extra
-    optimization: Optimization | None = None  # the result of optimization=auto
-    chosen: Sequence[Choice] = ()  # by it, with reasons
-    hooks: Sequence[Hook] = ()  # after those of the config
-    world: WorldProtocol | None = None  # of several processes that build the same run
-
-    def replaced_parts(self, config: RunConfig) -> list[str]:
-        """Return the names of the config's parts that these objects replace."""
-        names = ["model", "data", "objective", "optimizer", "optimization"]
-        if config.optimization.level == "auto":  # the config describes it: see the checkpoint
-            names.remove("optimization")
-        replaced = [name for name in names if getattr(self, name) is not None]
-        return [*replaced, "techniques"] if self.techniques else replaced
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from runner.core.data.preprocessing import (
     check_predicts,
 )
 from runner.core.errors import ConfigError
+from runner.core.findings import Choice, notice
 from runner.core.interfaces.hook import Hook
-from runner.core.interfaces.technique import Choice, RunBuilder, notice
+from runner.core.interfaces.technique import RunBuilder
 from runner.core.objectives.build import adapt_sizes
 from runner.core.record.data_digest import (
     DataFiles,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.build.setup import Setup
+from runner.core.findings import Choice, notice
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Choice, notice
 from runner.core.schemas.training import MICRO_BATCH
 
 MAX_INITIAL_SHARE = 0.05  # of the initial weights in an average at the end, without a notice

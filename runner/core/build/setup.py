@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,42 @@ from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 
 if TYPE_CHECKING:
-    from runner.core.build.build import Components
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from runner.core.data.dataset import Dataset
+    from runner.core.findings import Choice
+    from runner.core.interfaces.hook import Hook
+    from runner.core.interfaces.objective import Objective
     from runner.core.interfaces.processes import WorldProtocol
-    from runner.core.interfaces.technique import Choice
+    from runner.core.interfaces.technique import Technique
+    from runner.core.optim.optimizer import Optimizer
+    from runner.core.schemas.optimization import Optimization
+
+
+@dataclass(frozen=True)
+class Components:
+    """Objects made by the caller, in place of those that the config names."""
+
+    model: nn.Module | None = None
+    data: Dataset | None = None
+    objective: Objective | None = None
+    optimizer: Optimizer | None = None  # the caller continues to set its learning rates
+    choices: Mapping[str, Any] = field(default_factory=dict)  # automatic ones, of another run
+    techniques: Mapping[str, Technique] = field(default_factory=dict)  # of optimization.extra
+    optimization: Optimization | None = None  # the result of optimization=auto
+    chosen: Sequence[Choice] = ()  # by it, with reasons
+    hooks: Sequence[Hook] = ()  # after those of the config
+    world: WorldProtocol | None = None  # of several processes that build the same run
+
+    def replaced_parts(self, config: RunConfig) -> list[str]:
+        """Return the names of the config's parts that these objects replace."""
+        names = ["model", "data", "objective", "optimizer", "optimization"]
+        if config.optimization.level == "auto":  # the config describes it: see the checkpoint
+            names.remove("optimization")
+        replaced = [name for name in names if getattr(self, name) is not None]
+        return [*replaced, "techniques"] if self.techniques else replaced
 
 
 @dataclass

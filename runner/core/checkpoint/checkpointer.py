@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner import __version__
 from runner.core.checkpoint import folder as folders
 from runner.core.checkpoint import manifest
 from runner.core.checkpoint.folder import RestoredCheckpoint, StateCheck
 from runner.core.checkpoint.manifest import Manifest, read_manifest
 from runner.core.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.core.errors import CheckpointError, SecurityError, StorageError
+from runner.core.module_path import __version__
 from runner.core.record import storage
 from runner.core.security.files.policy import FilePolicy
 

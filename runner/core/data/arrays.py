@@ -23,8 +23,8 @@ from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import usable_indices
 from runner.core.errors import ConfigError, DataError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import RowNames, Sizes
-from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import Arrays
 from runner.core.security.files.policy import FilePolicy
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from runner.core.data.labels import NO_LOSS, TASKS
 from runner.core.data.paths import suggestion
 from runner.core.errors import BadSample, DataError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import LABEL_KEYS, Sizes
 from runner.core.interfaces.nested import describe, named_leaves, tree_map
-from runner.core.interfaces.technique import Choice
 
 Nest = Any
 """A tensor, or a tuple or dict of nests."""

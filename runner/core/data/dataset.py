@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch, Column, RowNames, Sizes
-from runner.core.interfaces.technique import Choice
 
 MAX_ROUNDING = 1e-5  # largest rounding error of a target in float32, in standard deviations
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from runner.core.data.paths import check_link
 from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import BadSample, ConfigError, DataError
+from runner.core.findings import Choice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import RowNames
-from runner.core.interfaces.technique import Choice
 
 log = logging.getLogger("runner")
 

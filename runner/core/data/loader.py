@@ -15,8 +15,8 @@ import torch
 from runner.core.data.dataset import Dataset
 from runner.core.data.order import BatchSampler, Segment
 from runner.core.errors import ConfigError, DataError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch
-from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import BadSamples, DataConfig
 
 if TYPE_CHECKING:

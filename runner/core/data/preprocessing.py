@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import CheckpointError, ConfigError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Column, ColumnUse, Sizes
-from runner.core.interfaces.technique import Choice
 from runner.core.record.text import dataclass_from_json
 from runner.core.security.files.policy import FilePolicy
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from runner.core.data.order import Fold, split, split_hash, take_fold
 from runner.core.errors import ConfigError, DataError
-from runner.core.interfaces.technique import Choice
+from runner.core.findings import Choice
 
 if TYPE_CHECKING:
     from runner.core.data.preprocessing import OpenOptions

@@ -14,7 +14,7 @@ from runner.core.data.open import open_data
 from runner.core.data.paths import check_link, existing_path
 from runner.core.data.preprocessing import OpenOptions, Preprocessing, source_of
 from runner.core.errors import ConfigError, DataError, UsageError
-from runner.core.interfaces.technique import Choice
+from runner.core.findings import Choice
 from runner.core.schemas.data import DataConfig
 
 PATH_KEYS = {"validation": "data.validation_path", "test": "data.test_path"}

@@ -15,7 +15,7 @@ from runner.core.data.order import splitmix
 from runner.core.data.preprocessing import OpenOptions, Preprocessing, source_of
 from runner.core.data.split_paths import find_split_paths
 from runner.core.errors import RunnerError
-from runner.core.interfaces.technique import Choice
+from runner.core.findings import Choice
 from runner.core.record.data_digest import digest_files
 from runner.core.schemas.data import FromFiles
 

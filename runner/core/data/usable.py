@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.core.errors import BadSample, DataError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch
-from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import BadSamples, DataConfig
 
 if TYPE_CHECKING:

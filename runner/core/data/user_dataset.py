@@ -31,9 +31,9 @@ from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources
 from runner.core.errors import BadSample, ConfigError, DataError, RunnerError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import named_leaves, tree_map
-from runner.core.interfaces.technique import Choice
 from runner.core.preserved_state import preserve_random_state
 from runner.core.schemas.data import BadSamples, DataConfig
 

@@ -16,6 +16,7 @@ from runner.core.device.device_errors import (
     release_references,
 )
 from runner.core.errors import ConfigError, OutOfMemory
+from runner.core.findings import Choice
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import (
     Batch,
@@ -28,7 +29,6 @@ from runner.core.interfaces.batch import (
 from runner.core.interfaces.nested import DeferredLogits, find_logits, tensors, tree_map
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import evaluation_mode
 from runner.core.preserved_state import preserve_random_state
 from runner.core.schemas.training import MICRO_BATCH

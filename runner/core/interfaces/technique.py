@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from runner.core.findings import Choice
 from runner.core.interfaces.processes import OneProcess
 
 if TYPE_CHECKING:
@@ -28,28 +28,11 @@ if TYPE_CHECKING:
     from runner.core.techniques.measured_gains import MeasuredGains
     from runner.core.techniques.recompute import RecomputedBlocks
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GAIN_TESTS = "optimization.trials"  # key in checkpoints of the results of gain tests
 GAIN_TEST_SHARE = 0.02  # share of a run's steps that they may take
 MIN_GAIN_TEST_STEPS = 27  # steps: three to settle, six pairs of two blocks, of two steps each
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An automatic decision and its reason."""
-
-    key: str
-    value: Any
-    reason: str
-    is_notice: bool = False  # shown on the screen and in the end table
-
-
-def notice(key: str, value: object, reason: str) -> Choice:
-    """Return a choice that is shown in the end table, and log it."""
-    log.warning("%s: %s: %s", key, value, reason)
-    return Choice(key, value, reason, is_notice=True)
 
 
 @dataclass

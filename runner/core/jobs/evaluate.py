@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from runner import rooms
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.checks.model import ModelCheck
 from runner.core.checks.outputs import Changes, OutputChangeCounter, describe_changes, sanitise
 from runner.core.config.run_config import RunConfig

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from runner import rooms
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.config.run_config import RunConfig
 from runner.core.interfaces.run import Run, check_run
 from runner.core.jobs import run_report as report

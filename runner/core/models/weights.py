@@ -24,9 +24,8 @@ from runner.core.checkpoint import reading
 from runner.core.checkpoint.manifest import MODEL
 from runner.core.checkpoint.state_schema import check_state
 from runner.core.errors import ConfigError
-from runner.core.findings import Severity, Trust
+from runner.core.findings import Choice, Severity, Trust
 from runner.core.format import count_noun, join_names
-from runner.core.interfaces.technique import Choice
 from runner.core.record.text import escape_control_chars, shorten
 from runner.core.security.files.policy import FilePolicy
 

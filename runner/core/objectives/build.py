@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.core.errors import ConfigError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
-from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import CLASS_TARGET_FIX
 from runner.core.schemas.models import OBJECTIVE_KINDS, ObjectiveConfig
 

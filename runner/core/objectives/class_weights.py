@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from runner.core.errors import ConfigError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import Sizes
-from runner.core.interfaces.technique import Choice
 from runner.core.schemas.data import LABELS_UNKNOWN
 from runner.core.schemas.models import ObjectiveConfig
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from runner.core.errors import ConfigError, install_command
+from runner.core.findings import Choice
 from runner.core.format import nearest
 from runner.core.interfaces.batch import Sizes
-from runner.core.interfaces.technique import Choice
 from runner.core.objectives import model_output
 from runner.core.preserved_state import float32_default
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.core.errors import ConfigError
-from runner.core.interfaces.technique import Choice, notice
+from runner.core.findings import Choice, notice
 from runner.core.optim.fine_tuning import match_names
 from runner.core.optim.optimizer import (
     build_optimizer,

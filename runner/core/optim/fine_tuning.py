@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.core.errors import ConfigError
-from runner.core.interfaces.technique import Choice
+from runner.core.findings import Choice
 from runner.core.schemas.optimizer import OptimizerConfig
 
 

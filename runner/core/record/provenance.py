@@ -19,8 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from runner import __version__
-from runner.core.module_path import python_command
+from runner.core.module_path import __version__, python_command
 from runner.core.record.data_digest import DataFiles
 from runner.core.record.loaded_code import PROVENANCE, digest_modules
 from runner.core.record.storage import read_record, replace_text

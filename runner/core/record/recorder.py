@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from runner.core.record.storage import RetryingAppender, make_folder, safe_opener
+from runner.core.record.storage import (
+    LONGEST_ROW,
+    METRICS,
+    RetryingAppender,
+    make_folder,
+    safe_opener,
+)
 from runner.core.schemas.monitoring import MonitoringConfig
 
 if TYPE_CHECKING:
@@ -24,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 
-METRICS = "metrics.jsonl"
-LONGEST_ROW = 2**20  # bytes; longer lines are not ours
 FILE_TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
 
 

@@ -28,6 +28,8 @@ log = logging.getLogger("runner")
 
 # of file systems that cannot fsync a folder
 NO_FSYNC_ERRORS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
+METRICS = "metrics.jsonl"
+LONGEST_ROW = 2**20  # bytes of a row of it; longer lines are not ours
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # 0: links are looked for before and after opening
 FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 NO_WAIT = os.O_NONBLOCK  # for pipes; no effect on files

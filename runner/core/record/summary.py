@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import StorageError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import ColumnUse
 from runner.core.interfaces.hook import Cost
 from runner.core.interfaces.run import FINISHED_ENDS
-from runner.core.interfaces.technique import Choice, TechniqueStatus
+from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.record.storage import read_record, safe_opener, write_json
 from runner.core.record.text import dataclass_from_json
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from runner.core.device.device import Device
+from runner.core.findings import Choice
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Choice, Evidence, RunBuilder
+from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.schemas.optimization import Amp, Precision
 from runner.core.techniques.cost import forward_cost
 

@@ -11,9 +11,9 @@ import torch
 
 from runner.core.data.loader import BatchLoader
 from runner.core.data.usable import UsableFetch, check_bad_share, left_out
+from runner.core.findings import Choice
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Choice
 from runner.core.record.storage import write_or_log
 from runner.core.schemas.data import DataConfig
 

@@ -15,8 +15,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from runner.core.errors import CheckpointError
+from runner.core.findings import Choice
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import GAIN_TEST_SHARE, Choice, Evidence, Switch
+from runner.core.interfaces.technique import GAIN_TEST_SHARE, Evidence, Switch
 
 log = logging.getLogger("runner")
 

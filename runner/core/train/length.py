@@ -10,8 +10,8 @@ from typing import Any
 from runner.core.bounds import check_count
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import ConfigError
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import largest_slice
-from runner.core.interfaces.technique import Choice
 from runner.core.schemas.debug import DebugConfig
 from runner.core.schemas.training import MICRO_BATCH
 

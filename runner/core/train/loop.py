@@ -26,10 +26,10 @@ from runner.core.errors import (
     StorageError,
 )
 from runner.core.execution.evaluation import evaluate
+from runner.core.findings import Choice
 from runner.core.format import count_noun, metric
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
-from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
 from runner.core.record import hydra_files

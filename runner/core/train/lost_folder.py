@@ -9,8 +9,8 @@ from runner.core.checkpoint.lock import lock_again, owns_folder
 from runner.core.errors import StorageError, UsageError
 from runner.core.interfaces.run import Run
 from runner.core.record.console import recreate_log_file
-from runner.core.record.recorder import FILE_TITLES, METRICS
-from runner.core.record.storage import make_folder, replace_text
+from runner.core.record.recorder import FILE_TITLES
+from runner.core.record.storage import METRICS, make_folder, replace_text
 from runner.core.train.run_state import restart_best, save
 
 log = logging.getLogger("runner")

@@ -18,8 +18,8 @@ from runner.core.checkpoint.finite_checks import find_non_finite
 from runner.core.checkpoint.folder import RestoredCheckpoint, describe_links
 from runner.core.data.order import Segment
 from runner.core.errors import CheckpointError, ConfigError, SecurityError
+from runner.core.findings import Choice
 from runner.core.interfaces.run import BestCriterion, Progress, Run
-from runner.core.interfaces.technique import Choice
 from runner.core.record.text import shorten
 from runner.core.schemas.data import LOADING_KEYS
 from runner.core.train.run_state import (

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.captures.manifest import CapturedWeights
 from runner.core.captures.writer import write_capture
 from runner.core.checkpoint.snapshot import Copier

@@ -12,12 +12,12 @@ from types import FrameType, TracebackType
 
 import torch
 
-import runner
 from runner.core.format import short_path
+from runner.core.module_path import PACKAGE
 
 FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = str(Path(torch.__file__).parent) + os.sep
-RUNNER_FOLDER = str(Path(runner.__file__).parent) + os.sep
+RUNNER_FOLDER = PACKAGE + os.sep
 # models and losses of ours count as the user's code
 USER_CODE = tuple(os.path.join(RUNNER_FOLDER, "core", p, "") for p in ("models", "objectives"))
 STEP_MODULE = os.path.join(RUNNER_FOLDER, "core", "train", "step.py")

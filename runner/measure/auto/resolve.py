@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.composing import compose
 from runner.core.config.run_config import RunConfig, config_hash
@@ -27,9 +27,9 @@ from runner.core.config.variants import without_side_effects
 from runner.core.data.loader import BatchLoader
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import RunnerError, WorkerFailure
+from runner.core.findings import Choice
 from runner.core.interfaces.batch import call_model
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Choice
 from runner.core.models.modes import enter_training
 from runner.core.record import provenance
 from runner.core.record.storage import make_folder, replace_text, user_cache

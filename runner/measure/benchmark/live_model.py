@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from runner.core.build.arguments import Loss, check_trainable, device_of, loss_objective
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import UsageError
 from runner.core.interfaces.technique import Technique, is_complete_technique
 from runner.core.optim.optimizer import Optimizer

@@ -32,7 +32,7 @@ class ParityChecker:
     """One process that judges several arms and computes each plain run only once.
 
     The context manager ends the process and its children; a process that died or timed out is
-    replaced at the next arm. `given` (`build.Components`) is pickled; `timeout_s` applies to one
+    replaced at the next arm. `given` (`setup.Components`) is pickled; `timeout_s` applies to one
     verdict.
     """
 

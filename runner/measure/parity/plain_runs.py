@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.config.run_config import RunConfig
 from runner.core.config.variants import with_micro_batch, without_side_effects, without_techniques
 from runner.core.errors import RunnerError

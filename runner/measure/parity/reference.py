@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.config.run_config import RunConfig
 from runner.core.config.variants import (
     keep_techniques,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import UsageError
 from runner.core.interfaces.hook import Hook, Step, Verdict

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.checkpoint import folder as folders
 from runner.core.config.run_config import RunConfig
 from runner.core.device.device import choose_device_kind
 from runner.core.errors import ConfigError, Interrupted, ProcessLost, RunnerError, UsageError
-from runner.core.interfaces.technique import Choice
+from runner.core.findings import Choice
 from runner.core.jobs import load_job, train
 from runner.core.jobs import run_report as report
 from runner.core.record.storage import remove_folder

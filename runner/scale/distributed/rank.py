@@ -16,7 +16,7 @@ from traceback import format_exception
 import torch
 
 from runner import rooms
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.checkpoint.ownership import folder_is_checked
 from runner.core.config.run_config import RunConfig
 from runner.core.device.device import select

@@ -27,10 +27,10 @@ from runner.scale.distributed.stacks import StackWriter
 
 if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
+    from runner.core.interfaces.shards import ShardsProtocol
     from runner.core.interfaces.technique import RunBuilder
     from runner.core.optim.optimizer_step import OptimizerStep
     from runner.scale.distributed.commit import CheckpointCommit
-    from runner.scale.distributed.sharded import Shards
 
 T = TypeVar("T")
 _world_numbers = count()  # numbers the worlds of this process, as in every other process
@@ -56,7 +56,7 @@ class World:
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # of the run, once set
         self.lost = False  # another process has ended: no more collectives
         self._commit: CheckpointCommit | None = None
-        self.shards: Shards | None = None  # set if weights are sharded
+        self.shards: ShardsProtocol | None = None  # set if weights are sharded
         # set with the model: a context without gradient reduction; the call for validation
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.validation_forward: Callable[..., Any] | None = None

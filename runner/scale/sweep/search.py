@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.core.config.run_config import RunConfig
 from runner.core.device.signals import PRUNED, request_stop, take_stop_request
 from runner.core.errors import StorageError, UsageError, install_command
-from runner.core.record.recorder import LONGEST_ROW, METRICS
-from runner.core.record.storage import open_regular, replace_text
+from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular, replace_text
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import json_safe
 from runner.core.schemas.sweep import LauncherConfig, SearchSweeperConfig

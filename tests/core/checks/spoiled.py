@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner import build, compose
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.data.dataset import Dataset
 from runner.core.interfaces.batch import Batch, Sizes
 from runner.core.interfaces.run import Run

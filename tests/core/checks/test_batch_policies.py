@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner import build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.data.dataset import TensorsDataset
 from runner.core.errors import DataError, Interrupted
 from runner.core.interfaces.hook import Hook, Step, Verdict

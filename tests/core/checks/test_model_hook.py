@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from runner import build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.interfaces.hook import Hook, Report
 from runner.core.interfaces.run import Run
 from runner.core.jobs import evaluate as job

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.captures.manifest import list_captures
 from runner.core.checkpoint.folder import read_manifest
 from runner.core.checkpoint.manifest import PREPROCESSING, to_checksummed_json

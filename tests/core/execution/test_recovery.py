@@ -18,7 +18,7 @@ from torch import nn
 
 from runner import build, compose, train
 from runner.core.build.arguments import loss_objective
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.device.device_errors import is_out_of_memory, translate_oom
 from runner.core.errors import ConfigError, OutOfMemory
 from runner.core.interfaces.objective import Objective

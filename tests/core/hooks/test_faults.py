@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runner import Hook, Verdict, build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError, SecurityError, UsageError
 from runner.core.interfaces.hook import Report, Step
 from runner.core.interfaces.run import Run

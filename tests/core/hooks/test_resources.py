@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from runner import Hook, build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.data.user_dataset import UserDataset
 from runner.core.device import memory
 from runner.core.errors import ConfigError, StorageError

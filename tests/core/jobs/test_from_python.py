@@ -16,7 +16,7 @@ from torch import nn
 
 import runner
 from runner import Evidence, Technique, build, compare, compose, load, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.config import composed
 from runner.core.errors import UsageError
 from runner.core.record.console import NOTEBOOK_ENV

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from runner.core.errors import StorageError
-from runner.core.interfaces.technique import Choice, TechniqueStatus
+from runner.core.findings import Choice
+from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.jobs import run_report as report
 from runner.core.record.console import print_stdout
 from runner.core.record.history import History

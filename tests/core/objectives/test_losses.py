@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from runner import train
 from runner.core.build.arguments import InMemoryDataset
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective

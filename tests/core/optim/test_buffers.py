@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.checkpoint.finite_checks import infinite_buffers
 from runner.core.errors import ConfigError
 from runner.core.optim.buffers import BufferSnapshot, _group_by_type, restore_where

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner import Stability, build, train, train_step
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.optim import whole_step
 from runner.core.optim.equivalence import KEY, Implementation, UpdateComparison
 from runner.core.optim.fused_kernel import FusedKernel

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import runner
 from runner import build, evaluate, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import CheckpointError, ConfigError, UsageError
 from runner.core.models.modes import enter_training
 from runner.core.optim.optimizer_state import check_optimizer_state, check_saved_state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import Stability, optimize, train, train_step
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.optim.optimizer import fill_momentum
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.schemas.stability import StabilityConfig

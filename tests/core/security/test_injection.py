@@ -21,9 +21,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from runner.core.config.groups import CONF
-from runner.core.findings import Reason, Severity, Trust
+from runner.core.findings import Choice, Reason, Severity, Trust
 from runner.core.interfaces.hook import Cost
-from runner.core.interfaces.technique import Choice, TechniqueStatus
+from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.jobs import run_report
 from runner.core.record import markdown as md
 from runner.core.record.console import close_logging, set_up_logging

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runner import train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.techniques import attention
 from tests import runs
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
 
 from runner import train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import DataError
 from runner.core.record.console import close_logging, set_up_logging
 from runner.core.techniques import compiler, cost

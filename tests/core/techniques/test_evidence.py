@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from runner import build, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.config.groups import CONF
 from runner.core.errors import ConfigError
 from runner.core.format import technique_status

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.device import device, process
 from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner import train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import TechniqueStatus

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from runner import train
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.data.dataset import TensorsDataset
 from runner.core.data.user_dataset import UserDataset
 from runner.core.interfaces.batch import Sizes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError
 from runner.core.interfaces.objective import Objective, rises_by_name
 from runner.core.interfaces.run import BestCriterion

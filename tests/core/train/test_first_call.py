@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner import train
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import Summary, build, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.interfaces.hook import Verdict
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import GAIN_TESTS, Switch

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runner import build, evaluate, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError, DataError, GaveUp, Interrupted, StorageError, UsageError
 from runner.core.interfaces.hook import Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runner import train
-from runner.core.build.build import Components, build
+from runner.core.build.build import build
+from runner.core.build.setup import Components
 from runner.core.data.user_dataset import UserDataset
 from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas.data import DataConfig

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import CheckpointError, Interrupted, SecurityError, UsageError
 from runner.core.interfaces.hook import Hook, Step

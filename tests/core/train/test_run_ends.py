@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.device.signals import request_stop
 from runner.core.errors import GaveUp
 from runner.core.hooks import limits, resources

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, evaluate, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.checkpoint.folder import RestoredCheckpoint
 from runner.core.config.run_config import config_hash

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from runner import Hook, Stability, build, optimize_training_loop, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError, UsageError
 from runner.core.interfaces.hook import Evaluation, Step
 from runner.core.interfaces.run import Run

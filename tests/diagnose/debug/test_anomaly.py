@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import GaveUp
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.hook import Cost

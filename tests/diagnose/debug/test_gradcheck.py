@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from runner import Summary, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import NotVerified
 from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas.debug import GradcheckConfig

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from runner import train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.schemas.debug import FaultThresholds, GradientsConfig

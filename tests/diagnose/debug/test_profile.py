@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 
 from runner import Hook, Summary, profile, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective as CustomLoss
 from runner.diagnose.replay.results import StepPhase

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.config.variants import without_techniques
 from runner.measure.parity import trajectory
 from runner.measure.parity.distance import Agreement, Parity

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner import Hook, RunConfig, build, train
-from runner.core.build.build import Components
+from runner.core.build.setup import Components
 from runner.core.errors import RunnerError
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run

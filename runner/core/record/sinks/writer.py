@@ -13,9 +13,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 from runner.core.masking import mask_secrets
-from runner.core.record.recorder import LONGEST_ROW, METRICS
 from runner.core.record.sinks.base import MetricsRow, RunDescription, Sink, row_from_json
-from runner.core.record.storage import open_regular, read_record
+from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular, read_record
 from runner.core.record.text import summarize_error
 
 log = logging.getLogger("runner")

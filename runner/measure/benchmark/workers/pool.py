@@ -48,7 +48,7 @@ class WorkerPool:
     replaces the server, so that its memory layout changes. They are spawned instead if this process
     already has a fork server, or on systems other than Linux.
 
-    `given` (`build.Components`) and `metrics`, functions of the finished run by name, are pickled
+    `given` (`setup.Components`) and `metrics`, functions of the finished run by name, are pickled
     for each process: UsageError if they cannot be. Every method raises `WorkerFailure` for an arm
     that has ended: failed (with the error), killed (with the signal), timeout, oom.
     """

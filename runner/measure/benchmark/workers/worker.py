@@ -73,7 +73,8 @@ def main(child: ChildContext, spec: WorkerSpec) -> None:
 
 
 def _train(spec: WorkerSpec, pipe: Connection) -> None:
-    from runner.core.build.build import Components, build
+    from runner.core.build.build import build
+    from runner.core.build.setup import Components
     from runner.core.checkpoint.ownership import folder_is_checked
     from runner.core.record.console import set_up_logging
     from runner.core.security.pickle_transfer import unpickle_parts
@@ -107,7 +108,8 @@ def planned_techniques(config: RunConfig, payload: bytes) -> dict[str, str]:
     Unlike in the measured run, a technique of uncertain gain is measured, or skipped if the run is
     too short. {} if the run cannot be built once more.
     """
-    from runner.core.build.build import Components, build
+    from runner.core.build.build import build
+    from runner.core.build.setup import Components
     from runner.core.security.pickle_transfer import unpickle_parts
 
     config = deepcopy(config)
