@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import os
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests import composed, shared_sandbox, warm_workers
+from tests import composed, cpu_times, shared_sandbox, warm_workers
 
 TESTS = Path(__file__).parent
+LONG_TESTS = TESTS / "long_tests.txt"  # by scripts/long_tests.py
 LONGEST = (
     *("core/techniques/test_whole_step.py", "datasets/test_predict.py"),
     *("blackbox/test_runs.py", "core/train/test_resume.py"),
@@ -28,7 +30,9 @@ LONGEST = (
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if cpu_times.VARIABLE in os.environ:
+        config.pluginmanager.register(cpu_times)
     # a shell's background job ignores Ctrl-C, and one under nohup SIGHUP, which tests send
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -37,8 +41,13 @@ def pytest_configure() -> None:
     warm_workers.install()
 
 
+@pytest.hookimpl(tryfirst=True)  # before those marked `slow` are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no process is left alone with one at the end."""
+    long_tests = {*LONG_TESTS.read_text().splitlines()}
+    for item in items:
+        if item.nodeid in long_tests:
+            item.add_marker("slow")
     order = {TESTS / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
