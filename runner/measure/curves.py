@@ -11,7 +11,19 @@ from markupsafe import Markup
 from runner.core.format import finite
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular
-from runner.measure.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw_plot, join, tag
+from runner.measure.svg import (
+    COLOURS,
+    HEIGHT,
+    MARGIN_LEFT,
+    MARGIN_TOP,
+    PLOT_WIDTH,
+    WIDTH,
+    Series,
+    curve_scales,
+    draw_plot,
+    join,
+    tag,
+)
 
 Curve = list[tuple[float, float]]
 
@@ -79,10 +91,11 @@ def draw_run_curves(folder: Path, monitor: str) -> str:
     ]
     if not plots:
         return ""
-    drawings = [
-        draw_plot(plot, curve_scales(plot), (_plot_title(plot), "step"), WIDTH * i)
-        for i, plot in enumerate(plots)
-    ]
+    drawings = []
+    for i, plot in enumerate(plots):
+        place = {"x": WIDTH * i + MARGIN_LEFT, "y": MARGIN_TOP, "width": PLOT_WIDTH}
+        titles = _plot_title(plot), "step"
+        drawings.append(draw_plot(plot, curve_scales(plot), titles, **place))
     width = WIDTH * len(plots)
     size = {"width": width, "height": HEIGHT, "viewBox": f"0 0 {width} {HEIGHT}"}
     background = tag("rect", width=width, height=HEIGHT, fill="white")

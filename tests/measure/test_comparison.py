@@ -253,7 +253,7 @@ def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
 def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go() -> None:
     typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
     text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
-    assert "best val/accuracy" in text and "0.3000" in text and "512 MiB" not in text
+    assert "val/accuracy (best)" in text and "0.3000" in text and "512 MiB" not in text
 
 
 def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_is_paid_back() -> (

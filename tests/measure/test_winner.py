@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.measure.comparison import relocate_folders
 from runner.measure.discover import compare
 from runner.measure.winner import winner_commands
 from tests import runs
+from tests.measure.planted import run
 
 RATES = ("1e-5", "1e-2", "1e-3")
 SHORT = ("training.steps=30", "device=cpu", "monitoring.progress=false")
@@ -59,6 +61,24 @@ def test_the_commands_of_the_winner_run(swept: Path, monkeypatch: pytest.MonkeyP
     assert longer["steps"] == 60
     assert compare("outputs/sweeps/one").rows[0].summary["steps"] == 30  # as it was compared
     assert "model.weights" in done["train on:"].stderr
+
+
+def test_a_winner_that_was_continued_is_trained_on_from_its_own_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    resumed = [f"checkpoint.resume={tmp_path}/one/1", "optimizer.lr=1e-2"]
+    for name, overrides, best in (("one/1", ["seed=1"], 0.5), ("one-1-longer", resumed, 0.9)):
+        run(tmp_path / "outputs" / name, overrides, best=best, metrics={"val/accuracy": best})
+        (tmp_path / "outputs" / name / "checkpoints").mkdir()
+    comparison = relocate_folders(compare("outputs"), tmp_path / "outputs/comparisons/new")
+    commands = {label.strip(): text for label, text in winner_commands(comparison)}
+    words = shlex.split(commands["train on:"])
+    assert words[words.index("runner") + 1 :] == [
+        "optimizer.lr=1e-2",
+        "model.weights=outputs/one-1-longer",
+    ]
+    assert all(".." not in text for text in commands.values())
 
 
 def test_without_a_known_direction_nothing_wins(swept: Path) -> None:
