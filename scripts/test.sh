@@ -6,4 +6,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 set_up dev
+if [ $# -eq 0 ]; then
+    printf 'test: all tests take about ten minutes on four cores; to run some: bash scripts/test.sh tests/core\n'
+fi
 PYTHON=$python exec bash "$root/scripts/check" "$@"

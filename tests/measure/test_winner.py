@@ -7,6 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import backend_context
 
 from runner.measure.comparison import relocate_folders
 from runner.measure.discover import compare
@@ -45,6 +51,41 @@ def test_rows_are_ordered_by_the_monitored_metric_and_the_best_one_ends_the_scre
     assert f"in outputs/sweeps/one/{RATES.index(expected[0])}" in lines[at]
     labels = [line.split(":")[0].strip() for line in lines[at + 1 : at + 5]]
     assert labels == ["predict", "evaluate", "resume", "train on"]
+
+
+def test_hparams_checks_what_differs_and_names_the_checkpoint_of_each_metric(swept: Path) -> None:
+    folder = str(swept / "outputs/sweeps/one")
+    runs_of_it = EventMultiplexer().AddRunsFromDirectory(folder)
+    runs_of_it.Reload()
+    provider = MultiplexerDataProvider(runs_of_it, folder)
+    hparams, context = backend_context.Context(TBContext(data_provider=provider)), RequestContext()
+    experiment = hparams.experiment_from_metadata(
+        context, "", True, hparams.hparams_metadata(context, ""), None
+    )
+    differing = [info.name for info in experiment.hparam_infos if info.differs]
+    assert differing == ["optimizer.lr"] == [experiment.hparam_infos[0].name]
+    assert "training.steps" in {info.name for info in experiment.hparam_infos}  # typed, too
+    titles = [info.display_name for info in experiment.metric_infos]
+    assert titles[:2] == ["val/accuracy (best)", "val/accuracy (last)"]
+    events = EventAccumulator(f"{folder}/1").Reload()
+    values = {
+        tag: [point.value for point in events.Scalars(info.name.tag)]
+        for info, tag in zip(experiment.metric_infos, titles, strict=True)
+    }
+    summary = json.loads((swept / "outputs/sweeps/one/1/summary.json").read_text())
+    assert values["val/accuracy (best)"] == [pytest.approx(summary["best"])]
+    for name in ("val/accuracy", "val/loss"):
+        assert values[f"{name} (last)"][-1] == pytest.approx(summary["metrics"][name])
+
+
+def test_tensorboard_opens_on_the_metrics_of_validation(swept: Path) -> None:
+    job = swept / "outputs/sweeps/one/1"
+    tags = EventAccumulator(str(job)).Reload().Tags()["scalars"]
+    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags)))
+    assert groups[0] == "val" and {"watch_train", "watch_usage"} <= {*groups}
+    assert not [tag for tag in tags if tag.endswith("/epoch")]
+    rows = [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
+    assert all("epoch" in row for row in rows if row["split"] == "train")
 
 
 def test_the_commands_of_the_winner_run(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,18 @@ def recorded_overrides(folder: Path) -> list[str]:
         return []
 
 
+def shared_overrides(folder: Path) -> list[str]:
+    """Return the overrides typed for the sweep of a job's folder; [] outside of a sweep.
+
+    A job has those of them as they are that do not vary.
+    """
+    try:
+        typed = read_yaml(folder.absolute().parent / SWEEP)["hydra"]["overrides"]["task"]
+        return [str(text) for text in typed]
+    except (StorageError, KeyError, TypeError):
+        return []
+
+
 def read_flat_config(folder: Path) -> dict[str, Any]:
     """Return the config in a run's folder with dotted keys; {} if it cannot be read."""
     flat: dict[str, Any] = {}
@@ -159,11 +171,12 @@ def read_flat_config(folder: Path) -> dict[str, Any]:
 
 
 def hparam_columns(
-    settings: Mapping[str, Any], overrides: Mapping[str, str]
+    settings: Mapping[str, Any], overrides: Mapping[str, str], shared: Mapping[str, str]
 ) -> tuple[dict[str, Scalar], list[str]]:
-    """Return the HParams columns of a run, and the columns to show first (its overrides).
+    """Return the HParams columns of a run, and the columns to show first.
 
-    `settings` is the flat config. A key that is not in it is a config group, such as
+    These are its overrides; in a sweep the ones in which its jobs differ, not those that are
+    `shared`. `settings` is the flat config. A key that is not in it is a config group, such as
     `optimization`, with the value in `overrides`. Keys without a scalar value have no column.
     """
     override_keys = [key for key in overrides if key.partition(".")[0] not in NON_HPARAM_GROUPS]
@@ -174,4 +187,5 @@ def hparam_columns(
         for key, value in values.items()
         if isinstance(value, Scalar) and (not isinstance(value, float) or math.isfinite(value))
     }
-    return columns, [key for key in override_keys if key in columns] or DEFAULT_COLUMNS
+    differing = [key for key in override_keys if overrides[key] != shared.get(key)]
+    return columns, [key for key in differing if key in columns] or DEFAULT_COLUMNS

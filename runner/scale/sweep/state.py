@@ -117,6 +117,7 @@ class SweepSession:
     command: str  # as typed
     flags: list[str] = field(default_factory=list)  # Hydra flags that jobs need: --config-dir=…
     hash: str = ""  # of the overrides
+    quiet: bool = False  # show warnings alone, as its first job does
     resumed: bool = False  # its folder was named to be resumed, so it is untrusted
     sweep: Sweep | None = None
     # jobs of an earlier process, not matched yet
