@@ -161,7 +161,10 @@ class ComparisonRow:
         """
         if text_at(self.summary, "job") not in ("", "train"):
             return "evaluated"
-        tested, best = number_at(self.summary, "tested", "step"), number_at(self.summary, "best_step")
+        tested, best = (
+            number_at(self.summary, "tested", "step"),
+            number_at(self.summary, "best_step"),
+        )
         return "best" if metric.startswith("test/") and tested == best else "last"
 
     @property

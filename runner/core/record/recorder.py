@@ -141,7 +141,7 @@ class Recorder:
     ) -> None:
         """Start this run's row in TensorBoard's HParams tab.
 
-        `metrics` are the titles of columns by tag, `foremost` the hyper-parameters shown by default.
+        `metrics` are titles of columns by tag, `foremost` the hyper-parameters shown by default.
         """
         self._show(lambda events: events.hparams(session, values, metrics, foremost))
 

@@ -49,7 +49,9 @@ def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
     files = sorted(tmp_path.glob("events*"))
     assert len(files) == 3
     rows = [event for event in EventFileLoader(str(files[1])).Load() if event.summary.value]
-    assert [[v.tag for v in row.summary.value] for row in rows] == [["watch_train/loss", "watch_train/lr"]]
+    assert [[v.tag for v in row.summary.value] for row in rows] == [
+        ["watch_train/loss", "watch_train/lr"]
+    ]
     assert points(tmp_path, "watch_train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
 
 
