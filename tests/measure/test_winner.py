@@ -18,7 +18,7 @@ from runner.measure.comparison import relocate_folders
 from runner.measure.discover import compare
 from runner.measure.winner import winner_commands
 from tests import runs
-from tests.measure.planted import run
+from tests.measure.planted import run, sweep
 
 RATES = ("1e-5", "1e-2", "1e-3")
 SHORT = ("training.steps=30", "device=cpu", "monitoring.progress=false")
@@ -120,6 +120,14 @@ def test_a_winner_that_was_continued_is_trained_on_from_its_own_weights_alone(
         "model.weights=outputs/one-1-longer",
     ]
     assert all(".." not in text for text in commands.values())
+
+
+def test_a_run_without_a_record_does_not_keep_the_others_from_being_ranked(tmp_path: Path) -> None:
+    jobs = [{"overrides": [f"seed={n}"], "folder": str(n), "status": "done"} for n in range(3)]
+    folder = sweep(tmp_path / "one", jobs)
+    for number, best in enumerate((0.5, 0.9)):  # the folder of the third was removed
+        run(folder / str(number), [f"seed={number}"], best=best)
+    assert [row.name for row in compare(folder).rows] == ["seed=1", "seed=0", "seed=2"]
 
 
 def test_without_a_known_direction_nothing_wins(swept: Path) -> None:
