@@ -80,6 +80,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """Files in a run's folder before the run is built."""
+QUIET_LEVELS = ("warning", "error")  # of monitoring.log_level: no end table
 RANKS_MODULE = "runner.cli.ranks"  # imported for several processes only
 SECURITY_OFF_WARNING = (
     "security=off: configs of other people can run any code here, and files are loaded unchecked "
@@ -315,7 +316,7 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None
-    if run_config.monitoring.quiet:
+    if run_config.monitoring.log_level in QUIET_LEVELS and not run_config.monitoring.verbose:
         return summary.monitored
     try:
         _print_summary(mask_nested(summary), folder, run_config.monitoring.verbose)

@@ -22,9 +22,10 @@ from runner.measure.svg import (
     Scale,
     Series,
     curve_scales,
-    draw_legend_sample,
+    draw_marker,
     draw_plot,
     join,
+    line_style,
     tag,
     tick_label,
 )
@@ -147,10 +148,18 @@ def draw_series(
     attributes = {"role": "img", "aria_label": description}
     plot = tag("div", draw_plot(series, scales, (y_title, x_title), **attributes), class_="plot")
     legend = [
-        tag("li", draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
+        tag("li", _draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
         for x in series
     ]
     return join(plot, tag("ul", *legend, class_="legend"))
+
+
+def _draw_legend_sample(series: Series) -> Markup:
+    """Draw the legend sample of a series."""
+    sample = tag("line", x1=-18, x2=18, **line_style(series))
+    marker = draw_marker(series) if series.scattered else sample
+    size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
+    return tag("svg", marker, **size, **series.colour, aria_hidden="true", focusable="false")
 
 
 def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:

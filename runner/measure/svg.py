@@ -127,15 +127,9 @@ def curve_scales(series: Sequence[Series], top: float = math.inf) -> tuple[Scale
 
 
 def draw_plot(
-    series: Sequence[Series],
-    scales: tuple[Scale, Scale],
-    titles: tuple[object, str],
-    **attributes: object,
+    series: Sequence[Series], scales: tuple[Scale, Scale], titles: tuple[object, str], **box: object
 ) -> Markup:
-    """Draw a plot area `PLOT_HEIGHT` high, with axes around it; titles: of the plot, the x axis.
-
-    Positions along x are percentages, so that it can have any width.
-    """
+    """Draw a plot area of any width, with axes around it; titles: of the plot and the x axis."""
     x_scale, y_scale = scales
     grid = []
     for value in y_scale.ticks():
@@ -148,7 +142,7 @@ def draw_plot(
     grid.append(tag("text", titles[0], x=14 - MARGIN_LEFT, y=-20))
     grid.append(tag("text", titles[1], x="100%", y=PLOT_HEIGHT + 34, text_anchor="end"))
     curves = [_draw_series(one, scales) for one in series]
-    return tag("svg", *grid, *curves, **attributes, height=PLOT_HEIGHT, overflow="visible")
+    return tag("svg", *grid, *curves, **box, height=PLOT_HEIGHT, overflow="visible")
 
 
 def _draw_series(series: Series, scales: tuple[Scale, Scale]) -> Markup:
@@ -168,28 +162,19 @@ def _draw_series(series: Series, scales: tuple[Scale, Scale]) -> Markup:
         outline = " ".join(",".join(to_pixels(x, y)) for x, y in outline_points)
         parts = [tag("polygon", points=outline, fill="currentColor", fill_opacity=0.17)]
     points = " ".join(",".join(to_pixels(x, y)) for x, y in series.points)
-    style = {**_line_style(series), "vector_effect": "non-scaling-stroke"}
-    parts.append(tag("polyline", points=points, **style))
-    size = {"viewBox": f"0 0 {PLOT_WIDTH} {PLOT_HEIGHT}", "width": "100%", "height": "100%"}
-    curve = tag("svg", *parts, **size, preserveAspectRatio="none", **NESTED)
-    return tag("g", title, curve, **series.colour)
+    parts.append(tag("polyline", points=points, **line_style(series)))
+    box = {"viewBox": f"0 0 {PLOT_WIDTH} {PLOT_HEIGHT}", "preserveAspectRatio": "none"}
+    return tag("g", title, tag("svg", *parts, **box, **NESTED), **series.colour)
 
 
-def _line_style(series: Series) -> dict[str, object]:
+def line_style(series: Series) -> dict[str, object]:
+    """Return the attributes of a line in the colour and the dashes of a series."""
     style: dict[str, object] = {"class_": "curve", "fill": "none", "stroke": "currentColor"}
-    dashes = DASHES[series.style % len(DASHES)]
-    return {**style, "stroke_width": 2, "stroke_linejoin": "round", "stroke_dasharray": dashes}
+    style |= {"stroke_linejoin": "round", "stroke_dasharray": DASHES[series.style % len(DASHES)]}
+    return {**style, "stroke_width": 2, "vector_effect": "non-scaling-stroke"}
 
 
 def draw_marker(series: Series) -> Markup:
     """Draw the marker of a series at the origin."""
     shape = MARKERS[series.style % len(MARKERS)]
     return tag("path", d=shape, class_="marker", fill="currentColor", stroke="#fff")
-
-
-def draw_legend_sample(series: Series) -> Markup:
-    """Draw the legend sample of a series."""
-    sample = tag("line", x1=-18, x2=18, **_line_style(series))
-    marker = draw_marker(series) if series.scattered else sample
-    size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
-    return tag("svg", marker, **size, **series.colour, aria_hidden="true", focusable="false")

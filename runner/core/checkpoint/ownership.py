@@ -20,7 +20,6 @@ from runner.core.record.storage import (
     remove_file,
     rename,
 )
-from runner.core.record.text import resume_argument
 
 ARCHIVE = ".earlier"  # hidden, so that nothing in it is taken for a run
 NOT_FINITE = "the weights are not finite"  # how the reason of a run begins that ended with them
@@ -71,7 +70,7 @@ def check_folder(folder: Path, resume: str, trains: bool, restarted: bool = Fals
         fix = ", or continue that run: checkpoint.resume=auto"
         fix += ", with a larger training.steps if it has ended" if has_checkpoints(folder) else ""
     elif trains and has_checkpoints(folder):
-        fix = f", or continue that run: {resume_argument(folder)}"
+        fix = f", or continue that run: checkpoint.resume={folder}"
     check_no_record(folder, fix)
 
 

@@ -34,8 +34,6 @@ PATH_KEYS = (
 ROLLBACK_KEYS = {
     f"stability.{key}" for key in ("max_consecutive_skips", "max_rollbacks", "rollback_lr_factor")
 }
-QUIET_KEYS = {"monitoring", "monitoring.log_level", "monitoring.progress"}
-"""Keys of a training that other jobs do not take over, since their result is what they print."""
 REMOVED_KEYS = ("distributed.nodes", "distributed.rendezvous")
 """Keys of earlier versions, without which a run that recorded them is resumed."""
 CHANGED_KEY, TYPED_DATA_JOBS = "data.changed", ("evaluate", "predict", "verify")
@@ -151,7 +149,8 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     ]
     trains = typed_values.get("job", "train") == "train" or typed_values.get("verify.what") == "run"
     dropped_groups = () if trains else ("distributed",)  # other jobs run in one process
-    dropped |= set() if trains else QUIET_KEYS
+    if not trains:  # whose result is what they print
+        dropped |= {"monitoring", "monitoring.log_level", "monitoring.progress"}
     prefixes = ("security", "hydra", *dropped_groups, *replaced_groups)
     if typed_values.keys() & ROLLBACK_KEYS:
         prefixes += ("stability.recovery",)  # of an older version, which they replace

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from runner import rooms
 from runner.core.device import memory
 from runner.core.device.resources import SystemMonitor
 from runner.core.device.signals import PRUNED, take_stop_request
@@ -113,8 +114,9 @@ class Recording(Hook):
     def _record_start(self, run: Run, folder: Path) -> None:
         continues = run.recorder.continues_events
         if not continues:  # TensorBoard uses the first row
-            overrides = hydra_files.recorded_overrides(folder), hydra_files.shared_overrides(folder)
-            typed, shared = map(hydra_files.overrides_by_key, overrides)
+            typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
+            in_sweep = (folder.absolute().parent / hydra_files.SWEEP).exists()
+            shared = rooms.find("hparams", "sweep")(folder) if in_sweep else {}
             values, foremost = hydra_files.hparam_columns(self.settings, typed, shared)
             metrics = _hparam_metrics(run)
             run.recorder.hparams(_row_name(run.name, folder), values, metrics, foremost)

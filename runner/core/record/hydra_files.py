@@ -140,18 +140,6 @@ def recorded_overrides(folder: Path) -> list[str]:
         return []
 
 
-def shared_overrides(folder: Path) -> list[str]:
-    """Return the overrides typed for the sweep of a job's folder; [] outside of a sweep.
-
-    A job has those of them as they are that do not vary.
-    """
-    try:
-        typed = read_yaml(folder.absolute().parent / SWEEP)["hydra"]["overrides"]["task"]
-        return [str(text) for text in typed]
-    except (StorageError, KeyError, TypeError):
-        return []
-
-
 def read_flat_config(folder: Path) -> dict[str, Any]:
     """Return the config in a run's folder with dotted keys; {} if it cannot be read."""
     flat: dict[str, Any] = {}
@@ -175,9 +163,8 @@ def hparam_columns(
 ) -> tuple[dict[str, Scalar], list[str]]:
     """Return the HParams columns of a run, and the columns to show first.
 
-    These are its overrides; in a sweep the ones in which its jobs differ, not those that are
-    `shared`. `settings` is the flat config. A key that is not in it is a config group, such as
-    `optimization`, with the value in `overrides`. Keys without a scalar value have no column.
+    These are its overrides, less those `shared` in its sweep. A key that is not in the flat config
+    `settings` is a group, with its value in `overrides`. Keys without a scalar have no column.
     """
     override_keys = [key for key in overrides if key.partition(".")[0] not in NON_HPARAM_GROUPS]
     values = {k: settings.get(k, overrides.get(k)) for k in (*HPARAM_COLUMNS, *override_keys)}

@@ -102,9 +102,8 @@ class Recorder:
             self._position = self._metrics_file.position
             for mirror in self.sink_writers:
                 mirror.add(step, split, values)
-        if split == "train":  # a straight line, which nobody needs as a card
-            values = {name: value for name, value in values.items() if name != "epoch"}
-        self.show(step, "usage" if split == "system" else split, values)
+        shown = {k: x for k, x in values.items() if (split, k) != ("train", "epoch")}  # a line
+        self.show(step, "usage" if split == "system" else split, shown)
 
     def show(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Write values to TensorBoard only, under `<group>/<name>`."""

@@ -94,8 +94,8 @@ class TensorBoard:
         """Start the run's row in the HParams tab; after a resume TensorBoard uses the first.
 
         `session` names the row; rows of equal names are merged. `metrics` are scalar tags, whose
-        latest values become columns, with their titles. TensorBoard shows five hyper-parameters by
-        default: `foremost` are flagged as differing, so that they come first.
+        latest values become columns, with titles. TensorBoard shows five columns by default:
+        `foremost` are flagged as differing, so that they come first.
         """
         types = {name: HPARAM_TYPES.get(type(v), HPARAM_NUMBER) for name, v in values.items()}
         infos = [
@@ -103,9 +103,7 @@ class TensorBoard:
             for name, (data_type, _) in types.items()
         ]
         columns = [
-            api_pb2.MetricInfo(
-                name=api_pb2.MetricName(tag=stored_tag(tag)), display_name=_clean(title)
-            )
+            api_pb2.MetricInfo(name={"tag": stored_tag(tag)}, display_name=_clean(title))
             for tag, title in metrics.items()
         ]
         experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)

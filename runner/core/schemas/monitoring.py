@@ -25,14 +25,8 @@ class MonitoringConfig:
     sink_timeout_s: float = bounded(60.0, above=0)  # seconds to deliver the last rows, and to close
     progress: bool = True  # live display on a terminal, and progress lines in the log
     line_every_s: float = bounded(5.0, above=0)  # seconds between progress lines
-    # debug, info; warning, error: without the end table, and a sweep's comparison
-    log_level: str = "info"
+    log_level: str = "info"  # debug, info; warning, error: no end table, no comparison of a sweep
     verbose: bool = False  # at the end, print every reason and choice, as in report.md
-
-    @property
-    def quiet(self) -> bool:
-        """Whether warnings alone are shown: no end table, and no comparison of a sweep."""
-        return self.log_level in ("warning", "error") and not self.verbose
 
     def __post_init__(self) -> None:
         check_bounds(self, "monitoring")
