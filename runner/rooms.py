@@ -56,6 +56,7 @@ NAMES = {
         "split_names": "datasets.saved_dataset:split_names",
     },
     "checks": {"table": "datasets.table_report:check_data_table"},
+    "hparams": {"sweep": "scale.sweep.state:shared_overrides"},
     "model": {"hf": "datasets.hugging_face_model:build_pretrained"},
     "notebook": {
         "comparison": "measure.table:show_comparison",

@@ -57,8 +57,34 @@ say_torch_build() {
     printf '       export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu\n'
 }
 
+# What pip says when it is not at a terminal, as a line a stage: packages of a size that takes time,
+# with their size, then how many packages are unpacked.
+summarise_pip() {
+    local line names
+    while IFS= read -r line; do
+        case $line in
+        *Downloading*MB\)*) printf 'setup: downloading %s\n' "${line##*Downloading }" ;;
+        *"Using cached"*MB\)*) printf 'setup: taking from the cache %s\n' "${line##*Using cached }" ;;
+        "Installing collected packages: "*)
+            names=${line//[^,]/}
+            printf 'setup: unpacking %d packages, about a minute\n' $((${#names} + 1))
+            ;;
+        esac
+    done
+}
+
+install_packages() {
+    set -- -m pip install --disable-pip-version-check -c "$root/constraints.txt" -e "$root${1:+[$1]}"
+    if [ -t 1 ]; then # where pip draws its own progress
+        "$python" "$@"
+    else
+        "$python" "$@" | summarise_pip
+        return "${PIPESTATUS[0]}"
+    fi
+}
+
 set_up() {
-    local extra=${1:-} version stamp key quiet=--quiet
+    local extra=${1:-} version stamp key
     if command -v flock >/dev/null; then # two set-ups at once would trip over each other
         exec 9>"$root/.venv.lock"
         flock 9
@@ -72,10 +98,9 @@ set_up() {
     stamp=$root/.venv/.installed${extra:+-$extra}
     if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ]; then
         printf 'setup: installing into .venv (takes a few minutes the first time)\n'
-        if [ -t 1 ]; then quiet=; fi
         say_torch_build
-        "$python" -m pip install $quiet --disable-pip-version-check \
-            -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" ||
+        printf 'setup: choosing versions of the packages\n'
+        install_packages "$extra" ||
             fail "the installation failed; try again, if need be after removing $root/.venv"
         "$python" -c 'from importlib.metadata import version
 print("setup: installed torch", version("torch"))'

@@ -172,6 +172,45 @@ def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"setup: installed torch {expected}\n" in done.stdout
         assert "several GB" not in done.stdout  # pip has a place of its own to look at
+        assert "setup: choosing versions" in done.stdout
+        assert "setup: unpacking 2 packages" in done.stdout
+
+
+PIP_LINES = """\
+Obtaining file:///here
+  Installing build dependencies: started
+Collecting torch>=2.11
+  Downloading torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl (190.4 MB)
+     ------------------- 190.4/190.4 MB 9.1 MB/s eta 0:00:00
+Collecting rich
+  Downloading rich-14.1.0-py3-none-any.whl (243 kB)
+  Using cached numpy-2.3.2-cp311-cp311-linux_x86_64.whl (16.6 MB)
+Installing collected packages: torch, rich, numpy
+Successfully installed torch-2.13.0
+"""
+
+
+def test_set_up_says_what_takes_time() -> None:
+    script = f". {ROOT}/scripts/setup.sh; summarise_pip"
+    done = subprocess.run(
+        ["bash", "-c", script], input=PIP_LINES, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "setup: downloading torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl (190.4 MB)",
+        "setup: taking from the cache numpy-2.3.2-cp311-cp311-linux_x86_64.whl (16.6 MB)",
+        "setup: unpacking 3 packages, about a minute",
+    ]
+
+
+def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(
+    tmp_path: Path,
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ERROR: no space' >&2\nexit 3\n")
+    python.chmod(0o755)
+    script = f". {ROOT}/scripts/setup.sh; python={python}; install_packages dev"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "ERROR: no space\n")
 
 
 def test_a_checkout_needs_no_installation(composed: str) -> None:

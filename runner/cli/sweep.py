@@ -84,6 +84,8 @@ def prepare_sweep(
         overrides = [text for text in overrides if text != RESUME_AUTO]
         config.checkpoint.resume = "none"
     session = SweepSession(folder, "", job_flags, sweep_hash(overrides, job_flags))
+    monitoring = checked[0].monitoring
+    session.quiet = monitoring.log_level in ("warning", "error") and not monitoring.verbose
     if isolated and config.hydra.sweeper._target_ == BASIC_SWEEPER:
         session.sweeper_overrides = ["hydra/sweeper=jobs"]  # composes each job only once
     if is_search_sweep:

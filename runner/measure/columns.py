@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from runner.core import format
@@ -99,6 +99,12 @@ COLUMNS = (
 """Most important first: the last ones are dropped where there is no room. Metrics follow."""
 
 
+def _metric_title(name: str, rows: Sequence[ComparisonRow]) -> str:
+    """Return the metric's name with the checkpoints that the rows' values are of."""
+    checkpoints = {row.checkpoint_of(name) for row in rows if name in row.metrics}
+    return f"{name} ({'/'.join(sorted(checkpoints))})"
+
+
 def select_columns(comparison: Comparison) -> list[ReportColumn]:
     """Return the columns that are not empty, most important first."""
     rows, chosen = comparison.rows, list(COLUMNS)
@@ -106,7 +112,7 @@ def select_columns(comparison: Comparison) -> list[ReportColumn]:
         titles = {"speedup": "speed-up (95 %)"}
         chosen = [replace(column, title=titles.get(column.key, column.title)) for column in chosen]
     if comparison.monitor:
-        chosen.insert(1, _numeric_column(BEST_KEY, f"best {comparison.monitor}", format.metric))
+        chosen.insert(1, _numeric_column(BEST_KEY, f"{comparison.monitor} (best)", format.metric))
     if comparison.compares_learning:
         chosen.sort(key=lambda column: column.key not in LEARNING_COLUMNS)
     if comparison.kind == "benchmark":  # whose arms are interleaved
@@ -115,7 +121,7 @@ def select_columns(comparison: Comparison) -> list[ReportColumn]:
         names = dict.fromkeys(name for row in rows for name in row.metrics)
         others = [x for x in names if x != comparison.monitor and x.count("/") < 2]
         chosen += [
-            _numeric_column(METRIC_PREFIX + name, f"{name} (end)", format.metric)
+            _numeric_column(METRIC_PREFIX + name, _metric_title(name, rows), format.metric)
             for name in others[:MAX_METRICS]
         ]
     if len({_process_count(row) for row in rows if row.summary}) < 2:

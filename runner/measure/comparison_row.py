@@ -154,6 +154,19 @@ class ComparisonRow:
         values = {str(k): finite(x) for k, x in final.items()} if isinstance(final, dict) else {}
         return {key: value for key, value in values.items() if value is not None}
 
+    def checkpoint_of(self, metric: str) -> str:
+        """Return the checkpoint that a final metric is of: best | last | evaluated.
+
+        The test set is evaluated with the best one, unless there is none.
+        """
+        if text_at(self.summary, "job") not in ("", "train"):
+            return "evaluated"
+        tested, best = (
+            number_at(self.summary, "tested", "step"),
+            number_at(self.summary, "best_step"),
+        )
+        return "best" if metric.startswith("test/") and tested == best else "last"
+
     @property
     def techniques(self) -> dict[str, dict[str, Any]]:
         """The techniques' entries in the summary, by name."""

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from runner.core.format import finite
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular
-from runner.measure.svg import COLOURS, HEIGHT, WIDTH, Series, curve_scales, draw_plot, join, tag
+from runner.measure import svg
 
 Curve = list[tuple[float, float]]
 
@@ -73,30 +73,31 @@ def draw_run_curves(folder: Path, monitor: str) -> str:
     curves = {name: x for name, x in read_curves(folder, names).items() if len(x) > 1}
     groups = [[name for name in curves if name in LOSSES], [x for x in curves if x not in LOSSES]]
     plots = [
-        [Series(mask_secrets(x), downsample_curve(curves[x]), int(x != LOSSES[0])) for x in group]
+        [svg.Series(mask_secrets(x), downsample_curve(curves[x]), x != LOSSES[0]) for x in group]
         for group in groups
         if group
     ]
     if not plots:
         return ""
-    drawings = [
-        draw_plot(plot, curve_scales(plot), (_plot_title(plot), "step"), WIDTH * i)
-        for i, plot in enumerate(plots)
-    ]
-    width = WIDTH * len(plots)
-    size = {"width": width, "height": HEIGHT, "viewBox": f"0 0 {width} {HEIGHT}"}
-    background = tag("rect", width=width, height=HEIGHT, fill="white")
+    drawings = []
+    for i, plot in enumerate(plots):
+        place = {"x": svg.WIDTH * i + svg.MARGIN_LEFT, "y": svg.MARGIN_TOP, "width": svg.PLOT_WIDTH}
+        titles = _plot_title(plot), "step"
+        drawings.append(svg.draw_plot(plot, svg.curve_scales(plot), titles, **place))
+    width = svg.WIDTH * len(plots)
+    size = {"width": width, "height": svg.HEIGHT, "viewBox": f"0 0 {width} {svg.HEIGHT}"}
+    background = svg.tag("rect", width=width, height=svg.HEIGHT, fill="white")
     font = {"font_family": "system-ui, sans-serif", "font_size": 12, "fill": GREY}
     namespace = "http://www.w3.org/2000/svg"
-    return str(tag("svg", background, *drawings, xmlns=namespace, **size, **font)) + "\n"
+    return str(svg.tag("svg", background, *drawings, xmlns=namespace, **size, **font)) + "\n"
 
 
-def _plot_title(plot: Sequence[Series]) -> Markup:
+def _plot_title(plot: Sequence[svg.Series]) -> Markup:
     """Return the names of the curves, in their colours."""
     font = {"font_size": 14, "font_weight": 600}
-    return join(
+    return svg.join(
         *(
-            tag("tspan", series.label, dx=14 * (i > 0), fill=COLOURS[series.style], **font)
+            svg.tag("tspan", series.label, dx=14 * (i > 0), fill=svg.COLOURS[series.style], **font)
             for i, series in enumerate(plot)
         )
     )

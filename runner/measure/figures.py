@@ -19,14 +19,13 @@ from runner.measure.comparison import Comparison
 from runner.measure.comparison_row import ComparisonRow
 from runner.measure.curves import MAX_POINTS, Curve, downsample_curve, read_curves
 from runner.measure.svg import (
-    HEIGHT,
-    WIDTH,
     Scale,
     Series,
     curve_scales,
-    draw_legend_sample,
+    draw_marker,
     draw_plot,
     join,
+    line_style,
     tag,
     tick_label,
 )
@@ -36,6 +35,9 @@ MAX_CURVES = 12  # per plot: more cannot be distinguished
 MIN_MEMORY_RATIO = 1.05  # smaller ratios of peak memory are not plotted
 MAX_BARS = 40  # of a chart; the fastest and the slowest are kept
 BAR_HEIGHT = 34  # pixels, including margins
+MAX_REACH = 2.0  # times the highest ratio, and below the lowest: where an axis ends
+MIN_AXIS = 1.1  # ratio of an axis' ends, at least
+MIN_FLOOR = 0.1  # lowest end of the strip in which no difference is claimed
 HIDDEN_ATTRIBUTES = {"aria_hidden": "true", "focusable": "false"}
 BAR_KINDS = {
     "reference": "reference",
@@ -81,22 +83,26 @@ def build_figures(comparison: Comparison) -> dict[str, list[Figure]]:
     }
 
 
-def draw_bars(bars: Sequence[Bar], start: float, description: str, floor: float = 0.0) -> Markup:
-    """Draw ratios as bars from `start` with intervals, a line at 1, and 1 ± `floor` shaded.
+def draw_bars(bars: Sequence[Bar], description: str, floor: float = 0.0) -> Markup:
+    """Draw ratios as bars from 1 on a logarithmic axis, with intervals, and 1 ± `floor` shaded.
 
-    Positions are percentages, so that charts stretch with the page.
+    The axis fits the ratios; an interval goes at most `MAX_REACH` times beyond them on it, and has
+    no end mark where it is wider. Positions are percentages, so that charts stretch with the page.
     """
-    values = [x for bar in bars for x in (*(bar.interval or ()), bar.value) if x is not None]
-    values = [x for x in values if x < 1e6]
-    low, high = min([start, max(1 - floor, 0.0), *values]), max([1 + floor, 1.0, *values])
-    margin = 0.04 * (high - low)
-    scale = Scale(low if low == start == 0 else low - margin, high + margin)
+    ratios = [bar.value for bar in bars if bar.value is not None and 1e-6 < bar.value < 1e6]
+    ratios += [1 + floor, max(1 - floor, MIN_FLOOR)]
+    ends = [end for bar in bars for end in bar.interval or () if not math.isnan(end)]
+    low, high = min(ratios), max(ratios)
+    low = min([low, *(max(end, low / MAX_REACH) for end in ends)])
+    high = max([high, *(min(end, high * MAX_REACH) for end in ends)])
+    margin = max(high / low, MIN_AXIS) ** 0.04
+    scale = Scale(low / margin, high * margin, log=True)
     items = [
         tag(
             "li",
             tag("span", bar.label, class_="label"),
             tag("span", bar.text, class_="value"),
-            _draw_bar(bar, start, floor, scale),
+            _draw_bar(bar, floor, scale),
             class_=f"bar {bar.kind}",
         )
         for bar in bars
@@ -113,8 +119,8 @@ def draw_bars(bars: Sequence[Bar], start: float, description: str, floor: float 
     return join(bar_list, tag("div", axis, class_="bar-axis"))
 
 
-def _draw_bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
-    center, value = BAR_HEIGHT / 2, bar.value or 0.0
+def _draw_bar(bar: Bar, floor: float, scale: Scale) -> Markup:
+    center, value = BAR_HEIGHT / 2, 1.0 if bar.value is None else bar.value
 
     def line(kind: str, x1: float, x2: float, y1: float = 0, y2: float = BAR_HEIGHT) -> Markup:
         return tag("line", x1=f"{scale(x1):.3%}", x2=f"{scale(x2):.3%}", y1=y1, y2=y2, class_=kind)
@@ -125,11 +131,12 @@ def _draw_bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
         return tag("rect", **size, height=BAR_HEIGHT - 2 * margin, class_=kind)
 
     parts = [line("grid", tick, tick) for tick in scale.ticks()]
-    parts += [box("floor", max(1 - floor, 0.0), 1 + floor, 0)] if floor else []
-    parts += [box("fill", start, value, 9), line("one", 1.0, 1.0)]
+    parts += [box("floor", 1 - floor, 1 + floor, 0)] if floor else []
+    parts += [box("fill", 1.0, value, 9), line("one", 1.0, 1.0)]
     if bar.interval is not None:
         parts.append(line("whisker", *bar.interval, center, center))
-        parts += [line("whisker", end, end, center - 6, center + 6) for end in bar.interval]
+        marked = [end for end in bar.interval if scale.low <= end <= scale.high]
+        parts += [line("whisker", end, end, center - 6, center + 6) for end in marked]
     return tag("svg", *parts, height=BAR_HEIGHT, **HIDDEN_ATTRIBUTES)
 
 
@@ -138,13 +145,21 @@ def draw_series(
 ) -> Markup:
     """Draw curves and points, distinguished by colour, dashes and shape, with a legend."""
     description = "; ".join(f"{item.label}: {item.text}" for item in series)
-    attributes = {"role": "img", "aria_label": description, "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
-    plot = tag("svg", draw_plot(series, scales, (y_title, x_title)), class_="plot", **attributes)
+    attributes = {"role": "img", "aria_label": description}
+    plot = tag("div", draw_plot(series, scales, (y_title, x_title), **attributes), class_="plot")
     legend = [
-        tag("li", draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
+        tag("li", _draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
         for x in series
     ]
     return join(plot, tag("ul", *legend, class_="legend"))
+
+
+def _draw_legend_sample(series: Series) -> Markup:
+    """Draw the legend sample of a series."""
+    sample = tag("line", x1=-18, x2=18, **line_style(series))
+    marker = draw_marker(series) if series.scattered else sample
+    size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
+    return tag("svg", marker, **size, **series.colour, aria_hidden="true", focusable="false")
 
 
 def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
@@ -152,9 +167,9 @@ def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
     if len(rows) < 2:
         return
     reference = comparison.reference or "its reference"
-    about = f"Speed-up over {reference}; the vertical line is equal speed."
+    about = f"Speed-up over {reference}, on a logarithmic axis; the vertical line is equal speed."
     if any(row.speedup_interval for row in rows):
-        about += " Whiskers are 95 % intervals."
+        about += " Whiskers are 95 % intervals; one without an end mark goes on beyond the axis."
     if floor:
         about += f" No difference in the hatched strip, ± {format.share(floor)}, is claimed."
     if comparison.kind == "sweep":
@@ -167,7 +182,7 @@ def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
     if comparison.reference in verdicts_by_name:
         verdicts_by_name[comparison.reference] = "reference"
     bars = [_speed_bar(row, verdicts_by_name[row.name]) for row in rows]
-    yield Figure("Speed", about, [("", "", draw_bars(bars, 0.0, "speed-up of each row", floor))])
+    yield Figure("Speed", about, [("", "", draw_bars(bars, "speed-up of each row", floor))])
 
 
 def _speed_bar(row: ComparisonRow, verdict: str) -> Bar:
@@ -311,9 +326,10 @@ def _attribution_figure(comparison: Comparison, floor: float) -> Iterator[Figure
     ):
         effects = [e for e in attribution.effects if getattr(e, side) is not None]
         if bars := [_effect_bar(effect, side, floor) for effect in effects]:
-            drawing = draw_bars(bars, 1.0, f"{heading}, each technique", floor)
+            drawing = draw_bars(bars, f"{heading}, each technique", floor)
             charts.append((heading, f": {note}", drawing))
-    about = "Bars right of the vertical line save time, bars left of it cost time."
+    about = "Bars right of the vertical line save time, bars left of it cost time; the axis is "
+    about += "logarithmic. A whisker without an end mark goes on beyond it."
     if attribution.stopped:
         about += f" Measured until: {attribution.stopped}."
     yield Figure("Speed-up by technique", about, charts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
@@ -160,8 +162,8 @@ def _table(
 
 
 def _cell(text: str, sort: float | str | None = None, note: str = "", failed: bool = False) -> Any:
-    """Return a cell: its text, sort key, and the number of a footnote."""
-    return {"text": text, "sort": sort, "note": note, "failed": failed}
+    """Return a cell: its text, sort key, the number of a footnote, and a link."""
+    return {"text": text, "sort": sort, "note": note, "failed": failed, "link": ""}
 
 
 def _template_context(comparison: Comparison) -> dict[str, Any]:
@@ -202,15 +204,27 @@ def _template_context(comparison: Comparison) -> dict[str, Any]:
 def _rows_table(comparison: Comparison) -> dict[str, Any]:
     title, visible_columns, lines = comparison.row_title, select_columns(comparison), []
     header = [title, STATUS_HEADERS[title], *(column.title for column in visible_columns)]
+    folders = [_relative_folder(row, comparison.root) for row in comparison.rows]
+    header += ["folder"] * any(folders)
     heading = "Configurations" if title == "configuration" else "All numbers"
-    for row in comparison.rows:
+    for row, folder in zip(comparison.rows, folders, strict=True):
         status = verdicts.status_or_verdict(row, comparison)
-        cells = [_cell(row.name, row.name), _cell(status, status, failed=not row.is_valid)]
+        # quoted, so it has no scheme
+        link = f"{quote(folder, errors='replace')}/" if folder else ""
+        name = {**_cell(row.name, row.name), "link": link}
+        cells = [name, _cell(status, status, failed=not row.is_valid)]
         for column in visible_columns:
             failed = column.key == "parity" and row.parity == "FAIL"
             cells.append(_cell(column.text(row), column.number(row), failed=failed))
+        cells += [_cell(folder or format.NONE, folder or None)] * any(folders)
         lines.append(cells)
     return _table(heading, header, lines)
+
+
+def _relative_folder(row: ComparisonRow, root: Path | None) -> str:
+    """Return the row's folder, relative to the comparison's; "" if there is none."""
+    is_relative = not os.path.isabs(row.folder)  # a forged record may name any other
+    return row.folder if is_relative and (root is None or (root / row.folder).is_dir()) else ""
 
 
 def _trials_table(search: SearchRecord) -> dict[str, Any]:

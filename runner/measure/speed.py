@@ -97,7 +97,8 @@ def benchmark_command(rows: Sequence[ComparisonRow]) -> str:
     words = shlex.split(finished[0].command)
     replaced = {*keys, "job", "checkpoint.resume"}
     words = [word for word in words if word.partition("=")[0].lstrip("+~") not in replaced]
-    listed = ",".join(map(quote_for_hydra, texts))
+    # double marks: a shell takes what has no single ones without escapes
+    listed = ",".join(x if x.isidentifier() else quote_for_hydra(x, "double") for x in texts)
     return shlex.join([*words, "job=benchmark", f"benchmark.arms=[{listed}]"])
 
 

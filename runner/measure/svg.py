@@ -27,6 +27,7 @@ MARKERS = (
 )
 """Paths around (0, 0); shapes differ so that colour is not needed."""
 MAX_VALUE, MIN_RANGE = 1e300, 1e-290  # of an axis: arithmetic stays finite and non-zero
+NESTED = {"overflow": "visible", "aria_hidden": "true"}  # of a drawing in one with a description
 VOID_ELEMENTS = {"line", "rect", "path", "polyline", "polygon"}
 
 
@@ -101,7 +102,7 @@ class Scale:
 
     def ticks(self, max_ticks: int = 5) -> list[float]:
         """Return about `max_ticks` round values for the axis."""
-        if self.log:
+        if self.log and self.high > 10 * self.low:  # else as on a linear axis
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             powers = [10.0**e for e in range(first, last + 1)]
             options = [m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high]
@@ -126,22 +127,22 @@ def curve_scales(series: Sequence[Series], top: float = math.inf) -> tuple[Scale
 
 
 def draw_plot(
-    series: Sequence[Series], scales: tuple[Scale, Scale], titles: tuple[object, str], left: int = 0
+    series: Sequence[Series], scales: tuple[Scale, Scale], titles: tuple[object, str], **box: object
 ) -> Markup:
-    """Draw a `WIDTH` × `HEIGHT` plot at x = `left`; titles: of the plot and the x axis."""
+    """Draw a plot area of any width, with axes around it; titles: of the plot and the x axis."""
     x_scale, y_scale = scales
     grid = []
     for value in y_scale.ticks():
         y = round(PLOT_HEIGHT * (1 - y_scale(value)), 1)
-        grid.append(tag("line", x2=PLOT_WIDTH, y1=y, y2=y, class_="grid", stroke="#e5e7eb"))
+        grid.append(tag("line", x2="100%", y1=y, y2=y, class_="grid", stroke="#e5e7eb"))
         grid.append(tag("text", tick_label(value), x=-8, y=round(y + 4, 1), text_anchor="end"))
     for value in x_scale.ticks():
-        x = round(PLOT_WIDTH * x_scale(value), 1)
+        x = f"{x_scale(value):.3%}"
         grid.append(tag("text", tick_label(value), x=x, y=PLOT_HEIGHT + 18, text_anchor="middle"))
     grid.append(tag("text", titles[0], x=14 - MARGIN_LEFT, y=-20))
-    grid.append(tag("text", titles[1], x=PLOT_WIDTH, y=PLOT_HEIGHT + 34, text_anchor="end"))
+    grid.append(tag("text", titles[1], x="100%", y=PLOT_HEIGHT + 34, text_anchor="end"))
     curves = [_draw_series(one, scales) for one in series]
-    return tag("g", *grid, *curves, transform=f"translate({left + MARGIN_LEFT} {MARGIN_TOP})")
+    return tag("svg", *grid, *curves, **box, height=PLOT_HEIGHT, overflow="visible")
 
 
 def _draw_series(series: Series, scales: tuple[Scale, Scale]) -> Markup:
@@ -150,35 +151,30 @@ def _draw_series(series: Series, scales: tuple[Scale, Scale]) -> Markup:
 
     title = tag("title", f"{series.label}: {series.text}" if series.text else series.label)
     parts = []
-    if series.scattered:
-        positions = [" ".join(to_pixels(x, y)) for x, y in series.points]
-        parts = [draw_marker(series, transform=f"translate({position})") for position in positions]
-    else:
-        if series.band:
-            outline_points = [(x, high) for x, _, high in series.band]
-            outline_points += [(x, low) for x, low, _ in reversed(series.band)]
-            outline = " ".join(",".join(to_pixels(x, y)) for x, y in outline_points)
-            parts = [tag("polygon", points=outline, fill="currentColor", fill_opacity=0.17)]
-        points = " ".join(",".join(to_pixels(x, y)) for x, y in series.points)
-        parts.append(tag("polyline", points=points, **_line_style(series)))
-    return tag("g", title, *parts, **series.colour)
+    if series.scattered:  # each in a place of its own, so that its shape is not stretched
+        for x, y in series.points:
+            place = {"x": f"{scales[0](x):.3%}", "y": to_pixels(x, y)[1]}
+            parts.append(tag("svg", draw_marker(series), **place, **NESTED))
+        return tag("g", title, *parts, **series.colour)
+    if series.band:
+        outline_points = [(x, high) for x, _, high in series.band]
+        outline_points += [(x, low) for x, low, _ in reversed(series.band)]
+        outline = " ".join(",".join(to_pixels(x, y)) for x, y in outline_points)
+        parts = [tag("polygon", points=outline, fill="currentColor", fill_opacity=0.17)]
+    points = " ".join(",".join(to_pixels(x, y)) for x, y in series.points)
+    parts.append(tag("polyline", points=points, **line_style(series)))
+    box = {"viewBox": f"0 0 {PLOT_WIDTH} {PLOT_HEIGHT}", "preserveAspectRatio": "none"}
+    return tag("g", title, tag("svg", *parts, **box, **NESTED), **series.colour)
 
 
-def _line_style(series: Series) -> dict[str, object]:
+def line_style(series: Series) -> dict[str, object]:
+    """Return the attributes of a line in the colour and the dashes of a series."""
     style: dict[str, object] = {"class_": "curve", "fill": "none", "stroke": "currentColor"}
-    dashes = DASHES[series.style % len(DASHES)]
-    return {**style, "stroke_width": 2, "stroke_linejoin": "round", "stroke_dasharray": dashes}
+    style |= {"stroke_linejoin": "round", "stroke_dasharray": DASHES[series.style % len(DASHES)]}
+    return {**style, "stroke_width": 2, "vector_effect": "non-scaling-stroke"}
 
 
-def draw_marker(series: Series, **attributes: object) -> Markup:
+def draw_marker(series: Series) -> Markup:
     """Draw the marker of a series at the origin."""
     shape = MARKERS[series.style % len(MARKERS)]
-    return tag("path", d=shape, class_="marker", fill="currentColor", stroke="#fff", **attributes)
-
-
-def draw_legend_sample(series: Series) -> Markup:
-    """Draw the legend sample of a series."""
-    sample = tag("line", x1=-18, x2=18, **_line_style(series))
-    marker = draw_marker(series) if series.scattered else sample
-    size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
-    return tag("svg", marker, **size, **series.colour, aria_hidden="true", focusable="false")
+    return tag("path", d=shape, class_="marker", fill="currentColor", stroke="#fff")

@@ -51,7 +51,8 @@ def compare_sweep(session: SweepSession, ended: bool) -> Comparison:
             comparison = compare_folders([session.folder])
             write_comparison(comparison, session.folder)
     finally:
-        print_stdout(ComparisonScreen(comparison), crop=False)
+        if not session.quiet:
+            print_stdout(ComparisonScreen(comparison), crop=False)
     return comparison
 
 
@@ -145,7 +146,7 @@ def _measure(
         parity=False,
     )
     fork_server.stop()  # that of the jobs: the arms have their own
-    set_up_logging("info", None)
+    set_up_logging("warning" if session.quiet else "info", None)
     log.info("%d configurations are measured in turns (sweep.benchmark_s)", len(ordered))
     result = measure(ordered, settings, seed=reference.config.seed, start_limits=limits)
     return _with_members(result, members)

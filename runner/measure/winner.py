@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from runner.measure.comparison import Comparison
 
 MODE = "training.monitor_mode"
+STARTS = ("checkpoint.resume", "model.weights")
 
 
 def best_first(comparison: Comparison) -> Comparison:
@@ -40,7 +42,8 @@ def best_first(comparison: Comparison) -> Comparison:
 
 def metric_rises(comparison: Comparison) -> bool | None:
     """Return whether higher values of the monitored metric are better; None if that is unknown."""
-    finished = [row for row in comparison.rows if row.finished]
+    # one without a summary has been removed since
+    finished = [row for row in comparison.rows if row.finished and row.summary]
     is_ranked = comparison.kind != "benchmark" and comparison.search is None
     if not is_ranked or not comparison.compares_learning or not comparison.monitor:
         return None
@@ -60,14 +63,16 @@ def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
     row = comparison.rows[0]  # of a configuration that ran several times its best run
     if not row.finished or row.best is None or not row.folder:
         return
-    folder = comparison.root / row.folder
+    folder = Path(os.path.normpath(comparison.root / row.folder))
     start, run = shlex.join(python_command("runner")), Path(short_path(folder))
     yield "the winner:  ", f"{row.name}, in {run}"
     if not (folder / CHECKPOINTS).is_dir():
         return
     is_text = "val/perplexity" in row.metrics
     predict = "job=predict predict.prompt=…" if is_text else "job=predict"
-    steps, overrides = number_at(row.summary, "steps"), shlex.join(row.overrides)
+    # a run that was continued itself starts anew, from the weights
+    kept = [x for x in row.overrides if x.lstrip("+").partition("=")[0] not in STARTS]
+    steps, overrides = number_at(row.summary, "steps"), shlex.join(kept)
     longer = f"{run.parent}-{run.name}" if (folder.parent / SWEEP).exists() else run
     commands = {
         "  predict:   ": f"{predict} {resume_argument(run)}",

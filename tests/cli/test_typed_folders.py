@@ -38,6 +38,7 @@ def test_a_run_in_a_typed_relative_folder_goes_on_from_an_older_checkpoint(
     assert done.returncode == 0, done.stderr
     assert "continuing mine/r" in done.stderr and "continuing after step 15" in done.stderr
     assert "mine/r/checkpoints/step_00000020/model.safetensors: damaged" in done.stderr
+    assert "from mine/r/checkpoints/step_00000015" in done.stderr
     assert "checked in a sandboxed process" in done.stderr
     assert Summary.read(tmp_path / "mine/r").steps == 25
     strict = command(tmp_path, "checkpoint.resume=mine/r", "training.steps=30", "security=strict")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from runner.measure import page
 from runner.measure.benchmark.result import Load
-from runner.measure.columns import COLUMNS
+from runner.measure.columns import COLUMNS, select_columns
 from runner.measure.comparison import Comparison, compare_arms
 from runner.measure.comparison_row import ComparisonRow
 from runner.measure.curves import downsample_curve, read_curves
@@ -253,7 +253,25 @@ def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
 def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go() -> None:
     typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
     text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
-    assert "best val/accuracy" in text and "0.3000" in text and "512 MiB" not in text
+    assert "val/accuracy (best)" in text and "0.3000" in text and "512 MiB" not in text
+
+
+def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_path: Path) -> None:
+    metrics = {"val/accuracy": 0.8, "val/loss": 0.3, "test/loss": 0.4}
+    trained = {"metrics": metrics, "best_step": 40, "tested": {"step": 40, "samples": 9}}
+    run(tmp_path / "a", ["seed=1"], **trained)
+    run(tmp_path / "b", ["seed=2"], **trained)
+
+    def headings(*more: str) -> list[str]:
+        compared = compare_folders([tmp_path / name for name in ("a", "b", *more)])
+        return [column.title for column in select_columns(compared) if "/" in column.title[:5]]
+
+    of_two = ["val/accuracy (best)", "val/loss (last)", "test/loss (best)"]
+    assert headings() == of_two
+    run(tmp_path / "c", ["seed=3"], **{**trained, "best_step": 50})  # its best could not be read
+    run(tmp_path / "d", ["job=evaluate"], job="evaluate", metrics={"val/loss": 0.3})
+    assert headings("c") == [*of_two[:2], "test/loss (best/last)"]
+    assert headings("d") == [of_two[0], "val/loss (evaluated/last)", of_two[2]]
 
 
 def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_is_paid_back() -> (

@@ -92,4 +92,4 @@ def test_headings_and_names_of_folders_are_shown_as_text(
         run(place, [f"seed={number}"], metrics={name: 0.9}, monitor=name)
     assert main([str(outer)]) == 0
     shown = printed(capsys)
-    assert "best val/evil\\x1b[2J" in shown and "comparison evil\\x1b[2J" in shown
+    assert "val/evil\\x1b[2J" in shown and "comparison evil\\x1b[2J" in shown

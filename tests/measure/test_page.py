@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 
@@ -47,21 +49,78 @@ def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path: Path, widt
     drawn = look(html_of(result(*arms, attribution=attribution())), tmp_path, DRAWN, width)
     speed, added, removed = drawn["bars"]
     assert [bar["label"] for bar in speed] == ["none", "two", "three"]
-    unit = speed[0]["one"]  # pixels of a ratio of 1
+    unit = (speed[2]["right"] - speed[2]["one"]) / math.log(3)  # pixels of a ratio of e
     assert unit > 40
     for bar, one in zip(speed, arms, strict=True):
-        assert bar["left"] == pytest.approx(0, abs=1)
-        assert bar["right"] / unit == pytest.approx(one.speedup, abs=1.5 / unit)
-        if one.speedup_interval:
-            ends = bar["low"] / unit, bar["high"] / unit
-            assert ends == pytest.approx(one.speedup_interval, abs=1.5 / unit)
-    gains = [bar["right"] - bar["one"] for bar in added]  # begin at 1
-    assert gains[0] / gains[1] == pytest.approx(0.3 / 0.2, rel=0.05)
+        assert bar["left"] == pytest.approx(bar["one"], abs=1.5)  # all begin at 1
+        for place, ratio in (("right", one.speedup), ("low", None), ("high", None)):
+            if place != "right" and one.speedup_interval:
+                ratio = one.speedup_interval[place == "high"]
+            if ratio is not None:
+                assert bar[place] - bar["one"] == pytest.approx(unit * math.log(ratio), abs=2)
+    gains = [bar["right"] - bar["one"] for bar in added]
+    assert gains[0] / gains[1] == pytest.approx(math.log(1.3) / math.log(1.2), rel=0.05)
     assert removed[2]["right"] == pytest.approx(removed[2]["one"], abs=2)  # costs time
     assert removed[2]["left"] < removed[2]["one"] - 5
     a, b, c = drawn["points"]
     assert c["x"] - a["x"] == pytest.approx(2 * (b["x"] - a["x"]), rel=0.02)  # 1×, 2×, 3×
     assert a["y"] - b["y"] == pytest.approx(2 * (a["y"] - c["y"]), rel=0.02)  # 500, 1000, 750 MiB
+
+
+def test_one_wide_interval_leaves_the_others_their_width_and_has_no_end_marks(
+    tmp_path: Path,
+) -> None:
+    wide = arm("wide", 1.2, speedup_interval=(1e-4, 1e4))
+    probe = DRAWN.replace("low:", "marks: ends.length - 1, low:")
+    arms = [reference(), arm("two", 2.0), wide]
+    _, two, drawn = look(html_of(result(*arms)), tmp_path, probe)["bars"][0]
+    assert (two["marks"], drawn["marks"]) == (2, 0)
+    assert two["right"] - two["one"] > 0.25 * (drawn["high"] - drawn["low"])
+
+
+SIZES = """
+const column = page.querySelector("main h2").getBoundingClientRect().width;
+const wide = [...page.querySelectorAll(".plot .grid")].map(x => x.getBoundingClientRect().width);
+const text = [...page.querySelectorAll(".plot text")].map(
+  x => parseFloat(view.getComputedStyle(x).fontSize) * x.getScreenCTM().a);
+return {column, wide: Math.min(...wide), text: Math.min(...text)};
+"""
+
+
+@pytest.mark.parametrize("width", [360, 1000])
+def test_plots_are_as_wide_as_the_page_and_their_text_keeps_its_size(
+    tmp_path: Path, width: int
+) -> None:
+    found = look(html_of(levels()), tmp_path, SIZES, width)
+    assert found["wide"] == pytest.approx(found["column"] - 78, abs=1)  # less the margins
+    assert found["text"] == 12
+
+
+def test_each_row_leads_to_its_folder_which_is_relative_and_escaped(tmp_path: Path) -> None:
+    names = ["javascript:alert(1)", "a b&c=1", 'x"><b>', "../out of it", "#?"]
+    arms = [reference(), *(arm(f"arm{i}", 2.0, folder=x) for i, x in enumerate(names))]
+    root = tmp_path / "page"
+    for one in arms:
+        (root / (one.folder or "")).mkdir(parents=True, exist_ok=True)
+    forged = arm("forged", 3.0, folder=str(tmp_path))
+    host = arm("host", 3.0, folder=f"//{tmp_path}")
+    gone = arm("gone", 3.0, folder="removed")
+    (written,) = (
+        path
+        for path in page.write_comparison(
+            compare_arms(result(*arms, forged, host, gone), root), root
+        )
+        if path.suffix == ".html"
+    )
+    probe = "return [...page.querySelectorAll('tbody a')].map(x => x.getAttribute('href'));"
+    links = look(written.read_text(), tmp_path, probe)
+    assert [urljoin(written.as_uri(), link) for link in links] == [
+        f"{(root / (one.folder or '')).resolve().as_uri()}/" for one in arms
+    ]
+    assert str(tmp_path) not in written.read_text()
+    document = written.with_suffix(".md").read_text()
+    assert re.search(r"^\| run .* \| folder \|$|^\| arm .* \| folder \|$", document, re.M)
+    assert "../out of it |" in document and str(tmp_path) not in document
 
 
 def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
@@ -105,7 +164,8 @@ def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path: Path) -
     assert answer["sorts"] > 5, "our own script does not run"
     assert answer["paper"] == "56px", "our own style does not apply"
     assert "default-src &#39;none&#39;" in text
-    assert not re.findall(r"""(?:src|href)=|url\((?!#)|@import|https?://""", text)
+    assert not re.findall(r"""src=|url\((?!#)|@import|https?://""", text)
+    assert set(re.findall(r'href="[^"]*"', text)) == {f'href="{x.name}/"' for x in levels().arms}
 
 
 CONTRAST = """

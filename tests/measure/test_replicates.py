@@ -105,7 +105,7 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
     Console(file=screen, width=140).print(ComparisonScreen(three_by_three))
     printed = screen.getvalue()
     (header, *lines) = printed[printed.index("configuration ") :].splitlines()[:4]
-    assert "best val/accuracy" in header and "step, ms" in header
+    assert "val/accuracy (best)" in header and "step, ms" in header
     for line, level in zip(lines, LEVELS, strict=True):
         assert line.startswith(level) and "3 seeds" in line
         assert len(re.findall(r"\(\S+–\S+\)", line)) >= 2

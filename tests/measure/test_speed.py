@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from runner.core.record.summary import StepTime, Throughput
 from runner.measure.benchmark.arms import compose_arms
 from runner.measure.benchmark.result import BenchmarkResult, Load
 from runner.measure.comparison import Comparison, as_json
+from runner.measure.comparison_row import ComparisonRow
 from runner.measure.discover import compare_folders
 from runner.measure.page import _template_context
-from runner.measure.speed import FOLDER
+from runner.measure.speed import FOLDER, benchmark_command
 from runner.measure.verdicts import verdict
 from tests.measure.planted import arm, reference, result, run, sweep, technique, texts
 from tests.measure.test_comparison import shown
@@ -169,3 +171,25 @@ def test_fewer_than_five_turns_give_no_interval_and_no_headline(tmp_path: Path) 
     assert comparison.rows[1].speedup_interval is None
     assert verdict(comparison.rows[1], comparison) == "not known"
     assert not [text for text in texts(comparison) if "fast" in text]
+
+
+def test_the_command_to_compare_speeds_gives_a_shell_the_same_arms_whatever_is_in_a_value() -> None:
+    values = ("{betas:[0.9,0.95]}", "{a: 'two words', b: \"it's\"}", "{c: '${x} \\\\ $HOME `id`'}")
+    rows = [
+        ComparisonRow(
+            [x := f"optimizer.options={value}"], "done", command=shlex.join(["runner", x])
+        )
+        for value in values
+    ]
+    command = benchmark_command(rows)
+    shell = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True
+    )
+    words = shell.stdout.split("\0")[:-1]
+    assert words == shlex.split(command) and words[0] == "runner"
+    arms = compose(words[1:]).benchmark.arms
+    assert [shlex.split(arm) for arm in arms] == [row.overrides for row in rows]
+    levels = [
+        ComparisonRow([f"optimization={x}"], "done", command="runner") for x in ("none", "amp")
+    ]
+    assert shlex.split(benchmark_command(levels))[-1] == "benchmark.arms=[none,amp]"

@@ -82,7 +82,7 @@ def test_tensorboard_itself_shows_these_names(tmp_path: Path) -> None:
                 with urlopen(f"{found[0]}/data/plugin/scalars/tags") as answer:  # noqa: S310
                     tags = json.load(answer)
         assert set(tags) == {"runs/lr=0.1", "runs/lr=0.2"}
-        assert sorted(tags["runs/lr=0.1"]) == ["train/loss", "watch_faults/seen"]
+        assert sorted(tags["runs/lr=0.1"]) == ["watch_faults/seen", "watch_train/loss"]
     finally:
         os.kill(board.pid, signal.SIGINT)
         assert board.wait(60) == 130

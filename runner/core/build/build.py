@@ -597,9 +597,10 @@ def resume(setup: Setup, run: Run, measure_gains: bool) -> None:
     if resume != "none":
         from runner.core.train.resume import restore  # imported only if needed
 
-        if restore(run, None if resume == "auto" else Path(resume), trains) and trains:
+        path = restore(run, None if resume == "auto" else Path(resume), trains)
+        if path and trains:
             left = "" if run.progress.step < run.total_steps else ": no steps are left to train"
-            log.info("continuing after step %s%s", f"{run.progress.step:,}", left)
+            log.info("continuing after step %s%s; from %s", f"{run.progress.step:,}", left, path)
     if run.rank == 0:
         weights = None if trains else setup.config.model.weights
         if setup.resumes:

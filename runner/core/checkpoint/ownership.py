@@ -69,6 +69,8 @@ def check_folder(folder: Path, resume: str, trains: bool, restarted: bool = Fals
     if trains and resume == "none":
         fix = ", or continue that run: checkpoint.resume=auto"
         fix += ", with a larger training.steps if it has ended" if has_checkpoints(folder) else ""
+    elif trains and has_checkpoints(folder):
+        fix = f", or continue that run: checkpoint.resume={folder}"
     check_no_record(folder, fix)
 
 

@@ -149,6 +149,8 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     ]
     trains = typed_values.get("job", "train") == "train" or typed_values.get("verify.what") == "run"
     dropped_groups = () if trains else ("distributed",)  # other jobs run in one process
+    if not trains:  # whose result is what they print
+        dropped |= {"monitoring", "monitoring.log_level", "monitoring.progress"}
     prefixes = ("security", "hydra", *dropped_groups, *replaced_groups)
     if typed_values.keys() & ROLLBACK_KEYS:
         prefixes += ("stability.recovery",)  # of an older version, which they replace

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from runner import rooms
 from runner.core.device import memory
 from runner.core.device.resources import SystemMonitor
 from runner.core.device.signals import PRUNED, take_stop_request
@@ -114,7 +115,9 @@ class Recording(Hook):
         continues = run.recorder.continues_events
         if not continues:  # TensorBoard uses the first row
             typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
-            values, foremost = hydra_files.hparam_columns(self.settings, typed)
+            in_sweep = (folder.absolute().parent / hydra_files.SWEEP).exists()
+            shared = rooms.find("hparams", "sweep")(folder) if in_sweep else {}
+            values, foremost = hydra_files.hparam_columns(self.settings, typed, shared)
             metrics = _hparam_metrics(run)
             run.recorder.hparams(_row_name(run.name, folder), values, metrics, foremost)
         config = folder / hydra_files.CONFIG  # with environment variables unresolved
@@ -210,8 +213,9 @@ def _row_name(name: str, folder: Path) -> str:
     return f"{folder.name} of {name}/{parent}"  # TensorBoard shows the beginning
 
 
-def _hparam_metrics(run: Run) -> list[str]:
-    """Return the tags that become columns of HParams."""
+def _hparam_metrics(run: Run) -> dict[str, str]:
+    """Return the tags that become columns of HParams, with titles that name the checkpoint."""
     best = f"val/best/{run.monitor.removeprefix('val/')}"
-    rate = f"usage/{'tokens' if run.objective.unit == 'tokens' else 'samples'}_per_second"
-    return list(dict.fromkeys([best, run.monitor, "val/loss", "train/loss", rate]))
+    rate = f"{'tokens' if run.objective.unit == 'tokens' else 'samples'}_per_second"
+    last = {tag: f"{tag} (last)" for tag in (run.monitor, "val/loss", "train/loss")}
+    return {best: f"{run.monitor} (best)", **last, f"usage/{rate}": rate}

@@ -159,12 +159,12 @@ def read_flat_config(folder: Path) -> dict[str, Any]:
 
 
 def hparam_columns(
-    settings: Mapping[str, Any], overrides: Mapping[str, str]
+    settings: Mapping[str, Any], overrides: Mapping[str, str], shared: Mapping[str, str]
 ) -> tuple[dict[str, Scalar], list[str]]:
-    """Return the HParams columns of a run, and the columns to show first (its overrides).
+    """Return the HParams columns of a run, and the columns to show first.
 
-    `settings` is the flat config. A key that is not in it is a config group, such as
-    `optimization`, with the value in `overrides`. Keys without a scalar value have no column.
+    These are its overrides, less those `shared` in its sweep. A key that is not in the flat config
+    `settings` is a group, with its value in `overrides`. Keys without a scalar have no column.
     """
     override_keys = [key for key in overrides if key.partition(".")[0] not in NON_HPARAM_GROUPS]
     values = {k: settings.get(k, overrides.get(k)) for k in (*HPARAM_COLUMNS, *override_keys)}
@@ -174,4 +174,5 @@ def hparam_columns(
         for key, value in values.items()
         if isinstance(value, Scalar) and (not isinstance(value, float) or math.isfinite(value))
     }
-    return columns, [key for key in override_keys if key in columns] or DEFAULT_COLUMNS
+    differing = [key for key in override_keys if overrides[key] != shared.get(key)]
+    return columns, [key for key in differing if key in columns] or DEFAULT_COLUMNS

@@ -92,7 +92,7 @@ class Recorder:
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Write a row: a JSON line, and one TensorBoard event with tags `<split>/<name>`
-        (`usage/<name>` for system rows).
+        (`usage/<name>` for system rows; without `epoch`).
 
         NaN and Inf become null in JSON, with the original value in `nonfinite`.
         """
@@ -102,7 +102,8 @@ class Recorder:
             self._position = self._metrics_file.position
             for mirror in self.sink_writers:
                 mirror.add(step, split, values)
-        self.show(step, "usage" if split == "system" else split, values)
+        shown = {k: x for k, x in values.items() if (split, k) != ("train", "epoch")}  # a line
+        self.show(step, "usage" if split == "system" else split, shown)
 
     def show(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Write values to TensorBoard only, under `<group>/<name>`."""
@@ -134,12 +135,12 @@ class Recorder:
         self,
         session: str,
         values: Mapping[str, Scalar],
-        metrics: Sequence[str] = (),
+        metrics: Mapping[str, str],
         foremost: Sequence[str] = (),
     ) -> None:
         """Start this run's row in TensorBoard's HParams tab.
 
-        `foremost` are the hyper-parameters shown by default.
+        `metrics` are titles of columns by tag, `foremost` the hyper-parameters shown by default.
         """
         self._show(lambda events: events.hparams(session, values, metrics, foremost))
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 PREFIX = "events.out.tfevents."
 OWN_NAME = re.compile(re.escape(PREFIX) + r"(\d{10,})\.\d+")  # time, process
-UNPREFIXED_GROUPS = ("train", "val", "test", "user", "about", "comparison", "_hparams_")
+UNPREFIXED_GROUPS = ("val", "user", "about", "comparison", "_hparams_")
 """Tag groups that keep their names. TensorBoard sorts by name and opens the first; all others
-(usage, gradients, memory, faults, …) become `watch_…`, to sort below these."""
+(train, test, usage, gradients, memory, faults, …) become `watch_…`, to sort below these."""
 HPARAM_TYPES = {
     bool: (api_pb2.DATA_TYPE_BOOL, "bool_value"),
     str: (api_pb2.DATA_TYPE_STRING, "string_value"),
@@ -88,22 +88,24 @@ class TensorBoard:
         self,
         session: str,
         values: Mapping[str, Scalar],
-        metrics: Sequence[str],
+        metrics: Mapping[str, str],
         foremost: Sequence[str] = (),
     ) -> None:
         """Start the run's row in the HParams tab; after a resume TensorBoard uses the first.
 
         `session` names the row; rows of equal names are merged. `metrics` are scalar tags, whose
-        latest values become columns. TensorBoard shows five columns by default: `foremost` are
-        flagged as differing, so that they come first.
+        latest values become columns, with titles. TensorBoard shows five columns by default:
+        `foremost` are flagged as differing, so that they come first.
         """
         types = {name: HPARAM_TYPES.get(type(v), HPARAM_NUMBER) for name, v in values.items()}
         infos = [
             api_pb2.HParamInfo(name=_clean(name), type=data_type, differs=name in foremost)
             for name, (data_type, _) in types.items()
         ]
-        names = [api_pb2.MetricName(tag=stored_tag(tag)) for tag in metrics]
-        columns = [api_pb2.MetricInfo(name=name) for name in names]
+        columns = [
+            api_pb2.MetricInfo(name={"tag": stored_tag(tag)}, display_name=_clean(title))
+            for tag, title in metrics.items()
+        ]
         experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
         self._hparams("experiment", experiment=experiment)
         start = plugin_data_pb2.SessionStartInfo(

@@ -25,7 +25,7 @@ class MonitoringConfig:
     sink_timeout_s: float = bounded(60.0, above=0)  # seconds to deliver the last rows, and to close
     progress: bool = True  # live display on a terminal, and progress lines in the log
     line_every_s: float = bounded(5.0, above=0)  # seconds between progress lines
-    log_level: str = "info"  # debug, info; warning or error: without the end table, too
+    log_level: str = "info"  # debug, info; warning, error: no end table, no comparison of a sweep
     verbose: bool = False  # at the end, print every reason and choice, as in report.md
 
     def __post_init__(self) -> None:

@@ -51,8 +51,8 @@ MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError
 """Raised by loading a state that does not fit."""
 
 
-def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
-    """Restore the newest usable checkpoint; return False if there is none.
+def restore(run: Run, where: Path | None, trains: bool = True) -> str:
+    """Restore the newest usable checkpoint and return its path, with its links; "" without one.
 
     `where` is a run's folder or one of its step folders; None is the run's own folder. With
     `trains`, differences from that run's config and data are logged. Raises CheckpointError, before
@@ -62,7 +62,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
 
     restored = run.checkpointer.restore(where, check_state)
     if restored is None:
-        return False
+        return ""
     state = restored.state
     if run.columns:
         _check_fitted_keys(state["settings"], run.settings)
@@ -108,9 +108,9 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
         log.warning(
             "threads: %d before, %d now: last bits may differ; see device.threads", then, now
         )
-    reason = f"continues at step {restored.step}"
+    reason, links = f"continues at step {restored.step}", describe_links(restored.path)
     if not trains:
-        reason = f"weights of step {restored.step}{describe_links(restored.path)}"
+        reason = f"weights of step {restored.step}{links}"
         log.info("checkpoint.resume: %s: %s", restored.path, reason)
     run.choices.append(Choice("checkpoint.resume", str(restored.path), reason))
     if run.checkpointer.owns(restored.path):
@@ -129,7 +129,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> bool:
     with _translate_mismatch(restored.path):
         # last, since restoring the rest may draw random numbers
         restore_random_state(state["random"])
-    return True
+    return f"{restored.path}{links}"
 
 
 def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:

@@ -129,7 +129,7 @@ def open_sweep(config: DictConfig, settings: LauncherConfig) -> Iterator[JobStar
     make_folder(session.folder)
     level = SecurityLevel[getattr(config.security.level, "name", "standard")]
     restrict_run_folder(session.folder, level)
-    set_up_logging("info", None)
+    set_up_logging("warning" if session.quiet else "info", None)
     # unresolved: the job resolves secrets and its own number
     hydra_overrides: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     use_fork = config.sweep.start is StartMethod.fork and fork_server.available()

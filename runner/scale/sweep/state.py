@@ -15,6 +15,7 @@ from typing import Any
 
 from runner.core.config.groups import without_arguments
 from runner.core.errors import StorageError, UsageError
+from runner.core.record.hydra_files import SWEEP, overrides_by_key, read_yaml
 from runner.core.record.storage import read_record, write_or_log
 from runner.core.record.summary import FINISHED_STATUSES
 from runner.core.record.text import dataclass_from_json, shorten
@@ -117,6 +118,7 @@ class SweepSession:
     command: str  # as typed
     flags: list[str] = field(default_factory=list)  # Hydra flags that jobs need: --config-dir=…
     hash: str = ""  # of the overrides
+    quiet: bool = False  # show warnings alone, as its first job does
     resumed: bool = False  # its folder was named to be resumed, so it is untrusted
     sweep: Sweep | None = None
     # jobs of an earlier process, not matched yet
@@ -130,6 +132,18 @@ class SweepSession:
 
 
 _CURRENT: ContextVar[SweepSession | None] = ContextVar("runner.scale.sweep", default=None)
+
+
+def shared_overrides(job_folder: Path) -> dict[str, str]:
+    """Return the overrides that were typed for the sweep of a job's folder, by key.
+
+    A job has those of them that do not vary as they were typed.
+    """
+    try:
+        recorded = read_yaml(job_folder.absolute().parent / SWEEP)
+        return overrides_by_key(recorded["hydra"]["overrides"]["task"])
+    except (StorageError, KeyError, TypeError):
+        return {}
 
 
 @contextmanager

@@ -181,3 +181,11 @@ def test_a_sweep_in_the_folder_of_a_run_is_refused() -> None:
     make_run()
     with pytest.raises(UsageError, match="use another hydra.sweep.dir"):
         ask("-m", "seed=0,1", f"hydra.sweep.dir={RUN}")
+
+
+def test_a_second_start_of_a_continuation_names_the_command_that_continues_it() -> None:
+    make_run()
+    make_run(OTHER)
+    typed = f"checkpoint.resume={RUN}", f"hydra.run.dir={OTHER}"
+    with pytest.raises(UsageError, match=f"or continue that run: checkpoint.resume={OTHER}$"):
+        ask(*typed)

@@ -256,7 +256,7 @@ def test_a_cell_shows_the_end_table_the_curves_and_the_comparison(trained: Path)
 
 def test_a_printed_comparison_is_its_table_and_errors_are_caught_by_name(trained: Path) -> None:
     text = str(compare(trained))
-    assert "best val/accuracy" in text and max(map(len, text.splitlines())) < 400
+    assert "val/accuracy (best)" in text and max(map(len, text.splitlines())) < 400
     with pytest.raises(runner.errors.RunnerError):
         compare(trained / "none")
 

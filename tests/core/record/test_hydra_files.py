@@ -20,10 +20,12 @@ from runner.core.record.hydra_files import (
 
 def test_usual_keys_and_typed_ones_are_columns_where_they_have_a_value() -> None:
     settings = {"seed": 0, "optimizer.ema": None, "data.path": "/x", "optimizer.lr": float("inf")}
-    assert hparam_columns(settings, {}) == ({"seed": 0}, DEFAULT_COLUMNS)
+    assert hparam_columns(settings, {}, {}) == ({"seed": 0}, DEFAULT_COLUMNS)
     typed = {"data.path": "/x", "debug": "full", "optimizer.ema": "null", "monitoring.every": "1"}
     expected = {"seed": 0, "data.path": "/x", "debug": "full"}
-    assert hparam_columns(settings, typed) == (expected, ["data.path", "debug"])
+    assert hparam_columns(settings, typed, {}) == (expected, ["data.path", "debug"])
+    shared = {"data.path": "/x", "debug": "none,full"}  # as typed for a sweep
+    assert hparam_columns(settings, typed, shared) == (expected, ["debug"])
 
 
 BOMB = b"a0: &a0 [x, x]\n" + b"".join(

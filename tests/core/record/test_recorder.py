@@ -189,7 +189,7 @@ def test_files_that_could_not_be_opened_at_the_start_are_opened_later(
     losses = [row["loss"] for row in rows(tmp_path)]
     assert losses == [1.0] * (begin - 1) + [2.0, 2.0]
     assert recorder.position() == (tmp_path / "metrics.jsonl").stat().st_size
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("watch_train/loss")
     assert [event.value for event in events] == losses
 
 

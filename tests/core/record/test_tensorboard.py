@@ -49,8 +49,10 @@ def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
     files = sorted(tmp_path.glob("events*"))
     assert len(files) == 3
     rows = [event for event in EventFileLoader(str(files[1])).Load() if event.summary.value]
-    assert [[v.tag for v in row.summary.value] for row in rows] == [["train/loss", "train/lr"]]
-    assert points(tmp_path, "train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
+    assert [[v.tag for v in row.summary.value] for row in rows] == [
+        ["watch_train/loss", "watch_train/lr"]
+    ]
+    assert points(tmp_path, "watch_train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
 
 
 def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_later_ones_of_its_own(
@@ -87,7 +89,7 @@ def test_a_position_that_names_no_event_file_leaves_all_files(
     first.scalars(1, "train", {"loss": 1.0})
     first.close()
     assert truncate_events(tmp_path, position) is False
-    assert points(tmp_path, "train/loss") == [(1, 1.0)]
+    assert points(tmp_path, "watch_train/loss") == [(1, 1.0)]
     assert (tmp_path / "metrics.jsonl").read_text().count("step") == 1
 
 
@@ -95,7 +97,7 @@ def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path)
     given = {"lr": 0.1, "name": "a\udcff", "amp": True}
     for start, status in ((0, "failed"), (10, "done")):
         recorder = opened(tmp_path, start)
-        recorder.hparams("trial/1", given, ["val/accuracy"], ["name"])
+        recorder.hparams("trial/1", given, {"val/accuracy": "accuracy (last)"}, ["name"])
         recorder.end(status)
         recorder.close()
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -108,7 +110,8 @@ def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path)
     assert end.status == api_pb2.STATUS_SUCCESS  # the failure before is no longer true
     experiment = metadata.parse_experiment_plugin_data(tags["_hparams_/experiment"])
     assert [info.name for info in experiment.hparam_infos if info.differs] == ["name"]
-    assert [m.name.tag for m in experiment.metric_infos] == ["val/accuracy"]
+    (metric,) = experiment.metric_infos
+    assert (metric.name.tag, metric.display_name) == ("val/accuracy", "accuracy (last)")
 
 
 def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
@@ -135,5 +138,5 @@ def test_a_run_that_begins_again_in_its_folder_shows_no_step_twice(tmp_path: Pat
             recorder.scalars(step, "train", {"loss": run})
         recorder.text("about/config", "text", 0)
         recorder.close()
-    assert points(tmp_path, "train/loss") == [(0, 2.0), (10, 2.0)]
+    assert points(tmp_path, "watch_train/loss") == [(0, 2.0), (10, 2.0)]
     assert len(read(tmp_path).Tensors("about/config")) == 1

@@ -70,7 +70,7 @@ def test_the_files_of_a_removed_folder_are_made_again_with_all_that_they_held(
     assert [row["step"] for row in rows(folder, "train")] == [*range(2, 25, 2)]
     assert [row["step"] for row in rows(folder, "val")] == [6, 12, 18, 24]
     events = EventAccumulator(str(folder)).Reload()
-    assert [e.step for e in events.Scalars("train/loss")] == [*range(2, 25, 2)]
+    assert [e.step for e in events.Scalars("watch_train/loss")] == [*range(2, 25, 2)]
     assert (folder / ".hydra/overrides.yaml").read_text() == "[]\n"
     log = (folder / "run.log").read_text()
     assert "removed during the run" in log and log.count("its files are made again") == 1
