@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from runner import rooms
 from runner.core.format import finite
+from runner.core.interfaces.objective import rises_by_name
+from runner.core.record.hydra_files import read_flat_config
 from runner.core.record.text import json_safe
 from runner.measure.benchmark.result import BenchmarkResult
 from runner.measure.comparison_row import (
@@ -21,7 +23,6 @@ from runner.measure.comparison_row import (
 )
 from runner.measure.naming import compares_speed
 from runner.measure.replicates import merge_replicates
-from runner.measure.winner import best_first
 
 if TYPE_CHECKING:
     from runner.scale.sweep.search_record import SearchRecord
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 JSON_FILE, MARKDOWN_FILE, HTML_FILE = "comparison.json", "comparison.md", "comparison.html"
+MODE = "training.monitor_mode"
 TENSORBOARD_RUN = "comparison"  # the TensorBoard run
 
 
@@ -78,8 +80,8 @@ class Comparison:
     @cached_property
     def by_configuration(self) -> Comparison:
         """The comparison with replicates merged into one row each; itself if there are none."""
-        merged = merge_replicates(self)
-        return self if merged is self else best_first(merged)
+        rows = merge_replicates(self.rows)
+        return self if rows is self.rows else best_first(replace(self, rows=rows))
 
     @property
     def has_replicates(self) -> bool:
@@ -97,6 +99,38 @@ class Comparison:
         """The monitored metric, if all finished rows share one; else ""."""
         names = {row.monitor for row in self.rows if row.finished and row.summary}
         return names.pop() if len(names) == 1 else ""
+
+
+def best_first(comparison: Comparison) -> Comparison:
+    """Return the comparison with the best row first, where the rows differ in what they learn.
+
+    Unchanged without one metric on the same data, or if nothing says which values are better.
+    """
+    rises = metric_rises(comparison)
+    if rises is None:
+        return comparison
+
+    def rank(row: ComparisonRow) -> tuple[bool, bool, float]:
+        best = row.best or 0.0
+        return not row.finished, row.best is None, -best if rises else best
+
+    return replace(comparison, rows=sorted(comparison.rows, key=rank))
+
+
+def metric_rises(comparison: Comparison) -> bool | None:
+    """Return whether higher values of the monitored metric are better; None if that is unknown."""
+    # one without a summary has been removed since
+    finished = [row for row in comparison.rows if row.finished and row.summary]
+    is_ranked = comparison.kind != "benchmark" and comparison.search is None
+    if not is_ranked or not comparison.compares_learning or not comparison.monitor:
+        return None
+    if len(finished) < 2 or len({row.judged_on for row in finished}) > 1:
+        return None
+    if comparison.root is not None and finished[0].folder:  # as the user has said
+        mode = str(read_flat_config(comparison.root / finished[0].folder).get(MODE))
+        if mode in ("min", "max"):
+            return mode == "max"
+    return rises_by_name(comparison.monitor)
 
 
 def compare_arms(result: BenchmarkResult, folder: Path | None) -> Comparison:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from statistics import mean, stdev
+from typing import Any
 
 from runner.core.format import finite
 from runner.core.interfaces.run import FINISHED_ENDS
 from runner.core.record.summary import FINISHED_STATUSES
 from runner.measure.benchmark.result import ArmResult
+from runner.measure.benchmark.statistics import CONFIDENCE, t_quantile
 
-if TYPE_CHECKING:
-    from runner.measure.replicates import MeanEstimate
-
+UNBOUNDED = (-math.inf, math.inf)
 METRIC_PREFIX = "metric:"  # prefix of a metric's name in a column's key
 BEST_KEY = f"{METRIC_PREFIX}best"  # best value of the monitored metric
 SUMMARY_PATHS = {
@@ -40,6 +42,35 @@ def text_at(tree: Any, *path: str) -> str:
     """Return the string at a path; "" if there is none."""
     value = value_at(tree, *path)
     return value if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True)
+class MeanEstimate:
+    """A metric over replicates: mean, sample standard deviation, 95 % interval of the mean."""
+
+    mean: float
+    spread: float
+    interval: tuple[float, float]
+
+    @classmethod
+    def of(cls, values: list[float], bounds: tuple[float, float] = UNBOUNDED) -> MeanEstimate:
+        """Estimate from at least two values, by Student's t; the interval ends at `bounds`."""
+        center, spread = mean(values), stdev(values)
+        half_width = t_quantile(len(values) - 1, 1 - CONFIDENCE) * spread / math.sqrt(len(values))
+        low, high = bounds
+        return cls(center, spread, (max(low, center - half_width), min(high, center + half_width)))
+
+    def text(self, show: Callable[[float | None], str]) -> str:
+        """Format it with its interval, as `0.9710 (0.9650 to 0.9770)`."""
+        low, high = self.interval
+        return f"{show(self.mean)} ({show(low)} to {show(high)})"
+
+    @classmethod
+    def of_positive(cls, values: list[float]) -> MeanEstimate:
+        """Estimate for positive values (times, rates): geometric mean, interval above 0."""
+        logs = cls.of([math.log(value) for value in values])
+        low, high = (math.exp(end) for end in logs.interval)
+        return cls(math.exp(logs.mean), stdev(values), (low, high))
 
 
 @dataclass

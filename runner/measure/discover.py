@@ -27,7 +27,7 @@ from runner.core.record.summary import Summary
 from runner.core.schemas.data import LOADING_KEYS
 from runner.measure.benchmark.result import FILE as BENCHMARK_FILE
 from runner.measure.benchmark.result import BenchmarkResult
-from runner.measure.comparison import Comparison, compare_arms
+from runner.measure.comparison import Comparison, best_first, compare_arms
 from runner.measure.comparison_row import ComparisonRow, number_at, text_at
 from runner.measure.naming import name_rows
 from runner.measure.speed import (
@@ -36,7 +36,6 @@ from runner.measure.speed import (
     read_measured_speed,
     set_measured_speed,
 )
-from runner.measure.winner import best_first
 from runner.scale.sweep.search_record import read_search
 
 SWEEP_FILE = "sweep.json"

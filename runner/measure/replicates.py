@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from statistics import mean, stdev
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
 
 from runner.core.config.groups import REPLICATE_KEYS
 from runner.core.record.hydra_files import overrides_by_key
-from runner.measure.benchmark.statistics import CONFIDENCE, t_quantile
-from runner.measure.comparison_row import METRIC_PREFIX, SUMMARY_PATHS, ComparisonRow, number_at
+from runner.measure.comparison_row import (
+    METRIC_PREFIX,
+    SUMMARY_PATHS,
+    UNBOUNDED,
+    ComparisonRow,
+    MeanEstimate,
+    number_at,
+)
 from runner.measure.naming import name_rows
 
-if TYPE_CHECKING:
-    from runner.measure.comparison import Comparison
-
 SHARES = {"accuracy", "top5", "f1", "auroc", "precision", "recall"}  # metrics between 0 and 1
-SHARE, UNBOUNDED = (0.0, 1.0), (-math.inf, math.inf)
-
-
-@dataclass(frozen=True)
-class MeanEstimate:
-    """A metric over replicates: mean, sample standard deviation, 95 % interval of the mean."""
-
-    mean: float
-    spread: float
-    interval: tuple[float, float]
-
-    @classmethod
-    def of(cls, values: list[float], bounds: tuple[float, float] = UNBOUNDED) -> MeanEstimate:
-        """Estimate from at least two values, by Student's t; the interval ends at `bounds`."""
-        center, spread = mean(values), stdev(values)
-        half_width = t_quantile(len(values) - 1, 1 - CONFIDENCE) * spread / math.sqrt(len(values))
-        low, high = bounds
-        return cls(center, spread, (max(low, center - half_width), min(high, center + half_width)))
-
-    def text(self, show: Callable[[float | None], str]) -> str:
-        """Format it with its interval, as `0.9710 (0.9650 to 0.9770)`."""
-        low, high = self.interval
-        return f"{show(self.mean)} ({show(low)} to {show(high)})"
-
-    @classmethod
-    def of_positive(cls, values: list[float]) -> MeanEstimate:
-        """Estimate for positive values (times, rates): geometric mean, interval above 0."""
-        logs = cls.of([math.log(value) for value in values])
-        low, high = (math.exp(end) for end in logs.interval)
-        return cls(math.exp(logs.mean), stdev(values), (low, high))
+SHARE = (0.0, 1.0)
 
 
 def configuration_key(row: ComparisonRow) -> tuple[str, ...]:
@@ -62,20 +33,20 @@ def name_configurations(rows: Sequence[ComparisonRow]) -> dict[tuple[str, ...], 
     return dict(zip(keys, name_rows(keys, [""] * len(keys)), strict=True))
 
 
-def merge_replicates(comparison: Comparison) -> Comparison:
-    """Return the comparison with one row per configuration; itself if none ran more than once.
+def merge_replicates(run_rows: list[ComparisonRow]) -> list[ComparisonRow]:
+    """Return one row per configuration; the same list if none ran more than once.
 
     Merged rows have the means of their runs, with intervals in `estimates`.
     """
     groups: dict[tuple[str, ...], list[ComparisonRow]] = {}
-    names = name_configurations(comparison.rows)
-    for row in comparison.rows:
+    names = name_configurations(run_rows)
+    for row in run_rows:
         if row.measured is None:
             groups.setdefault(configuration_key(row), []).append(row)
     rows = [_merge_runs(names[key], key, runs) for key, runs in groups.items()]
     if not any(row.estimates for row in rows):
-        return comparison
-    return replace(comparison, rows=rows)
+        return run_rows
+    return rows
 
 
 def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]) -> ComparisonRow:

@@ -5,55 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
 from runner.core.format import short_path
-from runner.core.interfaces.objective import rises_by_name
 from runner.core.module_path import python_command
-from runner.core.record.hydra_files import SWEEP, read_flat_config
+from runner.core.record.hydra_files import SWEEP
 from runner.core.record.text import quote_for_shell, resume_argument
-from runner.measure.comparison_row import ComparisonRow, number_at
+from runner.measure.comparison import Comparison, metric_rises
+from runner.measure.comparison_row import number_at
 
-if TYPE_CHECKING:
-    from runner.measure.comparison import Comparison
-
-MODE = "training.monitor_mode"
 STARTS = ("checkpoint.resume", "model.weights")
-
-
-def best_first(comparison: Comparison) -> Comparison:
-    """Return the comparison with the best row first, where the rows differ in what they learn.
-
-    Unchanged without one metric on the same data, or if nothing says which values are better.
-    """
-    rises = metric_rises(comparison)
-    if rises is None:
-        return comparison
-
-    def rank(row: ComparisonRow) -> tuple[bool, bool, float]:
-        best = row.best or 0.0
-        return not row.finished, row.best is None, -best if rises else best
-
-    return replace(comparison, rows=sorted(comparison.rows, key=rank))
-
-
-def metric_rises(comparison: Comparison) -> bool | None:
-    """Return whether higher values of the monitored metric are better; None if that is unknown."""
-    # one without a summary has been removed since
-    finished = [row for row in comparison.rows if row.finished and row.summary]
-    is_ranked = comparison.kind != "benchmark" and comparison.search is None
-    if not is_ranked or not comparison.compares_learning or not comparison.monitor:
-        return None
-    if len(finished) < 2 or len({row.judged_on for row in finished}) > 1:
-        return None
-    if comparison.root is not None and finished[0].folder:  # as the user has said
-        mode = str(read_flat_config(comparison.root / finished[0].folder).get(MODE))
-        if mode in ("min", "max"):
-            return mode == "max"
-    return rises_by_name(comparison.monitor)
 
 
 def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:

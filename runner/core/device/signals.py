@@ -24,7 +24,7 @@ from runner.core.errors import Interrupted, RunnerError
 from runner.core.record.storage import remove_file, replace_text
 
 if TYPE_CHECKING:
-    from runner.core.train.grace import GracePeriod
+    from runner.core.interfaces.processes import StepLimit
 
 log = logging.getLogger("runner")
 
@@ -175,7 +175,7 @@ class InterruptHandler:
         self,
         notice: str = "",
         distributed: bool = False,
-        make_grace_period: Callable[[InterruptHandler, int], GracePeriod] | None = None,
+        make_grace_period: Callable[[InterruptHandler, int], StepLimit] | None = None,
     ) -> None:
         """With `distributed`, all processes of a run end at the same step.
 
@@ -187,7 +187,7 @@ class InterruptHandler:
         self.wait_interrupted = False  # a wait was interrupted: the run is between two steps
         self.step_interrupted = False  # the step is being interrupted
         self.make_grace_period = make_grace_period
-        self.grace: GracePeriod | None = None  # since the first signal
+        self.grace: StepLimit | None = None  # since the first signal
         self.previous: dict[int, object] = {}
         self.replaced: set[int] = set()  # signals whose new handler was logged
         self.notice = _SignalWatcher(notice, self) if notice else None

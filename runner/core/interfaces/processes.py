@@ -141,3 +141,11 @@ class WorldProtocol(Protocol):
 
 class OneProcess(WorldProtocol):
     """The World of a run in one process."""
+
+
+class StepLimit(Protocol):
+    """Limits the step in which a signal arrived; `GracePeriod` of the training is one."""
+
+    def wait_for_step(self, next_signal: Callable[[float], int | None]) -> None: ...
+    def record_children(self) -> None: ...
+    def kill_children(self) -> None: ...

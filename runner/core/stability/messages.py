@@ -8,15 +8,12 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.core.module_path import python_command
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.stability.anomalies import Anomaly, BadStepKind
 from runner.core.stability.spike import SpikeDetector
-
-if TYPE_CHECKING:
-    from runner.core.interfaces.run import Run
 
 
 @dataclass
@@ -33,19 +30,20 @@ class Decision:
     stuck: bool = False  # there is no good checkpoint to roll back to
 
 
-def share_decision(run: Run) -> Decision:
+def share_decision(
+    own: Decision | None, decisions: Iterable[Decision | None], step: int
+) -> Decision:
     """Return this process's decision, or that of the first one that has one; else a hook's request.
 
-    Called by all processes of a run, as what only one of them holds may be lost.
+    Called by all processes of a run, with the `decisions` of all in the order of their ranks, as
+    what only one of them holds may be lost.
     """
-    own = run.stability.decision
-    decisions = run.gather(own)
     if own is not None:
         return own
     for rank, decision in enumerate(decisions):
         if decision is not None:
             return replace(decision, message=f"{decision.message} (in process {rank})")
-    return Decision("asked", run.progress.step, "a hook requested a rollback")
+    return Decision("asked", step, "a hook requested a rollback")
 
 
 def restore_decision(

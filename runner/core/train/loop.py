@@ -542,7 +542,8 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
     else:
         from runner.core.stability.messages import share_decision  # imported only if used
 
-        controller.decision = share_decision(run)
+        own = controller.decision
+        controller.decision = share_decision(own, run.gather(own), run.progress.step)
     while controller.needs_rollback(run):
         _process_reports(run, wait=True)  # reports in flight concern the weights that are replaced
         if restore_last_good_checkpoint(run):

@@ -27,10 +27,9 @@ from runner.scale.distributed.stacks import StackWriter
 
 if TYPE_CHECKING:
     from runner.core.interfaces.run import Run
-    from runner.core.interfaces.shards import ShardsProtocol
+    from runner.core.interfaces.shards import CheckpointCommitProtocol, ShardsProtocol
     from runner.core.interfaces.technique import RunBuilder
     from runner.core.optim.optimizer_step import OptimizerStep
-    from runner.scale.distributed.commit import CheckpointCommit
 
 T = TypeVar("T")
 _world_numbers = count()  # numbers the worlds of this process, as in every other process
@@ -55,7 +54,7 @@ class World:
             raise ConfigError("distributed.backend", problem, "leave it out, or use gloo")
         self.clock: Callable[[], AbstractContextManager[None]] = nullcontext  # of the run, once set
         self.lost = False  # another process has ended: no more collectives
-        self._commit: CheckpointCommit | None = None
+        self._commit: CheckpointCommitProtocol | None = None
         self.shards: ShardsProtocol | None = None  # set if weights are sharded
         # set with the model: a context without gradient reduction; the call for validation
         self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -189,7 +188,7 @@ class World:
             return None
         return FSDP_UNSUPPORTED.get(technique)
 
-    def checkpoint_commit(self) -> CheckpointCommit | None:
+    def checkpoint_commit(self) -> CheckpointCommitProtocol | None:
         """Return the object that coordinates checkpoints of shards; None without shards."""
         if self.shards is None:
             return None

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -392,10 +390,10 @@ def test_a_hook_that_asks_too_often_is_refused() -> None:
 def test_a_rollback_for_what_one_process_lost_names_the_cause_in_all() -> None:
     lost = Decision("buffers", 7, "a buffer is not finite", since=6)
     for decisions, rank in (([None, lost], 0), ([None, lost], 1), ([lost, lost], 0)):
-        run: Any = SimpleNamespace(rank=rank, stability=SimpleNamespace(decision=decisions[rank]))
-        run.gather = lambda own, x=decisions: [*x]
         suffix = "" if decisions[rank] else " (in process 1)"
-        assert share_decision(run) == replace(lost, message=lost.message + suffix)
+        assert share_decision(decisions[rank], decisions, 7) == replace(
+            lost, message=lost.message + suffix
+        )
 
 
 ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5"]
