@@ -1,10 +1,10 @@
-"""Every benchmark once, and docs/benchmarks.md with what each has printed.
+"""Every benchmark once, and docs/measured/benchmarks.md with what each has printed.
 
     python scripts/bench_all.py [--only TITLE …] [--smoke] [--write]
 
 Each is a command of its own, below `COMMANDS`; it holds a control, and its first line in the page
 says what it compares. --smoke takes the smallest sizes, to see that all of them work. --write
-replaces their sections in docs/benchmarks.md, with the machine, the date and the commit.
+replaces their sections in docs/measured/benchmarks.md, with the machine, the date and the commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "measured" / "benchmarks.md"
 HEAD = """# Benchmarks
 
 Ratios of one run each, in turns, with a control: absolute times drift, ratios hold.

@@ -1,4 +1,4 @@
-"""Test published claims about techniques (`claims.yaml`) on this machine; prints docs/claims.md.
+"""Test published claims about techniques (`claims.yaml`) here; prints docs/measured/claims.md.
 
     python scripts/bench_claims.py [NAME …] [--device D] [--budget S] [--narrow N] [--write]
 
@@ -44,7 +44,7 @@ from runner.measure.benchmark.rounds import MeasureOptions, Round, run_round  # 
 from runner.measure.benchmark.statistics import Estimate, noise_floor  # noqa: E402
 
 CLAIMS_FILE = ROOT / "scripts" / "claims.yaml"
-PAGE = ROOT / "docs" / "claims.md"
+PAGE = ROOT / "docs" / "measured" / "claims.md"
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 NOT_MEASURABLE, BETTER = "not measurable here", "better than claimed"
 PLAIN_ARM, CONTROL_ARM = "plain", "plain, again"
@@ -322,9 +322,12 @@ def format_claims(rows: Sequence[ClaimResult], facts: dict[str, object], minutes
         for row in rows
     ]
     commands = dict.fromkeys(row.command for row in rows if row.command)
+    commit = (provenance.read_git_state(ROOT) or {}).get("commit")
+    facts_line = [", ".join(hardware), f"{datetime.now(UTC):%Y-%m-%d}", f"{minutes:.0f} minutes"]
+    facts_line.append(f"commit {commit[:8]}" if commit else "commit unknown")
     parts = [
         "# Claims, checked on this machine",
-        escape(f"{', '.join(hardware)}; {datetime.now(UTC):%Y-%m-%d}; {minutes:.0f} minutes."),
+        escape(f"{'; '.join(facts_line)}."),
         code("python scripts/bench_claims.py --write", "sh"),
         table(("claim", "claimed", "measured here", "noise", "verdict"), cells),
         METHOD,

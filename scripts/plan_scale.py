@@ -6,7 +6,7 @@
 The config is typed as for `python -m runner`; `distributed=ddp` or `fsdp` plans that one alone. The
 model, its optimizer and a step are made on one of so many ranks of torch's fake process group, with
 fake tensors: shards, collectives and lifetimes are torch's, and nothing is allocated, sent or
-computed. docs/scaling.md says what of it was compared with real runs.
+computed. docs/measured/scaling.md says what of it was compared with real runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults of docs/reliability.md that no other test makes, and whether each test named there is."""
+"""Faults of docs/measured/faults.md that no other test makes; whether each test named there is."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ def test_each_fault_has_a_test_or_a_proof_that_exists() -> None:
     assert missing == []
 
 
+def test_the_guarantees_of_security_name_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", _text().partition("\n## Security\n")[2])
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
 def _text() -> str:
-    return (ROOT / "docs" / "reliability.md").read_text()
+    return (ROOT / "docs" / "measured" / "faults.md").read_text()
 
 
 def _exists(named: str) -> bool:

@@ -183,6 +183,8 @@ def test_the_page_has_a_row_for_each_claim() -> None:
         *("5× \\| faster", "no \\<b\\>GPU", "Some CPU, 4 cores, torch 2", typed),
     ):
         assert part in page
+    head = bench_claims.provenance.read_git_state(bench_claims.ROOT)
+    assert f"1 minutes; commit {head['commit'][:8] if head else 'unknown'}." in page
 
 
 @pytest.mark.parametrize("typed", ["experiment=claims", "+benchmark.claims=true"])
