@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("runner", "conf", "tests", "scripts", "docs")  # what tests read, besides single files
+COPIED = ("runner", "conf", "tests", "scripts", "docs", "examples")  # beside single files
 TIMEOUT_S = 300
 CONTROL_S = 60  # more for each test function of the control
 PRELOAD = ("torch", "hydra", "numpy", "pytest", "rich.console", "torch.utils.tensorboard")

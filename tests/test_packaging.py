@@ -108,7 +108,7 @@ def test_the_wheel_holds_every_module_data_file_and_config_file(wheel: Path) -> 
 def test_messages_name_the_distribution_and_extras_that_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION != "runner"  # which is somebody else's on the index
-    sources = [*(ROOT / "runner").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    sources = [*(ROOT / "runner").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     text = "\n".join(path.read_text() for path in sources)
     assert not re.findall(r"(?<!torch-)\brunner\[[a-z]+\]", text)
     named = {*re.findall(rf"{DISTRIBUTION}\[([a-z]+)\]", text)}

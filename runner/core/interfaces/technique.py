@@ -70,7 +70,7 @@ class Evidence:
 class Technique(ABC):
     """An optimisation; its fields are its config keys."""
 
-    enabled: bool = False  # request this technique; docs/guide.md describes each
+    enabled: bool = False  # request this technique; docs/how-to/optimize.md describes each
 
     def unavailable(self, device: Device) -> str | None:
         """Return why the technique cannot run on this device, or None."""

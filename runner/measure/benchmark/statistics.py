@@ -1,6 +1,6 @@
 """Speedup estimates: order statistics within processes, a t interval between processes.
 
-See docs/benchmarking.md. Probabilities of ranks are exact.
+See docs/explanation/statistics.md. Probabilities of ranks are exact.
 """
 
 from __future__ import annotations
