@@ -312,3 +312,57 @@ class Idle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+def top3(output: Tensor, target: Tensor) -> Tensor:
+    return (output.topk(3, dim=1).indices == target[:, None]).any(1)
+
+
+def misses(output: Tensor, target: Tensor) -> float:
+    return float((output.argmax(1) != target).double().mean())
+
+
+def gap(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs()
+
+
+class Spread:
+    """The median of the largest outputs: no mean of batches."""
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.largest: list[Tensor] = []
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.largest.append(output.max(1).values)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.largest).median()
+
+
+class Updates:
+    """How many samples it got since the last `reset`."""
+
+    def __init__(self, classes: int) -> None:
+        self.count = classes * 1000
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.count += len(target)
+
+    def compute(self) -> int:
+        return self.count
+
+
+class NamedLoss(nn.Module):
+    """Cross-entropy that knows the names of the classes."""
+
+    def __init__(self, class_names: tuple[str, ...], scale: float = 1.0) -> None:
+        super().__init__()
+        self.class_names, self.scale = class_names, scale
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * nn.functional.cross_entropy(output, target)

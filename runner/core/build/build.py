@@ -308,12 +308,12 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
         chosen, data.sizes, setup.resolve_target, weights, model
     )
     if config.objective.metrics:
-        from runner.core.objectives.named_metrics import build_named_metrics
+        from runner.core.objectives.named_metrics import build_metrics
 
-        ignored, sizes = config.objective.ignore_index, data.sizes
-        named = build_named_metrics(config.objective.metrics, sizes, ignored)
-        objective.named = named[0]
-        setup.choices += named[1]
+        objective.named, choices = build_metrics(config.objective, data.sizes, setup.resolve_target)
+        for group in objective.named:
+            group.shared = setup.is_shared
+        setup.choices += choices
     monitor = resolve_monitor(objective, config.training.monitor)
     mode, rises = config.training.monitor_mode, objective.rises(monitor)
     higher_is_better = rises if mode is None else mode is MonitorMode.max

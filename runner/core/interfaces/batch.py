@@ -49,6 +49,13 @@ class Sizes:
         names = ("in_features", "in_channels", "image_size", "classes", "vocab", "sequence")
         return {name: size for name in names if (size := getattr(self, name)) is not None}
 
+    def for_objective(self) -> dict[str, Any]:
+        """Return the known sizes and the names of the classes, by parameter name."""
+        sizes: dict[str, Any] = self.for_constructor()
+        if self.task == "classification" and self.classes:
+            sizes["class_names"] = self.class_names or tuple(map(str, range(self.classes)))
+        return sizes
+
 
 class TextCodec(Protocol):
     """Turns text into the token ids of a language model, and back."""

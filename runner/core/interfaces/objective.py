@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runner.core.objectives.named_metrics import NamedMetrics
+    from runner.core.objectives.user_metrics import UserMetrics
 
-NAMED_SUMS = "objective.metrics"  # key among the sums
+METRICS_KEY = "objective.metrics"
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Our metrics for which lower is better."""
 HIGHER_IS_BETTER = re.compile(r"accuracy|top\d+|f1|auroc|r2", re.ASCII)
@@ -32,7 +33,7 @@ class Objective(ABC):
     takes_deferred: bool = False  # accepts `DeferredLogits`
     indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
     ignored: int | None = None  # class index that marks no target
-    named: NamedMetrics | None = None  # those of `objective.metrics`
+    named: tuple[NamedMetrics | UserMetrics, ...] = ()  # those of `objective.metrics`
     loss_name: str | None = None  # of a loss by `_target_`, for messages
     applies_activation: bool = False  # the loss applies softmax or sigmoid to the output
     from_model: bool = False  # the loss is part of the model's output
@@ -74,21 +75,28 @@ class Objective(ABC):
         if metric == self.monitor and _declares_direction(self):
             return self.higher_is_better
         name = metric.removeprefix("val/")
-        if self.named is not None and name in self.named.metrics:
-            return self.named.rises(name)
+        for group in self.named:
+            if name in group.metrics:
+                return group.rises(name)
         return rises_by_name(metric)
 
     def all_batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
         """Return the sums of `batch_sums` and those of `objective.metrics`."""
         sums = self.batch_sums(output, target)
-        if self.named is not None:
-            sums = {**sums, NAMED_SUMS: self.named.batch_sums(output, target)}
-        return sums
+        return sums | {group.key: group.batch_sums(output, target) for group in self.named}
 
     def all_metrics(self, totals: dict[str, Any]) -> dict[str, float]:
         """Return `metrics` and those of `objective.metrics`."""
-        own = self.metrics({name: sums for name, sums in totals.items() if name != NAMED_SUMS})
-        return {**own, **totals[NAMED_SUMS].compute()} if NAMED_SUMS in totals else own
+        groups = {group.key: group for group in self.named if group.key in totals}
+        values = self.metrics({name: sums for name, sums in totals.items() if name not in groups})
+        for key, group in groups.items():
+            if doubles := values.keys() & group.metrics.keys():
+                from runner.core.errors import ConfigError
+
+                problem = f"two metrics are called {min(doubles)!r}"
+                raise ConfigError(METRICS_KEY, problem, "rename yours")
+            values |= totals[key].compute(group)
+        return values
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """Return counts [true class, predicted class], or None."""
@@ -132,7 +140,7 @@ def resolve_monitor(objective: Objective, requested: str | None) -> str:
         return requested
     is_ours = type(objective).__module__.startswith("runner.")  # a user's may have others
     names = objective.metric_names() if is_ours else None
-    named_metrics = objective.named.metrics if objective.named is not None else ()
+    named_metrics = [name for group in objective.named for name in group.metrics]
     available = [f"val/{name}" for name in (*names, *named_metrics)] if names else []
     if available and requested not in (objective.monitor, *available):
         from runner.core.interfaces.metric_errors import unknown_metric

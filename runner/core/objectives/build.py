@@ -162,7 +162,7 @@ def _build_custom(
     loss = resolve(target, TARGET_KEY)
     arguments = instantiate_nested(config.arguments, resolve, "objective")
     if isinstance(loss, type):
-        loss, arguments = construct(loss, arguments, sizes.for_constructor(), "objective"), {}
+        loss, arguments = construct(loss, arguments, sizes.for_objective(), "objective"), {}
     if isinstance(loss, Objective):
         return loss
     if not callable(loss):

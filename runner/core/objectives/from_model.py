@@ -85,7 +85,7 @@ class ModelLossObjective(Objective):
         first = next(leaf for _, leaf in named_leaves(target))
         sums: dict[str, Any] = {"count": first.new_zeros((), dtype=torch.int64) + weight}
         if parts is None:
-            if self.named is not None:
+            if self.named:
                 return sums
             problem = f"the model returns {describe(output)} in evaluation mode, without a loss"
             fix = "type objective.metrics=[…] and one of them as training.monitor=val/…"

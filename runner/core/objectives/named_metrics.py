@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -14,10 +15,15 @@ from runner.core.errors import ConfigError, install_command
 from runner.core.findings import Choice
 from runner.core.format import nearest
 from runner.core.interfaces.batch import Sizes
+from runner.core.interfaces.nested import tree_map
+from runner.core.interfaces.objective import METRICS_KEY
 from runner.core.objectives import model_output
 from runner.core.preserved_state import float32_default
+from runner.core.schemas.models import ObjectiveConfig
 
-METRICS_KEY = "objective.metrics"
+if TYPE_CHECKING:
+    from runner.core.objectives.user_metrics import UserMetrics
+
 SAMPLE_ROWS = 8  # per class, or in all, of the data that a metric is tried on
 Metrics = dict[str, Any]
 """torchmetrics.Metric objects by name; the package has no types."""
@@ -29,6 +35,10 @@ class NamedMetrics:
     Targets equal to `ignored` are left out; all others have the same weight.
     """
 
+    key = f"{METRICS_KEY} of torchmetrics"  # among the sums
+
+    shared = False
+
     def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None) -> None:
         self.metrics, self.sizes, self.ignored = metrics, sizes, ignored
 
@@ -39,8 +49,18 @@ class NamedMetrics:
             raise ConfigError(METRICS_KEY, problem, "leave them out")
         predicted = model_output.logits(output).detach()
         if self.sizes.task == "classification":
-            return MetricState(self.metrics, *self._class_probabilities(predicted, target))
-        return MetricState(self.metrics, *self._unscaled_values(predicted, target))
+            batch = self._class_probabilities(predicted, target)
+        else:
+            batch = unscaled_values(self.sizes, predicted, target)
+        return MetricState(self, batch)
+
+    def start(self, batch: tuple[Any, Any]) -> Metrics:
+        """Return copies of the metrics for batches of that device and dtype."""
+        predicted, target = batch
+        copies = {name: m.clone().to(predicted.device) for name, m in self.metrics.items()}
+        for metric in copies.values() if target.is_floating_point() else ():
+            metric.set_dtype(target.dtype)
+        return copies
 
     def rises(self, name: str) -> bool | None:
         """Whether a higher value of that metric is better; None if torchmetrics does not say."""
@@ -64,48 +84,88 @@ class NamedMetrics:
         probabilities = rows.softmax(1)
         return probabilities if width > 2 else probabilities[:, 1], target
 
-    def _unscaled_values(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both in the target's unit, float64 if the device has it; [n] or [n, targets]."""
-        if output.numel() != target.numel():
-            problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
-            raise ConfigError(METRICS_KEY, problem, "return as many numbers as there are targets")
-        dtype = torch.float32 if output.device.type == "mps" else torch.float64
-        values = self.sizes.in_target_unit(output.to(dtype))
-        rows = (len(target), -1) if target.numel() > len(target) else (-1,)
-        return values.reshape(rows), target.to(dtype, copy=True).reshape(rows)
+
+def unscaled_values(sizes: Sizes, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in the target's unit, float64 if the device has it; [n] or [n, targets]."""
+    if output.numel() != target.numel():
+        problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
+        raise ConfigError(METRICS_KEY, problem, "return as many numbers as there are targets")
+    dtype = torch.float32 if output.device.type == "mps" else torch.float64
+    values = sizes.in_target_unit(output.to(dtype))
+    rows = (len(target), -1) if target.numel() > len(target) else (-1,)
+    return values.reshape(rows), target.to(dtype, copy=True).reshape(rows)
+
+
+class MetricStarter(Protocol):
+    """Makes the objects with `update` and `compute`, by name."""
+
+    shared: bool  # several processes evaluate, each on its samples
+
+    def start(self, batch: tuple[Any, Any]) -> Metrics:
+        """Return them without state, for batches like this."""
 
 
 class MetricState:
-    """Metrics over batches; `+` adds a batch to the first operand in place."""
+    """Objects with `update` and `compute` over batches; `+` adds to the first operand in place.
 
-    def __init__(self, metrics: Metrics, predicted: Tensor, target: Tensor) -> None:
-        self.batch = predicted, target
-        self.metrics, self.is_started = metrics, False
+    Processes that share the samples keep their batches, on the CPU: states cannot be added.
+    """
 
-    @float32_default()
+    def __init__(self, starter: MetricStarter, batch: tuple[Any, Any]) -> None:
+        self.starter, self.started = starter, Metrics()
+        self.batches = [tree_map(batch, lambda x: x.cpu()) if starter.shared else batch]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes get, which have a starter of their own."""
+        return {"batches": self.batches, "started": Metrics()}
+
     def __add__(self, other: MetricState) -> Self:
-        for metric in self._started_metrics().values():
-            metric.update(*other.batch)
+        self.batches += other.batches
+        if "starter" in vars(self) and not self.starter.shared:
+            self._update(self.starter)
         return self
 
-    @float32_default()
-    def compute(self) -> dict[str, float]:
+    def compute(self, starter: MetricStarter) -> dict[str, float]:
         """Return the metrics over all batches by name. Host sync."""
-        return {name: float(metric.compute()) for name, metric in self._started_metrics().items()}
+        self._update(starter)
+        with float32_default():
+            return {n: _as_number(metric.compute(), n) for n, metric in self.started.items()}
 
-    def _started_metrics(self) -> Metrics:
-        """Return copies of the metrics, updated with the first batch."""
-        if not self.is_started:
-            predicted, target = self.batch
-            self.metrics = {
-                name: m.clone().to(predicted.device) for name, m in self.metrics.items()
-            }
-            for metric in self.metrics.values():
-                if target.is_floating_point():
-                    metric.set_dtype(target.dtype)
-                metric.update(predicted, target)
-            self.is_started = True
-        return self.metrics
+    @float32_default()
+    def _update(self, starter: MetricStarter) -> None:
+        self.started = self.started or starter.start(self.batches[0])
+        for batch in self.batches:
+            for metric in self.started.values():
+                metric.update(*batch)
+        self.batches = []
+
+
+def _as_number(value: Any, name: str) -> float:
+    """Return a result of `compute` as a number; ConfigError for anything else. Host sync."""
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    if not is_number:
+        shape = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(METRICS_KEY, f"compute of {name} returned {shape}", "return one number")
+    return float(value)
+
+
+def build_metrics(
+    config: ObjectiveConfig, sizes: Sizes, resolve: Callable[[str, str], Any]
+) -> tuple[tuple[NamedMetrics | UserMetrics, ...], list[Choice]]:
+    """Construct `objective.metrics`: dotted names are the user's, others torchmetrics'.
+
+    ConfigError or SecurityError for a name that is no metric, or not trusted.
+    """
+    groups: list[NamedMetrics | UserMetrics] = []
+    choices: list[Choice] = []
+    if dotted := [name for name in config.metrics if "." in name]:
+        from runner.core.objectives.user_metrics import build_user_metrics  # imported only if used
+
+        groups.append(build_user_metrics(dotted, sizes, resolve))
+    if names := [name for name in config.metrics if "." not in name]:
+        named, choices = build_named_metrics(names, sizes, config.ignore_index)
+        groups.append(named)
+    return tuple(groups), choices
 
 
 def build_named_metrics(

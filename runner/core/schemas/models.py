@@ -124,7 +124,9 @@ class ObjectiveConfig:
     class_weights: Any = None
     label_smoothing: float = bounded(0.0, min=0, below=1)  # cross_entropy: smoothing share; 0: off
     top_k: int = bounded(5, min=1)  # classification: k of a second, top-k accuracy; 1: none
-    metrics: list[str] = field(default_factory=list)  # of torchmetrics, e.g. [F1Score, AUROC]
+    # names of torchmetrics, and yours: a function (output, target) -> value a sample or mean, or a
+    # class with update and compute, e.g. [F1Score, my_package.top3]
+    metrics: list[str] = field(default_factory=list)
     # targets of this value are ignored; null: none, which saves counting them in each micro-batch
     ignore_index: int | None = -100
 

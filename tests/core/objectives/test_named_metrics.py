@@ -38,7 +38,7 @@ def measured(
     first, *others = [named.batch_sums(o, t) for o, t in parts]
     for other in others:
         first = first + other
-    return first.compute()
+    return first.compute(named)
 
 
 def ours(classes: int, logits: Tensor, target: Tensor) -> dict[str, float]:
@@ -112,7 +112,7 @@ def test_a_run_records_them_and_may_monitor_one_of_which_less_is_better(tmp_path
     ("sizes", "name", "says"),
     [
         (THREE, "f1score", "torchmetrics has no 'f1score' for classification; did you mean F1Sc"),
-        (THREE, "os.system", "torchmetrics has no 'os.system'.*available: AUROC, Accuracy"),
+        (THREE, "system", "torchmetrics has no 'system'.*available: AUROC, Accuracy"),
         (VALUE, "F1Score", "no 'F1Score' for regression; .*R2Score"),
         (THREE, "ConfusionMatrix", "ConfusionMatrix is not a single number"),
         (THREE, "ROC", "ROC is not a single number"),
@@ -137,7 +137,8 @@ def test_outputs_that_do_not_fit_the_data_are_one_line() -> None:
 def test_an_objective_that_knows_its_metrics_refuses_to_monitor_another() -> None:
     own = build_objective(ObjectiveConfig(), VALUE, max)
     for objective in (CustomObjective(torch.nn.MSELoss(), "loss"), own):
-        objective.named, _ = build_named_metrics(["R2Score", "MeanAbsoluteError"], VALUE, None)
+        named, _ = build_named_metrics(["R2Score", "MeanAbsoluteError"], VALUE, None)
+        objective.named = (named,)
         assert resolve_monitor(objective, "val/R2Score") == "val/R2Score"
         assert objective.rises("val/R2Score") and not objective.rises("val/MeanAbsoluteError")
         with pytest.raises(ConfigError, match="did you mean training.monitor=val/R2Score"):

@@ -66,6 +66,10 @@ EXACT = {
         "data.most_bad=0.9", "model=mlp", "training.batch_size=6", "training.micro_batch=2",
         "training.steps=26", *MORE, DOUBLE,
     ),
+    "metrics": (  # of the user's, and of torchmetrics
+        *runs.OURS, *MLP, "data=digits", "training.batch_size=50", DOUBLE,
+        "objective.metrics=[my_package.top3,my_package.misses,my_package.Spread,F1Score]",
+    ),
     "cnn": (*CNN, *MORE, DOUBLE),
     "cnn: recompute": (*CNN, ON("recompute"), ON("channels_last"), DOUBLE),
     "gpt": (*GPT, *MORE, DOUBLE),
@@ -110,11 +114,18 @@ COMPRESSED = {
 SOME = {
     name: EXACT[name]
     for name in (
-        *("mlp", "mlp: accumulation", "mlp: each sends", "mlp: one at a time", "left out"),
+        *(
+            "mlp",
+            "mlp: accumulation",
+            "mlp: each sends",
+            "mlp: one at a time",
+            "left out",
+            "metrics",
+        ),
         *("cnn", "gpt: recompute", "masked", "idle weights"),
     )
 }
-FEW = {name: EXACT[name] for name in ("mlp: accumulation", "gpt: recompute", "masked")}
+FEW = {name: EXACT[name] for name in ("mlp: accumulation", "gpt: recompute", "masked", "metrics")}
 CASES = {
     "exact": EXACT, "some": SOME, "few": FEW, "rounded": ROUNDED_RUNS, "odd": ODD,
     "compressed": COMPRESSED,
