@@ -127,9 +127,14 @@ def _sample_columns(
 def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> PredictionColumns:
     if sizes.task == "regression":
         values = sizes.in_target_unit(output.double())
+        values = values.reshape(len(values), -1)
         # float32 outputs are precise to about 1e-7 of the targets' deviation
-        digits = 7 - math.floor(math.log10(sizes.target_deviation))
-        values = values.reshape(len(values), -1).round(decimals=digits)
+        if sizes == sizes.unscaled() or sizes.log_target:  # … or of the smaller one of value and 1
+            size = values.abs().clamp(1e-30, 1.0)
+            factor = 10.0 ** (7 - size.log10().floor())
+            values = (values * factor).round() / factor
+        else:
+            values = values.round(decimals=7 - math.floor(math.log10(sizes.target_deviation)))
         if values.shape[1] == 1:
             return {"prediction": values[:, 0].numpy()}
         return {f"prediction {i}": values[:, i].numpy() for i in range(values.shape[1])}

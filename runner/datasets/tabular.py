@@ -17,9 +17,7 @@ import torch
 from runner.core.data.dataset import (
     TensorsDataset,
     fit_scale,
-    fit_target_scale,
     scale,
-    target_array,
 )
 from runner.core.data.labels import (
     MAX_INTEGER_CLASSES,
@@ -32,12 +30,18 @@ from runner.core.data.labels import (
 )
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
+from runner.core.data.target_scale import (
+    check_log_target,
+    check_transform,
+    fit_target_scale,
+    target_array,
+)
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Column, NumberFormat, Sizes
 from runner.core.record.column_overrides import list_override, mapping_override
-from runner.core.schemas.data import Missing, SplitRule, Tabular
+from runner.core.schemas.data import Missing, SplitRule, Tabular, TargetTransform
 from runner.datasets.cells import (
     DATE_PARTS,
     ID_ROWS,
@@ -306,13 +310,16 @@ def fit_target(
 ) -> tuple[np.ndarray, Sizes, tuple[Choice, ...]]:
     """Return labels or float targets, their sizes, and the choices."""
     task, reason = _infer_task(target, config)
+    check_transform(config.target_transform, task, reason)
     choices: tuple[Choice, ...] = ()
     if config.task == "auto":
         choices = (Choice("data.task", task, reason),)
     if task == "regression" and isinstance(target, np.ndarray):
-        mean, deviation, choice = fit_target_scale(target, train)
-        sizes = Sizes(task, classes=1, target_mean=mean, target_deviation=deviation)
-        return target_array(target, deviation), sizes, (*choices, choice)
+        if config.target_transform is TargetTransform.log:
+            _check_log_target(target, config, table)
+        scale, choice = fit_target_scale(target, train, config.target_transform)
+        sizes = Sizes(task, classes=1, **scale)
+        return target_array(target, sizes.target_spread), sizes, (*choices, choice)
     names, labels = _class_labels(target)
     check_classes(names, f"data.target: {table.path}: column {config.target!r}")
     _check_class_sizes(names, labels, config, table)
@@ -353,9 +360,16 @@ def _trained_target(
         if isinstance(target, TextColumn):
             problem = f"holds texts such as {target.words[0][:MAX_CELL_CHARS]!r}"
             raise DataError(f"{what} {problem}, but the model was trained on numbers")
-        return target_array(target, sizes.target_deviation)
+        if sizes.log_target:
+            _check_log_target(target, config, table)
+        return target_array(target, sizes.target_spread)
     names, labels = _class_labels(target)
     return remap_labels(names, labels, sizes.class_names, what)
+
+
+def _check_log_target(target: np.ndarray, config: Tabular, table: Table) -> None:
+    column = f"column {config.target!r}"
+    check_log_target(target, lambda row: f"{table.path}: {table.rows(row)}, {column}")
 
 
 def _infer_task(target: ColumnValues, config: Tabular) -> tuple[str, str]:

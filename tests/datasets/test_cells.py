@@ -15,8 +15,9 @@ import torch
 from pyarrow import parquet
 
 from runner.core.data.arrays import arrays
-from runner.core.data.dataset import TensorsDataset, fit_target_scale, target_array
+from runner.core.data.dataset import TensorsDataset
 from runner.core.data.preprocessing import OpenOptions, Preprocessing
+from runner.core.data.target_scale import fit_target_scale, target_array
 from runner.core.errors import ConfigError, DataError, RunnerError
 from runner.core.interfaces.batch import Column
 from runner.core.jobs import run_report as report
@@ -275,7 +276,8 @@ def test_class_numbers_with_gaps_make_as_many_outputs_as_there_are_classes(tmp_p
 
 def test_targets_are_centred_in_float64() -> None:
     seconds = 1.7e9 + RNG.normal(0, 30, 200)
-    mean, deviation, _ = fit_target_scale(seconds, np.arange(200))
+    fitted, _ = fit_target_scale(seconds, np.arange(200))
+    mean, deviation = fitted["target_mean"], fitted["target_deviation"]
     target = torch.from_numpy(target_array(seconds, deviation))
     objective = RegressionObjective(mean, deviation)
     exact = torch.from_numpy(((seconds - mean) / deviation).astype(np.float32))[:, None]

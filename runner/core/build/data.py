@@ -154,10 +154,12 @@ def open_run_data(
             config.checks.table, enabled=config.checks.table.enabled and not evaluates_all
         )
         data, hooks = check_data_table(data, table, splits)
-    data.sizes, chosen = adapt_sizes(
-        config.objective, data.sizes, own=config.data._target_ is not None
-    )
-    if config.objective._target_ is not None and isinstance(data, TensorsDataset):
+    transform = getattr(config.data, "target_transform", None)
+    is_own = config.data._target_ is not None
+    data.sizes, chosen = adapt_sizes(config.objective, data.sizes, is_own, transform)
+    is_unscaled = data.sizes == data.sizes.unscaled()
+    has_own_loss = config.objective._target_ is not None
+    if has_own_loss and is_unscaled and isinstance(data, TensorsDataset):
         if data.target.dtype is torch.float64:
             reason = f"{config.objective._target_} gets float32, which rounds them visibly"
             choices.append(notice("data.target", "rounded", reason))

@@ -286,6 +286,7 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 DEFAULTS_NOT_HASHED: dict[str, dict[str, Any]] = {
+    "data": {"target_transform": None},
     "device": {"interop_threads": None},
     "stability": {"rollback_lr_factor": ROLLBACK_LR_FACTOR},
     "training": {"sanity": True, "monitor_mode": None},
@@ -320,7 +321,7 @@ class WrittenConfig:
             values = tree
             for name in group.split("."):
                 values = values[name]
-            for key in [key for key, default in defaults.items() if values[key] == default]:
+            for key in [key for key in defaults if values.get(key, ...) == defaults[key]]:
                 del values[key]
         if tree["optimization"]["level"] != "auto":  # unused settings of a search
             del tree["optimization"]["auto"]

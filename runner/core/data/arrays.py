@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.core.data.dataset import TensorsDataset, fit_target_scale, target_array
+from runner.core.data.dataset import TensorsDataset
 from runner.core.data.labels import (
     MAX_CLASSES,
     TASKS,
@@ -21,11 +21,17 @@ from runner.core.data.labels import (
 from runner.core.data.paths import existing_path, suggestion
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
+from runner.core.data.target_scale import (
+    check_log_target,
+    check_transform,
+    fit_target_scale,
+    target_array,
+)
 from runner.core.data.usable import usable_indices
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import RowNames, Sizes
-from runner.core.schemas.data import Arrays
+from runner.core.schemas.data import Arrays, TargetTransform
 from runner.core.security.files.policy import FilePolicy
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
@@ -66,6 +72,12 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
     if y is not None:
         y = y[usable] if bad else y
         target, sizes = _convert_target(inputs, replace(sizes, task=task), y, target_name, trained)
+    rows = RowNames(numbers=usable) if bad else RowNames()
+    logs = config.target_transform is TargetTransform.log if trained is None else trained.log_target
+    if trained is None:
+        check_transform(config.target_transform, task, reason)
+    if y is not None and logs:
+        check_log_target(target, lambda row: f"{target_name}: {rows(row)}")
     strata = target if opening.labelled and task == "classification" else None
     train, validation, rule = split_samples(opening, len(inputs), config, str(path), strata)
     if trained is not None:
@@ -79,11 +91,10 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
         if config.task == "auto":
             choices = (*choices, Choice("data.task", task, reason))
         if task == "regression":
-            mean, deviation, choice = fit_target_scale(target, train)
-            sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
+            scale, choice = fit_target_scale(target, train, config.target_transform)
+            sizes = replace(sizes, **scale)
             choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
-    rows = RowNames(numbers=usable) if bad else RowNames()
     return TensorsDataset(*tensors, sizes, (train, validation), (*choices, *rule), rows=rows)
 
 

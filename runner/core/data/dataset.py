@@ -15,8 +15,6 @@ from torch import Tensor
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch, Column, RowNames, Sizes
 
-MAX_ROUNDING = 1e-5  # largest rounding error of a target in float32, in standard deviations
-
 
 def class_labels(target: Any, sizes: Sizes) -> np.ndarray | None:
     """Return `target` as a vector if it has one class index per sample, else None."""
@@ -130,24 +128,6 @@ class TensorsDataset(Dataset):
         return replace(
             self, inputs=inputs, sizes=sizes, parts=parts, choices=choices, columns=named
         )
-
-
-def fit_target_scale(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choice]:
-    """Return mean and standard deviation of the targets over the rows `train`, and the choice."""
-    mean, deviation = float(target[train].mean()), float(target[train].std()) or 1.0
-    reason = f"the model predicts (target - {mean:.4g}) / {deviation:.4g}: any unit can be learned"
-    return mean, deviation, Choice("data.target", "standardised", reason)
-
-
-def target_array(target: np.ndarray, deviation: float) -> np.ndarray:
-    """Return targets as float32, or as float64 if float32 would round them visibly.
-
-    The objective subtracts the mean in this precision: seconds since 1970 have steps of 128 s in
-    float32.
-    """
-    rounded = target.astype(np.float32)
-    error = np.abs(rounded - np.asarray(target, np.float64)).max(initial=0.0)
-    return rounded if error <= MAX_ROUNDING * deviation else np.array(target, np.float64)
 
 
 def fit_scale(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

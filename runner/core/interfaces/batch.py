@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import exp
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -36,13 +37,37 @@ class Sizes:
     class_names: tuple[str, ...] = ()
     target_mean: float = 0.0  # regression: the objective subtracts it from the targets …
     target_deviation: float = 1.0  # … and divides by it, so that any unit can be learned
+    log_target: bool = False  # regression: their logarithm is taken before
     padding: int | None = None  # id of a tokenizer's padding
     link: str = ""  # regression: exp | sigmoid of the output is in the target's unit; "": itself
 
     def in_target_unit(self, output: Any) -> Any:
         """Return a regression's output, a floating tensor, in the unit of the targets."""
         values = output * self.target_deviation + self.target_mean
+        if self.log_target:
+            return values.exp()
         return getattr(values, self.link)() if self.link in LINKS else values
+
+    def in_model_unit(self, target: Any) -> Any:
+        """Return a regression's targets, a floating tensor, as the model predicts them."""
+        target = target.log() if self.log_target else target
+        if self.target_mean or self.target_deviation != 1.0:  # in the target's own precision
+            target = (target - self.target_mean) / self.target_deviation
+        return target
+
+    @property
+    def target_center(self) -> float:
+        """The mean of the targets in their unit; of logarithms the geometric one."""
+        return exp(self.target_mean) if self.log_target else self.target_mean
+
+    @property
+    def target_spread(self) -> float:
+        """The standard deviation of the targets in their unit, near the center for logarithms."""
+        return self.target_deviation * (self.target_center if self.log_target else 1.0)
+
+    def unscaled(self) -> Sizes:
+        """Return the sizes for a model that predicts targets in their own unit."""
+        return replace(self, target_mean=0.0, target_deviation=1.0, log_target=False)
 
     def for_constructor(self) -> dict[str, int]:
         """Return the known sizes by parameter name."""

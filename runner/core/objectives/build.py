@@ -14,7 +14,7 @@ from runner.core.errors import ConfigError
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
-from runner.core.schemas.data import CLASS_TARGET_FIX
+from runner.core.schemas.data import CLASS_TARGET_FIX, TRANSFORM_KEY, TargetTransform
 from runner.core.schemas.models import OBJECTIVE_KINDS, ObjectiveConfig
 
 Resolve = Callable[[str, str], Any]
@@ -85,7 +85,8 @@ def build_objective(
     if kind == "regression":
         from runner.core.objectives.regression import RegressionObjective
 
-        return RegressionObjective(sizes.target_mean, sizes.target_deviation, loss, config.delta)
+        scale = sizes.target_mean, sizes.target_deviation
+        return RegressionObjective(*scale, loss, config.delta, sizes.log_target)
     if sizes.classes is None:
         problem = "classification needs the number of classes"
         raise ConfigError("objective", problem, "set the data set's attribute `classes`")
@@ -111,24 +112,32 @@ def _loss_name(config: ObjectiveConfig, kind: str) -> str:
     return loss
 
 
-def adapt_sizes(config: ObjectiveConfig, sizes: Sizes, own: bool) -> tuple[Sizes, list[Choice]]:
-    """Adapt the data's sizes to a loss by `_target_`, which gets targets in their own unit.
+def adapt_sizes(
+    config: ObjectiveConfig, sizes: Sizes, own: bool, transform: TargetTransform | None = None
+) -> tuple[Sizes, list[Choice]]:
+    """Adapt the data's sizes to a loss by `_target_`.
 
-    For an elementwise loss of torch, integer targets of a user's data set (`own`) are quantities,
-    not classes. ConfigError if the targets are classes and the loss is not for those.
+    It gets targets in their own unit, unless `transform` is set. For an elementwise loss of torch,
+    integer targets of a user's data set (`own`) are quantities, not classes. ConfigError if the
+    targets are classes and the loss is not for those, or if a loss does not fit `transform`.
     """
     name = elementwise_loss(config)
     if config._target_ is None or (sizes.task == "classification" and not name):
         return sizes, []
     link = LOSS_LINKS.get(name, "") if config.arguments.get("log_input", True) else ""
     if sizes.task != "classification":
+        if transform not in (None, TargetTransform.none):
+            if link:
+                problem = f"{transform.name} does not fit {config._target_}, which applies {link}"
+                raise ConfigError(TRANSFORM_KEY, problem, "leave it out")
+            return sizes, []
         reason = f"{config._target_} gets targets in their own unit"
         scaled = sizes.target_mean or sizes.target_deviation != 1.0
         choices = [Choice("data.target", "not standardised", reason)] if scaled else []
         if link:
             reason = f"{config._target_} applies it: predictions are in the target's unit"
             choices.append(Choice("objective", f"predictions are {link} of the output", reason))
-        return replace(sizes, target_mean=0.0, target_deviation=1.0, link=link), choices
+        return replace(sizes.unscaled(), link=link), choices
     if name in BINARY_LOSSES:
         if sizes.classes != 2:
             problem = f"{name} is for two classes, and the data has {sizes.classes}"
@@ -163,7 +172,11 @@ def _build_custom(
     arguments = instantiate_nested(config.arguments, resolve, "objective")
     if isinstance(loss, type):
         loss, arguments = construct(loss, arguments, sizes.for_objective(), "objective"), {}
+    is_scaled = sizes.task == "regression" and sizes != sizes.unscaled()
     if isinstance(loss, Objective):
+        if is_scaled:
+            problem = f"{target} is an Objective, which gets targets in their own unit"
+            raise ConfigError(TRANSFORM_KEY, problem, "leave it out")
         return loss
     if not callable(loss):
         fix = "define __call__(output, target)"
@@ -172,7 +185,8 @@ def _build_custom(
     from runner.core.objectives.custom import CustomObjective
 
     loss = partial(loss, **arguments) if arguments else loss
-    return CustomObjective(loss, target, elementwise=bool(elementwise_loss(config)))
+    scale = sizes if is_scaled else None
+    return CustomObjective(loss, target, elementwise=bool(elementwise_loss(config)), scale=scale)
 
 
 def _check_loss_arguments(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.core.errors import ConfigError
+from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.nested import named_leaves
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives import model_output
@@ -29,7 +30,8 @@ class CustomObjective(Objective):
 
     It gets the model's output unchanged; with `elementwise`, a loss of torch.nn gets the output in
     fp32 or better, and targets of its dtype and shape. A module's buffers (class weights) move to
-    the target's device; trainable parameters are an error, as they would not be trained.
+    the target's device; trainable parameters are an error, as they would not be trained. `scale`
+    transforms targets before.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class CustomObjective(Objective):
         name: str,
         key: str = "objective._target_",
         elementwise: bool = False,
+        scale: Sizes | None = None,
     ) -> None:
-        self.loss, self.elementwise = loss, elementwise
+        self.loss, self.elementwise, self.scale = loss, elementwise, scale
         self.name, self.loss_name, self.key = name, name, key  # for messages
         self.applies_activation = name.rpartition(".")[2] in LOGIT_LOSSES
         self.module = loss if isinstance(loss, nn.Module) else None
@@ -52,6 +55,9 @@ class CustomObjective(Objective):
         if self.module is not None:
             self.module.to(_first_tensor(target).device)
             self.module = None  # once is enough: the device of batches does not change
+        if self.scale is not None:
+            dtype = model_output.logits(output).dtype
+            target = self.scale.in_model_unit(target).to(dtype)
         if self.elementwise:
             output, target = self._match_target(output, target)
         try:

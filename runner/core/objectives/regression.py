@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.core.errors import ConfigError, DataError, UsageError
+from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives import model_output
 from runner.core.schemas.data import CLASS_TARGET_FIX
@@ -21,13 +23,19 @@ class RegressionObjective(Objective):
     """MSE, MAE or Huber loss; metrics MSE, MAE, RMSE and R².
 
     Output and target: [batch] or [batch, targets]. The model predicts (target - mean) / deviation,
-    and the loss is in that unit; other metrics are in the target's unit.
+    or that of log(target), and the loss is in that unit; other metrics are in the target's unit.
     """
 
     def __init__(
-        self, mean: float = 0.0, deviation: float = 1.0, loss: str = "mse", delta: float = 1.0
+        self,
+        mean: float = 0.0,
+        deviation: float = 1.0,
+        loss: str = "mse",
+        delta: float = 1.0,
+        log_target: bool = False,
     ) -> None:
-        self.mean, self.deviation = mean, deviation
+        scale = Sizes("regression", target_mean=mean, target_deviation=deviation)
+        self.sizes = replace(scale, log_target=log_target)
         losses: dict[str, Callable[..., Tensor]] = {
             "mse": F.mse_loss,
             "mae": F.l1_loss,
@@ -43,9 +51,7 @@ class RegressionObjective(Objective):
         """Return the mean loss over samples and targets, 0-d."""
         predicted = model_output.logits(output)
         target = self._match_shape(predicted, target)
-        if self.mean or self.deviation != 1.0:  # in the target's own precision
-            target = (target - self.mean) / self.deviation
-        return self.loss(predicted, target.to(predicted.dtype))
+        return self.loss(predicted, self.sizes.in_model_unit(target).to(predicted.dtype))
 
     def weight(self, target: Tensor) -> int:
         """Return the number of samples."""
@@ -57,10 +63,11 @@ class RegressionObjective(Objective):
         target = self._match_shape(predicted, target)
         if predicted.device.type == "mps":  # no float64; host sync
             predicted, target = predicted.cpu(), target.cpu()
-        predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
+        scaled = predicted.double().reshape(len(predicted), -1)
         target = target.double().reshape(len(target), -1)
-        error, target = predicted - target, target - self.mean  # for precise sums of squares
-        losses = self.loss(error / self.deviation, torch.zeros_like(error), reduction="none")
+        losses = self.loss(scaled, self.sizes.in_model_unit(target), reduction="none")
+        predicted, center = self.sizes.in_target_unit(scaled), self.sizes.target_center
+        error, target = predicted - target, target - center  # for precise sums of squares
         return {
             "loss": losses.sum(0),
             "count": torch.full((), len(error), dtype=torch.int64, device=error.device),
@@ -68,8 +75,8 @@ class RegressionObjective(Objective):
             "absolute_error": error.abs().sum(0),
             "target": target.sum(0),
             "target_squared": target.square().sum(0),
-            "prediction": (predicted - self.mean).sum(0),
-            "prediction_squared": (predicted - self.mean).square().sum(0),
+            "prediction": (predicted - center).sum(0),
+            "prediction_squared": (predicted - center).square().sum(0),
         }
 
     def metric_names(self) -> list[str]:
@@ -104,7 +111,7 @@ class RegressionObjective(Objective):
         def is_constant(name: str) -> bool:
             squared = totals[f"{name}_squared"] / count
             variance = squared - (totals[name] / count).square()
-            return bool((variance <= 1e-12 * squared.clamp(min=self.deviation**2)).all())
+            return bool((variance <= 1e-12 * squared.clamp(min=self.sizes.target_spread**2)).all())
 
         return count > 1 and is_constant("prediction") and not is_constant("target")
 

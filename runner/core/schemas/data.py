@@ -63,6 +63,17 @@ class DataChanged(Enum):
     accept = "accept"  # it goes on with the new files
 
 
+TRANSFORM_KEY = "data.target_transform"
+
+
+class TargetTransform(Enum):
+    """What the model predicts in place of a number; predictions are in its unit."""
+
+    none = "none"  # the target itself
+    standardise = "standardise"  # (target - mean) / standard deviation, of the training samples
+    log = "log"  # the same of log(target); targets must be above 0
+
+
 class Missing(Enum):
     """Treatment of missing input values in a table."""
 
@@ -300,6 +311,9 @@ class Tabular(CsvFormat):
     kind: str = "tabular"
     target: str = MISSING  # column to predict
     task: str = "auto"  # classification, regression or auto (by the target's values)
+    # numbers to predict: none, standardise, or log, then standardise; predictions are in their
+    # unit; null: standardise for the built-in losses, none for your own
+    target_transform: TargetTransform | None = None
     ignore: list[str] = field(default_factory=list)  # columns that are not inputs
     split_by: str | None = None  # column for data.split=group or time
     # mean, median: fill and flag (text: a category); category: as mean; drop: the row; error: stop
@@ -422,6 +436,9 @@ class Arrays(FromFiles):
     inputs: str = "x"  # name of the input array
     target: str = "y"  # name of the target array
     task: str = "auto"  # classification, language_modelling, regression or auto (by the arrays)
+    # numbers to predict: none, standardise, or log, then standardise; predictions are in their
+    # unit; null: standardise for the built-in losses, none for your own
+    target_transform: TargetTransform | None = None
 
 
 _ALL = (
