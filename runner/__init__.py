@@ -14,9 +14,8 @@ from runner.core.module_path import __version__ as __version__
 
 TYPE_CHECKING = False  # under -m, a `typing.py` in the current folder would be imported
 if TYPE_CHECKING:
-    from typing import Any
-
-    from runner.core.build.build import build
+    from runner.core import errors as errors
+    from runner.core.build.build import Components, build
     from runner.core.checks.outputs import sanitise
     from runner.core.config.composing import compose
     from runner.core.config.run_config import RunConfig
@@ -43,8 +42,9 @@ if TYPE_CHECKING:
 rooms.install()
 
 __all__ = [
-    "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Trained",
-    "Verdict", "__version__", "benchmark_optimizations", "build", "check_model", "compare",
+    "Components", "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary",
+    "Technique", "Trained", "Verdict", "__version__", "benchmark_optimizations", "build",
+    "check_model", "compare",
     "compose", "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load",
     "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
     "safe_inference", "sanitise", "show_comparison", "system_info", "train", "train_step",
@@ -52,6 +52,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULE_BY_NAME = {
+    "Components": "runner.core.build.build",
     "Evidence": "runner.core.interfaces.technique",
     "Hook": "runner.core.interfaces.hook",
     "Memory": "runner.diagnose.memory",
@@ -86,13 +87,15 @@ _MODULE_BY_NAME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first access: `import runner` alone imports no torch."""
-    if name == "errors":  # whose classes are caught: `except runner.errors.RunnerError`
-        return import_module("runner.errors")
-    if name not in _MODULE_BY_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULE_BY_NAME[name]), name)
+if not TYPE_CHECKING:  # a type checker knows the names above, and refuses others
+
+    def __getattr__(name):
+        """Import a public name on first access: `import runner` alone imports no torch."""
+        if name == "errors":  # whose classes are caught: `except runner.errors.RunnerError`
+            return import_module("runner.errors")
+        if name not in _MODULE_BY_NAME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULE_BY_NAME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -453,7 +453,8 @@ class TableProblems:
         unreadable = f"cannot read the columns {types}" if types else ""
         texts = [self.columns, unreadable, "" if cause is None else str(cause), *rows]
         texts = [text for text in texts if text]
-        if cause is not None and len(texts) == 1:
+        is_own = cause is not None and bool(self.columns) and self.columns in str(cause)
+        if cause is not None and (is_own or len(texts) == 1):
             raise cause
         if not texts:
             return

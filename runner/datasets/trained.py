@@ -245,7 +245,12 @@ def _write_table(table: Any, folder: Path) -> Path:
 
     if isinstance(table, Mapping) and table and all(map(_is_cell, table.values())):
         table = [table]
-    if _is_list_of(table, Mapping):
+    rows = table if isinstance(table, list) else []
+    if any(isinstance(row, Mapping) for row in rows):
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, Mapping):
+                problem = f"item {number} of the list is {row!r}, not a dict, as others are"
+                raise UsageError(f"load: {problem}")
         names = dict.fromkeys(name for row in table for name in row)
         table = {name: [row.get(name) for row in table] for name in names}
     if isinstance(table, Mapping):
@@ -254,7 +259,7 @@ def _write_table(table: Any, folder: Path) -> Path:
                 problem = f"the column {name!r} is {cells!r}, not a list of cells"
                 raise UsageError(f"load: {problem}, as others are; for one row give no list")
         try:
-            table = pyarrow.table(dict(table))
+            table = pyarrow.table({name: _plain_column(cells) for name, cells in table.items()})
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
             raise UsageError(f"load: the columns do not form a table: {error}") from None
     if hasattr(table, "__arrow_c_stream__"):  # pandas, polars and others
@@ -267,10 +272,18 @@ def _write_table(table: Any, folder: Path) -> Path:
     return folder / "table.parquet"
 
 
+def _plain_column(cells: Any) -> Any:
+    """Return the values of a tensor, also of those in a list; other cells are kept."""
+    if isinstance(cells, Tensor):
+        return cells.detach().cpu().numpy() if cells.ndim else cells.item()
+    return [_plain_column(c) for c in cells] if isinstance(cells, list) else cells
+
+
 def _is_cell(value: Any) -> bool:
     """Whether a value is one cell of a table."""
     kinds = str | bytes | float | int | datetime.date | np.generic
-    return value is None or isinstance(value, kinds)
+    is_number = isinstance(value, Tensor) and not value.ndim
+    return value is None or is_number or isinstance(value, kinds)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -64,6 +64,16 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
         caplog.clear()
         model.predict([{**row, "city": True} for row in several])
         assert "data.unknown_categories" in caplog.text and "3 of 3 rows" in caplog.text
+        tensors = {n: torch.tensor(columns[n][:3]) for n in ("income", "age")}
+        answers = model.predict({**tensors, "city": columns["city"][:3]})
+        np.testing.assert_allclose(answers["probability yes"], expected[:3, 1], atol=1e-5)
+        one_row = model.predict({**several[0], "age": torch.tensor(several[0]["age"])})
+        np.testing.assert_allclose(one_row["probability yes"], expected[:1, 1], atol=1e-5)
+        with pytest.raises(DataError) as empty:
+            model.predict({})
+        assert str(empty.value).count("lacks") == 1
+        with pytest.raises(UsageError, match="^load: item 2 of the list is 5, not a dict"):
+            model.predict([several[0], 5])
         for wrong, match in ((7, "int is not a table"), (torch.zeros(2, 2), "was trained on")):
             with pytest.raises(UsageError, match=match):
                 model.predict(wrong)

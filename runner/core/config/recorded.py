@@ -109,7 +109,7 @@ def _find_run(path: Path) -> Path | None:
         raise CheckpointError(
             f"{RESUME_KEY}: {path} is an evaluation of {run}; use {RESUME_KEY}={run}"
         )
-    runs = [p.parent for p in path.glob(f"*/{CHECKPOINTS}") if p.is_dir()]
+    runs = [p.parent for p in (*path.glob(f"*/{CHECKPOINTS}"), *path.glob(f"*/*/{CHECKPOINTS}"))]
     newest = max(runs, key=lambda run: run.stat().st_mtime_ns, default=None)
     hint = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"
     raise CheckpointError(f"{RESUME_KEY}: {path} is not a training run's folder; {hint}")

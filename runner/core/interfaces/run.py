@@ -160,6 +160,7 @@ class Run(RunParts):
     stop_reason: str = ""  # why training ends before its last step
     stopped_by: str = ""  # what set it, as in `Summary.ended_by`; "": a hook
     random: RandomGenerators | None = None  # the run's own; None: they are in use
+    closed: bool = False  # its `with` block has ended
 
     @property
     def rank(self) -> int:
@@ -285,6 +286,7 @@ class Run(RunParts):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.closed = True
         try:
             self.scope.__exit__(kind, error, trace)
         except Exception:  # such as a full disk; the error that ended the run says more

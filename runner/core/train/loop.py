@@ -24,6 +24,7 @@ from runner.core.errors import (
     OutOfMemory,
     RunnerError,
     StorageError,
+    UsageError,
 )
 from runner.core.execution.evaluation import evaluate
 from runner.core.findings import Choice
@@ -69,6 +70,8 @@ def train(run: Run) -> Summary:
     summary is written in all other cases.
     """
     check_run("train", run)
+    if run.closed:
+        raise UsageError("train: the run's `with` block has ended; train inside it")
     check_hooks("train", run.hooks)
     if run.higher_is_better is None:
         from runner.core.interfaces.metric_errors import unknown_direction

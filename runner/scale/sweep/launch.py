@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.errors import RunnerError, SecurityError, StorageError, SweepFailed
+from runner.core.format import join_names
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.schemas.sweep import JobSweeperConfig, LauncherConfig
 from runner.core.security import secrets
@@ -96,6 +97,9 @@ def _log_earlier_jobs(session: SweepSession, plans: Sequence[JobPlan]) -> None:
     if session.earlier_jobs:
         names = ", ".join(job.folder for job in session.earlier_jobs)
         log.info("no longer part of the sweep, kept unchanged: %s", names)
+    counts = Counter(tuple(plan.job.overrides) for plan in plans)
+    if doubled := [" ".join(overrides) for overrides, times in counts.items() if times > 1]:
+        log.warning("typed more than once, and run as often: %s", join_names(doubled))
     total, done = len(plans), sum(plan.done for plan in plans)
     continued = sum(plan.continues for plan in plans)
     if done or continued:

@@ -289,8 +289,9 @@ def test_optimizers_offered_by_name_are_in_torch() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(runner.__all__) == [
-        "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Trained",
-        "Verdict", "__version__", "benchmark_optimizations", "build", "check_model", "compare",
+        "Components", "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary",
+        "Technique", "Trained", "Verdict", "__version__", "benchmark_optimizations", "build",
+        "check_model", "compare",
         "compose", "create_training_pipeline", "debug_operation", "debugger", "evaluate", "load",
         "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
         "safe_inference", "sanitise", "show_comparison", "system_info", "train", "train_step",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import pydoc
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import runner
 from runner import Evidence, Technique, build, compare, compose, load, train
 from runner.core.build.setup import Components
 from runner.core.config import composed
-from runner.core.errors import UsageError
+from runner.core.errors import CheckpointError, ConfigError, UsageError
 from runner.core.record.console import NOTEBOOK_ENV
 from runner.core.record.hydra_files import read_flat_config, read_overrides
 from runner.measure.auto.resolve import resolve_auto
@@ -221,7 +223,57 @@ def test_the_config_of_a_trained_run_stays_when_one_of_unknown_origin_continues_
 def test_public_names_and_nothing_else_are_listed() -> None:
     assert dir(runner) == sorted(runner.__all__)
     text = pydoc.plain(pydoc.render_doc(runner))
-    assert "benchmark_optimizations" in text and "import_module" not in text
+    _, _, documented = text.partition("\nCLASSES\n")
+    classes = re.findall(r"^    class (\w+)", documented, re.MULTILINE)
+    others = re.findall(
+        r"^    (\w+)(?:\(| = )", documented.partition("\nFUNCTIONS\n")[2], re.MULTILINE
+    )
+    listed = {*classes, *others} - {"__all__"}
+    assert listed == {*runner.__all__} - {"__version__"}
+    assert "import_module" not in documented
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_public_names_and_refuses_others() -> None:
+    root = Path(__file__).parents[3]
+    code = "import runner\nfrom runner import {}\nrunner.errors.RunnerError\n"
+
+    def check(text: str) -> str:
+        command = [sys.executable, "-m", "mypy", "-c", text]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
+
+    assert check(code.format(", ".join(runner.__all__))).startswith("Success")
+    assert 'Module has no attribute "nonsense"' in check("import runner\nrunner.nonsense\n")
+    assert 'no attribute "nonsense"' in check("from runner import nonsense\n")
+    wrong = check("import runner\nrunner.train(3)\n")
+    assert 'Argument 1 to "train" has incompatible type "int"; expected "Run"' in wrong
+
+
+def test_a_run_whose_block_has_ended_is_not_trained() -> None:
+    with build(compose([*TYPED])) as run:
+        pass
+    with pytest.raises(UsageError, match="^train: the run's `with` block has ended"):
+        train(run)
+    assert run.progress.step == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        (["optimizer=sgd", "optimizer.options={nesterov: true, momentum: fast}"], "momentum"),
+        (["optimizer.options={betas: fast}"], "betas"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_named(typed: list[str], key: str) -> None:
+    says = rf"^optimizer.options.{key}: \w+ does not take 'fast'"
+    with pytest.raises(ConfigError, match=says):
+        build(compose([*TYPED, *typed]))
+
+
+def test_a_sweeps_folder_is_answered_with_that_of_its_newest_job(trained: Path) -> None:
+    for folder in (trained.parent, trained.parent.parent):
+        with pytest.raises(CheckpointError, match=rf"the newest in it is {trained}$"):
+            load(folder)
 
 
 def test_progress_is_lines_in_a_program_and_one_line_in_a_notebook(

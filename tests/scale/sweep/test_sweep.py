@@ -90,6 +90,15 @@ def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed: Mixed) 
 
 
 @pytest.mark.slow
+def test_values_typed_twice_run_twice_with_a_notice(folder: Path) -> None:
+    done = sweep(folder, "optimizer.lr=1e-3,0.001,1e-2")
+    assert statuses(only(folder)) == ["done"] * 3 and done.returncode == 0
+    assert done.stderr.count("typed more than once, and run as often: ") == 1
+    notice = done.stderr.partition("typed more")[2].partition("\n")[0]
+    assert "optimizer.lr=0.001" in notice and notice.count("optimizer.lr=") == 1
+
+
+@pytest.mark.slow
 def test_hydras_own_launcher_ends_in_the_same_table(folder: Path) -> None:
     done = sweep(folder, *NET, "+model.how=fine,fail", "hydra/launcher=basic")
     assert done.returncode == 7 and "1 of 2 jobs failed" in done.stderr
