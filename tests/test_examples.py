@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
 
 def ran(name: str, folder: Path) -> str:
+    script, *arguments = name.split(" ")
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / name],
+        [sys.executable, ROOT / "examples" / script, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -42,6 +47,41 @@ def test_a_table_becomes_predictions_that_know_size_and_city(tmp_path: Path) -> 
     lines = ran("table_to_predictions.py", tmp_path).splitlines()
     genf, chur, _ = (int(line.rpartition(" ")[2]) for line in lines[-3:])
     assert 950 < genf < 1450 and 400 < chur < 800
+
+
+def test_each_cell_of_the_notebook_has_stored_outputs_without_paths_of_a_machine() -> None:
+    text = NOTEBOOK.read_text()
+    assert len(text.encode()) <= 60_000 and not re.search(r"/(work|tmp|home)/", text)
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    assert all(cell["outputs"] for cell in cells)
+    assert f"`{NOTEBOOK.name}`" in (ROOT / "examples/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path: Path) -> None:
+    copy = tmp_path / "outputs" / NOTEBOOK.name
+    copy.parent.mkdir()
+    shutil.copy(NOTEBOOK, copy)
+    ran(f"../scripts/run_notebook.py {copy}", tmp_path)
+    stored, now = ([*outputs(path)] for path in (NOTEBOOK, copy))
+    assert [sorted(one) for one in now] == [sorted(one) for one in stored]
+    rows, progress, summary, curves, comparison, predicted, own = now
+    assert rows == stored[0]
+    assert "validation mae" in progress["stream"]
+    assert "val/mae" in summary["text/html"] and "<svg" in curves["text/html"]
+    assert "log" in comparison["text/html"] and "others" in comparison["text/html"]
+    genf, chur = (float(x) for x in re.findall(r"\d+\.", predicted["text/plain"]))
+    assert 1000 < genf < 1400 and 450 < chur < 750
+    assert own["stream"].endswith("1 of 100 steps skipped\n")
+
+
+def outputs(path: Path) -> Iterator[dict[str, str]]:
+    """The outputs of a notebook, each as texts by kind."""
+    for cell in json.loads(path.read_text())["cells"]:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"stream": output.get("text", [])})
+            yield {kind: "".join(lines) for kind, lines in data.items()}
 
 
 @pytest.mark.slow

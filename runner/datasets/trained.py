@@ -58,7 +58,7 @@ ARGUMENTS = {  # of `load`, for the keys that they set
 def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[str] = ()) -> Trained:
     """Load the trained model of a run's folder (best checkpoint), or of one checkpoint.
 
-    The recorded overrides apply, then `overrides`; a run started from Python recorded none. The
+    The recorded overrides apply, then `overrides`; a run built with `Components` recorded none. The
     folder is untrusted: it is checked as for checkpoint.resume, and a user's classes need their
     packages in `trusted`. Raises CheckpointError, ConfigError, SecurityError.
     """

@@ -59,11 +59,12 @@ def test_the_config_s_own_keys_are_held_to_their_bounds(override: str) -> None:
         compose([override])
 
 
-def test_the_page_of_keys_is_that_of_the_schema() -> None:
-    file = CONF.parent / "scripts" / "config_docs.py"
-    spec = importlib.util.spec_from_file_location("config_docs", file)
+@pytest.mark.parametrize("page", ["config", "api"])
+def test_a_generated_page_is_that_of_the_source(page: str) -> None:
+    file = CONF.parent / "scripts" / f"{page}_docs.py"
+    spec = importlib.util.spec_from_file_location(f"{page}_docs", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    stale = "docs/config.md is stale: run python scripts/config_docs.py"
+    stale = f"docs/{page}.md is stale: run python scripts/{page}_docs.py"
     assert module.document() == module.TARGET.read_text(encoding="utf-8"), stale

@@ -40,7 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Components:
-    """Objects made by the caller, in place of those that the config names."""
+    """Objects made by the caller, in place of those that the config names.
+
+    `model` is moved to the device; `objective` is an `Objective` (loss and metrics); with an
+    `optimizer` the caller sets learning rates. `techniques` are those of optimization.extra by
+    name, and `hooks` come after the config's. The others are for runs made by runs.
+    """
 
     model: nn.Module | None = None
     data: Dataset | None = None
