@@ -76,6 +76,29 @@ def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path: Path) ->
     assert own["stream"].endswith("1 of 100 steps skipped\n")
 
 
+@pytest.mark.slow
+def test_the_blocks_of_the_pages_on_python_and_metrics_run(tmp_path: Path) -> None:
+    python, metrics = (
+        re.findall(r"```python\n(.*?)```", (ROOT / f"docs/how-to/{page}.md").read_text(), re.S)
+        for page in ("use-from-python", "metrics-of-your-own")
+    )
+    assert len(python) == 3 and len(metrics) == 2
+    (tmp_path / "page.py").write_text("".join(python))
+    (tmp_path / "my_metrics.py").write_text("".join(metrics))
+    asked = ["objective.metrics=[my_metrics.top3]", "security.trusted=[my_metrics]"]
+    runner = ["-m", "runner", "training.steps=20", *asked, "training.monitor=val/top3"]
+    for arguments, shown in ((["page.py"], r"0\.\d+"), (runner, "val/top3")):
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.search(shown, done.stdout)
+
+
 def outputs(path: Path) -> Iterator[dict[str, str]]:
     """The outputs of a notebook, each as texts by kind."""
     for cell in json.loads(path.read_text())["cells"]:
