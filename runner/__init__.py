@@ -15,7 +15,8 @@ from runner.core.module_path import __version__ as __version__
 TYPE_CHECKING = False  # under -m, a `typing.py` in the current folder would be imported
 if TYPE_CHECKING:
     from runner.core import errors as errors
-    from runner.core.build.build import Components, build
+    from runner.core.build.build import build
+    from runner.core.build.setup import Components
     from runner.core.checks.outputs import sanitise
     from runner.core.config.composing import compose
     from runner.core.config.run_config import RunConfig
@@ -52,7 +53,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULE_BY_NAME = {
-    "Components": "runner.core.build.build",
+    "Components": "runner.core.build.setup",
     "Evidence": "runner.core.interfaces.technique",
     "Hook": "runner.core.interfaces.hook",
     "Memory": "runner.diagnose.memory",

@@ -308,7 +308,7 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
         chosen, data.sizes, setup.resolve_target, weights, model
     )
     if config.objective.metrics:
-        from runner.core.objectives.named_metrics import build_metrics
+        from runner.core.objectives.user_metrics import build_metrics
 
         objective.named, choices = build_metrics(config.objective, data.sizes, setup.resolve_target)
         for group in objective.named:

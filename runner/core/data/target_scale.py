@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from runner.core.errors import ConfigError, DataError
-from runner.core.interfaces.technique import Choice
+from runner.core.findings import Choice
 from runner.core.schemas.data import TRANSFORM_KEY, TargetTransform
 
 MAX_ROUNDING = 1e-5  # largest rounding error of a target in float32, in standard deviations

@@ -5,19 +5,31 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from runner.core.objectives.named_metrics import NamedMetrics
-    from runner.core.objectives.user_metrics import UserMetrics
 
 METRICS_KEY = "objective.metrics"
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Our metrics for which lower is better."""
 HIGHER_IS_BETTER = re.compile(r"accuracy|top\d+|f1|auroc|r2", re.ASCII)
 """Our metrics for which higher is better."""
+
+
+class MetricGroup(Protocol):
+    """Metrics of `objective.metrics`, beside the objective's own."""
+
+    key: str  # among the sums
+    metrics: dict[str, Any]
+    shared: bool  # several processes evaluate, each on its samples
+
+    def rises(self, name: str) -> bool | None:
+        """Whether a higher value of that metric is better; None if unknown."""
+
+    def batch_sums(self, output: Any, target: Any) -> Any:
+        """Return an addable object, whose `compute(group)` returns the metrics by name."""
 
 
 class Objective(ABC):
@@ -33,7 +45,7 @@ class Objective(ABC):
     takes_deferred: bool = False  # accepts `DeferredLogits`
     indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
     ignored: int | None = None  # class index that marks no target
-    named: tuple[NamedMetrics | UserMetrics, ...] = ()  # those of `objective.metrics`
+    named: tuple[MetricGroup, ...] = ()  # those of `objective.metrics`
     loss_name: str | None = None  # of a loss by `_target_`, for messages
     applies_activation: bool = False  # the loss applies softmax or sigmoid to the output
     from_model: bool = False  # the loss is part of the model's output

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -19,10 +19,6 @@ from runner.core.interfaces.nested import tree_map
 from runner.core.interfaces.objective import METRICS_KEY
 from runner.core.objectives import model_output
 from runner.core.preserved_state import float32_default
-from runner.core.schemas.models import ObjectiveConfig
-
-if TYPE_CHECKING:
-    from runner.core.objectives.user_metrics import UserMetrics
 
 SAMPLE_ROWS = 8  # per class, or in all, of the data that a metric is tried on
 Metrics = dict[str, Any]
@@ -147,25 +143,6 @@ def _as_number(value: Any, name: str) -> float:
         shape = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ConfigError(METRICS_KEY, f"compute of {name} returned {shape}", "return one number")
     return float(value)
-
-
-def build_metrics(
-    config: ObjectiveConfig, sizes: Sizes, resolve: Callable[[str, str], Any]
-) -> tuple[tuple[NamedMetrics | UserMetrics, ...], list[Choice]]:
-    """Construct `objective.metrics`: dotted names are the user's, others torchmetrics'.
-
-    ConfigError or SecurityError for a name that is no metric, or not trusted.
-    """
-    groups: list[NamedMetrics | UserMetrics] = []
-    choices: list[Choice] = []
-    if dotted := [name for name in config.metrics if "." in name]:
-        from runner.core.objectives.user_metrics import build_user_metrics  # imported only if used
-
-        groups.append(build_user_metrics(dotted, sizes, resolve))
-    if names := [name for name in config.metrics if "." not in name]:
-        named, choices = build_named_metrics(names, sizes, config.ignore_index)
-        groups.append(named)
-    return tuple(groups), choices
 
 
 def build_named_metrics(

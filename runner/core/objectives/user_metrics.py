@@ -13,12 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from runner.core.errors import ConfigError
+from runner.core.findings import Choice
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import Sizes, batch_size_of
 from runner.core.interfaces.nested import find_logits, named_leaves, tree_map
-from runner.core.interfaces.objective import METRICS_KEY, rises_by_name
+from runner.core.interfaces.objective import METRICS_KEY, MetricGroup, rises_by_name
 from runner.core.objectives.model_output import float_logits, sum_float64
-from runner.core.objectives.named_metrics import MetricStarter, MetricState, unscaled_values
+from runner.core.objectives.named_metrics import (
+    MetricStarter,
+    MetricState,
+    build_named_metrics,
+    unscaled_values,
+)
+from runner.core.schemas.models import ObjectiveConfig
 from runner.core.security.registry import construct
 
 
@@ -95,6 +102,23 @@ class UserMetricSums:
         """Return the metrics by name. Host sync."""
         means = {name: float(total) / self.samples for name, total in self.sums.items()}
         return means | (self.state.compute(starter) if self.state is not None else {})
+
+
+def build_metrics(
+    config: ObjectiveConfig, sizes: Sizes, resolve: Callable[[str, str], Any]
+) -> tuple[tuple[MetricGroup, ...], list[Choice]]:
+    """Construct `objective.metrics`: dotted names are the user's, others torchmetrics'.
+
+    ConfigError or SecurityError for a name that is no metric, or not trusted.
+    """
+    groups: list[MetricGroup] = []
+    choices: list[Choice] = []
+    if dotted := [name for name in config.metrics if "." in name]:
+        groups.append(build_user_metrics(dotted, sizes, resolve))
+    if names := [name for name in config.metrics if "." not in name]:
+        named, choices = build_named_metrics(names, sizes, config.ignore_index)
+        groups.append(named)
+    return tuple(groups), choices
 
 
 def build_user_metrics(
