@@ -35,6 +35,7 @@ from runner.core.data.target_scale import (
     check_transform,
     fit_target_scale,
     target_array,
+    target_spread,
 )
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice, notice
@@ -319,7 +320,7 @@ def fit_target(
             _check_log_target(target, config, table)
         scale, choice = fit_target_scale(target, train, config.target_transform)
         sizes = Sizes(task, classes=1, **scale)
-        return target_array(target, sizes.target_spread), sizes, (*choices, choice)
+        return target_array(target, target_spread(sizes)), sizes, (*choices, choice)
     names, labels = _class_labels(target)
     check_classes(names, f"data.target: {table.path}: column {config.target!r}")
     _check_class_sizes(names, labels, config, table)
@@ -362,7 +363,7 @@ def _trained_target(
             raise DataError(f"{what} {problem}, but the model was trained on numbers")
         if sizes.log_target:
             _check_log_target(target, config, table)
-        return target_array(target, sizes.target_spread)
+        return target_array(target, target_spread(sizes))
     names, labels = _class_labels(target)
     return remap_labels(names, labels, sizes.class_names, what)
 

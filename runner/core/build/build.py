@@ -310,10 +310,8 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
     if config.objective.metrics:
         from runner.core.objectives.user_metrics import build_metrics
 
-        objective.named, choices = build_metrics(config.objective, data.sizes, setup.resolve_target)
-        for group in objective.named:
-            group.shared = setup.is_shared
-        setup.choices += choices
+        parts = config.objective, objective, data.sizes, setup.resolve_target
+        setup.choices += build_metrics(*parts, setup.is_shared)
     monitor = resolve_monitor(objective, config.training.monitor)
     mode, rises = config.training.monitor_mode, objective.rises(monitor)
     higher_is_better = rises if mode is None else mode is MonitorMode.max

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 class Components:
     """Objects made by the caller, in place of those that the config names.
 
-    `model` is moved to the device; `objective` is an `Objective` (loss and metrics); with an
-    `optimizer` the caller sets learning rates. `techniques` are those of optimization.extra by
-    name, and `hooks` come after the config's. The others are for runs made by runs.
+    With an `optimizer` the caller sets learning rates; `techniques` are those of optimization.extra
+    by name, and `hooks` come after the config's. The others are for runs that jobs make.
     """
 
     model: nn.Module | None = None

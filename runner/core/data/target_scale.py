@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import exp
 from typing import Any
 
 import numpy as np
 
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice
-from runner.core.schemas.data import TRANSFORM_KEY, TargetTransform
+from runner.core.interfaces.batch import Sizes
+from runner.core.schemas.data import TargetTransform
 
+TRANSFORM_KEY = "data.target_transform"
 MAX_ROUNDING = 1e-5  # largest rounding error of a target in float32, in standard deviations
 
 
@@ -57,3 +60,21 @@ def target_array(target: np.ndarray, deviation: float) -> np.ndarray:
     rounded = target.astype(np.float32)
     error = np.abs(rounded - np.asarray(target, np.float64)).max(initial=0.0)
     return rounded if error <= MAX_ROUNDING * deviation else np.array(target, np.float64)
+
+
+def in_model_unit(sizes: Sizes, target: Any) -> Any:
+    """Return a regression's targets, a floating tensor, as the model predicts them."""
+    target = target.log() if sizes.log_target else target
+    if sizes.target_mean or sizes.target_deviation != 1.0:  # in the target's own precision
+        target = (target - sizes.target_mean) / sizes.target_deviation
+    return target
+
+
+def target_center(sizes: Sizes) -> float:
+    """Return the mean of the targets in their unit; of logarithms the geometric one."""
+    return exp(sizes.target_mean) if sizes.log_target else sizes.target_mean
+
+
+def target_spread(sizes: Sizes) -> float:
+    """Return the targets' deviation in their unit, near the center for logarithms."""
+    return sizes.target_deviation * (target_center(sizes) if sizes.log_target else 1.0)

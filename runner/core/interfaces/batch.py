@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import exp
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -48,23 +47,6 @@ class Sizes:
             return values.exp()
         return getattr(values, self.link)() if self.link in LINKS else values
 
-    def in_model_unit(self, target: Any) -> Any:
-        """Return a regression's targets, a floating tensor, as the model predicts them."""
-        target = target.log() if self.log_target else target
-        if self.target_mean or self.target_deviation != 1.0:  # in the target's own precision
-            target = (target - self.target_mean) / self.target_deviation
-        return target
-
-    @property
-    def target_center(self) -> float:
-        """The mean of the targets in their unit; of logarithms the geometric one."""
-        return exp(self.target_mean) if self.log_target else self.target_mean
-
-    @property
-    def target_spread(self) -> float:
-        """The standard deviation of the targets in their unit, near the center for logarithms."""
-        return self.target_deviation * (self.target_center if self.log_target else 1.0)
-
     def unscaled(self) -> Sizes:
         """Return the sizes for a model that predicts targets in their own unit."""
         return replace(self, target_mean=0.0, target_deviation=1.0, log_target=False)
@@ -73,13 +55,6 @@ class Sizes:
         """Return the known sizes by parameter name."""
         names = ("in_features", "in_channels", "image_size", "classes", "vocab", "sequence")
         return {name: size for name in names if (size := getattr(self, name)) is not None}
-
-    def for_objective(self) -> dict[str, Any]:
-        """Return the known sizes and the names of the classes, by parameter name."""
-        sizes: dict[str, Any] = self.for_constructor()
-        if self.task == "classification" and self.classes:
-            sizes["class_names"] = self.class_names or tuple(map(str, range(self.classes)))
-        return sizes
 
 
 class TextCodec(Protocol):

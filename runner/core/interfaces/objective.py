@@ -5,31 +5,16 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-METRICS_KEY = "objective.metrics"
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Our metrics for which lower is better."""
 HIGHER_IS_BETTER = re.compile(r"accuracy|top\d+|f1|auroc|r2", re.ASCII)
 """Our metrics for which higher is better."""
-
-
-class MetricGroup(Protocol):
-    """Metrics of `objective.metrics`, beside the objective's own."""
-
-    key: str  # among the sums
-    metrics: dict[str, Any]
-    shared: bool  # several processes evaluate, each on its samples
-
-    def rises(self, name: str) -> bool | None:
-        """Whether a higher value of that metric is better; None if unknown."""
-
-    def batch_sums(self, output: Any, target: Any) -> Any:
-        """Return an addable object, whose `compute(group)` returns the metrics by name."""
 
 
 class Objective(ABC):
@@ -45,7 +30,7 @@ class Objective(ABC):
     takes_deferred: bool = False  # accepts `DeferredLogits`
     indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
     ignored: int | None = None  # class index that marks no target
-    named: tuple[MetricGroup, ...] = ()  # those of `objective.metrics`
+    named: tuple[Any, ...] = ()  # groups of `objective.metrics`, of one interface
     loss_name: str | None = None  # of a loss by `_target_`, for messages
     applies_activation: bool = False  # the loss applies softmax or sigmoid to the output
     from_model: bool = False  # the loss is part of the model's output
@@ -89,7 +74,7 @@ class Objective(ABC):
         name = metric.removeprefix("val/")
         for group in self.named:
             if name in group.metrics:
-                return group.rises(name)
+                return bool(rises) if (rises := group.rises(name)) is not None else None
         return rises_by_name(metric)
 
     def all_batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
@@ -102,12 +87,7 @@ class Objective(ABC):
         groups = {group.key: group for group in self.named if group.key in totals}
         values = self.metrics({name: sums for name, sums in totals.items() if name not in groups})
         for key, group in groups.items():
-            if doubles := values.keys() & group.metrics.keys():
-                from runner.core.errors import ConfigError
-
-                problem = f"two metrics are called {min(doubles)!r}"
-                raise ConfigError(METRICS_KEY, problem, "rename yours")
-            values |= totals[key].compute(group)
+            values = {**values, **totals[key].compute(group)}
         return values
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from runner.core.errors import ConfigError
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
-from runner.core.schemas.data import CLASS_TARGET_FIX, TRANSFORM_KEY, TargetTransform
+from runner.core.schemas.data import CLASS_TARGET_FIX, TargetTransform
 from runner.core.schemas.models import OBJECTIVE_KINDS, ObjectiveConfig
 
 Resolve = Callable[[str, str], Any]
@@ -63,7 +61,9 @@ def build_objective(
             fix = f"it is for {' and '.join(kinds)}"
             raise ConfigError(f"objective.{option}", f"is not used by {kind}", fix)
     if config._target_ is not None:
-        return _build_custom(config, config._target_, sizes, resolve)
+        from runner.core.objectives.custom import build_custom  # imported only if used
+
+        return build_custom(config, config._target_, sizes, resolve, bool(elementwise_loss(config)))
     if config.arguments:
         key = f"objective.{next(iter(config.arguments))}"
         raise ConfigError(key, "no such key", f"only {TARGET_KEY} takes more keys")
@@ -129,7 +129,7 @@ def adapt_sizes(
         if transform not in (None, TargetTransform.none):
             if link:
                 problem = f"{transform.name} does not fit {config._target_}, which applies {link}"
-                raise ConfigError(TRANSFORM_KEY, problem, "leave it out")
+                raise ConfigError("data.target_transform", problem, "leave it out")
             return sizes, []
         reason = f"{config._target_} gets targets in their own unit"
         scaled = sizes.target_mean or sizes.target_deviation != 1.0
@@ -161,42 +161,3 @@ def elementwise_loss(config: ObjectiveConfig) -> str:
     module, _, name = (config._target_ or "").rpartition(".")
     is_torch = f"{module}.".startswith("torch.nn.")
     return name if is_torch and name in BINARY_LOSSES + REGRESSION_LOSSES else ""
-
-
-def _build_custom(
-    config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Resolve
-) -> Objective:
-    from runner.core.security.registry import construct, instantiate_nested
-
-    loss = resolve(target, TARGET_KEY)
-    arguments = instantiate_nested(config.arguments, resolve, "objective")
-    if isinstance(loss, type):
-        loss, arguments = construct(loss, arguments, sizes.for_objective(), "objective"), {}
-    is_scaled = sizes.task == "regression" and sizes != sizes.unscaled()
-    if isinstance(loss, Objective):
-        if is_scaled:
-            problem = f"{target} is an Objective, which gets targets in their own unit"
-            raise ConfigError(TRANSFORM_KEY, problem, "leave it out")
-        return loss
-    if not callable(loss):
-        fix = "define __call__(output, target)"
-        raise ConfigError(TARGET_KEY, f"{target} is not callable", fix)
-    _check_loss_arguments(loss, target, arguments)
-    from runner.core.objectives.custom import CustomObjective
-
-    loss = partial(loss, **arguments) if arguments else loss
-    scale = sizes if is_scaled else None
-    return CustomObjective(loss, target, elementwise=bool(elementwise_loss(config)), scale=scale)
-
-
-def _check_loss_arguments(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
-    function = loss.forward if isinstance(loss, nn.Module) else loss
-    try:
-        inspect.signature(function).bind(None, None, **arguments)
-    except ValueError:  # written in C without a signature: checked at the first call
-        return
-    except TypeError as error:
-        keywords = "".join(f", {name}=…" for name in arguments)
-        problem = f"{target} cannot be called as loss(output, target{keywords}): {error}"
-        fix = "it takes these two and the keys added with +objective."
-        raise ConfigError(TARGET_KEY, problem, fix) from error

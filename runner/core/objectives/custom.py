@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runner.core.data.target_scale import TRANSFORM_KEY, in_model_unit
 from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.nested import named_leaves
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives import model_output
+from runner.core.schemas.models import ObjectiveConfig
+from runner.core.security.registry import construct, instantiate_nested
 
+TARGET_KEY = "objective._target_"
 MISMATCH = re.compile(
     r"dtype|scalar type|[Tt]arget|size of tensor|shape|not implemented for|out of bounds|dimension"
 )
@@ -38,7 +44,7 @@ class CustomObjective(Objective):
         self,
         loss: Callable[[Any, Any], Tensor],
         name: str,
-        key: str = "objective._target_",
+        key: str = TARGET_KEY,
         elementwise: bool = False,
         scale: Sizes | None = None,
     ) -> None:
@@ -57,7 +63,7 @@ class CustomObjective(Objective):
             self.module = None  # once is enough: the device of batches does not change
         if self.scale is not None:
             dtype = model_output.logits(output).dtype
-            target = self.scale.in_model_unit(target).to(dtype)
+            target = in_model_unit(self.scale, target).to(dtype)
         if self.elementwise:
             output, target = self._match_target(output, target)
         try:
@@ -102,6 +108,54 @@ class CustomObjective(Objective):
         """Return `loss`, the mean over all samples."""
         count = model_output.require_count(totals)
         return {"loss": totals["loss"].item() / count}
+
+
+def constructor_sizes(sizes: Sizes) -> dict[str, Any]:
+    """Return the known sizes and the names of the classes, by parameter name."""
+    known: dict[str, Any] = sizes.for_constructor()
+    if sizes.task == "classification" and sizes.classes:
+        known["class_names"] = sizes.class_names or tuple(map(str, range(sizes.classes)))
+    return known
+
+
+def build_custom(
+    config: ObjectiveConfig,
+    target: str,
+    sizes: Sizes,
+    resolve: Callable[[str, str], Any],
+    elementwise: bool,
+) -> Objective:
+    """Construct the loss `target` as an objective; ConfigError if it cannot be called as one."""
+    loss = resolve(target, TARGET_KEY)
+    arguments = instantiate_nested(config.arguments, resolve, "objective")
+    if isinstance(loss, type):
+        loss, arguments = construct(loss, arguments, constructor_sizes(sizes), "objective"), {}
+    is_scaled = sizes.task == "regression" and sizes != sizes.unscaled()
+    if isinstance(loss, Objective):
+        if is_scaled:
+            problem = f"{target} is an Objective, which gets targets in their own unit"
+            raise ConfigError(TRANSFORM_KEY, problem, "leave it out")
+        return loss
+    if not callable(loss):
+        fix = "define __call__(output, target)"
+        raise ConfigError(TARGET_KEY, f"{target} is not callable", fix)
+    _check_loss_arguments(loss, target, arguments)
+    loss = partial(loss, **arguments) if arguments else loss
+    scale = sizes if is_scaled else None
+    return CustomObjective(loss, target, elementwise=elementwise, scale=scale)
+
+
+def _check_loss_arguments(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(function).bind(None, None, **arguments)
+    except ValueError:  # written in C without a signature: checked at the first call
+        return
+    except TypeError as error:
+        keywords = "".join(f", {name}=…" for name in arguments)
+        problem = f"{target} cannot be called as loss(output, target{keywords}): {error}"
+        fix = "it takes these two and the keys added with +objective."
+        raise ConfigError(TARGET_KEY, problem, fix) from error
 
 
 def _first_tensor(target: Any) -> Tensor:

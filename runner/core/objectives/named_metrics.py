@@ -16,10 +16,10 @@ from runner.core.findings import Choice
 from runner.core.format import nearest
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.nested import tree_map
-from runner.core.interfaces.objective import METRICS_KEY
 from runner.core.objectives import model_output
 from runner.core.preserved_state import float32_default
 
+METRICS_KEY = "objective.metrics"
 SAMPLE_ROWS = 8  # per class, or in all, of the data that a metric is tried on
 Metrics = dict[str, Any]
 """torchmetrics.Metric objects by name; the package has no types."""
@@ -121,11 +121,11 @@ class MetricState:
             self._update(self.starter)
         return self
 
+    @float32_default()
     def compute(self, starter: MetricStarter) -> dict[str, float]:
         """Return the metrics over all batches by name. Host sync."""
         self._update(starter)
-        with float32_default():
-            return {n: _as_number(metric.compute(), n) for n, metric in self.started.items()}
+        return {name: _as_number(metric.compute(), name) for name, metric in self.started.items()}
 
     @float32_default()
     def _update(self, starter: MetricStarter) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.core.data.target_scale import in_model_unit, target_center, target_spread
 from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
@@ -51,7 +52,7 @@ class RegressionObjective(Objective):
         """Return the mean loss over samples and targets, 0-d."""
         predicted = model_output.logits(output)
         target = self._match_shape(predicted, target)
-        return self.loss(predicted, self.sizes.in_model_unit(target).to(predicted.dtype))
+        return self.loss(predicted, in_model_unit(self.sizes, target).to(predicted.dtype))
 
     def weight(self, target: Tensor) -> int:
         """Return the number of samples."""
@@ -65,8 +66,8 @@ class RegressionObjective(Objective):
             predicted, target = predicted.cpu(), target.cpu()
         scaled = predicted.double().reshape(len(predicted), -1)
         target = target.double().reshape(len(target), -1)
-        losses = self.loss(scaled, self.sizes.in_model_unit(target), reduction="none")
-        predicted, center = self.sizes.in_target_unit(scaled), self.sizes.target_center
+        losses = self.loss(scaled, in_model_unit(self.sizes, target), reduction="none")
+        predicted, center = self.sizes.in_target_unit(scaled), target_center(self.sizes)
         error, target = predicted - target, target - center  # for precise sums of squares
         return {
             "loss": losses.sum(0),
@@ -111,7 +112,9 @@ class RegressionObjective(Objective):
         def is_constant(name: str) -> bool:
             squared = totals[f"{name}_squared"] / count
             variance = squared - (totals[name] / count).square()
-            return bool((variance <= 1e-12 * squared.clamp(min=self.sizes.target_spread**2)).all())
+            return bool(
+                (variance <= 1e-12 * squared.clamp(min=target_spread(self.sizes) ** 2)).all()
+            )
 
         return count > 1 and is_constant("prediction") and not is_constant("target")
 

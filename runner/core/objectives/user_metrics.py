@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -17,11 +17,14 @@ from runner.core.findings import Choice
 from runner.core.format import count_noun
 from runner.core.interfaces.batch import Sizes, batch_size_of
 from runner.core.interfaces.nested import find_logits, named_leaves, tree_map
-from runner.core.interfaces.objective import METRICS_KEY, MetricGroup, rises_by_name
+from runner.core.interfaces.objective import LOWER_IS_BETTER, Objective, rises_by_name
+from runner.core.objectives.custom import constructor_sizes
 from runner.core.objectives.model_output import float_logits, sum_float64
 from runner.core.objectives.named_metrics import (
+    METRICS_KEY,
     MetricStarter,
     MetricState,
+    NamedMetrics,
     build_named_metrics,
     unscaled_values,
 )
@@ -105,24 +108,36 @@ class UserMetricSums:
 
 
 def build_metrics(
-    config: ObjectiveConfig, sizes: Sizes, resolve: Callable[[str, str], Any]
-) -> tuple[tuple[MetricGroup, ...], list[Choice]]:
-    """Construct `objective.metrics`: dotted names are the user's, others torchmetrics'.
+    config: ObjectiveConfig,
+    objective: Objective,
+    sizes: Sizes,
+    resolve: Callable[[str, str], Any],
+    shared: bool,
+) -> list[Choice]:
+    """Give the objective `objective.metrics`: dotted names are the user's, others torchmetrics'.
 
-    ConfigError or SecurityError for a name that is no metric, or not trusted.
+    Returns the choices made. ConfigError or SecurityError for a name that is no metric, is not
+    trusted, or is that of another metric. `shared`: several processes evaluate, each some samples.
     """
-    groups: list[MetricGroup] = []
+    groups: list[NamedMetrics | UserMetrics] = []
     choices: list[Choice] = []
-    if dotted := [name for name in config.metrics if "." in name]:
-        groups.append(build_user_metrics(dotted, sizes, resolve))
     if names := [name for name in config.metrics if "." not in name]:
         named, choices = build_named_metrics(names, sizes, config.ignore_index)
         groups.append(named)
-    return tuple(groups), choices
+    if dotted := [name for name in config.metrics if "." in name]:
+        taken = {*names, *(objective.metric_names() or ("accuracy", *LOWER_IS_BETTER))}
+        groups.append(build_user_metrics(dotted, sizes, resolve, taken))
+    for group in groups:
+        group.shared = shared
+    objective.named = tuple(groups)
+    return choices
 
 
 def build_user_metrics(
-    targets: Sequence[str], sizes: Sizes, resolve: Callable[[str, str], Any]
+    targets: Sequence[str],
+    sizes: Sizes,
+    resolve: Callable[[str, str], Any],
+    taken: Collection[str] = (),
 ) -> UserMetrics:
     """Import the functions and classes `targets`; ConfigError for one that is no metric.
 
@@ -132,10 +147,10 @@ def build_user_metrics(
     remake: dict[str, Callable[[], Any]] = {}
     for target in targets:
         name, metric = target.rpartition(".")[2], resolve(target, METRICS_KEY)
-        if name in metrics:
-            raise ConfigError(METRICS_KEY, f"two metrics are called {name!r}", "rename one")
+        if name in {*metrics, *taken}:
+            raise ConfigError(METRICS_KEY, f"two metrics are called {name!r}", "rename yours")
         if isinstance(metric, type):
-            remake[name] = partial(construct, metric, {}, sizes.for_objective(), METRICS_KEY)
+            remake[name] = partial(construct, metric, {}, constructor_sizes(sizes), METRICS_KEY)
             try:
                 metric = remake[name]()
             except ConfigError as error:

@@ -154,10 +154,11 @@ def build_optimizer(
         fix = "check its options"
         if cls is torch.optim.Muon and any(p.ndim != 2 for g in groups for p in g["params"]):
             fix = "give it matrices alone: optimizer.groups='[{match: \"*.weight\", name: Muon}]'"
-        elif option := _wrong_option(partial(cls, stand_ins), arguments, config.options, error):
-            value = arguments[option]
-            problem = f"{cls.__name__} does not take {value!r}: {error}"
-            raise ConfigError(f"{key}.options.{option}", problem) from error
+        elif config.options:
+            from runner.core.optim.wrong_option import find_wrong_option  # imported only if used
+
+            if option := find_wrong_option(partial(cls, stand_ins), arguments, config.options):
+                key, problem = f"{key}.options.{option}", f"is not for {problem}"
         raise ConfigError(key, problem, fix) from error
     if not is_torch_class(cls):
         _refuse_closure(partial(cls, stand_ins, **arguments), cls.__name__)
@@ -169,24 +170,6 @@ def build_optimizer(
     if cls is torch.optim.SGD:
         fill_momentum(optimizer)
     return optimizer
-
-
-def _wrong_option(
-    make: Callable[..., Optimizer],
-    arguments: dict[str, Any],
-    options: Mapping[str, Any],
-    error: Exception,
-) -> str | None:
-    """Return the option without which the constructor does not raise this error; None if none."""
-    for option in options:
-        others = {name: value for name, value in arguments.items() if name != option}
-        try:
-            make(**others)
-        except (TypeError, ValueError, RuntimeError) as other:
-            if str(other) == str(error):
-                continue
-        return option
-    return None
 
 
 def small_weight(parameter: Tensor) -> Tensor:

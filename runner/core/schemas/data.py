@@ -63,9 +63,6 @@ class DataChanged(Enum):
     accept = "accept"  # it goes on with the new files
 
 
-TRANSFORM_KEY = "data.target_transform"
-
-
 class TargetTransform(Enum):
     """What the model predicts in place of a number; predictions are in its unit."""
 
@@ -311,8 +308,7 @@ class Tabular(CsvFormat):
     kind: str = "tabular"
     target: str = MISSING  # column to predict
     task: str = "auto"  # classification, regression or auto (by the target's values)
-    # numbers to predict: none, standardise, or log, then standardise; predictions are in their
-    # unit; null: standardise for the built-in losses, none for your own
+    # of numbers: none, standardise, log (then standardise); null: standardise, none for own losses
     target_transform: TargetTransform | None = None
     ignore: list[str] = field(default_factory=list)  # columns that are not inputs
     split_by: str | None = None  # column for data.split=group or time
@@ -436,8 +432,7 @@ class Arrays(FromFiles):
     inputs: str = "x"  # name of the input array
     target: str = "y"  # name of the target array
     task: str = "auto"  # classification, language_modelling, regression or auto (by the arrays)
-    # numbers to predict: none, standardise, or log, then standardise; predictions are in their
-    # unit; null: standardise for the built-in losses, none for your own
+    # of numbers: none, standardise, log (then standardise); null: standardise, none for own losses
     target_transform: TargetTransform | None = None
 
 

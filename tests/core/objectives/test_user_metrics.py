@@ -17,7 +17,7 @@ from runner.core.errors import ConfigError, SecurityError
 from runner.core.execution.evaluation import evaluate, inference
 from runner.core.interfaces.batch import Sizes
 from runner.core.objectives.build import build_objective
-from runner.core.objectives.user_metrics import build_user_metrics
+from runner.core.objectives.user_metrics import build_metrics, build_user_metrics
 from runner.core.schemas.models import ObjectiveConfig
 from tests import my_package
 from tests.core.objectives.sums import CUTS
@@ -153,11 +153,10 @@ def test_two_metrics_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two metrics are called 'metric'"):
         build_user_metrics(["a.metric", "b.metric"], THREE, lambda name, key: my_package.top3)
     objective = build_objective(ObjectiveConfig(), THREE, max)
-    group = build_user_metrics(["a.loss"], THREE, lambda name, key: my_package.top3)
-    objective.named = (group,)
-    sums = objective.all_batch_sums(torch.zeros(5, 4), torch.zeros(5, dtype=torch.long))
-    with pytest.raises(ConfigError, match=r"^objective.metrics: two metrics are called 'loss'"):
-        objective.all_metrics(sums)
+    for name in ("accuracy", "F1Score"):
+        config = ObjectiveConfig(metrics=["F1Score", f"a.{name}"])
+        with pytest.raises(ConfigError, match=f"^objective.metrics: two metrics .* '{name}'"):
+            build_metrics(config, objective, THREE, lambda name, key: my_package.top3, False)
 
 
 def test_a_declared_direction_precedes_the_name() -> None:
