@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Net(nn.Module):
@@ -312,3 +315,57 @@ class Idle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+class Counted(IterableDataset):
+    """A stream of two classes whose samples are numbered, sharded over workers as in torch.
+
+    The first feature is a hundredth of the number; noise is drawn from all global generators.
+    """
+
+    classes = 2
+
+    def __init__(self, samples: int = 200, split: str = "train") -> None:
+        self.samples, self.offset = samples, 0 if split == "train" else 1000
+
+    def numbers(self) -> range:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return range(first, self.samples, step)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for number in self.numbers():
+            yield self.sample(number)
+
+    def sample(self, number: int) -> tuple[Tensor, int]:
+        target = number % 2
+        noise = torch.randn(6) + np.random.randn() * 0.1 + random.random() * 0.1
+        x = noise.float() + 2.0 * target
+        x[0] = (self.offset + number) / 100
+        return x, target
+
+
+class Stateful(Counted):
+    """The same, which can be continued."""
+
+    def __init__(self, samples: int = 200, split: str = "train") -> None:
+        super().__init__(samples, split)
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for number in self.numbers()[self.taken :]:
+            self.taken += 1
+            yield self.sample(number)
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def counted(samples: int = 200, split: str = "train") -> Iterator[tuple[Tensor, int]]:
+    """A generator that knows of no workers."""
+    whole = Counted(samples, split)
+    yield from map(whole.sample, range(samples))

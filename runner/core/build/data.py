@@ -88,7 +88,9 @@ def load_data(setup: Setup) -> RunData:
         run_data.validation_stamp = stamp_arguments(config.data.arguments)
     # None for data without files, such as the embedded
     before = None if stored is None else stored.files.get("own")
-    if user_data is None and stored is not None and before == preprocessing.files.get("own"):
+    is_same = stored is not None and before == preprocessing.files.get("own")
+    if user_data is None and is_same and not run_data.data.is_stream:
+        assert stored is not None
         opening = OpenOptions(setup.policy, stored, split_rule=stored.split)
         run_data.trained_indices = partial(
             trained_data.find_trained_indices,
@@ -129,7 +131,11 @@ def open_run_data(
             opening = replace(
                 opening, folder=split_paths.folder, trains_on_all="validation" in split_paths.paths
             )
-    data = user_data or open_data(config.data, resolve, opening)
+    data: Any = open_data(config.data, resolve, opening) if user_data is None else user_data
+    if not isinstance(data, Dataset):
+        from runner.core.data.stream import adopt_data  # imported only if used
+
+        data = adopt_data(data, setup.components.validation, config.data, opening)
     splits, choices = dict[str, Dataset](), list[Choice]()
     if evaluates_all and opening.labelled and fitted and isinstance(config.data, FromFiles):
         from runner.core.data.trained_rows import find_trained_rows

@@ -43,7 +43,7 @@ class Components:
     """Objects made by the caller, in place of those that the config names."""
 
     model: nn.Module | None = None
-    data: Dataset | None = None
+    data: Any = None  # a Dataset of ours, a DataLoader, or data as `data._target_` makes
     objective: Objective | None = None
     optimizer: Optimizer | None = None  # the caller continues to set its learning rates
     choices: Mapping[str, Any] = field(default_factory=dict)  # automatic ones, of another run
@@ -52,6 +52,7 @@ class Components:
     chosen: Sequence[Choice] = ()  # by it, with reasons
     hooks: Sequence[Hook] = ()  # after those of the config
     world: WorldProtocol | None = None  # of several processes that build the same run
+    validation: Any = None  # for `data` that are a DataLoader or a stream: likewise
 
     def replaced_parts(self, config: RunConfig) -> list[str]:
         """Return the names of the config's parts that these objects replace."""

@@ -100,7 +100,11 @@ def _to_tensors(value: Any, key: str, index: int, batch_index: int) -> Nest:
 
 
 def infer_sizes(
-    dataset: Any, name: str, sample: Sample, skip_bad: bool = False
+    dataset: Any,
+    name: str,
+    sample: Sample,
+    skip_bad: bool = False,
+    samples: tuple[int, str] | None = None,
 ) -> tuple[Sizes, tuple[Choice, ...]]:
     """Return the sizes of the data set, and a choice for each that had to be counted.
 
@@ -108,7 +112,8 @@ def infer_sizes(
     take precedence; if `sizes` has a `task`, no sample is read. Otherwise float [C, H, W] is an
     image, other floats are features, integers [length] are tokens; an integer target is a class,
     one shaped like the tokens is the next tokens, and a float one is regression. With `skip_bad`,
-    bad samples are ignored.
+    bad samples are ignored. `samples` is the number of those to count in, and their name, of data
+    without a length.
     """
     sizes = _declared_sizes(dataset, name)
     if "task" in sizes:
@@ -121,7 +126,9 @@ def infer_sizes(
     counted_sizes += ["classes"] * (task == "classification" and "classes" not in sizes)
     choices = list[Choice]()
     if counted_sizes:
-        largest, reason = _find_largest(dataset, name, sample, counted_sizes, task, skip_bad)
+        largest, reason = _find_largest(
+            dataset, name, sample, counted_sizes, task, skip_bad, samples
+        )
         for key, number in largest.items():
             sizes[key] = number + 1
             choices.append(Choice(f"data.{key}", number + 1, reason))
@@ -184,10 +191,16 @@ def _infer_task(x: Tensor, target: Nest, name: str) -> str:
 
 
 def _find_largest(
-    dataset: Any, name: str, sample: Sample, counted_sizes: list[str], task: str, skip_bad: bool
+    dataset: Any,
+    name: str,
+    sample: Sample,
+    counted_sizes: list[str],
+    task: str,
+    skip_bad: bool,
+    samples: tuple[int, str] | None,
 ) -> tuple[dict[str, int], str]:
     """Return the largest label or token id by size name, and its source."""
-    n, names = len(dataset), " and ".join(counted_sizes)
+    n, names = len(dataset) if samples is None else samples[0], " and ".join(counted_sizes)
     labels = np.asarray(getattr(dataset, "targets", ()))
     if counted_sizes == ["classes"] and labels.shape == (n,) and labels.dtype.kind in "iu":
         _check_label(int(labels.min()), int(labels.argmin()), name)
@@ -213,6 +226,7 @@ def _find_largest(
             _check_label(int(target), index, name)
             largest["classes"] = max(largest["classes"], int(target))
     coverage = "all" if len(sample_indices) == n else f"{len(sample_indices):,} of"
+    coverage = coverage if samples is None else samples[1]
     return (
         largest,
         f"from the largest in {coverage} {n:,} samples; attributes of {name} take precedence",
