@@ -369,3 +369,43 @@ def counted(samples: int = 200, split: str = "train") -> Iterator[tuple[Tensor, 
     """A generator that knows of no workers."""
     whole = Counted(samples, split)
     yield from map(whole.sample, range(samples))
+
+
+class NoSplit(Counted):
+    """A stream of one split."""
+
+    def __init__(self, samples: int = 200) -> None:
+        super().__init__(samples)
+
+
+class Lengths:
+    """Sequences of several lengths, in batches of equal lengths that `batch_sampler` makes."""
+
+    sizes = {"task": "language_modelling", "vocab": 32, "sequence": 12, "classes": 32}
+
+    def __init__(self, samples: int = 90, split: str = "train") -> None:
+        self.samples, self.shift = samples, 0 if split == "train" else 3
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [(index + i + self.shift) % 32 for i in range(5 + index % 3 * 3)]
+
+    def batch_sampler(self) -> Iterator[list[int]]:
+        for first in range(0, self.samples, 30):
+            for length in range(3):
+                yield [*range(first + length, first + 30, 3)]
+
+    def collate_fn(self, samples: list[list[int]]) -> tuple[Tensor, Tensor]:
+        longest = max(map(len, samples))
+        x = torch.zeros(len(samples), longest, dtype=torch.int64)
+        for row, sample in zip(x, samples, strict=True):
+            row[: len(sample)] = torch.tensor(sample)
+        return x[:, :-1], x[:, 1:]
+
+
+class Ragged(Lengths):
+    """The same in the usual batches, which are padded."""
+
+    batch_sampler = None  # type: ignore[assignment]

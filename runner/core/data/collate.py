@@ -25,6 +25,7 @@ Sample = Callable[[int], tuple[Nest, Nest]]
 
 MAX_SAMPLES = 10_000  # read to find the largest label or id
 MAX_SECONDS = 30.0
+NUMBERS = {int: torch.int64, float: torch.float32}
 
 
 def label_key(sample: Any) -> str | None:
@@ -71,6 +72,25 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
         )
     columns = (torch.stack([leaf for _, leaf in column]) for column in zip(*leaves, strict=True))
     return tree_map(samples[0], lambda _: next(columns))
+
+
+def stack_plain(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    """Return the batch of pairs of a tensor and a tensor or number, in a tenth of `stack`'s time.
+
+    None for other samples, and where they differ: `as_pair` and `stack` do those, or say so.
+    """
+    if {type(sample) for sample in samples} != {tuple} or {*map(len, samples)} != {2}:
+        return None
+    columns = list[Tensor]()
+    for values in zip(*samples, strict=True):
+        kinds = {*map(type, values)}
+        if kinds == {Tensor} and len({(value.dtype, value.shape) for value in values}) == 1:
+            columns.append(torch.stack(values).detach())
+        elif columns and kinds in ({int}, {float}):
+            columns.append(torch.tensor(values, dtype=NUMBERS[kinds.pop()]))
+        else:
+            return None
+    return columns[0], columns[1]
 
 
 def main_leaf(inputs: Nest) -> Tensor:

@@ -222,16 +222,30 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def adopt_data(
-    data: Any, validation: Any, config: DataConfig, opening: OpenOptions
+    data: Any,
+    validation: Any,
+    config: DataConfig,
+    opening: OpenOptions = DEFAULT_OPENING,
+    own_loss: bool = False,
 ) -> UserDataset:
-    """Return the adapter of data made by the caller: a DataLoader or a stream is used as it is."""
-    name = f"{type(data).__module__}.{type(data).__qualname__}"
+    """Return the adapter of data made by the caller: a DataLoader or a stream is used as it is.
+
+    With `own_loss` the targets may be of any kind.
+    """
+    source = data.dataset if isinstance(data, DataLoader) else data
+    name = f"{type(source).__module__}.{type(source).__qualname__}"
     if not is_stream(data):
         if validation is None:
             return UserDataset(data, name, config, opening)
         problem = f"is for a DataLoader or a stream, and {name} has an index to split by"
         raise UsageError(f"Components.validation {problem}; leave it out")
-    stream = StreamDataset(lambda: data, name, config, opening)
+    name = name if source is data else f"the DataLoader of {name}"
+    try:
+        stream = StreamDataset(lambda: data, name, config, opening)
+    except DataError:
+        if not own_loss:
+            raise
+        stream = StreamDataset(lambda: data, name, config, opening, Sizes("given"))
     if validation is not None:
         stream.make_validation = lambda: validation
     return stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from time import perf_counter
@@ -156,8 +156,9 @@ class Reader:
                 break
             self._check_not_empty(taken)
             text = f"data: {self.data.name} ended after {taken:,} {self.data.unit}"
-            text += f"{self._of_shard()} and starts over: pass {passes + 2}"
-            self.notes.append(("ended", text))
+            if self.data.length is None:  # else it is expected
+                text += f"{self._of_shard()} and starts over: pass {passes + 2}"
+                self.notes.append(("ended", text))
             passes, taken = passes + 1, 0
             self._begin_pass(passes)
         self.at, self.is_whole = Position(at.batches + 1, passes, taken), True
@@ -327,7 +328,10 @@ class StreamFetch:
     def __call__(self, key: Key) -> StreamBatch:
         """Return the batch of `key`."""
         reader, number = self._reader(key), key[1] // self.readers
-        with preserve_random_state(), torch.no_grad(), reader.worker_info():
+        preserve: AbstractContextManager[None] = nullcontext()  # a worker has its own
+        if not self.keeps_states:
+            preserve = preserve_random_state()
+        with preserve, torch.no_grad(), reader.worker_info():
             first = reader.at.items
             items = reader.read(number)
             samples = len(items) * (processes := self.shard.count // self.readers)
@@ -418,8 +422,8 @@ class StreamLoader(BatchLoader):
         return float(min((at.passes for at in self.fetch.positions.values()), default=0))
 
     def at(self, step: int) -> Batch:
-        """Return the current batch, or the first one; DataError for others."""
-        if self.current is not None and self.current[0] == step:
+        """Return the current batch, also for those to come, or the first; DataError for others."""
+        if self.current is not None and self.current[0] <= step:
             return self.current[1]
         if step and self.current is not None:
             text = f"data: not applicable: a stream: batch {step + 1} cannot be fetched again"
@@ -478,7 +482,7 @@ class StreamLoader(BatchLoader):
 
 def no_validation(data: StreamDataset) -> ConfigError:
     """Return the error for a stream without anything to validate on."""
-    problem = f"is required: of {data.name}, which is read in order, nothing can be held out"
+    problem = f"is required, as no samples of {data.name}, a stream, can be held out"
     fix = f"{VALIDATION_KEY}=my_package.MyStream, or let its constructor take `split`"
     return ConfigError(VALIDATION_KEY, problem, f"{fix}; training.validate_every=0 goes without")
 

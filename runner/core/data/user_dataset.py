@@ -23,6 +23,7 @@ from runner.core.data.collate import (
     label_key,
     main_leaf,
     stack,
+    stack_plain,
 )
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.data.labels import check_id_range
@@ -176,6 +177,8 @@ class UserDataset(Dataset):
         """Return the batch of samples, which messages number as `rows`; see `fetch`."""
         if self.collate is not None:
             batch: Sequence[Nest] = self._collated(samples, rows)
+        elif (plain := stack_plain(samples)) is not None:
+            batch = plain
         else:
             pairs = _as_pairs(samples, rows)
             parts = zip(zip(*pairs, strict=True), ("inputs", "target"), strict=True)
