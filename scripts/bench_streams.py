@@ -5,7 +5,8 @@
 Samples are JPEG files of 160 by 160 pixels, decoded when they are read, 32 of them a batch. Both
 read the same files by the same class, with as many workers, and take turns of some batches; a
 ratio is that of the rates in one turn: by the clock, which others on the machine disturb, and by
-the time of the processors, of this process and the workers. The runner's batches are checked as in a run (`checks.inputs`).
+the time of the processors, of this process and the workers. `checks` are those of `checks.inputs`,
+which DataLoader does not have.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Reading:
         return process_time() + sum(time.user + time.system for time in times)
 
 
-def compare(folder: Path, workers: int, turns: int, batches: int) -> list[tuple[float, ...]]:
+def compare(
+    folder: Path, workers: int, turns: int, batches: int, checks: str
+) -> list[tuple[float, ...]]:
     """Seconds per sample of DataLoader and of the runner in each turn; both stay open."""
     from runner import build, compose
 
@@ -106,7 +109,7 @@ def compare(folder: Path, workers: int, turns: int, batches: int) -> list[tuple[
         *("data._target_=bench_streams.Shards", f"+data.folder={folder}", "model=mlp"),
         *("security.trusted=[bench_streams]", f"training.batch_size={BATCH}", "device=cpu"),
         *("training.steps=1000", "training.validate_every=0", f"data.workers={workers}"),
-        "optimization=none",
+        *("optimization=none", f"checks.inputs.enabled={checks}"),
     ])  # fmt: skip
     loader = DataLoader(
         Shards(str(folder)), BATCH, num_workers=workers, persistent_workers=workers > 0
@@ -131,16 +134,17 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=25)
     parser.add_argument("--mb", type=float, default=40.0)
     typed = parser.parse_args()
-    print("| workers | DataLoader | runner | ratio | ratio by processors |")
-    print("|---:|---:|---:|---:|---:|")
+    print("| workers | checks | DataLoader | runner | ratio | ratio by processors |")
+    print("|---:|---|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as name:
         write_shards(Path(name), typed.mb, 8)
         for workers in typed.workers:
-            rows = compare(Path(name), workers, typed.turns, typed.batches)
-            rates = [1 / statistics.median(column) for column in zip(*rows, strict=True)]
-            texts = [f"{rates[0]:,.0f}/s", f"{rates[2]:,.0f}/s"]
-            texts += [spread([row[at] / row[at + 2] for row in rows]) for at in (0, 1)]
-            print(f"| {workers} | {' | '.join(texts)} |", flush=True)
+            for checks in ("false", "true"):
+                rows = compare(Path(name), workers, typed.turns, typed.batches, checks)
+                rates = [1 / statistics.median(column) for column in zip(*rows, strict=True)]
+                texts = [f"{rates[0]:,.0f}/s", f"{rates[2]:,.0f}/s"]
+                texts += [spread([row[at] / row[at + 2] for row in rows]) for at in (0, 1)]
+                print(f"| {workers} | {checks} | {' | '.join(texts)} |", flush=True)
 
 
 def spread(ratios: list[float]) -> str:

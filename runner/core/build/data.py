@@ -88,9 +88,8 @@ def load_data(setup: Setup) -> RunData:
         run_data.validation_stamp = stamp_arguments(config.data.arguments)
     # None for data without files, such as the embedded
     before = None if stored is None else stored.files.get("own")
-    is_same = stored is not None and before == preprocessing.files.get("own")
-    if user_data is None and is_same and not run_data.data.is_stream:
-        assert stored is not None
+    is_same = before == preprocessing.files.get("own") and not run_data.data.is_stream
+    if user_data is None and stored is not None and is_same:
         opening = OpenOptions(setup.policy, stored, split_rule=stored.split)
         run_data.trained_indices = partial(
             trained_data.find_trained_indices,

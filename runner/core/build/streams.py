@@ -33,8 +33,8 @@ def check_stream(setup: Setup, run_data: RunData) -> tuple[int, int]:
     Without a length all steps are one epoch. Raises ConfigError without training.steps or anything
     to validate on.
     """
-    training, data, world = setup.config.training, run_data.data, setup.world
-    assert isinstance(data, StreamDataset)
+    training, world = setup.config.training, setup.world
+    data: Any = run_data.data  # a StreamDataset
     if setup.trains and training.steps is None and data.length is None:
         problem = f"is required: {data.name} is read in order, and has no length"
         fix = "training.steps=1000" + " in place of training.epochs" * (training.epochs is not None)
@@ -61,12 +61,13 @@ class StreamLoaders(LoaderFactory):
     @property
     def data(self) -> StreamDataset:
         """The training stream."""
-        data = self.run_data.data
-        assert isinstance(data, StreamDataset)
-        return data
+        data: Any = self.run_data.data
+        stream: StreamDataset = data
+        return stream
 
-    def training_loader(self, *, config: DataConfig, **options: Any) -> StreamLoader:
+    def training_loader(self, **options: Any) -> StreamLoader:
         """Return the endless loader of the training stream."""
+        config: DataConfig = options["config"]
         workers, choices = choose_workers(self.data, config)
         readers, processes = max(1, workers), self.world.size
         told = workers > 0 or processes > 1
@@ -79,7 +80,7 @@ class StreamLoaders(LoaderFactory):
             seed=self.config.seed, keeps_states=workers > 0,
         )  # fmt: skip
         chosen = workers, choices
-        return self._assemble(StreamLoader, fetch, chosen, config=config, repeat=True, **options)
+        return self._assemble(StreamLoader, fetch, chosen, repeat=True, **options)
 
     def loaders(self, builder: RunBuilder) -> tuple[StreamLoader, StreamLoader, None]:
         """Return the loaders of training and validation; there is no test set."""
@@ -89,7 +90,7 @@ class StreamLoaders(LoaderFactory):
         }
         return self.training_loader(**options), self._validation_loader(**options), None
 
-    def _validation_loader(self, *, config: DataConfig, **options: Any) -> StreamLoader:
+    def _validation_loader(self, config: DataConfig, **options: Any) -> StreamLoader:
         """Return the loader of the validation stream.
 
         Each process reads all of it, with one worker at most: so its samples are always the same.

@@ -75,7 +75,8 @@ class StreamDataset(UserDataset):
             with suppress(TypeError):
                 self.length = len(data if self.is_loader else self.index_batches())
         self._refuse_keys()
-        sizes = sizes or (opening.fitted and opening.fitted.sizes)
+        if sizes is None and opening.fitted is not None:
+            sizes = opening.fitted.sizes
         pairs = self._pairs()
         with self._restored_generators():
             first = next(pairs)

@@ -108,7 +108,7 @@ class Reader:
     ) -> None:
         self.data, self.shard, self.size, self.at = data, shard, size, at
         self.seed, self.repeats, self.most = mix(seed, shard.number), repeats, most
-        self.items: Iterator[Any] | None = None
+        self.items: Any = None  # an iterator, once it is open
         self.holder: Any = None  # of the stream's state
         self.is_whole = True  # False: a batch was read in part
         self.notes: list[tuple[str, str]] = []
@@ -216,7 +216,6 @@ class Reader:
         yield from islice(items, shards - 1 if resumes else number, None, shards)
 
     def _next(self, taken: int) -> Any:
-        assert self.items is not None
         try:
             return next(self.items, _END)
         except RunnerError:
@@ -274,8 +273,9 @@ class _GeneratorState:
     @classmethod
     def of(cls, loader: Any) -> _GeneratorState | None:
         generator = getattr(loader, "generator", None)
-        is_usable = isinstance(generator, torch.Generator)
-        return cls(generator, generator.get_state()) if is_usable else None
+        if not isinstance(generator, torch.Generator):
+            return None
+        return cls(generator, generator.get_state())
 
     def state_dict(self) -> Any:
         return self.start
@@ -416,7 +416,7 @@ class StreamLoader(BatchLoader):
         return False
 
     def epochs_before(self, step: int) -> float:
-        """Return the passes that every reader has ended; with a known length those before `step`."""
+        """Return the passes that every reader has ended, or by a length those until `step`."""
         if self.fetch.source.length is not None:
             return step / self.steps_per_epoch
         return float(min((at.passes for at in self.fetch.positions.values()), default=0))
@@ -432,7 +432,7 @@ class StreamLoader(BatchLoader):
 
     def fetch_on_cpu(self, step: int = 0) -> Batch:
         """Return the first batch, which is read from another opening of the stream."""
-        source = self.fetch.source
+        source: StreamDataset = self.fetch.source
         return source.fetch(source.train[: self._share()], None)
 
     def _share(self) -> int:

@@ -72,7 +72,9 @@ class UserDataset(Dataset):
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
                 problem = f"{name} has no {method}, so its samples cannot be fetched by index"
-                fix = "define __len__ and __getitem__ (a map-style data set), or __iter__ (a stream)"
+                fix = (
+                    "define __len__ and __getitem__ (a map-style data set), or __iter__ (a stream)"
+                )
                 raise ConfigError("data._target_", problem, fix)
         self.dataset, self.name = dataset, name
         self.collate = find_collate(dataset)
@@ -127,8 +129,11 @@ class UserDataset(Dataset):
         """Return inputs and target of each sample, collated by itself if the data set collates."""
         if self.collate is None:
             return _as_pairs(samples, rows)
-        each = (self._collated([one], [row]) for one, row in zip(samples, rows, strict=True))
-        return [(first_row(inputs), first_row(target)) for inputs, target in each]
+        pairs = []
+        for sample, row in zip(samples, rows, strict=True):
+            inputs, target = self._collated(self.collate, [sample], [row])
+            pairs.append((first_row(inputs), first_row(target)))
+        return pairs
 
     def target_key(self) -> str | None:
         """Return the key of the target in the first sample, if that is a dict."""
@@ -176,7 +181,7 @@ class UserDataset(Dataset):
     def assemble(self, samples: list[Any], rows: Sequence[int]) -> Batch:
         """Return the batch of samples, which messages number as `rows`; see `fetch`."""
         if self.collate is not None:
-            batch: Sequence[Nest] = self._collated(samples, rows)
+            batch: Sequence[Nest] = self._collated(self.collate, samples, rows)
         elif (plain := stack_plain(samples)) is not None:
             batch = plain
         else:
@@ -186,11 +191,12 @@ class UserDataset(Dataset):
         inputs, target = (tree_map(part, self._cast) for part in batch)
         return self._checked(inputs, target, rows)
 
-    def _collated(self, samples: list[Any], rows: Sequence[int]) -> tuple[Nest, Nest]:
+    def _collated(
+        self, collate: Callable[[list[Any]], Any], samples: list[Any], rows: Sequence[int]
+    ) -> tuple[Nest, Nest]:
         """Return inputs and target of the batch that the data set's `collate_fn` makes."""
-        assert self.collate is not None
         try:
-            return as_pair(self.collate(samples), rows[0])
+            return as_pair(collate(samples), rows[0])
         except RunnerError:
             raise
         except Exception as error:
