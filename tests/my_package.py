@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -409,3 +412,33 @@ class Ragged(Lengths):
     """The same in the usual batches, which are padded."""
 
     batch_sampler = None  # type: ignore[assignment]
+
+
+class Listed(Lengths):
+    """Its batches are a list, whose length is known."""
+
+    def __init__(self, samples: int = 90, split: str = "train") -> None:
+        super().__init__(samples, split)
+        self.batch_sampler = [*Lengths.batch_sampler(self)]  # type: ignore[assignment, method-assign]
+
+
+class Dying(Counted):
+    """Its second reader kills its process at a sample, once: it leaves the file `once`."""
+
+    def __init__(self, once: str, split: str = "train") -> None:
+        super().__init__(split=split)
+        self.once = Path(once)
+
+    def sample(self, number: int) -> tuple[Tensor, int]:
+        if number == 101 and get_worker_info() is not None and not self.once.exists():
+            self.once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sample(number)
+
+
+class Spoilt(Counted):
+    """Sample 40 is NaN."""
+
+    def sample(self, number: int) -> tuple[Tensor, int]:
+        x, target = super().sample(number)
+        return (x * float("nan") if number == 40 and not self.offset else x), target

@@ -142,7 +142,12 @@ def build_run(setup: Setup) -> Run:
     had_gradients = torch.is_grad_enabled()
     run_data = load_data(setup)  # with the resumed run's preprocessing
     length = resolve_length(setup, run_data)
-    loaders = make_loaders(setup, run_data, length.batch_size)
+    factory: type[LoaderFactory] = LoaderFactory
+    if run_data.data.is_stream:
+        from runner.core.build.streams import StreamLoaders  # imported only if used
+
+        factory = StreamLoaders
+    loaders = factory(config, run_data, length.batch_size, setup.device.torch, setup.world)
     model = make_model(setup, run_data.data)
     goal = make_goal(setup, run_data.data, model)
     if had_gradients and setup.trains:
@@ -212,18 +217,6 @@ def build_run(setup: Setup) -> Run:
         run.choices += describe_lengths(setup, run)
     run.captures = make_captures(setup, run)  # last: a resume captures nothing
     return run
-
-
-def make_loaders(setup: Setup, run_data: RunData, batch_size: int) -> LoaderFactory:
-    """Return what makes the loaders of the run."""
-    sizes, share = (batch_size, setup.device.torch), None
-    if setup.is_shared:
-        share = setup.world.local_slice
-    if not run_data.data.is_stream:
-        return LoaderFactory(setup.config, run_data, *sizes, rank_slice=share)
-    from runner.core.build.streams import StreamLoaders  # imported only if used
-
-    return StreamLoaders(setup.config, run_data, *sizes, rank_slice=share, world=setup.world)
 
 
 def resolve_length(setup: Setup, run_data: RunData) -> Length:

@@ -41,6 +41,7 @@ from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
 if TYPE_CHECKING:
     from runner.core.build.setup import Setup
     from runner.core.data.split_paths import SplitPaths
+    from runner.core.interfaces.processes import WorldProtocol
 
 log = logging.getLogger("runner")
 Resolve = Callable[[str, str], Any]
@@ -199,7 +200,12 @@ class LoaderFactory:
     run_data: RunData
     batch_size: int
     device: torch.device
-    rank_slice: Callable[[int], slice] | None  # batch size -> the slice of this process
+    world: WorldProtocol
+
+    @property
+    def rank_slice(self) -> Callable[[int], slice] | None:
+        """From the size of a batch, the slice of this process."""
+        return self.world.local_slice if self.world.is_shared else None
 
     def sample_batch(self, count: int) -> Any:
         """Return the first `count` training samples as a batch, not augmented."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from runner.core.data.dataset import Dataset
     from runner.core.findings import Choice
     from runner.core.interfaces.hook import Hook
     from runner.core.interfaces.objective import Objective

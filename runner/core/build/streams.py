@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from runner.core.data.stream_loader import (
     no_validation,
 )
 from runner.core.errors import ConfigError
-from runner.core.interfaces.processes import WorldProtocol
-from runner.core.interfaces.technique import Choice, RunBuilder
+from runner.core.findings import Choice
+from runner.core.interfaces.technique import RunBuilder
 from runner.core.schemas.data import DataConfig
 
 if TYPE_CHECKING:
@@ -52,11 +51,8 @@ def check_stream(setup: Setup, run_data: RunData) -> tuple[int, int]:
     return size, data.length or training.steps or 1
 
 
-@dataclass
 class StreamLoaders(LoaderFactory):
     """Makes the loaders of a run on a stream."""
-
-    world: WorldProtocol
 
     @property
     def data(self) -> StreamDataset:

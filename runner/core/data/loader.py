@@ -242,11 +242,7 @@ class BatchLoader:
         return (0, 0) if self.pool is None else (self.pool.ready, self.pool.requested)
 
     def state(self, run: Any) -> Any:
-        """Return the state of a stream for a checkpoint; None for other data, which have none."""
-        return None
-
-    def load(self, state: Any, run: Any) -> None:
-        """Restore what `state` returned."""
+        """Return the state of a stream, for a checkpoint; None for other data."""
 
     def report_lost_workers(self, report: Callable[[WorkerLost], None]) -> None:
         """Call `report` when a worker is replaced; by default that is logged."""

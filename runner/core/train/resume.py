@@ -76,7 +76,9 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
         load_progress(run, state["progress"])
         run.resumed_step = run.progress.step
         if trains:
-            run.train.load(state.get("stream"), run)
+            if run.train.is_stream:
+                stream: Any = run.train
+                stream.load(state.get("stream"), run)
             _continue_epochs(run, state)
             _reset_patience(run, state["settings"])
         run.reader.load(state["reader"])
