@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from runner.core.data.collate import Nest, infer_sizes, label_key
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
-from runner.core.data.user_dataset import UserDataset, find_collate
+from runner.core.data.user_dataset import UserDataset, find_collate, get_states
 from runner.core.errors import ConfigError, DataError, RunnerError, UsageError
 from runner.core.interfaces.batch import Batch, Sizes, batch_size_of
 from runner.core.interfaces.nested import tensors, tree_map
@@ -69,6 +69,7 @@ class StreamDataset(UserDataset):
         self.collate = _only if self.is_loader else find_collate(data)
         own = getattr(data, "generator", None) if self.is_loader else None
         self.generators = [] if own is None else [own]  # restored after a look at the data
+        self.start_states = get_states(self.generators)  # of each pass over a validation set
         self.first_items = list[Any]()
         self.train = self.validation = np.arange(1)
         if self.own_batches:

@@ -18,7 +18,7 @@ import torch.utils.data._utils.worker as torch_worker
 from runner.core.data.loader import BatchLoader
 from runner.core.data.order import Segment, mix
 from runner.core.data.stream import VALIDATION_KEY, StreamDataset
-from runner.core.data.user_dataset import SEED_MASK
+from runner.core.data.user_dataset import SEED_MASK, set_states
 from runner.core.errors import CheckpointError, ConfigError, DataError, RunnerError
 from runner.core.interfaces.batch import Batch, batch_size_of
 from runner.core.preserved_state import preserve_random_state
@@ -193,6 +193,8 @@ class Reader:
             if self.repeats and callable(getattr(stream, "set_epoch", None)):
                 stream.set_epoch(number)
             self._seed(_PASS, number)
+            if not self.repeats:
+                set_states(data.generators, data.start_states)
             # of batches of their own it is the generator's at the start of a pass
             self.holder = _GeneratorState.of(stream) if data.own_batches else stream
             if state is not None and _has_state(self.holder):
