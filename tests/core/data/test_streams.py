@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import tarfile
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from runner.core.data.collate import as_pair, stack, stack_plain
 from runner.core.data.stream import StreamDataset
 from runner.core.data.stream_loader import Position, Reader, Shard
 from runner.core.errors import CheckpointError, ConfigError, DataError, SecurityError
+from runner.core.interfaces.run import Run
 from runner.core.schemas.data import DataConfig
 from tests import my_package, runs
 from tests.runs import opened
@@ -373,3 +377,28 @@ def test_a_loader_or_a_stream_is_data_of_a_training_pipeline() -> None:
         assert made.train().metrics == {}
     with pytest.raises(ConfigError, match="data.validation_target: is required"):
         create_training_pipeline(model, streams, overrides=quick, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_does_not_grow_with_what_was_read(tmp_path: Path, workers: int) -> None:
+    """1 GB of tar files, in samples of 1 MB; the model is small."""
+    for shard in range(16):
+        with tarfile.open(tmp_path / f"{shard:02}.tar", "w") as archive:
+            for number in range(64):
+                member = tarfile.TarInfo(f"{number % 2}.bin")
+                member.size = 2**20
+                archive.addfile(member, io.BytesIO(bytes([number]) * 2**20))
+    mib = list[float]()
+
+    def measure(run: Run) -> None:
+        me = psutil.Process()
+        each = [me, *me.children(recursive=True)]
+        mib.append(sum(process.memory_info().rss for process in each) / 2**20)
+
+    typed = (*NET, "data._target_=my_package.Shards", f"+data.folder={tmp_path}")
+    typed += (f"data.workers={workers}", "training.batch_size=8", "training.validate_every=0")
+    with opened(*typed, "training.steps=128", "checkpoint=off") as run:
+        run.hooks.append(runs.AtSteps({32, 64, 96, 128}, measure))
+        train(run)
+    assert max(mib[1:]) - mib[0] < 48, mib
