@@ -288,7 +288,7 @@ class _GeneratorState:
 
 
 def _has_state(holder: Any) -> bool:
-    return all(hasattr(holder, name) for name in STATE_METHODS)
+    return all(callable(getattr(holder, name, None)) for name in STATE_METHODS)
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ def test_a_killed_process_has_all_go_on_in_the_stream_to_the_same_weights(
 ) -> None:
     typed = (*STREAM, f"data._target_=faulty.{target}")
     whole = run(tmp_path / "whole", "", *typed)
-    killed = run(tmp_path / "killed", "1:forward:kill:10", *typed)
+    killed = run(tmp_path / "killed", "1:forward:kill:10", *typed, "distributed.restarts=1")
     assert whole.code == killed.code == 0, killed.output
     assert killed.summary["distributed"]["attempt"] == 1
     assert digest(killed.folder) == digest(whole.folder)
