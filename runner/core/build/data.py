@@ -200,12 +200,12 @@ class LoaderFactory:
     run_data: RunData
     batch_size: int
     device: torch.device
-    world: WorldProtocol
+    processes: WorldProtocol
 
     @property
     def rank_slice(self) -> Callable[[int], slice] | None:
         """From the size of a batch, the slice of this process."""
-        return self.world.local_slice if self.world.is_shared else None
+        return self.processes.local_slice if self.processes.is_shared else None
 
     def sample_batch(self, count: int) -> Any:
         """Return the first `count` training samples as a batch, not augmented."""

@@ -32,7 +32,7 @@ def check_stream(setup: Setup, run_data: RunData) -> tuple[int, int]:
     Without a length all steps are one epoch. Raises ConfigError without training.steps or anything
     to validate on.
     """
-    training, world = setup.config.training, setup.world
+    training, processes = setup.config.training, setup.world
     data: Any = run_data.data  # a StreamDataset
     if setup.trains and training.steps is None and data.length is None:
         problem = f"is required: {data.name} is read in order, and has no length"
@@ -41,13 +41,13 @@ def check_stream(setup: Setup, run_data: RunData) -> tuple[int, int]:
     goes_without = training.validate_every == 0 if setup.trains else run_data.evaluates_all
     if data.make_validation is None and not goes_without:
         raise no_validation(data)
-    if world.size > 1 and data.own_batches:
+    if processes.size > 1 and data.own_batches:
         problem = f"{data.name} has batches of its own, which several processes cannot share"
         raise ConfigError("distributed", problem, "use one process")
     size = data.set_batch_size(training.batch_size)
-    if size % world.size:
-        problem = f"{size} samples are not equally many for each of {world.size} processes"
-        raise ConfigError("training.batch_size", problem, f"use a multiple of {world.size}")
+    if size % processes.size:
+        problem = f"{size} samples are not equally many for each of {processes.size} processes"
+        raise ConfigError("training.batch_size", problem, f"use a multiple of {processes.size}")
     return size, data.length or training.steps or 1
 
 
@@ -65,10 +65,10 @@ class StreamLoaders(LoaderFactory):
         """Return the endless loader of the training stream."""
         config: DataConfig = options["config"]
         workers, choices = choose_workers(self.data, config)
-        readers, processes = max(1, workers), self.world.size
-        told = workers > 0 or processes > 1
-        shard = Shard(self.world.rank * readers, processes * readers, told)
-        size = 1 if self.data.own_batches else self.batch_size // processes
+        readers, count = max(1, workers), self.processes.size
+        told = workers > 0 or count > 1
+        shard = Shard(self.processes.rank * readers, count * readers, told)
+        size = 1 if self.data.own_batches else self.batch_size // count
         batches = self.data.length or self.config.training.steps or 1
         order = StreamOrder(np.arange(self.batch_size), self.batch_size, batches)
         fetch = StreamFetch(
