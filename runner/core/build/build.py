@@ -222,16 +222,17 @@ def build_run(setup: Setup) -> Run:
 def resolve_length(setup: Setup, run_data: RunData) -> Length:
     """Resolve batch size, number of steps, and the intervals of debug tools."""
     config, samples = setup.config, len(run_data.data.train)
+    processes = setup.world
     if run_data.data.is_stream:
         from runner.core.build.streams import check_stream
 
-        batch_size, steps_per_epoch = check_stream(setup, run_data)
+        batch_size, steps_per_epoch = check_stream(setup, run_data, processes)
     else:
         if run_data.evaluates_all:  # few rows are no error if nothing is trained
             samples = max(samples, config.training.batch_size)
         batch_size, steps_per_epoch = resolve_batches(config, samples)
-        setup.world.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
-    local_batch_size = setup.world.max_local_samples(batch_size)
+        processes.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
+    local_batch_size = processes.max_local_samples(batch_size)
     total_steps, choices = resolve_steps(config, steps_per_epoch)
     debug, debug_choices = resolve_every(config.debug, total_steps)
     setup.choices += [*choices, *debug_choices]

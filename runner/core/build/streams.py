@@ -24,15 +24,16 @@ from runner.core.schemas.data import DataConfig
 
 if TYPE_CHECKING:
     from runner.core.build.setup import Setup
+    from runner.core.interfaces.processes import WorldProtocol
 
 
-def check_stream(setup: Setup, run_data: RunData) -> tuple[int, int]:
+def check_stream(setup: Setup, run_data: RunData, processes: WorldProtocol) -> tuple[int, int]:
     """Check what a run on a stream needs; return its batch size, and the steps of an epoch.
 
     Without a length all steps are one epoch. Raises ConfigError without training.steps or anything
     to validate on.
     """
-    training, processes = setup.config.training, setup.world
+    training = setup.config.training
     data: Any = run_data.data  # a StreamDataset
     if setup.trains and training.steps is None and data.length is None:
         problem = f"is required: {data.name} is read in order, and has no length"
