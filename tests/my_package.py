@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import tarfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Net(nn.Module):
@@ -366,3 +373,147 @@ class NamedLoss(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return self.scale * nn.functional.cross_entropy(output, target)
+
+
+class Counted(IterableDataset):
+    """A stream of two classes whose samples are numbered, sharded over workers as in torch.
+
+    The first feature is a hundredth of the number; noise is drawn from all global generators.
+    """
+
+    classes = 2
+
+    def __init__(self, samples: int = 200, split: str = "train") -> None:
+        self.samples, self.offset = samples, 0 if split == "train" else 1000
+
+    def numbers(self) -> range:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return range(first, self.samples, step)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for number in self.numbers():
+            yield self.sample(number)
+
+    def sample(self, number: int) -> tuple[Tensor, int]:
+        target = number % 2
+        noise = torch.randn(6) + np.random.randn() * 0.1 + random.random() * 0.1
+        x = noise.float() + 2.0 * target
+        x[0] = (self.offset + number) / 100
+        return x, target
+
+
+class Stateful(Counted):
+    """The same, which can be continued."""
+
+    def __init__(self, samples: int = 200, split: str = "train") -> None:
+        super().__init__(samples, split)
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for number in self.numbers()[self.taken :]:
+            self.taken += 1
+            yield self.sample(number)
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def counted(samples: int = 200, split: str = "train") -> Iterator[tuple[Tensor, int]]:
+    """A generator that knows of no workers."""
+    whole = Counted(samples, split)
+    yield from map(whole.sample, range(samples))
+
+
+class NoSplit(Counted):
+    """A stream of one split."""
+
+    def __init__(self, samples: int = 200) -> None:
+        super().__init__(samples)
+
+
+class Lengths:
+    """Sequences of several lengths, in batches of equal lengths that `batch_sampler` makes."""
+
+    sizes = {"task": "language_modelling", "vocab": 32, "sequence": 12, "classes": 32}
+
+    def __init__(self, samples: int = 90, split: str = "train") -> None:
+        self.samples, self.shift = samples, 0 if split == "train" else 3
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [(index + i + self.shift) % 32 for i in range(5 + index % 3 * 3)]
+
+    def batch_sampler(self) -> Iterator[list[int]]:
+        for first in range(0, self.samples, 30):
+            for length in range(3):
+                yield [*range(first + length, first + 30, 3)]
+
+    def collate_fn(self, samples: list[list[int]]) -> tuple[Tensor, Tensor]:
+        longest = max(map(len, samples))
+        x = torch.zeros(len(samples), longest, dtype=torch.int64)
+        for row, sample in zip(x, samples, strict=True):
+            row[: len(sample)] = torch.tensor(sample)
+        return x[:, :-1], x[:, 1:]
+
+
+class Ragged(Lengths):
+    """The same in the usual batches, which are padded."""
+
+    batch_sampler = None  # type: ignore[assignment]
+
+
+class Listed(Lengths):
+    """Its batches are a list, whose length is known."""
+
+    def __init__(self, samples: int = 90, split: str = "train") -> None:
+        super().__init__(samples, split)
+        self.batch_sampler = [*Lengths.batch_sampler(self)]  # type: ignore[assignment, method-assign]
+
+
+class Dying(Counted):
+    """Its second reader kills its process at a sample, once: it leaves the file `once`."""
+
+    def __init__(self, once: str, split: str = "train") -> None:
+        super().__init__(split=split)
+        self.once = Path(once)
+
+    def sample(self, number: int) -> tuple[Tensor, int]:
+        if number == 101 and get_worker_info() is not None and not self.once.exists():
+            self.once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sample(number)
+
+
+class Spoilt(Counted):
+    """Sample 40 is NaN."""
+
+    def sample(self, number: int) -> tuple[Tensor, int]:
+        x, target = super().sample(number)
+        return (x * float("nan") if number == 40 and not self.offset else x), target
+
+
+class Shards(IterableDataset):
+    """Samples in the tar files of a folder, each file read by one worker."""
+
+    sizes = {"task": "classification", "in_features": 4096, "classes": 2}
+
+    def __init__(self, folder: str) -> None:
+        self.files = sorted(Path(folder).glob("*.tar"))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        info = get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        for file in self.files[first::every]:
+            with tarfile.open(file, "r|") as members:
+                for member in members:
+                    content: Any = members.extractfile(member)
+                    values = np.frombuffer(content.read(), np.uint8).reshape(4096, -1)
+                    mean = torch.from_numpy(values.mean(1, dtype=np.float32) / 255)
+                    yield mean + torch.rand(4096), int(member.name[0])

@@ -325,7 +325,7 @@ class LazyRun(Closeable):
         device = device_of(self.model)
         dummy = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         optimizer = self.optimizer or torch.optim.SGD([dummy], lr=0.0)  # dummy: not trained
-        run = build(config, given=Components(self.model, data, self.objective, optimizer))
+        run = build(config, components=Components(self.model, data, self.objective, optimizer))
         for module, implementation in compiled:  # techniques compile in place
             run.scope.callback(setattr, module, "_compiled_call_impl", implementation)
         run.scope.callback(_restore_layouts, layouts)

@@ -32,6 +32,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.data.collate import infer_sizes
 from runner.core.data.dataset import Dataset
 from runner.core.data.order import split
+from runner.core.data.stream import adopt_data, is_stream
 from runner.core.data.user_dataset import UserDataset
 from runner.core.errors import DataError, UsageError
 from runner.core.execution.evaluation import evaluate
@@ -66,7 +67,9 @@ def create_training_pipeline(
     """Create a run that trains `model` on `data`, with checkpoints, metrics and TensorBoard.
 
     `data` is a map-style data set, or (inputs, target) as tensors or arrays, sample dimension
-    first; `validation` is another one, or None to hold out `data.validation` of it. Without
+    first; `validation` is another one, or None to hold out `data.validation` of it. It may also be
+    a DataLoader, which is used as it is, or an IterableDataset; then `validation` is another one,
+    or `training.validate_every=0` goes without. Without
     `loss_fn` (a mean, of (output, target)) the objective follows from the targets. A given
     `optimizer` keeps its learning rates; otherwise the config's is used. All options of `python -m
     runner` are available through `overrides`, such as `training.epochs=5` or `device=cpu`.
@@ -80,7 +83,11 @@ def create_training_pipeline(
     config = compose([f"optimization={level}", *overrides])
     default_name = not any(text.lstrip("+").startswith("name=") for text in overrides)
     config = with_components(config, model, data, rename=default_name)
-    dataset = split_into_dataset(CALLER, data, validation, config, own_loss=loss_fn is not None)
+    own_loss = loss_fn is not None
+    if isinstance(data, tuple | list | dict) or not is_stream(data):
+        dataset = split_into_dataset(CALLER, data, validation, config, own_loss)
+    else:
+        dataset = adopt_data(data, validation, config.data, own_loss=own_loss)
     run_folder = None
     if record:
         timestamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from runner import Hook
 from runner.core.interfaces.hook import Step
@@ -36,6 +38,33 @@ class Points:
         noise = torch.randn(6) + float(np.random.randn()) * 0.1 + random.random() * 0.1
         inputs = noise + 2.0 * (index % 2)
         return (inputs * float("nan") if index in self.poison else inputs), index % 2
+
+
+class Stream(IterableDataset):
+    """The same points in order, each for one worker; those to validate on are others."""
+
+    classes = 2
+
+    def __init__(self, samples: int = 160, split: str = "train") -> None:
+        self.points, self.taken = Points(samples), 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        info = get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, len(self.points), every)[self.taken :]:
+            self.taken += 1
+            yield self.points[index]
+        self.taken = 0
+
+
+class Continued(Stream):
+    """The same, which can be continued."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
 
 
 class Net(torch.nn.Module):

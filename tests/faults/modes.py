@@ -13,6 +13,7 @@ SHORT = ["training.steps=120", "checkpoint.every=7", "training.validate_every=25
 TABLE = ["data=cancer", "model=mlp"]
 POINTS = ["data._target_=crash_package.Points", "model._target_=crash_package.Net"]
 HERE = "data.workers=0"
+STREAM = ["data._target_=crash_package.Stream", "model._target_=crash_package.Net"]
 GPT = ["data=synthetic", "data.form=tokens", "data.sequence=16", "data.samples=160", "model=gpt",
        "model.width=16", "model.heads=2", "model.depth=1", "model.dropout=0.2"]  # fmt: skip
 
@@ -40,6 +41,8 @@ MODES: dict[str, list[str]] = {
     "NaN batches": [
         *SHORT, *POINTS, HERE, "+data.poison=[7,90]", "debug.capture.enabled=false",
     ],
+    "a stream": [*SHORT, *STREAM, "data._target_=crash_package.Continued"],
+    "a stream, by 2 workers that skip": [*SHORT, *STREAM, "data.workers=2"],
     "whole step": [*SHORT, *TABLE, "optimization.whole_step.enabled=true"],
     "all debug tools": [
         *SHORT, *POINTS, HERE, "debug=full", "debug.every=10", "checkpoint.keep=1",

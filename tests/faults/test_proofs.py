@@ -29,6 +29,16 @@ def test_the_short_form_of_a_proof_holds_and_notices_a_planted_defect(name: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["a stream", "a stream, by 2 workers that skip"])
+def test_a_killed_run_on_a_stream_comes_to_the_weights_of_a_whole_one(
+    tmp_path: Path, mode: str
+) -> None:
+    processes.serve()
+    tally = Killer(tmp_path, mode, random.Random(4)).run(4, most=2)
+    assert tally.differ == [] and tally.equal == tally.kills >= 4
+
+
+@pytest.mark.slow
 def test_killed_runs_with_all_debug_tools_have_the_files_and_steps_of_a_whole_one(
     tmp_path: Path,
 ) -> None:

@@ -93,18 +93,22 @@ class Goal:
 
 @exclusive_random_state("build")
 def build(
-    config: RunConfig, folder: str | Path | None = None, given: Components | None = None
+    config: RunConfig,
+    folder: str | Path | None = None,
+    components: Components | None = None,
+    *,
+    given: Components | None = None,
 ) -> Run:
     """Build the run that `config` describes, ready to train or evaluate.
 
-    The components in `given` replace those that the config names.
+    The `components` (or `given`, its earlier name) replace those that the config names.
     With a folder the run is recorded there and can be resumed; without, nothing is written.
     Close the run when done (it is a context manager): that restores all global switches.
     The global random generators are as before: `train` and `evaluate` use the run's own state.
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
     while another thread trains.
     """
-    components = given or Components()
+    components = components or given or Components()
     if folder is not None and not (isinstance(folder, Path) and folder.is_dir()):
         from runner.core.record.folder_argument import check_folder  # not by the command line
 
@@ -138,13 +142,12 @@ def build_run(setup: Setup) -> Run:
     had_gradients = torch.is_grad_enabled()
     run_data = load_data(setup)  # with the resumed run's preprocessing
     length = resolve_length(setup, run_data)
-    loaders = LoaderFactory(
-        config,
-        run_data,
-        length.batch_size,
-        setup.device.torch,
-        rank_slice=setup.world.local_slice if setup.is_shared else None,
-    )
+    factory: type[LoaderFactory] = LoaderFactory
+    if run_data.data.is_stream:
+        from runner.core.build.streams import StreamLoaders  # imported only if used
+
+        factory = StreamLoaders
+    loaders = factory(config, run_data, length.batch_size, setup.device.torch, setup.world)
     model = make_model(setup, run_data.data)
     goal = make_goal(setup, run_data.data, model)
     if had_gradients and setup.trains:
@@ -157,9 +160,9 @@ def build_run(setup: Setup) -> Run:
     step_graph = make_step_graph(builder, update, comparison)
     builder.choices += train.choices
     setup.checkpointer.choices = {c.key: c.value for c in builder.choices}
-    validate_every = config.training.validate_every or max(
-        1, min(length.steps_per_epoch, length.total_steps // 5)
-    )
+    validate_every = config.training.validate_every
+    pace = max(1, min(length.steps_per_epoch, length.total_steps // 5))
+    validate_every = pace if validate_every is None else validate_every
     run = Run(
         **builder.parts(),
         name=config.name,
@@ -173,12 +176,12 @@ def build_run(setup: Setup) -> Run:
         validation=validation,
         test=test,
         validate_every=validate_every,
-        checkpoint_every=config.checkpoint.every or validate_every,
+        checkpoint_every=config.checkpoint.every or validate_every or pace,
         grace_s=config.checkpoint.grace_s,
         patience=config.training.patience,
         epochs=resolve_epochs(config),
         make_lr_factors=partial(make_lr_factors, setup),
-        sanity=config.training.sanity and not setup.resumes,
+        sanity=config.training.sanity and validate_every > 0 and not setup.resumes,
         monitor=goal.monitor,
         higher_is_better=goal.higher_is_better,
         criterion=BestCriterion(
@@ -219,11 +222,17 @@ def build_run(setup: Setup) -> Run:
 def resolve_length(setup: Setup, run_data: RunData) -> Length:
     """Resolve batch size, number of steps, and the intervals of debug tools."""
     config, samples = setup.config, len(run_data.data.train)
-    if run_data.evaluates_all:  # few rows are no error if nothing is trained
-        samples = max(samples, config.training.batch_size)
-    batch_size, steps_per_epoch = resolve_batches(config, samples)
-    setup.world.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
-    local_batch_size = setup.world.max_local_samples(batch_size)
+    processes = setup.world
+    if run_data.data.is_stream:
+        from runner.core.build.streams import check_stream
+
+        batch_size, steps_per_epoch = check_stream(setup, run_data, processes)
+    else:
+        if run_data.evaluates_all:  # few rows are no error if nothing is trained
+            samples = max(samples, config.training.batch_size)
+        batch_size, steps_per_epoch = resolve_batches(config, samples)
+        processes.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
+    local_batch_size = processes.max_local_samples(batch_size)
     total_steps, choices = resolve_steps(config, steps_per_epoch)
     debug, debug_choices = resolve_every(config.debug, total_steps)
     setup.choices += [*choices, *debug_choices]

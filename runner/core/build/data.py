@@ -41,6 +41,7 @@ from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
 if TYPE_CHECKING:
     from runner.core.build.setup import Setup
     from runner.core.data.split_paths import SplitPaths
+    from runner.core.interfaces.processes import WorldProtocol
 
 log = logging.getLogger("runner")
 Resolve = Callable[[str, str], Any]
@@ -88,7 +89,8 @@ def load_data(setup: Setup) -> RunData:
         run_data.validation_stamp = stamp_arguments(config.data.arguments)
     # None for data without files, such as the embedded
     before = None if stored is None else stored.files.get("own")
-    if user_data is None and stored is not None and before == preprocessing.files.get("own"):
+    is_same = before == preprocessing.files.get("own") and not run_data.data.is_stream
+    if user_data is None and stored is not None and is_same:
         opening = OpenOptions(setup.policy, stored, split_rule=stored.split)
         run_data.trained_indices = partial(
             trained_data.find_trained_indices,
@@ -129,7 +131,11 @@ def open_run_data(
             opening = replace(
                 opening, folder=split_paths.folder, trains_on_all="validation" in split_paths.paths
             )
-    data = user_data or open_data(config.data, resolve, opening)
+    data: Any = open_data(config.data, resolve, opening) if user_data is None else user_data
+    if not isinstance(data, Dataset):
+        from runner.core.data.stream import adopt_data  # imported only if used
+
+        data = adopt_data(data, setup.components.validation, config.data, opening)
     splits, choices = dict[str, Dataset](), list[Choice]()
     if evaluates_all and opening.labelled and fitted and isinstance(config.data, FromFiles):
         from runner.core.data.trained_rows import find_trained_rows
@@ -196,7 +202,12 @@ class LoaderFactory:
     run_data: RunData
     batch_size: int
     device: torch.device
-    rank_slice: Callable[[int], slice] | None  # batch size -> the slice of this process
+    processes: WorldProtocol
+
+    @property
+    def rank_slice(self) -> Callable[[int], slice] | None:
+        """From the size of a batch, the slice of this process."""
+        return self.processes.local_slice if self.processes.is_shared else None
 
     def sample_batch(self, count: int) -> Any:
         """Return the first `count` training samples as a batch, not augmented."""

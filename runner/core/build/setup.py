@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from runner.core.data.dataset import Dataset
     from runner.core.findings import Choice
     from runner.core.interfaces.hook import Hook
     from runner.core.interfaces.objective import Objective
@@ -47,7 +46,7 @@ class Components:
     """
 
     model: nn.Module | None = None
-    data: Dataset | None = None
+    data: Any = None  # a Dataset of ours, a DataLoader, or data as `data._target_` makes
     objective: Objective | None = None
     optimizer: Optimizer | None = None  # the caller continues to set its learning rates
     choices: Mapping[str, Any] = field(default_factory=dict)  # automatic ones, of another run
@@ -56,6 +55,7 @@ class Components:
     chosen: Sequence[Choice] = ()  # by it, with reasons
     hooks: Sequence[Hook] = ()  # after those of the config
     world: WorldProtocol | None = None  # of several processes that build the same run
+    validation: Any = None  # for `data` that are a DataLoader or a stream: likewise
 
     def replaced_parts(self, config: RunConfig) -> list[str]:
         """Return the names of the config's parts that these objects replace."""

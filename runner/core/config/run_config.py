@@ -110,6 +110,7 @@ class RunConfig:
         targets: list[tuple[str, Any]] = [
             (f"{g}._target_", getattr(self, g)._target_) for g in groups
         ]
+        targets.append(("data.validation_target", self.data.validation_target))
         for group in USER_CLASS_GROUPS:
             targets += nested_targets(getattr(self, group).arguments, group)
         extra = [target for target in self.optimization.extra if target not in user_techniques]
@@ -286,7 +287,7 @@ def nested_targets(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 DEFAULTS_NOT_HASHED: dict[str, dict[str, Any]] = {
-    "data": {"target_transform": None},
+    "data": {"target_transform": None, "validation_target": None},
     "device": {"interop_threads": None},
     "stability": {"rollback_lr_factor": ROLLBACK_LR_FACTOR},
     "training": {"sanity": True, "monitor_mode": None},

@@ -40,6 +40,7 @@ class Dataset(ABC):
     validation: np.ndarray
     in_memory: bool = True
     augments: bool = False  # fetch uses its `seeds`
+    is_stream: bool = False  # samples have no index; `train` stands for those of the first batch
     sample_seconds: float | None = None  # measured, to fetch one; None: not measured
     choices: tuple[Choice, ...] = ()  # inferred about the data, with reasons
     columns: tuple[Column, ...] = ()  # of a table, as fitted

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.data.usable import UsableBatch
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import tensors, tree_map
 
 
 def pin_batch(fetched: Any) -> Any:
     """Return a fetched batch in pinned memory."""
-    if isinstance(fetched, UsableBatch):
-        return replace(fetched, batch=tree_map(fetched.batch, Tensor.pin_memory))
-    return tree_map(fetched, Tensor.pin_memory)
+    if isinstance(fetched, tuple):
+        return tree_map(fetched, Tensor.pin_memory)
+    return replace(fetched, batch=tree_map(fetched.batch, Tensor.pin_memory))
 
 
 def batch_mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch]:

@@ -49,7 +49,9 @@ def check_classes(names: Sequence[str], what: str) -> None:
         raise DataError(f"{what}: {problem}")
 
 
-def check_id_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:
+def check_id_range(
+    target: Tensor, below: int, indices: Sequence[int] | np.ndarray, what: str, fix: str
+) -> None:
     """Raise BadSample for numbers outside 0 … below-1; -100 passes: a target without loss.
 
     Runs on the CPU: it costs microseconds and no host sync.

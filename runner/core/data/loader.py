@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby, islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MAX_WORKERS = 4  # limit of the automatic choice
 MIN_FETCH_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
 PREFETCH = 2  # batches per worker: one ready, one being fetched
+Loader = TypeVar("Loader", bound="BatchLoader")
 
 
 class Inspector(Protocol):
@@ -70,7 +71,26 @@ def make_loader(
     seeds = augment and source.augments
     sizes = batch_size, batches, seed, shuffle, seeds
     order = BatchSampler(np.asarray(indices, np.int64), *sizes, labels, rank_slice, drop_last)
-    workers, choices = _choose_workers(source, config, batch_size)
+    fetch: Fetch | UsableFetch = Fetch(source, order)
+    if config.bad_samples is BadSamples.drop:
+        from runner.core.data.usable import UsableFetch
+
+        fetch = UsableFetch(source, order)
+    chosen = _choose_workers(source, config, batch_size)
+    return assemble_loader(BatchLoader, fetch, chosen, repeat, device, config, placements)
+
+
+def assemble_loader(
+    kind: type[Loader],
+    fetch: Any,
+    chosen: tuple[int, list[Choice]],  # number of workers
+    repeat: bool,
+    device: torch.device,
+    config: DataConfig,
+    placements: Sequence[Callable[[Batch], Batch]],
+) -> Loader:
+    """Build the loader of a fetch: with its workers, and copies to the device."""
+    workers, choices = chosen
     pin = device.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
     for key, applies, reason in (
@@ -83,12 +103,6 @@ def make_loader(
             choices.append(Choice(f"data.{key}", False, reason))
     move = make_batch_mover(device, pin, aside)
     placements = [*([move] if move else []), *placements]
-    usable_fetch = None
-    if config.bad_samples is BadSamples.drop:
-        from runner.core.data.usable import UsableFetch
-
-        usable_fetch = UsableFetch(source, order)
-    fetch = usable_fetch or Fetch(source, order)
     persistent = config.persistent_workers is not False
     pool = None
     if workers:
@@ -101,7 +115,7 @@ def make_loader(
             from runner.core.data.device_transfer import pin_batch
 
             pool.prepare = pin_batch
-    return BatchLoader(fetch, repeat, placements, [*source.choices, *choices], pool, persistent)
+    return kind(fetch, repeat, placements, [*fetch.source.choices, *choices], pool, persistent)
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,7 @@ class BatchLoader:
     pool: Workers | None = None
     persistent: bool = True  # workers survive the end of an epoch
     inspector: Inspector | None = None
+    is_stream = False  # batches cannot be fetched again
 
     def __post_init__(self) -> None:
         order = self.fetch.order
@@ -225,6 +240,9 @@ class BatchLoader:
     def ready(self) -> tuple[int, int]:
         """Return the batches that were ready when requested, and those requested."""
         return (0, 0) if self.pool is None else (self.pool.ready, self.pool.requested)
+
+    def state(self, run: Any) -> Any:
+        """Return the state of a stream, for a checkpoint; None for other data."""
 
     def report_lost_workers(self, report: Callable[[WorkerLost], None]) -> None:
         """Call `report` when a worker is replaced; by default that is logged."""

@@ -24,12 +24,18 @@ def open_data(
     and SecurityError for a `_target_` that is not trusted.
     """
     if config._target_ is not None:
+        from runner.core.data.stream import is_stream, open_stream, required_split
         from runner.core.data.user_dataset import UserDataset
         from runner.core.security.registry import construct, instantiate_nested
 
         factory = resolve(config._target_, "data._target_")
         arguments = instantiate_nested(config.arguments, resolve, "data")
-        dataset = construct(factory, arguments, {}, "data")
+        dataset = construct(factory, arguments, required_split(factory), "data")
+        if is_stream(dataset):
+            return open_stream(config, factory, dataset, arguments, resolve, opening)
+        if config.validation_target is not None:
+            problem = f"is for streams, and {config._target_} has an index to split by"
+            raise ConfigError("data.validation_target", problem, "leave it out")
         return UserDataset(dataset, config._target_, config, opening)
     if missing := [field.name for field in fields(config) if getattr(config, field.name) == "???"]:
         key = f"data.{missing[0]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -23,6 +23,7 @@ from runner.core.data.collate import (
     label_key,
     main_leaf,
     stack,
+    stack_plain,
 )
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.data.labels import check_id_range
@@ -63,6 +64,7 @@ class UserDataset(Dataset):
     dtype = torch.float32  # of the weights; floats are cast to it if either dtype is float64
     read_seconds = 0.0  # of the last call of the data set, without seeding
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
+    collate: Callable[[list[Any]], Any] | None = None  # the data set's own `collate_fn`
 
     def __init__(
         self, dataset: Any, name: str, config: DataConfig, opening: OpenOptions = DEFAULT_OPENING
@@ -70,9 +72,12 @@ class UserDataset(Dataset):
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
                 problem = f"{name} has no {method}, so its samples cannot be fetched by index"
-                fix = "define __len__ and __getitem__ (a map-style data set)"
+                fix = (
+                    "define __len__ and __getitem__ (a map-style data set), or __iter__ (a stream)"
+                )
                 raise ConfigError("data._target_", problem, fix)
         self.dataset, self.name = dataset, name
+        self.collate = find_collate(dataset)
         self.generators = find_generators(dataset)
         self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
         if opening.fitted is None:
@@ -120,10 +125,21 @@ class UserDataset(Dataset):
     def _cast(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.dtype) if self._casts(values.dtype) else values
 
+    def as_pairs(self, samples: list[Any], rows: Sequence[int]) -> list[tuple[Nest, Nest]]:
+        """Return inputs and target of each sample, collated by itself if the data set collates."""
+        if self.collate is None:
+            return _as_pairs(samples, rows)
+        pairs = []
+        for sample, row in zip(samples, rows, strict=True):
+            inputs, target = self._collated(self.collate, [sample], [row])
+            pairs.append((first_row(inputs), first_row(target)))
+        return pairs
+
     def target_key(self) -> str | None:
         """Return the key of the target in the first sample, if that is a dict."""
         with self._restored_generators(), suppress(BadSample):
-            return label_key(self._samples([0], sample_seeds(0, 0, np.array([0])).tolist())[0])
+            samples = self._samples([0], sample_seeds(0, 0, np.array([0])).tolist())
+            return label_key(samples[0] if self.collate is None else self.collate(samples))
         return None
 
     def draws_itself(self) -> bool:
@@ -150,7 +166,7 @@ class UserDataset(Dataset):
         seconds = self.read_seconds / (len(indices) if _fetches_batches(self.dataset) else 1)
         # the minimum: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
-        pairs = _as_pairs(samples, indices)
+        pairs = self.as_pairs(samples, indices)
         self.dtypes = {leaf.dtype for _, leaf in named_leaves(pairs[0])}
         return pairs
 
@@ -160,17 +176,44 @@ class UserDataset(Dataset):
             seeds = sample_seeds(0, 0, indices)
         rows = indices.tolist()
         with self._restored_generators():
-            samples = _as_pairs(self._samples(rows, seeds.tolist()), rows)
-            parts = zip(zip(*samples, strict=True), ("inputs", "target"), strict=True)
+            return self.assemble(self._samples(rows, seeds.tolist()), rows)
+
+    def assemble(self, samples: list[Any], rows: Sequence[int]) -> Batch:
+        """Return the batch of samples, which messages number as `rows`; see `fetch`."""
+        if self.collate is not None:
+            batch: Sequence[Nest] = self._collated(self.collate, samples, rows)
+        elif (plain := stack_plain(samples)) is not None:
+            batch = plain
+        else:
+            pairs = _as_pairs(samples, rows)
+            parts = zip(zip(*pairs, strict=True), ("inputs", "target"), strict=True)
             batch = [stack(column, rows, name) for column, name in parts]
         inputs, target = (tree_map(part, self._cast) for part in batch)
+        return self._checked(inputs, target, rows)
+
+    def _collated(
+        self, collate: Callable[[list[Any]], Any], samples: list[Any], rows: Sequence[int]
+    ) -> tuple[Nest, Nest]:
+        """Return inputs and target of the batch that the data set's `collate_fn` makes."""
+        try:
+            return as_pair(collate(samples), rows[0])
+        except RunnerError:
+            raise
+        except Exception as error:
+            where = f"data: collate_fn of {self.name} fails from sample {rows[0]} on"
+            trace = traceback.format_exc()
+            raise DataError(f"{where}: {type(error).__name__}: {error}\n{trace}") from error
+
+    def _checked(self, inputs: Nest, target: Nest, rows: Sequence[int]) -> Batch:
+        """Return the batch; BadSample for labels or ids out of range."""
         limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
         if self.sizes.task != "regression" and isinstance(target, torch.Tensor):
             limits.append(("target", target, "classes", self.sizes.classes))
         for what, values, size, limit in limits:
             if limit is not None and not values.is_floating_point():
                 fix = f"correct it, or set the data set's attribute `{size}`"
-                check_id_range(values, limit, indices, f"data: {what} of sample", fix)
+                names = rows if len(values) == len(rows) else range(len(values))
+                check_id_range(values, limit, names, f"data: {what} of sample", fix)
         return inputs, target
 
     def _samples(self, indices: list[int], seeds: list[int]) -> list[Any]:
@@ -230,7 +273,18 @@ def _fetches_batches(dataset: Any) -> bool:
     return is_user_class and callable(getattr(dataset, "__getitems__", None))
 
 
-def _as_pairs(samples: list[Any], indices: list[int]) -> list[tuple[Nest, Nest]]:
+def find_collate(dataset: Any) -> Callable[[list[Any]], Any] | None:
+    """Return the `collate_fn` of a data set, a method or an attribute; None without one."""
+    collate = getattr(dataset, "collate_fn", None)
+    return collate if callable(collate) else None
+
+
+def first_row(nest: Nest) -> Nest:
+    """Return the first sample of collated values."""
+    return tree_map(nest, lambda tensor: tensor[0] if tensor.ndim else tensor)
+
+
+def _as_pairs(samples: list[Any], indices: Sequence[int]) -> list[tuple[Nest, Nest]]:
     rows = enumerate(zip(samples, indices, strict=True))
     return [as_pair(sample, index, batch_index) for batch_index, (sample, index) in rows]
 

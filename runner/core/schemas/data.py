@@ -17,7 +17,7 @@ LIMIT_KEYS = ("most_columns", "most_expansion", "most_cell_mb")
 LOADING_KEYS = (
     *("workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch"),
     *("timeout_s", "worker_restarts", "validation_samples", "default_epochs", "default_steps"),
-    *("changed", *LIMIT_KEYS),
+    *("changed", "validation_target", *LIMIT_KEYS),
 )
 """Keys of `data` that do not change the training samples."""
 
@@ -118,7 +118,11 @@ class DataConfig:
     """Keys of every data set: splitting, order and loading."""
 
     kind: str = MISSING  # set by `data=NAME`: the built-in data set
-    _target_: str | None = None  # your map-style dataset class or function; null: a built-in one
+    # your dataset class or function: map-style, or a stream (__iter__); null: a built-in one
+    _target_: str | None = None
+    # stream to validate on, made with the arguments of `_target_`; null: _target_ with
+    # split=validation, if its constructor has `split`
+    validation_target: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)  # arguments for `_target_`
     validation: float = bounded(0.2, above=0, below=1)  # share of samples held out for validation
     validation_samples: int | None = bounded(None, min=1)  # most samples to validate on; null: all
@@ -148,6 +152,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "data")
+        if self.validation_target is not None and self._target_ is None:
+            raise ConfigError("data.validation_target", "needs data._target_", "leave it out")
         if self.sampler not in (None, "balanced"):
             raise ConfigError("data.sampler", f"must be balanced or null, got {self.sampler!r}")
         if self.sampler is not None and not self.shuffle:

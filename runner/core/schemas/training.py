@@ -28,7 +28,8 @@ class TrainingConfig:
     batch_size: int = bounded(32, min=1)  # samples per update, over all processes
     # samples per backward pass of a process; null: the whole batch, or chosen by accumulation
     micro_batch: int | None = bounded(None, min=1)
-    validate_every: int | None = bounded(None, min=1)  # steps; null: each epoch, at least 5 times
+    # steps; null: each epoch, at least 5 times; 0: no validation, the last weights are the result
+    validate_every: int | None = bounded(None, min=0)
     # stop after this many validations without improvement of `monitor`; null: never
     patience: int | None = bounded(None, min=1)
     monitor: str | None = None  # metric of the best checkpoint, e.g. val/loss; null: objective's
@@ -45,6 +46,10 @@ class TrainingConfig:
         if self.micro_batch is not None and self.micro_batch > self.batch_size:
             problem = f"must be ≤ training.batch_size={self.batch_size}, got {self.micro_batch}"
             raise ConfigError("training.micro_batch", problem)
+        for key in ("patience", "monitor", "monitor_mode"):
+            if self.validate_every == 0 and getattr(self, key) is not None:
+                problem = "needs validations, and training.validate_every=0 has none"
+                raise ConfigError(f"training.{key}", problem, "leave one of them out")
         if (self.monitor or "").startswith("user/") and self.monitor_mode is None:
             fix = "use min if lower values are better, max if higher ones"
             raise ConfigError("training.monitor_mode", f"must be set for {self.monitor}", fix)

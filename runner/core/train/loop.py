@@ -356,6 +356,8 @@ def _save_and_stop(
     _process_reports(run, wait=True)
     run.stopwatch.pause()
     if error is not None:
+        if run.train.is_stream:
+            run.train.state(run)  # of all processes, while they are together
         run.leave_others(error)
     save(run, final=not only_finite, failed=failed)
     run.checkpointer.close()
@@ -402,7 +404,8 @@ def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler, last_state:
     if is_last:
         run.stopwatch.pause()
         _handle_last_report(run)
-    validates = step > 0 and (is_last or step % run.validate_every == 0)
+    every = run.validate_every  # 0: never
+    validates = every > 0 and step > 0 and (is_last or step % every == 0)
     saves = step % run.checkpoint_every == 0
     if validates or saves or not run.is_shared and step % run.report_every == 0:
         _keep_folder(run, validates or saves)

@@ -76,6 +76,9 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
         load_progress(run, state["progress"])
         run.resumed_step = run.progress.step
         if trains:
+            if run.train.is_stream:
+                stream: Any = run.train
+                stream.load(state.get("stream"), run)
             _continue_epochs(run, state)
             _reset_patience(run, state["settings"])
         run.reader.load(state["reader"])
@@ -140,7 +143,7 @@ def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     settings = comparable_settings(run.settings)
     if difference := _describe_difference(before, now, before_settings, settings):
         restart_best(run.progress, f"is {difference}")
-    if before.validation != now.validation:
+    if before.validation != now.validation and not run.train.is_stream:
         indices = run.validation.fetch.order.indices
         _warn_trained_samples(indices, run.trained_indices(before_settings))
 

@@ -131,6 +131,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "threads": run.device.threads,
         "steps_per_epoch": run.train.steps_per_epoch,
+        "stream": run.train.state(run),
         "seeds_own_generators": True,  # those of a user's data set; older runs did not
     }
 

@@ -39,7 +39,8 @@ def validate_one_batch(run: Run) -> None:
     """
     source: object = run.validation.fetch.source
     dataset = getattr(source, "dataset", source)  # the user's own
-    ours = type(dataset).__module__.startswith("runner.")  # reading changes none of ours
+    # reading changes none of ours, and no stream, which is opened anew
+    ours = type(dataset).__module__.startswith("runner.") or run.validation.is_stream
     data_roots, parts = [] if ours else [source], (run.model, run.objective)
     preserve = partial(preserve_state, device=run.device.torch, complete=True)
     with ExitStack() as stack:

@@ -559,7 +559,7 @@ def place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int
     """
     tools = [h for h in run.hooks if isinstance(h, DebugTool) and overrides_event(h, "around")]
     inspections = [tool.every for tool in tools if tool.every > 2]  # of each n-th step
-    pauses = [run.validate_every, run.checkpoint_every]  # after each n-th step
+    pauses = [n for n in (run.validate_every, run.checkpoint_every) if n]  # after each n-th step
     available = [interval - 1 - warmup for interval in (*pauses, *inspections)]
     steps = min([steps, *(count for count in available if count > 0)])
     for first in range(step, min(step + SEARCH_STEPS, run.total_steps - warmup - steps) + 1):

@@ -116,7 +116,7 @@ def _build_run(
     config.checkpoint.resume = "none"
     config.model.weights, config.model.weights_except = None, []  # the capture has its own
     choices = {"data.split": "random", **capture.manifest.choices}  # default of older captures
-    return build(config, given=replace(components or Components(), choices=choices))
+    return build(config, components=replace(components or Components(), choices=choices))
 
 
 def _recompute_state(capture: Capture, config: RunConfig, components: Components | None) -> Capture:
@@ -161,7 +161,9 @@ def _run_steps(run: Run, capture: Capture) -> None:
         run.progress.step += 1
         run.stability.apply_limits(run.progress.step)
         # validation uses the global generators like the model; only its draws have to be repeated
-        if not capture.random_then and run.progress.step % run.validate_every == 0:
+        if capture.random_then or not run.validate_every:
+            continue
+        if run.progress.step % run.validate_every == 0:
             evaluate(run)
 
 

@@ -72,7 +72,7 @@ def open_run(
     config: RunConfig, dropout_off: bool = False, given: Components | None = None
 ) -> Iterator[Run]:
     """Build a run; `dropout_off` disables dropout."""
-    with build(config, given=given) as run, run.own_random_state():
+    with build(config, components=given) as run, run.own_random_state():
         if dropout_off:
             zero_dropout(run.model)
         yield run

@@ -1,0 +1,126 @@
+"""The loaders of a run on data that are read in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runner.core.build.data import LoaderFactory, RunData
+from runner.core.data.loader import assemble_loader
+from runner.core.data.stream import StreamDataset
+from runner.core.data.stream_loader import (
+    NoValidation,
+    Shard,
+    StreamFetch,
+    StreamLoader,
+    StreamOrder,
+    no_validation,
+)
+from runner.core.errors import ConfigError
+from runner.core.findings import Choice
+from runner.core.interfaces.technique import RunBuilder
+from runner.core.schemas.data import DataConfig
+
+if TYPE_CHECKING:
+    from runner.core.build.setup import Setup
+    from runner.core.interfaces.processes import WorldProtocol
+
+
+def check_stream(setup: Setup, run_data: RunData, processes: WorldProtocol) -> tuple[int, int]:
+    """Check what a run on a stream needs; return its batch size, and the steps of an epoch.
+
+    Without a length all steps are one epoch. Raises ConfigError without training.steps or anything
+    to validate on.
+    """
+    training = setup.config.training
+    data: Any = run_data.data  # a StreamDataset
+    if setup.trains and training.steps is None and data.length is None:
+        problem = f"is required: {data.name} is read in order, and has no length"
+        fix = "training.steps=1000" + " in place of training.epochs" * (training.epochs is not None)
+        raise ConfigError("training.steps", problem, fix)
+    goes_without = training.validate_every == 0 if setup.trains else run_data.evaluates_all
+    if data.make_validation is None and not goes_without:
+        raise no_validation(data)
+    if processes.size > 1 and data.own_batches:
+        problem = f"{data.name} has batches of its own, which several processes cannot share"
+        raise ConfigError("distributed", problem, "use one process")
+    size = data.set_batch_size(training.batch_size)
+    if size % processes.size:
+        problem = f"{size} samples are not equally many for each of {processes.size} processes"
+        raise ConfigError("training.batch_size", problem, f"use a multiple of {processes.size}")
+    return size, data.length or training.steps or 1
+
+
+class StreamLoaders(LoaderFactory):
+    """Makes the loaders of a run on a stream."""
+
+    @property
+    def data(self) -> StreamDataset:
+        """The training stream."""
+        data: Any = self.run_data.data
+        stream: StreamDataset = data
+        return stream
+
+    def training_loader(self, **options: Any) -> StreamLoader:
+        """Return the endless loader of the training stream."""
+        config: DataConfig = options["config"]
+        workers, choices = choose_workers(self.data, config)
+        readers, count = max(1, workers), self.processes.size
+        told = workers > 0 or count > 1
+        shard = Shard(self.processes.rank * readers, count * readers, told)
+        size = 1 if self.data.own_batches else self.batch_size // count
+        batches = self.data.length or self.config.training.steps or 1
+        order = StreamOrder(np.arange(self.batch_size), self.batch_size, batches)
+        fetch = StreamFetch(
+            self.data, order, shard, readers, size,
+            seed=self.config.seed, keeps_states=workers > 0,
+        )  # fmt: skip
+        chosen = workers, choices
+        return self._assemble(StreamLoader, fetch, chosen, repeat=True, **options)
+
+    def loaders(self, builder: RunBuilder) -> tuple[StreamLoader, StreamLoader, None]:
+        """Return the loaders of training and validation; there is no test set."""
+        options: dict[str, Any] = {
+            "config": builder.data,
+            "placements": tuple(builder.placements),
+        }
+        return self.training_loader(**options), self._validation_loader(**options), None
+
+    def _validation_loader(self, config: DataConfig, **options: Any) -> StreamLoader:
+        """Return the loader of the validation stream.
+
+        Each process reads all of it, with one worker at most: so its samples are always the same.
+        """
+        source = self.data.open_validation()
+        if source is None and self.run_data.evaluates_all:
+            source = self.data
+        kind = NoValidation if source is None else StreamLoader
+        source, size = source or self.data, self.batch_size
+        source.dtype, source.sizes = self.data.dtype, self.data.sizes
+        source.set_batch_size(size)
+        workers = min(1, choose_workers(source, config)[0])
+        order = StreamOrder(np.arange(size), size, 1)
+        fetch = StreamFetch(
+            source, order, Shard(is_told=workers > 0), 1, 1 if source.own_batches else size,
+            repeats=False, most=config.validation_samples, share=self.rank_slice,
+        )  # fmt: skip
+        return self._assemble(kind, fetch, (workers, []), config=config, repeat=False, **options)
+
+    def _assemble(
+        self, kind: type[StreamLoader], fetch: StreamFetch, chosen: Any, **options: Any
+    ) -> StreamLoader:
+        placements = options.pop("placements", ())
+        return assemble_loader(
+            kind, fetch, chosen, device=self.device, placements=placements, **options
+        )
+
+
+def choose_workers(data: StreamDataset, config: DataConfig) -> tuple[int, list[Choice]]:
+    """Return the number of workers: none unless it is set, as a stream's order depends on it."""
+    if data.is_loader:
+        return 0, []
+    if config.workers is not None:
+        return config.workers, []
+    reason = "not chosen for a stream, whose order depends on it"
+    return 0, [Choice("data.workers", 0, reason)]
