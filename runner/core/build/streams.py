@@ -11,10 +11,10 @@ from runner.core.data.loader import assemble_loader
 from runner.core.data.stream import StreamDataset
 from runner.core.data.stream_loader import (
     NoValidation,
-    Shard,
     StreamFetch,
     StreamLoader,
     StreamOrder,
+    StreamShard,
     no_validation,
 )
 from runner.core.errors import ConfigError
@@ -68,7 +68,7 @@ class StreamLoaders(LoaderFactory):
         workers, choices = choose_workers(self.data, config)
         readers, count = max(1, workers), self.processes.size
         told = workers > 0 or count > 1
-        shard = Shard(self.processes.rank * readers, count * readers, told)
+        shard = StreamShard(self.processes.rank * readers, count * readers, told)
         size = 1 if self.data.own_batches else self.batch_size // count
         batches = self.data.length or self.config.training.steps or 1
         order = StreamOrder(np.arange(self.batch_size), self.batch_size, batches)
@@ -102,7 +102,7 @@ class StreamLoaders(LoaderFactory):
         workers = min(1, choose_workers(source, config)[0])
         order = StreamOrder(np.arange(size), size, 1)
         fetch = StreamFetch(
-            source, order, Shard(is_told=workers > 0), 1, 1 if source.own_batches else size,
+            source, order, StreamShard(is_told=workers > 0), 1, 1 if source.own_batches else size,
             repeats=False, most=config.validation_samples, share=self.rank_slice,
         )  # fmt: skip
         return self._assemble(kind, fetch, (workers, []), config=config, repeat=False, **options)

@@ -46,7 +46,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
+class StreamShard:
     """The part of a stream that one reader of a run takes."""
 
     number: int = 0
@@ -60,7 +60,7 @@ class ShardInfo:
     It counts the readers of all processes, and notes whether it is asked which one this is.
     """
 
-    def __init__(self, shard: Shard, seed: int, dataset: Any) -> None:
+    def __init__(self, shard: StreamShard, seed: int, dataset: Any) -> None:
         self.seed, self.dataset, self.rng = seed, dataset, None
         self.worker_method = "multiprocessing"
         self.shard, self.asked = shard, False
@@ -99,7 +99,7 @@ class Reader:
     def __init__(
         self,
         data: StreamDataset,
-        shard: Shard,
+        shard: StreamShard,
         size: int,  # items in a batch
         seed: int,
         at: Position,
@@ -312,7 +312,7 @@ class StreamFetch:
         self,
         source: StreamDataset,
         order: StreamOrder,
-        shard: Shard,  # of the first reader
+        shard: StreamShard,  # of the first reader
         readers: int,
         size: int,  # items in a batch
         seed: int = 0,

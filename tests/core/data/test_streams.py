@@ -22,7 +22,7 @@ from runner import Verdict, build, create_training_pipeline, evaluate, train
 from runner.core.build.build import Components
 from runner.core.data.collate import as_pair, stack, stack_plain
 from runner.core.data.stream import StreamDataset
-from runner.core.data.stream_loader import Position, Reader, Shard
+from runner.core.data.stream_loader import Position, Reader, StreamShard
 from runner.core.errors import CheckpointError, ConfigError, DataError, SecurityError
 from runner.core.interfaces.run import Run
 from runner.core.schemas.data import DataConfig
@@ -44,11 +44,13 @@ def data(*made: Any, **config: Any) -> StreamDataset:
     return StreamDataset(make, "my_package.Stream", DataConfig(kind="own", **config))
 
 
-def reader(source: StreamDataset, shard: Shard, at: Position = START, size: int = 4) -> Reader:
+def reader(
+    source: StreamDataset, shard: StreamShard, at: Position = START, size: int = 4
+) -> Reader:
     return Reader(source, shard, size, 0, at)
 
 
-def numbers(source: StreamDataset, shard: Shard, batches: int, **how: Any) -> list[int]:
+def numbers(source: StreamDataset, shard: StreamShard, batches: int, **how: Any) -> list[int]:
     """The numbers of the samples in some batches of a shard."""
     one, taken = reader(source, shard, **how), list[int]()
     with one.worker_info():
@@ -74,13 +76,13 @@ class Generated:
 def test_the_shards_of_a_stream_have_each_sample_once(stream: Any) -> None:
     """Also of one that asks for no shard, which would be read whole by each worker of torch's."""
     source = data(stream)
-    shards = [numbers(source, Shard(n, 5, is_told=True), 2) for n in range(5)]
+    shards = [numbers(source, StreamShard(n, 5, is_told=True), 2) for n in range(5)]
     assert sorted(number for shard in shards for number in shard) == [*range(40)]
-    assert numbers(source, Shard(), 10) == [*range(40)]
+    assert numbers(source, StreamShard(), 10) == [*range(40)]
 
 
 def test_a_stream_that_ends_starts_over_in_the_same_batch() -> None:
-    one = reader(data(my_package.Counted(10)), Shard())
+    one = reader(data(my_package.Counted(10)), StreamShard())
     batches = [[round(100 * float(x[0])) for x, _ in one.read(n)] for n in range(5)]
     assert batches[2] == [8, 9, 0, 1] and [*map(len, batches)] == [4] * 5
     assert one.at == Position(5, 1, 10)
@@ -90,15 +92,15 @@ def test_a_stream_that_ends_starts_over_in_the_same_batch() -> None:
 
 def test_an_empty_shard_is_an_error_that_says_which() -> None:
     with pytest.raises(DataError, match=r"no samples for reader 4 of 4; use fewer data.workers"):
-        numbers(data(my_package.Counted(3)), Shard(3, 4, is_told=True), 1)
+        numbers(data(my_package.Counted(3)), StreamShard(3, 4, is_told=True), 1)
     with pytest.raises(DataError, match=r"my_package.Stream has no samples"):
         data(my_package.Counted(0))
 
 
 @pytest.mark.parametrize("kind", [my_package.Counted, my_package.Stateful])
-@pytest.mark.parametrize("shard", [Shard(), Shard(1, 3, is_told=True)])
+@pytest.mark.parametrize("shard", [StreamShard(), StreamShard(1, 3, is_told=True)])
 def test_a_reader_at_a_position_reads_what_the_whole_one_reads_next(
-    kind: type[my_package.Counted], shard: Shard
+    kind: type[my_package.Counted], shard: StreamShard
 ) -> None:
     """Noise from all global generators included, at any batch of any pass."""
     source = StreamDataset(lambda: kind(22), "my_package.Stream", DataConfig(kind="own"))
@@ -124,7 +126,7 @@ def test_only_plain_state_can_be_saved_which_is_said_at_the_first_batch() -> Non
             return {"where": iter(())}
 
     with pytest.raises(DataError, match=r"state_dict of my_package.Stream.where is a .*iterator"):
-        numbers(data(Odd()), Shard(), 1)
+        numbers(data(Odd()), StreamShard(), 1)
 
 
 def test_an_error_of_the_stream_names_it_and_the_sample() -> None:
@@ -133,7 +135,7 @@ def test_an_error_of_the_stream_names_it_and_the_sample() -> None:
             return (torch.zeros(6), 1) if number < 5 else {}[number]
 
     with pytest.raises(DataError, match=r"my_package.Stream: sample 5: KeyError: 5\nTraceback"):
-        numbers(data(Torn()), Shard(), 2)
+        numbers(data(Torn()), StreamShard(), 2)
 
 
 def test_classes_that_are_not_declared_are_counted_and_a_later_one_is_named() -> None:
