@@ -5,7 +5,7 @@
 
 `tests/long_tests.txt` lists them; they count as marked `slow`. The longest of all go, by CPU time,
 until the others take `--seconds` together; CPU time hardly depends on what else the machine does.
-Of each test function with several cases the shortest one stays, and of each file the shortest test.
+Of each file the shortest test stays.
 """
 
 from __future__ import annotations
@@ -15,28 +15,21 @@ from collections import defaultdict
 from pathlib import Path
 
 LIST = Path(__file__).parents[1] / "tests" / "long_tests.txt"
-SHORT_S = 0.15  # a test of less is never in the list
 
 
 def choose(seconds: dict[str, float], total: float) -> list[str]:
     """Return the ids of the longest tests, without which the others take `total` seconds."""
-    of_function, of_file = defaultdict(list), defaultdict(list)
+    of_file = defaultdict(list)
     for test in sorted(seconds, key=seconds.__getitem__):
-        of_function[test.partition("[")[0]].append(test)
         of_file[test.partition("::")[0]].append(test)
-    cases = {tests[0] for tests in of_function.values() if len(tests) > 1}
     kept = {tests[0] for tests in of_file.values()}
     left, chosen = sum(seconds.values()), []
-    # cases first: their function is still tested
-    for keep in (kept | cases, kept):
-        for test in sorted(seconds, key=lambda test: -seconds[test]):
-            is_first_pass = keep is not kept
-            has_sibling = len(of_function[test.partition("[")[0]]) > 1
-            if left <= total or seconds[test] < SHORT_S:
-                break
-            if test not in keep and test not in chosen and (has_sibling or not is_first_pass):
-                chosen.append(test)
-                left -= seconds[test]
+    for test in sorted(seconds, key=lambda test: -seconds[test]):
+        if left <= total:
+            break
+        if test not in kept:
+            chosen.append(test)
+            left -= seconds[test]
     return sorted(chosen)
 
 

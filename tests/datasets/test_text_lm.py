@@ -175,7 +175,7 @@ def test_outputs_that_are_not_finite_give_no_text(tmp_path: Path) -> None:
 def test_what_has_no_text_is_told_so(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"monitoring\.samples: needs text"):
         runs.trained("data=cancer", "model=mlp", "training.steps=1", "monitoring.samples=2")
-    with runner.load(trained) as model, pytest.raises(ConfigError, match=r"predict\.prompt"):
+    with runner.load(trained) as model, pytest.raises(UsageError, match="use generate"):
         model.predict("some text")
     folder = tmp_path / "digits"
     runs.trained("training.steps=2", folder=folder)
@@ -187,13 +187,14 @@ def test_what_has_no_text_is_told_so(trained: Path, tmp_path: Path) -> None:
 def test_the_command_prints_the_text_and_writes_it_without_the_data(
     trained: Path, tmp_path: Path
 ) -> None:
-    typed = [f"checkpoint.resume={trained}", "predict.prompt=bottles", "predict.tokens=30"]
+    prompt = "bottles, {of} "  # as it is typed: with the space at its end
+    typed = [f"checkpoint.resume={trained}", f"predict.prompt={prompt}", "predict.tokens=30"]
     made = runs.command(tmp_path, "job=predict", *typed, f"hydra.run.dir={tmp_path}/text")
     assert made.returncode == 0, made.stderr
     written = (tmp_path / "text/predictions.txt").read_text()
     with runner.load(trained) as model:
-        assert written == model.generate("bottles", tokens=30)
-    assert "bottles" in made.stdout
+        assert written == model.generate(prompt, tokens=30)
+    assert prompt in made.stdout
 
 
 def test_a_tokenizer_of_one_file_gives_the_ids_of_its_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from runner.core.config.groups import GROUP_ALIASES, USER_CLASS_GROUPS, group_options
 from runner.core.errors import ConfigError
-from runner.core.record.text import quote_for_shell
+from runner.core.record.text import quote_for_hydra, quote_for_shell
 from runner.core.schemas.data import DataConfig
 from runner.core.schemas.models import ModelConfig
 
@@ -36,6 +36,8 @@ LIST_KEYS = frozenset(
     "security.pinned security.trusted".split()
 )
 """Keys whose value is a list, in which a single name needs no brackets."""
+TEXT_KEYS = frozenset(["predict.prompt"])
+"""Keys whose value is a text as it is typed, with spaces at its ends, commas and brackets."""
 SINGLE_NAME = re.compile(r"(?!null$)[\w*][\w.*/-]*")
 SAMPLE_JOBS = 24  # jobs of a sweep that are checked before it starts; Hydra checks the rest
 
@@ -75,6 +77,9 @@ def parse_override(text: str) -> CliOverride:
         from runner.core.config.column_names import encode_names  # imported only if used
 
         text = encode_names(text)
+    key, _, value = text.partition("=")
+    if key in TEXT_KEYS and value not in ("", "null") and value[0] not in "'\"":
+        text = f"{key}={quote_for_hydra(value)}"
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:

@@ -199,7 +199,12 @@ def _technique_rows(summary: Summary, full: bool) -> TableRows:
     rows = [(row.name, _format_evidence(row)) for row in engaged]
     if not full:
         rows = [("engaged", ", ".join(row.name for row in engaged))]
-    merged = [name for name, state in states.items() if state in ("not applicable", "skipped")]
+    merged = [
+        name
+        for name, state in states.items()
+        # what was asked for by name has its reason
+        if state in ("not applicable", "skipped") and f".{name}.enabled=true" not in summary.command
+    ]
     if full or (len(merged) < MERGE_FROM and summary.job not in VERBS):
         merged = []
     for row in requested:

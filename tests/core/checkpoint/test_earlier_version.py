@@ -96,9 +96,8 @@ def test_an_earlier_capture_reopens_to_the_same_loss_and_gradient_norm(earlier: 
     capture = open_capture(earlier / "capture/step_00000005")
     with reopen_run(capture) as (run, batch):
         step = forward_backward(run, batch)
-    tolerance = 0.0 if capture.manifest.versions["torch"] == torch.__version__ else 1e-5
-    numbers = (float(step.loss), float(step.grad_norm))
-    assert numbers == pytest.approx((capture.loss, capture.grad_norm), rel=tolerance, abs=0)
+    numbers = (float(step.loss), float(step.grad_norm))  # rounded by another machine's kernels
+    assert numbers == pytest.approx((capture.loss, capture.grad_norm), rel=1e-5, abs=0)
 
 
 def test_an_earlier_sweep_is_found_and_its_jobs_run_again_as_the_code_changed(
