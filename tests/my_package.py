@@ -429,6 +429,15 @@ def counted(samples: int = 200, split: str = "train") -> Iterator[tuple[Tensor, 
     yield from map(whole.sample, range(samples))
 
 
+class Shuffled(Counted):
+    """Its order is drawn from Python's generator when it is iterated."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        order = [*self.numbers()]
+        random.shuffle(order)
+        yield from map(self.sample, order)
+
+
 class NoSplit(Counted):
     """A stream of one split."""
 

@@ -69,6 +69,7 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
         other = f"in sample {indices[0]} of the same batch {first}"
         raise DataError(
             f"data: sample {indices[mismatch]}: {actual}, and {other}; shapes and dtypes must match"
+            ", or the data set needs a collate_fn"
         )
     columns = (torch.stack([leaf for _, leaf in column]) for column in zip(*leaves, strict=True))
     return tree_map(samples[0], lambda _: next(columns))

@@ -94,7 +94,8 @@ class Preprocessing:
         """Raise ConfigError for data of another kind than the fitted one."""
         if self.kind != kind_of(config):
             problem = f"the model was trained on data={self.kind}, got {kind_of(config)}"
-            raise ConfigError("data", problem, "use the same kind")
+            fix = "use the same kind; a run built with objects of yours is built with them again"
+            raise ConfigError("data", problem, fix)
 
 
 def parse_preprocessing(data: bytes, where: Path) -> Preprocessing:

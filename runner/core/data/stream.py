@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,16 @@ class StreamDataset(UserDataset):
     def _pairs(self) -> Iterator[tuple[Nest, Nest]]:
         """Yield inputs and target of the samples; after the end the last ones again."""
         pair = None
-        for number, item in enumerate(self.iterate(self.make())):
+        items, end = self.iterate(self.make()), object()
+        for number in count():
+            try:
+                item = next(items, end)
+            except RunnerError:
+                raise
+            except Exception as error:
+                raise self.translate(f"{self.unit} {number}", error) from error
+            if item is end:
+                break
             sample = self._load(item)[0]
             pair = self.as_pairs([sample], [number])[0]
             yield pair

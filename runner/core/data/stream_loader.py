@@ -173,6 +173,8 @@ class Reader:
         # the batches of this pass, of which the first may have begun in the pass before
         batch, offset = divmod(at.batches * self.size - at.items, self.size)
         left, part = at.items, self.size - offset
+        if not at.passes:  # else the stream was begun within a batch, with the chance of its pass
+            self._seed(_BATCH, batch)
         while left:
             for _ in range(min(part, left)):
                 if self._next(at.items - left) is _END:
@@ -486,6 +488,8 @@ def no_validation(data: StreamDataset) -> ConfigError:
     """Return the error for a stream without anything to validate on."""
     problem = f"is required, as no samples of {data.name}, a stream, can be held out"
     fix = f"{VALIDATION_KEY}=my_package.MyStream, or let its constructor take `split`"
+    if data.is_loader:
+        fix = "give one from Python: Components(data=…, validation=…)"
     return ConfigError(VALIDATION_KEY, problem, f"{fix}; training.validate_every=0 goes without")
 
 

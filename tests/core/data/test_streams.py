@@ -221,12 +221,15 @@ def test_a_stream_is_trained_on_and_the_same_samples_are_validated_on_each_time(
     assert sorted(number for batch in trained[:10] for number in batch) == [*range(160)]
 
 
-@pytest.mark.parametrize("target", ["Stateful", "Counted", "counted"])
+@pytest.mark.parametrize(("target", "samples"), [
+    ("Stateful", 70), ("Counted", 70), ("counted", 70), ("Shuffled", 70), ("Shuffled", 200),
+])  # fmt: skip
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    tmp_path: Path, target: str, workers: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, target: str, samples: int, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    typed = (*STREAM, f"data._target_=my_package.{target}", "+data.samples=70", "training.steps=17",
+    typed = (*STREAM, f"data._target_=my_package.{target}", f"+data.samples={samples}",
+             "training.steps=17",
              f"data.workers={workers}", "checkpoint.every=5")  # fmt: skip
     with opened(*typed) as run:
         whole = train(run)
