@@ -13,7 +13,7 @@ from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
 from runner.core.checkpoint.lock import NAME as LOCK
 from runner.core.checkpoint.lock import is_locked
 from runner.core.errors import StorageError, UsageError
-from runner.core.format import short_path, size
+from runner.core.format import join_names, short_path, size
 from runner.core.record.hydra_files import (
     CONFIG,
     SWEEP,
@@ -51,7 +51,7 @@ def list_entries() -> list[Entry]:
         note = "running" if is_running(folder) else ""
         users = [user for user, used in references if overlaps(folder, used)]
         if outside := [user for user in users if not _lies_in(user, folder.absolute())]:
-            note = f"used by {short_path(outside[0])}"
+            note = f"used by {join_names(dict.fromkeys(map(short_path, outside)))}"
         entries.append(_measure(folder, note))
     if (cache := user_cache(os.environ)) is not None and cache.is_dir():
         entries += [_measure(path, "cache, made again") for path in sorted(cache.iterdir())]
@@ -69,7 +69,8 @@ def remove(paths: Sequence[Path]) -> list[Entry]:
     references = find_references()
     _check_configs(targets)
     for target in targets:
-        _check(target, targets, references)
+        _check(target)
+    _check_users(targets, references)
     removed: list[Entry] = []
     for target in targets:
         if not target.exists():  # in another one of them
@@ -113,7 +114,7 @@ def find_references() -> list[tuple[Path, Path]]:
                 moved = used.relative_to(start) if used.is_relative_to(start) else used
                 for path in dict.fromkeys((used.resolve(), moved.resolve())):
                     found.append((run.absolute(), path))
-    return found
+    return sorted(found)
 
 
 def is_running(folder: Path) -> bool:
@@ -155,7 +156,7 @@ def _config_problem(path: Path) -> str:
         return str(error)
 
 
-def _check(target: Path, targets: list[Path], references: list[tuple[Path, Path]]) -> None:
+def _check(target: Path) -> None:
     if not os.path.lexists(target):
         raise UsageError(f"--clean: {target} does not exist")
     if target.is_symlink():
@@ -171,11 +172,23 @@ def _check(target: Path, targets: list[Path], references: list[tuple[Path, Path]
         raise UsageError(f"--clean: {target} contains ..; name the folder itself")
     if is_running(target) or any(is_locked(folder) for folder in real.parents):
         raise UsageError(f"--clean: {target} is in use by a running process; stop it first")
-    for user, used in references:
-        stays = not any(_lies_in(user, other) for other in targets)
-        if stays and overlaps(target, used) and user.resolve() not in (real, *real.parents):
-            problem = f"{target} is used by {short_path(user)} (checkpoint.resume, model.weights)"
-            raise UsageError(f"--clean: {problem}; remove both")
+
+
+def _check_users(targets: list[Path], references: list[tuple[Path, Path]]) -> None:
+    """Raise UsageError with all runs that use the targets, and with the users of those."""
+    going = list(targets)
+    for folder in going:  # grows by the users
+        own = folder.resolve()
+        for user, used in references:
+            stays = not any(_lies_in(user, other) for other in going)
+            if stays and overlaps(folder, used) and user.resolve() not in (own, *own.parents):
+                going.append(user)
+    if users := going[len(targets) :]:
+        names = join_names(map(short_path, users), len(users))
+        verb = "is" if len(targets) == 1 else "are"
+        problem = f"{join_names(map(str, targets), len(targets))} {verb} used by {names}"
+        keys = " and ".join(REFERENCES)
+        raise UsageError(f"--clean: {problem} ({keys}); remove all of them at once")
 
 
 def _measure(path: Path, note: str) -> Entry:

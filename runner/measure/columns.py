@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 
 from runner.core import format
 from runner.measure.comparison import Comparison
-from runner.measure.comparison_row import BEST_KEY, METRIC_PREFIX, ComparisonRow, number_at
+from runner.measure.comparison_row import (
+    BEST_KEY,
+    METRIC_PREFIX,
+    SUMMARY_PATHS,
+    ComparisonRow,
+    number_at,
+)
 
 MAX_METRICS = 6  # beside the monitored one; comparison.json has all
 # first if rows differ in what they learn
@@ -33,7 +39,9 @@ def _numeric_column(
 
     def text(row: ComparisonRow) -> str:
         estimate = row.estimates.get(key)
-        return show(read_number(row)) if estimate is None else estimate.text(show)
+        if estimate is None:
+            return show(read_number(row))
+        return estimate.text(show, positive=key in SUMMARY_PATHS)
 
     return ReportColumn(key, title, read_number, text)
 

@@ -17,6 +17,7 @@ from runner.measure.benchmark.statistics import CONFIDENCE, t_quantile
 UNBOUNDED = (-math.inf, math.inf)
 METRIC_PREFIX = "metric:"  # prefix of a metric's name in a column's key
 BEST_KEY = f"{METRIC_PREFIX}best"  # best value of the monitored metric
+WIDEST = 10  # an interval that ends above so many times its beginning is not shown
 SUMMARY_PATHS = {
     "samples_per_second": ("throughput", "samples_per_second"),
     "step_ms": ("throughput", "step_ms", "p50"),
@@ -60,9 +61,14 @@ class MeanEstimate:
         low, high = bounds
         return cls(center, spread, (max(low, center - half_width), min(high, center + half_width)))
 
-    def text(self, show: Callable[[float | None], str]) -> str:
-        """Format it with its interval, as `0.9710 (0.9650 to 0.9770)`."""
+    def text(self, show: Callable[[float | None], str], positive: bool = False) -> str:
+        """Format it with its interval, as `0.9710 (0.9650 to 0.9770)`.
+
+        That of a `positive` value which says nothing, as of two runs that differ, is `±?`.
+        """
         low, high = self.interval
+        if positive and high > WIDEST * low:
+            return f"{show(self.mean)} ±?"
         return f"{show(self.mean)} ({show(low)} to {show(high)})"
 
     @classmethod

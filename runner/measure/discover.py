@@ -25,6 +25,7 @@ from runner.core.record.json_records import read_json
 from runner.core.record.summary import SUMMARY_FILE as SUMMARY_FILE
 from runner.core.record.summary import Summary
 from runner.core.schemas.data import LOADING_KEYS
+from runner.core.schemas.models import ObjectiveConfig
 from runner.measure.benchmark.result import FILE as BENCHMARK_FILE
 from runner.measure.benchmark.result import BenchmarkResult
 from runner.measure.comparison import Comparison, best_first, compare_arms
@@ -40,6 +41,7 @@ from runner.scale.sweep.search_record import read_search
 
 SWEEP_FILE = "sweep.json"
 MAX_DEPTH = 6  # of folders within folders: outputs/sweeps/<name>/<time>/<job>
+LOSS_OPTIONS = ("label_smoothing", "gamma", "delta")  # of `objective`
 NOT_RUNS = {"checkpoints", "debug", "ranks", "comparison", "__pycache__"}
 END_STATUSES = ("done", "stopped", "interrupted", "failed", "killed", "timeout", "oom", "skipped")
 """The statuses of a row, besides `running`."""
@@ -269,9 +271,20 @@ def _metric_key(settings: Mapping[str, Any], monitor: str) -> str:
     parts = [selected_class("data"), settings.get("data.path"), settings.get("data.target")]
     objective = selected_class("objective"), settings.get("objective.loss")
     loss_names = [name for name in objective if name not in (None, "auto")]
-    if monitor == "val/loss" and loss_names:  # the loss depends on it
-        parts += ["with", *loss_names]
+    if monitor == "val/loss":  # the loss, and its unit, depend on it
+        loss_names += _loss_options(settings)
+        parts += ["with", *loss_names] if loss_names else []
     return " ".join(str(part) for part in parts if part)
+
+
+def _loss_options(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what else than the default changes the values of a loss."""
+    unscaled = settings.get("objective._target_")
+    defaults = {f"objective.{key}": getattr(ObjectiveConfig, key) for key in LOSS_OPTIONS}
+    defaults["data.target_transform"] = "none" if unscaled else "standardise"
+    for key, default in defaults.items():
+        if (value := str(settings.get(key))) not in ("None", "null", str(default)):
+            yield f"{key.rpartition('.')[2]}={value}"
 
 
 def _workload_key(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ HIGH_LOAD = 0.1  # so is a larger share of the CPUs used by other processes
 MIN_COMPILE_S = 0.1  # less is no compiling
 PLANS = {ENGAGED: "engages", TRIED: "measures, and keeps if faster,"}
 """What a run of the typed length does with a technique: the verb of a sentence."""
+UNITED = ("val/mae", "val/accuracy")  # metrics that do not depend on the loss
 NOT_COMPARED = "the runs' metrics are not compared."
 CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
 
@@ -295,6 +296,11 @@ def _describe_best(comparison: Comparison) -> list[str]:
     rows = [row for row in comparison.rows if row.finished and row.monitor and row.best is not None]
     data = list(dict.fromkeys(row.judged_on for row in rows if row.judged_on))
     metrics = list(dict.fromkeys(row.monitor for row in rows))
+    if len(data) > 1 and len({key.partition(" with ")[0] for key in data}) == 1 == len(metrics):
+        shared = [x for x in UNITED if all(x in row.metrics for row in rows)]
+        fix = f" With training.monitor={shared[0]} they would be." if shared else ""
+        how = f"{metrics[0]} is not the same loss in each ({join_names(data)})"
+        return [f"{how}, so {NOT_COMPARED}{fix}"]
     if len(data) > 1:
         return [f"Judged on different data ({join_names(data)}), so {NOT_COMPARED}"]
     if len(metrics) > 1:

@@ -10,10 +10,10 @@ from pathlib import Path
 from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
 from runner.core.format import short_path
 from runner.core.module_path import python_command
-from runner.core.record.hydra_files import SWEEP
+from runner.core.record.hydra_files import SWEEP, read_flat_config
 from runner.core.record.text import quote_for_shell, resume_argument
 from runner.measure.comparison import Comparison, metric_rises
-from runner.measure.comparison_row import number_at
+from runner.measure.comparison_row import BEST_KEY, ComparisonRow, number_at
 
 STARTS = ("checkpoint.resume", "model.weights")
 
@@ -27,11 +27,17 @@ def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
         return
     folder = Path(os.path.normpath(comparison.root / row.folder))
     start, run = shlex.join(python_command("runner")), Path(short_path(folder))
-    yield "the winner:  ", f"{row.name}, in {run}"
+    label, doubt = "the winner:  ", ""
+    if _overlaps_others(comparison, row):
+        label, doubt = "best run:    ", "; not proved to be better: the intervals overlap"
+    yield label, f"{row.name}, in {run}{doubt}"
     if not (folder / CHECKPOINTS).is_dir():
         return
-    is_text = "val/perplexity" in row.metrics
-    predict = "job=predict predict.prompt=…" if is_text else "job=predict"
+    predict = "job=predict"
+    if "val/perplexity" in row.metrics:
+        predict += " predict.prompt=…"
+    elif read_flat_config(folder).get("data.path"):  # without it the file of the training
+        predict += " data.path=…"
     # a run that was continued itself starts anew, from the weights
     kept = [x for x in row.overrides if x.lstrip("+").partition("=")[0] not in STARTS]
     steps, overrides = number_at(row.summary, "steps"), shlex.join(kept)
@@ -45,3 +51,11 @@ def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
         "  train on:  ": f"{overrides} {quote_for_shell('model.weights', run)}".strip(),
     }
     yield from ((label, f"{start} {command}") for label, command in commands.items())
+
+
+def _overlaps_others(comparison: Comparison, best: ComparisonRow) -> bool:
+    """Whether the interval of the run's configuration overlaps that of another one."""
+    merged = [row for row in comparison.by_configuration.rows if BEST_KEY in row.estimates]
+    own = [row.estimates[BEST_KEY].interval for row in merged if best.name in row.run_names]
+    others = [row.estimates[BEST_KEY].interval for row in merged if best.name not in row.run_names]
+    return any(low <= end and start <= high for start, end in own for low, high in others)

@@ -77,6 +77,19 @@ def test_a_run_that_another_one_names_stays_after_the_project_was_moved(
     assert (started / "outputs/runs/first/checkpoints").is_dir()
 
 
+def test_all_users_are_named_at_once_with_theirs(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, used in (("a", "first"), ("b", "first"), ("c", "b")):
+        _resuming_run(started / "outputs/runs" / name, f"outputs/runs/{used}", started)
+    assert report.main(["--clean"]) == 0
+    assert "(used by outputs/runs/a and outputs/runs/b)" in capsys.readouterr().out
+    assert report.main(["--clean", "outputs/runs/first"]) == 2
+    users = [f"outputs/runs/{name}" for name in "abc"]
+    assert f"used by {users[0]}, {users[1]} and {users[2]} (" in capsys.readouterr().err
+    assert report.main(["--clean", "outputs/runs/first", *users]) == 0
+
+
 def test_a_run_of_others_is_listed_as_used_though_it_names_itself_first(
     started: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

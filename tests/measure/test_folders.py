@@ -11,6 +11,7 @@ import pytest
 from runner.core.checkpoint.lock import lock
 from runner.core.errors import StorageError
 from runner.measure import page
+from runner.measure.comparison import metric_rises
 from runner.measure.discover import compare_folders
 from runner.report import main
 from tests.measure.planted import arm, job, reference, result, run, sweep, texts
@@ -159,7 +160,22 @@ def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path: Path) ->
     text = headline(tmp_path / "3", "data=digits", own, accuracy, "val/mae")
     assert text == f"Judged by different metrics (val/accuracy and val/mae), {rest}"
     text = headline(tmp_path / "4", "data=digits", own, loss, loss)
-    assert text == f"Judged on different data (digits and digits with mine.focal), {rest}"
+    other = "With training.monitor=val/accuracy they would be."
+    how = "val/loss is not the same loss in each"
+    assert text == f"{how} (digits and digits with mine.focal), {rest} {other}"
+
+
+@pytest.mark.parametrize("own", ["data.target_transform=log", "objective.label_smoothing=0.1"])
+def test_a_loss_in_another_unit_is_not_ranked(tmp_path: Path, own: str) -> None:
+    same, loss = "data=mine data.target_transform=standardise", "val/loss"
+    text = headline(tmp_path / "1", "data=mine", f"data=mine {own}", loss, loss)
+    assert text.startswith("val/loss is not the same") and own.partition(".")[2] in text
+    assert metric_rises(compare_folders([tmp_path / "1"])) is None
+    assert "from 0.5000" in headline(
+        tmp_path / "2", "data=mine", f"data=mine {own}", *2 * ["val/mae"]
+    )
+    assert "from 0.5000" in headline(tmp_path / "3", "data=mine", same, loss, loss)
+    assert metric_rises(compare_folders([tmp_path / "3"])) is False
 
 
 # a folder of somebody else's

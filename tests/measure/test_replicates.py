@@ -57,7 +57,7 @@ def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path: Path
         "lr=0.1) to 0.8400 ± 0.0529 (95 %: 0.7086 to 0.9714, lr=1); their intervals overlap."
     )
     text = page.render_html(comparison)
-    assert SECTION.findall(text) == ["Configurations"]
+    assert SECTION.findall(text) == ["Configurations"] and "±?" not in text
     table = text[text.index("<h2>Configurations") : text.index("<h2>All numbers")]
     assert re.findall(r'data-sort="(3 seeds[^"]*)"', table) == ["3 seeds", "3 seeds"]
 
@@ -108,7 +108,8 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
     assert "val/accuracy (best)" in header and "step, ms" in header
     for line, level in zip(lines, LEVELS, strict=True):
         assert line.startswith(level) and "3 seeds" in line
-        assert len(re.findall(r"\(\S+–\S+\)", line)) >= 2
+        assert len(re.findall(r"\(\S+–\S+\)", line)) >= 1
+        assert "±?" in line  # the seeds' rates differ so much that nothing is known
     assert "seed=" not in printed.partition("·")[0]
 
     text, document = page.render_html(three_by_three), page.render_markdown(three_by_three)
@@ -117,7 +118,7 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
     part = document[document.index("## Configurations") : document.index("## All numbers")]
     assert table.count('<th scope="row"') == part.count("| 3 seeds") == 3
     for shown in (table, part):  # four columns
-        assert len(re.findall(r"\(\S[^()]* to [^()]*\)", shown)) == 3 * 4
+        assert len(re.findall(r"\(\S[^()]* to [^()]*\)|±\?", shown)) == 3 * 4
 
 
 def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three: Comparison) -> None:

@@ -130,6 +130,30 @@ def test_a_run_without_a_record_does_not_keep_the_others_from_being_ranked(tmp_p
     assert [row.name for row in compare(folder).rows] == ["seed=1", "seed=0", "seed=2"]
 
 
+def test_a_run_of_a_file_predicts_one_that_is_still_to_be_typed(tmp_path: Path) -> None:
+    for number, best in enumerate((0.5, 0.9)):
+        folder = run(tmp_path / str(number), [f"optimizer.lr={number}"], best=best)
+        (folder / "checkpoints").mkdir()
+        (folder / ".hydra/config.yaml").write_text("data: {path: deals.csv}")
+    commands = dict(winner_commands(compare(tmp_path)))
+    assert "job=predict data.path=… checkpoint.resume=" in commands["  predict:   "]
+    assert not [text for text in commands.values() if "deals.csv" in text]
+
+
+@pytest.mark.parametrize(
+    ("worse", "label"), [((0.4, 0.6), "best run:"), ((0.1, 0.101), "the winner:")]
+)
+def test_the_best_of_runs_whose_intervals_overlap_is_no_winner(
+    tmp_path: Path, worse: tuple[float, float], label: str
+) -> None:
+    for lr, values in enumerate((worse, (0.7, 0.701))):
+        for seed, best in enumerate(values):
+            run(tmp_path / f"{lr}{seed}", [f"optimizer.lr={lr}", f"seed={seed}"], best=best)
+    ((found, text),) = winner_commands(compare(tmp_path))
+    assert found.strip() == label and text.startswith("lr=1 seed=1, in ")
+    assert ("the intervals overlap" in text) is (label == "best run:")
+
+
 def test_without_a_known_direction_nothing_wins(swept: Path) -> None:
     comparison = compare(swept / "outputs/sweeps/one")
     for row in comparison.rows:

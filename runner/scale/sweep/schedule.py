@@ -20,7 +20,7 @@ from runner.core.record.text import shorten
 from runner.core.schemas.sweep import LauncherConfig
 from runner.scale.sweep.job_process import GRACE_S, JobProcess
 from runner.scale.sweep.plan import JobPlan, archive_job, can_continue
-from runner.scale.sweep.state import RUNNING, SKIPPED, Job, Sweep, utc_now
+from runner.scale.sweep.state import RUNNING, SKIPPED, Job, Sweep, shared_overrides, utc_now
 
 log = logging.getLogger("runner")
 
@@ -66,6 +66,7 @@ class Schedule:
         self.retry_counts: dict[int, int] = {}
         self.lost_counts: dict[int, int] = {}  # tries of a job whose fork server was lost
         self.stopped: set[int] = set()  # numbers of jobs reported as stopped
+        self.shared = shared_overrides(folder / "job")
         self.stop_reason = ""  # why no more jobs start
         self.last_progress = time.monotonic()  # time of the last progress lines
 
@@ -135,7 +136,7 @@ class Schedule:
         again = f", try {job.tries}" if job.tries > 1 else ""
         again += ", from its checkpoint" if plan.continues else ""
         again += f", on {job.device}" if job.device else ""
-        log.info("%s: started%s", job.short_title, again)
+        log.info("%s: started%s", job.short_title(self.shared), again)
 
     def _may_repeat(self, job: Job) -> bool:
         """Count a try whose fork server was lost; whether the job is tried again."""
@@ -154,7 +155,7 @@ class Schedule:
             self._report_stop(plan.job, process.stop_notice())
             if is_due:
                 line = shorten(process.last_line() or "starting", LONGEST_LINE)
-                log.info("%s: %s", plan.job.short_title, line)
+                log.info("%s: %s", plan.job.short_title(self.shared), line)
 
     def _report_stop(self, job: Job, notice: str) -> None:
         """Log once that a job's process is stopped."""
@@ -188,7 +189,7 @@ class Schedule:
             self.source.on_end(plan)
         write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
-        title = job.title if job.failed else job.short_title
+        title = job.title if job.failed else job.short_title(self.shared)
         line = f"{title}: {job.status} in {seconds:.1f} s"
         line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
         log.log(logging.INFO if job.status in FINISHED_STATUSES else logging.ERROR, "%s", line)

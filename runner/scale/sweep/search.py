@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.core.config.run_config import RunConfig
 from runner.core.device.signals import PRUNED, request_stop, take_stop_request
 from runner.core.errors import StorageError, UsageError, install_command
+from runner.core.record.hydra_files import overrides_by_key
 from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular, replace_text
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import json_safe
@@ -76,7 +77,9 @@ def run_search(config: DictConfig, compose: Callable[[DictConfig, list[str]], Di
         trials = TrialJobs(study, starter, lambda overrides: compose(config, overrides))
         trials.resume()
         try:
-            Schedule(starter.sweep, session.folder, settings, starter.start, trials).run()
+            schedule = Schedule(starter.sweep, session.folder, settings, starter.start, trials)
+            schedule.shared = overrides_by_key(plan.space.shared)
+            schedule.run()
         finally:
             trials.write_record()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,11 @@ class Job:
         """Number and overrides, for messages."""
         return f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
 
-    @property
-    def short_title(self) -> str:
-        """Its title in a line of progress."""
-        return shorten(self.title, LONGEST_TITLE)
+    def short_title(self, shared: Mapping[str, str]) -> str:
+        """Its title in a line of progress, which ends with what is in `shared_overrides`."""
+        typed = shared.items()
+        overrides = sorted(self.overrides, key=lambda x: overrides_by_key([x]).items() <= typed)
+        return shorten(replace(self, overrides=overrides).title, LONGEST_TITLE)
 
 
 @dataclass

@@ -239,6 +239,7 @@ def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any])
     reasons = {t["values"]["+model.arguments.how"]: t["reason"] for t in trials}
     assert "told to fail" in reasons["fail"] and "val/loss is nan" in reasons["lost"]
     assert done.returncode == 7 and "4 of 6 jobs failed" in done.stderr  # as of every sweep
+    assert len(re.findall(r" #\d \+model\.how=\S+ .*: started\n", done.stderr)) == 6
     best = next(t for t in trials if t["number"] == record["best"])
     assert best["value"] == pytest.approx(0, abs=1e-6)
     assert "Best val/loss: " in done.stdout and "+model.x=0.3" in best["command"]

@@ -34,7 +34,8 @@ def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed: Mix
     folder, place, done = mixed
     assert statuses(place) == ENDS and done.returncode == 7, done.stderr
     assert "2 of 4 jobs failed:" in done.stderr
-    assert len(re.findall(r" #\d .*: started\n", done.stderr)) == 4
+    started = re.findall(r" #\d (\S+) data=cancer .*: started\n", done.stderr)
+    assert sorted(started) == [f"+model.how={how}" for how in ("big", "die", "fail", "fine")]
     assert re.search(r"\n  #2 .*\+model.how=fail.*: told to fail", done.stderr)
     assert re.search(r"\n  #3 .*\+model.how=die.*was killed by SIGKILL", done.stderr)
     for word in ("Traceback", "Error executing job", "HYDRA_FULL_ERROR"):
