@@ -316,6 +316,8 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
     objective = setup.components.objective or build_objective(
         chosen, data.sizes, setup.resolve_target, weights, model
     )
+    if config.job.kind is JobKind.predict:
+        return Goal(objective, target_input, objective.monitor, objective.higher_is_better)
     if config.objective.metrics:
         from runner.core.objectives.user_metrics import build_metrics
 

@@ -115,7 +115,8 @@ class RunConfig:
             targets += nested_targets(getattr(self, group).arguments, group)
         extra = [target for target in self.optimization.extra if target not in user_techniques]
         targets += [("optimization.extra", target) for target in extra]
-        targets += [("objective.metrics", name) for name in self.objective.metrics if "." in name]
+        metrics = self.objective.metrics if self.job.kind is not JobKind.predict else []
+        targets += [("objective.metrics", name) for name in metrics if "." in name]
         for i, hook in enumerate(self.debug.hooks):
             tree = {"_target_": hook} if isinstance(hook, str) else hook
             targets += nested_targets(tree, f"debug.hooks.{i}")
