@@ -107,9 +107,7 @@ class RunConfig:
         Techniques in `user_techniques` exist already, as the caller's objects.
         """
         groups = (*USER_CLASS_GROUPS, "optimizer")
-        targets: list[tuple[str, Any]] = [
-            (f"{g}._target_", getattr(self, g)._target_) for g in groups
-        ]
+        targets = [(f"{g}._target_", getattr(self, g)._target_) for g in groups]
         targets.append(("data.validation_target", self.data.validation_target))
         for group in USER_CLASS_GROUPS:
             targets += nested_targets(getattr(self, group).arguments, group)
