@@ -35,6 +35,7 @@ from runner.datasets.number_format import convert_numbers, sign_word, use_traine
 
 # pyarrow's comparison is case-sensitive
 MISSING_FORMS = [f for w in MISSING_WORDS for f in {w, w.upper(), w.title(), "NaN", "Na"}]
+PARQUET_NAMES = (".parquet", ".pq")
 PARQUET_BATCH_ROWS = 1 << 17  # decoded at a time
 BLOCK_BYTES = 1 << 22  # of csv that are parsed at a time: fewer, larger pieces are freed faster
 NUMBER_BYTES = 4  # of memory for a number
@@ -80,7 +81,8 @@ def read_content(
 ) -> TableContent:
     """Read the selected columns of a csv or parquet file; `rules` say how, by name.
 
-    With `fitted`, numbers of a csv have the format of the training file.
+    With `fitted`, numbers of a csv have the format of the training file; after a csv so have those
+    that are texts of a parquet file.
     """
     if path.is_dir():
         from runner.datasets.saved_dataset import read_saved
@@ -99,8 +101,12 @@ def read_content(
         raise DataError(f"data.path: {path} is empty; it needs a header and a row for each sample")
     if start == b"PK\x03\x04":
         raise DataError(f"data.path: {path} is a workbook or a zip archive; save its table as csv")
-    if start == b"PAR1" or path.suffix in (".parquet", ".pq"):
-        return _read_parquet(path, select, rules, config)
+    if start == b"PAR1" or path.suffix in PARQUET_NAMES:
+        as_csv: Tabular | None = None
+        if isinstance(config, Tabular) and fitted is not None and fitted.source:
+            if Path(fitted.source).suffix not in PARQUET_NAMES:
+                as_csv, _ = use_trained_format(config, fitted)
+        return _read_parquet(path, select, rules, config, as_csv)
     signs: tuple[Choice, ...] = ()
     if isinstance(config, Tabular):
         config, signs = use_trained_format(config, fitted)
@@ -685,7 +691,9 @@ def _undecodable_line(path: Path, encoding: str) -> int:
 # -- parquet ---------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path, select: Select, rules: Rules, config: CsvFormat) -> TableContent:
+def _read_parquet(
+    path: Path, select: Select, rules: Rules, config: CsvFormat, as_csv: Tabular | None
+) -> TableContent:
     """Read columns of a parquet file; DataError if they do not fit into memory."""
     import pyarrow
     from pyarrow import parquet
@@ -707,11 +715,14 @@ def _read_parquet(path: Path, select: Select, rules: Rules, config: CsvFormat) -
     except (pyarrow.ArrowException, OSError, IndexError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
     columns = {name: table.column(name) for name in selected}
-    return _as_content(columns, len(table), rules, path)
+    return _as_content(columns, len(table), rules, path, as_csv)
 
 
-def _as_content(columns: dict[str, Any], rows: int, rules: Rules, path: Path) -> TableContent:
-    formats, choices = convert_numbers(columns, rules, path)
+def _as_content(
+    columns: dict[str, Any], rows: int, rules: Rules, path: Path, as_csv: Tabular | None = None
+) -> TableContent:
+    """Return the columns; numbers that are texts are read as those of a csv."""
+    formats, choices = convert_numbers(columns, rules, path, as_csv, ",")
     return TableContent(columns, "row", np.arange(1, rows + 1), {}, choices, formats)
 
 

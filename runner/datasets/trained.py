@@ -107,11 +107,15 @@ class Trained(Closeable):
         self._scope.close()
 
     def predict(self, data: Any) -> PredictionColumns:
-        """Return predictions for each sample, as the columns of job=predict's file.
+        """Return a dict of arrays [samples], the columns of job=predict's file.
+
+        Keys: `prediction` (several targets: `prediction 0`, …), for classes `probability <class>`
+        each, and `row`, or `line` or `file`, of the samples, with their ids, if any.
 
         `data` is a path as in `data.path`, a table (dict of columns, list of row dicts, one row's
         dict, or a table of pyarrow, pandas or polars), a list of texts for a model of texts, or a
-        tensor: a table's columns as numbers, or model inputs. Unknown categories are logged.
+        tensor: a table's columns as numbers, or model inputs. Cells that are texts are read as
+        those of a csv. Unknown categories are logged.
         """
         if self.preprocessing.sizes.task == "language_modelling":
             raise UsageError("predict: a language model continues a text: use generate(text)")
@@ -254,12 +258,18 @@ def _write_table(table: Any, folder: Path) -> Path:
         names = dict.fromkeys(name for row in table for name in row)
         table = {name: [row.get(name) for row in table] for name in names}
     if isinstance(table, Mapping):
+        columns = {}
         for name, cells in table.items():
             if _is_cell(cells):
                 problem = f"the column {name!r} is {cells!r}, not a list of cells"
                 raise UsageError(f"load: {problem}, as others are; for one row give no list")
+            try:
+                columns[name] = pyarrow.table({name: _plain_column(cells)}).column(0)
+            except (pyarrow.ArrowException, ValueError, TypeError) as error:
+                fix = "give all its cells as numbers, or all as texts"
+                raise UsageError(f"load: the column {name!r}: {error}; {fix}") from None
         try:
-            table = pyarrow.table({name: _plain_column(cells) for name, cells in table.items()})
+            table = pyarrow.table(columns)
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
             raise UsageError(f"load: the columns do not form a table: {error}") from None
     if hasattr(table, "__arrow_c_stream__"):  # pandas, polars and others

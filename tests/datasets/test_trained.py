@@ -80,6 +80,32 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
 
 
 @pytest.mark.usefixtures("my_package")
+def test_a_metric_is_not_needed_to_predict_and_cells_as_texts_are_read_as_those_of_a_csv(
+    tmp_path: Path,
+) -> None:
+    areas = [f"{1000 + 7.5 * i:,.1f}" for i in range(120)]
+    rows = "".join(f'"{area}",{i}.5\n' for i, area in enumerate(areas))
+    (tmp_path / "houses.csv").write_text(f"area,price\n{rows}")
+    typed = ["data=tabular", "data.path=houses.csv", "data.target=price", "model=mlp", *SHORT]
+    asked = ["objective.metrics=[my_package.gap]", "training.monitor=val/gap"]
+    trust = ["security.trusted=[my_package]", "training.monitor_mode=min"]
+    done = runs.command(tmp_path, *typed, *asked, *trust, "hydra.run.dir=run", *runs.QUICK)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "new.csv").write_text('area\n"1,234.5"\n900\nn/a\n""\n')
+    job = ["job=predict", "checkpoint.resume=run", "data.path=new.csv", "hydra.run.dir=new"]
+    done = runs.command(tmp_path, *job)
+    assert done.returncode == 0, done.stderr
+    due = np.loadtxt(tmp_path / "new/predictions.csv", delimiter=",", skiprows=1)[:, 1]
+    assert len({*due}) == 3  # 1,234.5, 900 and the fill value
+    cells = ["1,234.5", "900", "n/a", ""]
+    with load(tmp_path / "run") as model:
+        for data in ({"area": cells}, [{"area": cell} for cell in cells]):
+            np.testing.assert_array_equal(model.predict(data)["prediction"], due)
+        with pytest.raises(UsageError, match="the column 'area': .*all its cells as numbers, or"):
+            model.predict({"area": ["1,234.5", 900.0]})
+
+
+@pytest.mark.usefixtures("my_package")
 def test_tensors_and_code_of_the_users_own(tmp_path: Path) -> None:
     typed = *runs.OURS, "data=digits", "model._target_=my_package.Net", *SHORT, *runs.QUICK
     done = runs.command(tmp_path, *typed, "hydra.run.dir=run")

@@ -302,12 +302,11 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
                 raise ConfigError(f"checks.outputs.{name}", problem, "leave it out")
     config = setup.config
     counts, weights = data.class_counts(), None
-    requested = config.objective.class_weights is not None
     rare = config.data.sampler is None and counts is not None and has_rare_class(counts)
     trains = setup.trains and setup.components.objective is None
     chosen, target_input = _choose_objective_kind(setup, data, model)
     has_own_loss = chosen._target_ is not None or chosen.kind == "model"
-    if trains and not has_own_loss and (requested or rare):
+    if trains and not has_own_loss and (rare or config.objective.class_weights is not None):
         from runner.core.objectives.class_weights import choose_class_weights
 
         weights, choice = choose_class_weights(config.objective, data.sizes, counts)
@@ -316,6 +315,8 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
     objective = setup.components.objective or build_objective(
         chosen, data.sizes, setup.resolve_target, weights, model
     )
+    if config.job.kind is JobKind.predict:
+        return Goal(objective, target_input, objective.monitor, objective.higher_is_better)
     if config.objective.metrics:
         from runner.core.objectives.user_metrics import build_metrics
 

@@ -107,15 +107,14 @@ class RunConfig:
         Techniques in `user_techniques` exist already, as the caller's objects.
         """
         groups = (*USER_CLASS_GROUPS, "optimizer")
-        targets: list[tuple[str, Any]] = [
-            (f"{g}._target_", getattr(self, g)._target_) for g in groups
-        ]
+        targets = [(f"{g}._target_", getattr(self, g)._target_) for g in groups]
         targets.append(("data.validation_target", self.data.validation_target))
         for group in USER_CLASS_GROUPS:
             targets += nested_targets(getattr(self, group).arguments, group)
         extra = [target for target in self.optimization.extra if target not in user_techniques]
         targets += [("optimization.extra", target) for target in extra]
-        targets += [("objective.metrics", name) for name in self.objective.metrics if "." in name]
+        metrics = self.objective.metrics if self.job.kind is not JobKind.predict else []
+        targets += [("objective.metrics", name) for name in metrics if "." in name]
         for i, hook in enumerate(self.debug.hooks):
             tree = {"_target_": hook} if isinstance(hook, str) else hook
             targets += nested_targets(tree, f"debug.hooks.{i}")

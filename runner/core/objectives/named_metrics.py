@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from runner.core.errors import ConfigError, install_command
+from runner.core.device.device_errors import is_device_error, is_out_of_memory
+from runner.core.errors import ConfigError, RunnerError, install_command
 from runner.core.findings import Choice
 from runner.core.format import nearest
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.nested import tree_map
 from runner.core.objectives import model_output
 from runner.core.preserved_state import float32_default
+from runner.core.record.text import describe_error
 
 METRICS_KEY = "objective.metrics"
 SAMPLE_ROWS = 8  # per class, or in all, of the data that a metric is tried on
@@ -125,15 +128,32 @@ class MetricState:
     def compute(self, starter: MetricStarter) -> dict[str, float]:
         """Return the metrics over all batches by name. Host sync."""
         self._update(starter)
-        return {name: _as_number(metric.compute(), name) for name, metric in self.started.items()}
+        values = dict[str, float]()
+        for name, metric in self.started.items():
+            with name_in_errors(name):
+                values[name] = _as_number(metric.compute(), name)
+        return values
 
     @float32_default()
     def _update(self, starter: MetricStarter) -> None:
         self.started = self.started or starter.start(self.batches[0])
         for batch in self.batches:
-            for metric in self.started.values():
-                metric.update(*batch)
+            for name, metric in self.started.items():
+                with name_in_errors(name):
+                    metric.update(*batch)
         self.batches = []
+
+
+@contextmanager
+def name_in_errors(name: str) -> Iterator[None]:
+    """Replace an error of a metric's code by a ConfigError with the metric, and the line of it."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RunnerError) or is_out_of_memory(error) or is_device_error(error):
+            raise
+        problem = "{} raised {} ({}:{})".format(name, *describe_error(error))
+        raise ConfigError(METRICS_KEY, problem, "correct it, or leave it out") from error
 
 
 def _as_number(value: Any, name: str) -> float:

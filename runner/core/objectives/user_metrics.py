@@ -26,6 +26,7 @@ from runner.core.objectives.named_metrics import (
     MetricState,
     NamedMetrics,
     build_named_metrics,
+    name_in_errors,
     unscaled_values,
 )
 from runner.core.schemas.models import ObjectiveConfig
@@ -78,11 +79,11 @@ class UserMetrics:
             # copies: the output of a captured graph is overwritten by its next call
             batch = tree_map((output, target), lambda x: x.detach().clone())
             state = MetricState(self, batch)
-        sums = {
-            name: _sample_sum(name, function(output, target), samples)
-            for name, function in self.metrics.items()
-            if name not in self.classes
-        }
+        sums = dict[str, Tensor]()
+        for name, function in self.metrics.items():
+            if name not in self.classes:
+                with name_in_errors(name):
+                    sums[name] = _sample_sum(name, function(output, target), samples)
         return UserMetricSums(sums, samples, state)
 
 

@@ -134,6 +134,23 @@ def test_a_class_that_computes_no_number_is_one_line() -> None:
         measured(_Pair, THREE, torch.zeros(37, 4), torch.zeros(37), CUTS[0])
 
 
+class _Misspelt(my_package.Spread):
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.no_such_name.append(output)
+
+
+@pytest.mark.parametrize("metric", [lambda o, t: o.no_such_name, _Misspelt])
+def test_an_error_of_a_metric_names_it_and_its_line_in_place_of_the_check_before_step_1(
+    metric: Any,
+) -> None:
+    with opened(*SMALL) as run:
+        run.objective.named = (build_user_metrics(["mine.metric"], run.sizes, lambda *_: metric),)
+        with pytest.raises(ConfigError, match="^objective.metrics: metric raised Attr") as raised:
+            train(run)
+    assert "no_such_name" in str(raised.value) and f"({__file__}:" in str(raised.value)
+    assert "training.sanity" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
