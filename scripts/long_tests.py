@@ -5,15 +5,17 @@
 
 `tests/long_tests.txt` lists them; they count as marked `slow`. The longest of all go, by CPU time,
 until the others take `--seconds` together; CPU time hardly depends on what else the machine does.
-Of each file the shortest test stays.
+Of each file the shortest test stays, and all that hold the structure of the code.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections import defaultdict
 from pathlib import Path
 
+STRUCTURE = re.compile("tests/test_(architecture|changelog|docs|imports|mutants|names)")
 LIST = Path(__file__).parents[1] / "tests" / "long_tests.txt"
 
 
@@ -23,6 +25,7 @@ def choose(seconds: dict[str, float], total: float) -> list[str]:
     for test in sorted(seconds, key=seconds.__getitem__):
         of_file[test.partition("::")[0]].append(test)
     kept = {tests[0] for tests in of_file.values()}
+    kept |= {test for test in seconds if STRUCTURE.match(test)}
     left, chosen = sum(seconds.values()), []
     for test in sorted(seconds, key=lambda test: -seconds[test]):
         if left <= total:

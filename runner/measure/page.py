@@ -223,8 +223,9 @@ def _rows_table(comparison: Comparison) -> dict[str, Any]:
 
 def _relative_folder(row: ComparisonRow, root: Path | None) -> str:
     """Return the row's folder, relative to the comparison's; "" if there is none."""
-    is_relative = not os.path.isabs(row.folder)  # a forged record may name any other
-    return row.folder if is_relative and (root is None or (root / row.folder).is_dir()) else ""
+    if root is None or os.path.isabs(row.folder):  # a forged record may name any other
+        return ""
+    return row.folder if (root / row.folder).is_dir() else ""
 
 
 def _trials_table(search: SearchRecord) -> dict[str, Any]:

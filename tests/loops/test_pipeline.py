@@ -123,7 +123,7 @@ class Pairs:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"data": DataLoader(TensorDataset(torch.zeros(4, 64)), 2)}, UsageError, "loader.dataset"),
+        ({"data": DataLoader(TensorDataset(torch.zeros(4, 64)), 2)}, DataError, "return .inputs"),
         ({"data": (torch.zeros(4, 64), torch.zeros(3))}, DataError, "the first dimension must be"),
         ({"data": (torch.zeros(4, 64), ["a"])}, UsageError, "got a str"),
         ({"data": torch.zeros(4, 64)}, UsageError, "data"),

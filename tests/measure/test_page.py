@@ -165,7 +165,7 @@ def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path: Path) -
     assert answer["paper"] == "56px", "our own style does not apply"
     assert "default-src &#39;none&#39;" in text
     assert not re.findall(r"""src=|url\((?!#)|@import|https?://""", text)
-    assert set(re.findall(r'href="[^"]*"', text)) == {f'href="{x.name}/"' for x in levels().arms}
+    assert "href=" not in text  # of folders that are not there
 
 
 CONTRAST = """

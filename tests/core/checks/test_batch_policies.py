@@ -248,6 +248,7 @@ class Elsewhere:
         self.batches, self.indices = run.train.batches, run.train.indices
         self.samples, self.close = run.train.samples, run.train.close
         self.fetch, self.pool = run.train.fetch, run.train.pool
+        self.state = run.train.state
 
 
 class Told(Hook):

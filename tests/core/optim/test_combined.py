@@ -195,7 +195,7 @@ def test_the_state_of_other_optimizers_is_refused(tmp_path: Path, groups: str) -
         ),
         (
             {"name": "SGD", "options": {"momentum": -1.0}},
-            "optimizer.groups.0: SGD: Invalid momentum",
+            "optimizer.groups.0.options.momentum: is not for SGD: Invalid momentum",
         ),
         ({"name": "LBFGS"}, "optimizer.groups.0: LBFGS runs the model several times"),
         ({"name": "SparseAdam"}, "optimizer.groups.0: SparseAdam needs sparse gradients"),
