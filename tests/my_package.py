@@ -438,6 +438,18 @@ class Shuffled(Counted):
         yield from map(self.sample, order)
 
 
+class Buffered(Counted):
+    """Samples by chance out of a buffer, as of WebDataset."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        buffer: list[int] = []
+        for number in self.numbers():
+            buffer.append(number)
+            if len(buffer) > 20:
+                yield self.sample(buffer.pop(random.randrange(len(buffer))))
+        yield from map(self.sample, buffer)
+
+
 class NoSplit(Counted):
     """A stream of one split."""
 

@@ -223,6 +223,7 @@ def test_a_stream_is_trained_on_and_the_same_samples_are_validated_on_each_time(
 
 @pytest.mark.parametrize(("target", "samples"), [
     ("Stateful", 70), ("Counted", 70), ("counted", 70), ("Shuffled", 70), ("Shuffled", 200),
+    ("Buffered", 200),
 ])  # fmt: skip
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupted_run_goes_on_to_the_same_weights(
