@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from numbers import Integral
@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runner.core.build.setup import Components
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.errors import RunnerError, UsageError
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import LABEL_KEYS, Batch, Inputs, Sizes
 from runner.core.interfaces.nested import describe, tensors, tree_map
+from runner.core.interfaces.objective import Objective
 from runner.core.objectives.custom import CustomObjective
 from runner.core.optim.optimizer import Optimizer, incompatibility, sparse_embeddings
 from runner.core.record.text import shorten
@@ -37,6 +39,29 @@ class Closeable(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def check_components(components: Any, given: Any) -> Components:
+    """Return the objects that `build` was given; UsageError for what a run cannot use."""
+    if components is not None and given is not None:
+        raise UsageError("build: components and given are the same; give one of them")
+    components = given if components is None else components
+    if not isinstance(components, Components):
+        raise UsageError(f"build: components must be runner.Components(…), got {components!r}")
+    has_step = all(hasattr(components.optimizer, name) for name in ("step", "param_groups"))
+    wanted = {
+        "model": ("a torch.nn.Module", isinstance(components.model, nn.Module)),
+        "objective": ("a runner Objective", isinstance(components.objective, Objective)),
+        "optimizer": ("an optimizer of torch's form, not its class", has_step),
+        "techniques": ("techniques by name", isinstance(components.techniques, Mapping)),
+    }
+    for name, (form, fits) in wanted.items():
+        value = getattr(components, name)
+        if value is not None and (not fits or isinstance(value, type)):
+            raise UsageError(
+                f"build: Components({name}=…) must be {form}, got {shorten(repr(value), 80)}"
+            )
+    return components
 
 
 @contextmanager

@@ -108,7 +108,11 @@ def build(
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
     while another thread trains.
     """
-    components = components or given or Components()
+    if components is not None or given is not None:
+        from runner.core.build.arguments import check_components  # not by the command line
+
+        components = check_components(components, given)
+    components = components or Components()
     if folder is not None and not (isinstance(folder, Path) and folder.is_dir()):
         from runner.core.record.folder_argument import check_folder  # not by the command line
 

@@ -349,6 +349,24 @@ def test_arguments_of_another_kind_are_named(trained: Path, call: Any, problem: 
         call(trained)
 
 
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"components": 5}, r"must be runner\.Components"),
+        ({"components": Components(), "given": Components()}, "give one of them"),
+        ({"components": Components(model=5)}, r"Components\(model=…\) must be a torch\.nn\.Module"),
+        ({"components": Components(objective=5)}, "must be a runner Objective"),
+        ({"components": Components(optimizer=torch.optim.SGD)}, "not its class"),
+        ({"components": Components(techniques=5)}, "techniques by name"),
+    ],
+)
+def test_objects_that_a_run_cannot_use_are_refused_by_name(
+    given: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem):
+        build(compose([*TYPED]), **given)
+
+
 @pytest.mark.parametrize("folders", [3, [3], []])
 def test_what_is_no_folder_cannot_be_compared(folders: Any) -> None:
     with pytest.raises(UsageError, match="compare: takes"):
