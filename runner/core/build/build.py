@@ -402,6 +402,7 @@ def make_builder(
         requested_threads=config.device.threads,
         data=config.data,
         in_memory=data.in_memory,
+        is_stream=data.is_stream,
         sample=lambda count: add_target(move(loaders.sample_batch(count))),
         placements=[target_input] if target_input else [],
         loader=lambda data_config: loaders.training_loader(config=data_config),

@@ -159,6 +159,7 @@ class RunBuilder(RunParts):
     sample: Callable[[int], Batch]  # number -> training samples, not augmented, on the device
     data: DataConfig  # how batches are fetched; the loader decides where a field is None
     in_memory: bool  # a fetch only copies
+    is_stream: bool  # the order of samples depends on the number of workers
     loader: Callable[[DataConfig], BatchLoader]  # of the training set, fetched that way
     ema: bool = False  # a running average of the weights is kept
     optimizer_options: dict[str, Any] = field(default_factory=dict)

@@ -255,10 +255,12 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
         return [*rows, (verb, f"{qualifier}{duration}"), *([] if full else data)]
     untested = summary.checkpoint.best is not None and not summary.tested
     kinds = "" if full or not summary.columns else f"{_count_column_kinds(summary)} (report.md)"
-    amount = f"{count_noun(summary.steps, 'step')}, {summary.epochs:,.4g} epochs"
+    amount = count_noun(summary.steps, "step")
+    if summary.epochs:  # of a stream: the passes that ended
+        amount += f", {summary.epochs:,.4g} epoch{'' if summary.epochs == 1 else 's'}"
     if summary.resumed_step:
         amount += f", {summary.steps - summary.resumed_step:,} of the steps now"
-    trained = f"{amount} {duration}, validation included"
+    trained = f"{amount} {duration}{', validation included' if summary.metrics else ''}"
     last_rows = [
         ("no test set", OPTIMISTIC_NOTE if untested else ""),
         ("columns", kinds),

@@ -30,6 +30,8 @@ def apply(config: Pipeline, builder: RunBuilder) -> str | None:
         reason = f"data.workers={builder.data.workers} decides"
     elif builder.in_memory:
         reason = "the data is in memory, and workers would only copy it"
+    elif builder.is_stream:
+        reason = "a stream's order depends on its workers; data.workers decides"
     else:
         workers = builder.choose("data.workers", lambda: _choose_workers(builder))
         builder.data = replace(builder.data, workers=workers)

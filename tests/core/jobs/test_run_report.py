@@ -90,6 +90,21 @@ def test_the_table_holds_what_one_wants_to_know_and_fits(
     assert "0: the data is in memory" in full and "AdamW runs in one kernel" in full
 
 
+@pytest.mark.parametrize(
+    ("epochs", "metrics", "words"),
+    [
+        (1.0, {"val/loss": 0.5}, "1,200 steps, 1 epoch in 1 min 15 s, validation included"),
+        (0.0, {}, "1,200 steps in 1 min 15 s"),  # a stream that has not ended, and no validation
+    ],
+)
+def test_the_steps_and_epochs_that_were_trained_are_named(
+    epochs: float, metrics: dict[str, float], words: str
+) -> None:
+    text = shown(replace(SUMMARY, epochs=epochs, metrics=metrics, best=None), None, 120)
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == ["trained"])
+    assert line.split(maxsplit=1)[1].rstrip() == words
+
+
 def test_fp32_on_a_gpu_without_tf32_is_reported_to_differ_from_a_plain_loop() -> None:
     def words(tf32: bool, **device: object) -> str:
         settings = {"settings": {"tf32_matmul": tf32, "tf32_cudnn": tf32}}

@@ -76,6 +76,21 @@ def test_data_in_memory_needs_no_worker_and_the_reason_is_given() -> None:
     assert not evidence.engaged
 
 
+def test_a_stream_whose_order_depends_on_workers_keeps_its_order_and_the_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "NEGLIGIBLE_SHARE", 0.0)  # workers would always pay
+    stream = [*runs.OURS, "data._target_=my_package.Counted", "model._target_=my_package.Net"]
+    inputs, rows = [], []
+    for enabled in ("false", "true"):
+        piped = f"optimization.pipeline.enabled={enabled}"
+        with runs.opened(PIPELINE[0], *PIPELINE[2:4], *stream, piped) as run:
+            inputs.append(list(islice(run.train.batches(0), 6))[-1][0])
+            rows.append(runs.status(train(run), "pipeline"))
+    assert torch.equal(*inputs)
+    assert not rows[1].engaged and "data.workers decides" in rows[1].reason
+
+
 @pytest.mark.gpu
 def test_batches_copied_aside_are_those_copied_in_line() -> None:
     def some(run: Run) -> list[Batch]:
