@@ -157,7 +157,7 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
                 raise  # whatever touches the device would raise again
             run.update.abandon()
             if not any(recover(run, error) for recover in run.recoveries):
-                from runner.core.train.error_notes import add_error_note  # imported only if used
+                from runner.core.train.failures import add_error_note  # imported only if used
 
                 add_error_note(run, batch, error)
                 raise
