@@ -19,6 +19,7 @@ from torch import device as TorchDevice
 from runner.core.device import capabilities
 from runner.core.device.capabilities import Capabilities, allowed_cores, usable_cores
 from runner.core.errors import ConfigError, DeviceError
+from runner.core.format import size
 from runner.core.schemas.device import DeviceConfig, DeviceKind
 
 __all__ = ["Capabilities", "Device", "seed_everything", "select"]
@@ -121,8 +122,6 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
     kind, reason = choose_device_kind(config.kind)
     index = config.index
     if isinstance(index, str):
-        from runner.core.device.gpu_choice import most_free_gpu  # imported only if used
-
         index, text = most_free_gpu() if kind == "cuda" else (None, "a single device")
         reason = f"{reason}; device.index=auto: {text}"
     torch_device, name, memory, supported = _open_device(kind, index, scope)
@@ -203,6 +202,22 @@ def _list_devices() -> str:
     if _why_no_mps() is None:
         devices.append("mps")
     return ", ".join(devices)
+
+
+def most_free_gpu() -> tuple[int, str]:
+    """Return its index, and a text with its free memory; of equal ones the first."""
+    free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
+    best = free.index(max(free))
+    return best, f"GPU {best} of {len(free)} has most free memory, {size(free[best])}"
+
+
+def _free_bytes(index: int) -> int:
+    """Return free bytes by NVML; without it by CUDA, which opens a context on the GPU."""
+    try:
+        used = torch.cuda.device_memory_used(index)
+    except Exception:  # pynvml is missing, or fails in many ways
+        return torch.cuda.mem_get_info(index)[0]
+    return torch.cuda.get_device_properties(index).total_memory - used
 
 
 def _open_device(

@@ -155,9 +155,7 @@ def build_optimizer(
         if cls is torch.optim.Muon and any(p.ndim != 2 for g in groups for p in g["params"]):
             fix = "give it matrices alone: optimizer.groups='[{match: \"*.weight\", name: Muon}]'"
         elif config.options:
-            from runner.core.optim.wrong_option import find_wrong_option  # imported only if used
-
-            if option := find_wrong_option(partial(cls, stand_ins), arguments, config.options):
+            if option := _find_wrong_option(partial(cls, stand_ins), arguments, config.options):
                 key, problem = f"{key}.options.{option}", f"is not for {problem}"
         raise ConfigError(key, problem, fix) from error
     if not is_torch_class(cls):
@@ -170,6 +168,26 @@ def build_optimizer(
     if cls is torch.optim.SGD:
         fill_momentum(optimizer)
     return optimizer
+
+
+def _find_wrong_option(
+    make: Callable[..., Any], arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> str | None:
+    """Return the option without which the constructor does not raise the same error, if any."""
+    error = _error_of(make, arguments)
+    for option in options:
+        others = {name: value for name, value in arguments.items() if name != option}
+        if _error_of(make, others) != error:
+            return option
+    return None
+
+
+def _error_of(make: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    try:
+        make(**arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def small_weight(parameter: Tensor) -> Tensor:

@@ -461,9 +461,9 @@ class OptimizerStep:
             align_state,
             check_optimizer_state,
             compatible_state,
+            reorder_state,
             restore_options,
         )
-        from runner.core.optim.parameter_order import reorder_state
 
         own_keys = frozenset({"lr", "initial_lr"} if self.lr is not None else ())
         constructed = self.constructed_options

@@ -79,7 +79,7 @@ def engaged(config: Amp, run: Run) -> Evidence:
 
     A layer is the innermost module around a matrix product, a convolution or attention.
     """
-    from runner.core.techniques.layer_evidence import product_dtypes
+    from runner.core.techniques.probe import product_dtypes
 
     products = product_dtypes(run)
     lowered = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())

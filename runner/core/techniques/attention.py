@@ -28,7 +28,7 @@ from runner.core.models.modes import enter_training
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Attention, Kernel
 from runner.core.techniques import model_calls, probe
-from runner.core.techniques.layer_evidence import count_operators
+from runner.core.techniques.probe import count_operators
 
 KEY = "optimization.attention.kernel"
 TORCH_CHOICE = "default"  # torch's own choice

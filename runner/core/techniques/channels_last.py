@@ -50,7 +50,7 @@ def engaged(config: ChannelsLast, run: Run) -> Evidence:
 
     A convolution with NHWC weights always writes NHWC, and first copies an input in NCHW.
     """
-    from runner.core.techniques.layer_evidence import convolution_layouts
+    from runner.core.techniques.probe import convolution_layouts
 
     layouts = convolution_layouts(run)
     matching = sum(map(all, layouts.values()))

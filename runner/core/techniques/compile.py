@@ -88,7 +88,7 @@ def engaged(config: Compile, run: Run) -> Evidence:
     """Return the share of layers in compiled graphs, and dynamo's counters."""
     from runner.core.record.text import shorten
     from runner.core.techniques import compiler
-    from runner.core.techniques.layer_evidence import compiled_layers, compiled_work
+    from runner.core.techniques.probe import compiled_layers, compiled_work
 
     compilation = run.compilation
     if run.step_graph is not None:

@@ -9,7 +9,6 @@ import re
 import stat
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,11 +37,6 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 DAMAGED_LIBRARY = re.compile(r"(/[^\s:]+): (?:file too short|invalid ELF header)")
 NO_HOME = "no home folder for a cache: HOME is not set, and passwd has no entry for this user"
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
-OPERATOR_CALL = re.compile(
-    r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
-    r"(\w+?)(?:_out)?(?:\.\w+)?\("
-)
-"""Operator calls in generated code, C++ and Python."""
 CODE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 FUNCTION_LINE = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
 """The line of user code that a compiler message names."""
@@ -332,18 +326,6 @@ def _shorten_messages(scope: ExitStack) -> None:
 
 
 # -- counters --------------------------------------------------------------------------------------
-
-
-def count_compiled_operators() -> dict[str, int]:
-    """Return the number of calls per operator in the code compiled since `prepare`.
-
-    A profiler does not see them if the calling code is compiled as well (cpp_wrapper).
-    """
-    from torch._inductor.codecache import PyCodeCache
-
-    files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
-    names = [name for f in files for name in OPERATOR_CALL.findall(f.read_text(errors="replace"))]
-    return dict(Counter(f"aten::{name}" for name in names))
 
 
 def compilation_facts() -> dict[str, Any]:
