@@ -86,10 +86,7 @@ class Checkpointer:
         return self._root is not None and path.resolve().parent == self._root.resolve()
 
     def inherit(self, checkpoint: Path) -> str:
-        """Copy the best checkpoint of another run after the save in progress.
-
-        Returns why it is not copied, or "".
-        """
+        """Copy another run's best checkpoint after the save in progress; return why not, or ""."""
         self.join()
         if self._root is None:
             return ""
@@ -159,10 +156,7 @@ class Checkpointer:
             raise self._save_error(f"{self._failures} checkpoints in a row were")
 
     def close(self) -> None:
-        """Wait for the save in progress; StorageError if the last checkpoint was not written.
-
-        For the end of a run; a later save is possible.
-        """
+        """Wait for the save in progress; StorageError if the last checkpoint was not written."""
         self._finish()
         if self._failures:
             raise self._save_error("the last checkpoint was")
@@ -213,10 +207,7 @@ class Checkpointer:
         return {}
 
     def read_preprocessing(self, source: Path | None = None) -> tuple[Path, bytes] | None:
-        """Return path and content from the newest intact checkpoint that `restore` would try.
-
-        None if there is none; `restore` reports damaged ones.
-        """
+        """Return path and content from the newest intact checkpoint to `restore`, or None."""
         from runner.core.checkpoint import reading
 
         for folder in self._restore_candidates(source):

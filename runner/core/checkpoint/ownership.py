@@ -83,10 +83,7 @@ def is_own_resume(folder: Path, resume: str) -> bool:
 
 
 def has_lost_weights(folder: Path) -> bool:
-    """Whether a run without a guard ended here with weights that are not finite.
-
-    No checkpoint of it is of use: it would take the same steps again.
-    """
+    """Whether an unguarded run ended here with non-finite weights: no checkpoint is of use."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         summary = json.loads(read_record(folder / RECORD[0]))
         return summary["ended_by"] == "policy" and str(summary["reason"]).startswith(NOT_FINITE)

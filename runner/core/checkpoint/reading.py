@@ -101,10 +101,7 @@ def load_newest(
     check: StateCheck | None = None,
     best_first: bool = False,
 ) -> RestoredCheckpoint | None:
-    """Load the first good candidate; bad ones are listed in its warnings.
-
-    None if there are no candidates; CheckpointError naming each if none is good.
-    """
+    """Load the first good candidate, with warnings of bad ones; CheckpointError if all are bad."""
     bad: list[str] = []
     for folder in list_candidates(root, best_first):
         try:

@@ -41,10 +41,7 @@ class Snapshot:
 
 
 class Copier:
-    """Takes snapshots; with `reuse`, each into the memory of the previous one.
-
-    New memory costs a page fault per 4 KiB, most of the time of a copy.
-    """
+    """Takes snapshots; with `reuse`, into the memory of the last one, as new pages take longest."""
 
     def __init__(self, reuse: bool) -> None:
         self._reuse = reuse
@@ -53,7 +50,7 @@ class Copier:
     def take(
         self, model: dict[str, Any], state: dict[str, Any], with_state: Collection[str] = ()
     ) -> Snapshot:
-        """Copy model and state to the host, with a host sync; TypeError names what cannot be saved.
+        """Copy to the host, with a host sync; TypeError names what cannot be saved.
 
         Entries of the model named in `with_state` are stored with the state.
         """
@@ -143,10 +140,7 @@ def _copy(tensor: Tensor, target: Tensor | None, contiguous: bool) -> Tensor:
 
 
 def pinned_tensor_like(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Return new pinned memory for a copy, so that copies run while the host enqueues the next.
-
-    torch rounds pinned memory up to a power of two, so a large tensor gets memory of its size.
-    """
+    """Return new pinned memory, for large tensors not rounded up to a power of two as by torch."""
     if tensor.nbytes >= MIN_REGISTERED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
         shape = torch.empty_like(tensor, device="meta", memory_format=memory_format)
         memory = RegisteredMemory.create(tensor.nbytes, tensor.device)

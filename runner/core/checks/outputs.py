@@ -23,10 +23,7 @@ CAUSE_NAMES = ("NaN", "Inf", "beyond their limits")
 
 @dataclass(frozen=True)
 class Changes:
-    """Counts of changed values by cause, on the device until `read`.
-
-    `counts` is int64 [3]: NaN, ±Inf, and finite values beyond a limit.
-    """
+    """Counts of values that were NaN, ±Inf, or beyond a limit: int64 [3], until `read`."""
 
     counts: Tensor | None = None  # None: no changes
 

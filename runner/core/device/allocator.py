@@ -76,10 +76,7 @@ def _set_malloc_options(options: dict[int, int], scope: ExitStack) -> None:
 
 
 def expand_segments(scope: ExitStack) -> str | None:
-    """Make segments of torch's CUDA allocator expandable, against fragmentation by varying sizes.
-
-    Returns why not if that is impossible.
-    """
+    """Make torch's CUDA segments expandable, against fragmentation, or return why not."""
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         if key in os.environ:
             return f"{key} is set"

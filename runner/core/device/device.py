@@ -14,6 +14,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch import device as TorchDevice
 
 from runner.core.device import capabilities
@@ -145,6 +146,17 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
     )
 
 
+def copy_to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Start a copy to pinned memory, complete at the event; values on the host have none."""
+    if values.device.type == "cpu":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+    host.copy_(values, non_blocking=True)
+    ready = torch.Event(values.device)
+    ready.record()
+    return host, ready
+
+
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch on every device; `seed` is 0 to 2**64-1."""
     if not 0 <= seed < 2**64:
@@ -161,10 +173,8 @@ def choose_device_kind(requested: DeviceKind) -> tuple[str, str]:
     if requested is DeviceKind.auto:
         kind = next(kind for kind, reason in reasons.items() if reason is None)
         others = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items() if reason)
-        fastest = (
-            f"no accelerator available ({others})" if kind == "cpu" else "the fastest available"
-        )
-        return kind, f"auto: {fastest}"
+        none_available = f"no accelerator available ({others})"
+        return kind, f"auto: {none_available if kind == 'cpu' else 'the fastest available'}"
     if reasons[kind] is not None:
         raise DeviceError(
             f"device.kind={kind} is not available: {reasons[kind]}; available: {_list_devices()}; "

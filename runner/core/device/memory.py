@@ -38,11 +38,7 @@ def process_bytes() -> int:
 
 
 def anonymous_bytes(pid: int | None = None) -> int:
-    """Return the resident memory that no file backs, and so could leak; 6 µs.
-
-    Of this process, or of `pid`: 0 if that has ended. Includes shared memory, in which workers send
-    batches.
-    """
+    """Return the resident memory that no file backs, of this process or `pid` (0: ended); 6 µs."""
     try:
         with open(f"/proc/{pid or 'self'}/status", "rb", buffering=0) as file:
             status = file.read()
@@ -55,10 +51,7 @@ def anonymous_bytes(pid: int | None = None) -> int:
 
 
 def child_bytes() -> int:
-    """Return `anonymous_bytes` of the processes that `multiprocessing` started for this one.
-
-    These are the workers of data loaders. Pages that a fork shares with this process count, too.
-    """
+    """Return `anonymous_bytes` of data loaders' workers, with pages shared with this process."""
     pids = [child.pid for child in multiprocessing.active_children()]
     return sum(anonymous_bytes(pid) for pid in pids if pid is not None)
 

@@ -102,11 +102,7 @@ class Reading:
 
 
 class SystemMonitor:
-    """Cached readings of the machine, at most one per `every_s` seconds.
-
-    `folder` is on the disk to watch. A reading takes a quarter of a millisecond, and as much again
-    with a GPU.
-    """
+    """Cached readings of the machine and the disk of `folder`, one per `every_s` seconds."""
 
     def __init__(
         self, folder: Path | None = None, every_s: float = 5.0, gpu: bool | None = None

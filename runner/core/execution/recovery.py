@@ -48,9 +48,7 @@ FEWER_ACTIVATIONS_FIX = (
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:
-    """Halve the micro-batch after out of memory; the batch stays the same.
-
-    So does its gradient where the loss is a mean over samples; the record says whether it is.
+    """Halve the micro-batch after out of memory; the record says whether the gradient is the same.
 
     Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
@@ -95,10 +93,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
 
 def _find_split_obstacle(run: Run) -> str:
-    """Return why micro-batches do not give the batch's gradient, or "" if they do.
-
-    Compares the loss on outputs of a part that fits with the mean of its halves.
-    """
+    """Return why micro-batches do not give the gradient of a batch, by a part that fits, or ""."""
     if any(isinstance(m, _BatchNorm) and m.training for m in run.model.modules()):
         return "BatchNorm normalises each micro-batch by itself"
     if run.shards is not None:  # a forward needs all processes

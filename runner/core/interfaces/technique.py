@@ -78,10 +78,7 @@ class Technique(ABC):
 
     @abstractmethod
     def apply(self, builder: RunBuilder) -> str | None:
-        """Change the builder, or return why the technique does not apply to it.
-
-        Register undo callbacks of global switches in `builder.scope`.
-        """
+        """Change the builder, or return why it does not apply. Undo switches in `builder.scope`."""
 
     @abstractmethod
     def engaged(self, run: Run) -> Evidence:

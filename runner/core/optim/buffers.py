@@ -152,10 +152,7 @@ class BufferSnapshot:
         self.groups = _group_by_type(current, self.saved)
 
     def changed(self) -> dict[str, Any]:
-        """Return what a state_dict and a new model lack of the buffers, for a checkpoint.
-
-        These are new shapes, new and dropped buffers, and values of non-persistent ones.
-        """
+        """Return new shapes, new and dropped buffers, and non-persistent values: for a state."""
         changed: dict[str, Any] = {}
         now = {n: (b, persistent) for n, b, persistent in _named_buffers(self.model)}
         for name in self.initial.keys() | now.keys():

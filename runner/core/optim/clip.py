@@ -41,10 +41,7 @@ class GradientClipper:
         clip_norm: float | None,
         scale: Tensor | None,
     ) -> list[Tensor | None]:
-        """Clip gradients in place; return each group's divisor for the norm and the loss scale.
-
-        `scale` is the loss scale. Sparse gradients must be coalesced.
-        """
+        """Clip (coalesced) gradients in place; return each group's divisor, with the loss scale."""
         gradients = [[dense_values(g) for g, _ in group if g is not None] for group in groups]
         all_gradients = [gradient for group in gradients for gradient in group]
         if scale is not None and (self.adaptive or self.value):

@@ -23,10 +23,7 @@ from runner.core.schemas.optimizer import OWN_OPTIMIZER, OptimizerConfig
 
 
 class CombinedOptimizer(Optimizer):
-    """Steps several optimizers of different parameters, with the groups and the state of all.
-
-    `state_dict()` has torch's form, with the groups in the order of the parts.
-    """
+    """Steps several optimizers of different parameters; their `state_dict()` has torch's form."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})

@@ -74,10 +74,7 @@ class UpdateComparison:
         }
 
     def select(self, recorded: str | None = None) -> tuple[str, str]:
-        """Return the name of the first candidate with torch's default updates, and why not another.
-
-        `recorded` names that of the resumed run, which is kept.
-        """
+        """Return the candidate with torch's updates, or the `recorded` one, and why no other."""
         if recorded in self.candidates:
             return str(recorded), "kept from the resumed run"
         reasons: list[str] = []
@@ -88,10 +85,7 @@ class UpdateComparison:
         return name, "; ".join(reasons)
 
     def difference(self, implementation: Implementation, whole_step: bool = False) -> str:
-        """Return where it differs from torch's default, or "" if nowhere.
-
-        With `whole_step`, the arithmetic of the whole-step graph is compared, uncompiled.
-        """
+        """Return where it differs from torch's default, or ""; `whole_step`: as in that graph."""
         options, shortcuts = implementation
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         on_host = self.optimizer.param_groups[0]["params"][0].device.type == "cpu"
@@ -282,10 +276,7 @@ def _values(optimizer: Optimizer, parameters: list[Tensor]) -> dict[str, Tensor]
 
 
 def _imprecise_state(values: dict[str, Tensor]) -> str:
-    """Return which float32 state of a float64 weight implementations round differently, or "".
-
-    A rate of 0.1 need not show it: ASGD's `eta` is off by 3e-8 at others.
-    """
+    """Return which float32 state of a float64 weight implementations round differently, or ""."""
     for name, value in values.items():
         exact = name.startswith("step ")  # a counter
         if "of float64 weight" in name and value.dtype is torch.float32 and not exact:

@@ -154,10 +154,7 @@ class RevertibleStep:
 
     @staticmethod
     def supports(optimizer: Optimizer, model: nn.Module, scheduled: bool) -> bool:
-        """Whether a step of this optimizer needs no host sync.
-
-        A `scheduled` learning rate is a tensor, which SGD, Muon and plain loops would read.
-        """
+        """Whether a step needs no host sync; SGD, Muon and loops would read a `scheduled` rate."""
         kind, groups = type(optimizer), optimizer.param_groups
         if not uses_torch_step(optimizer):
             return False

@@ -57,10 +57,7 @@ def incompatibility(
     weight_decay: float = 0.0,
     names: Collection[str] | None = None,
 ) -> tuple[str, str] | None:
-    """Return why a training step cannot use this class, and what can be used; None if it can.
-
-    With `names` it is asked for these parameters alone.
-    """
+    """Return why a step cannot use this class (for `names`), and what it can use, or None."""
     name = cls.__name__
     if _needs_closure(cls):
         return f"{name} runs the model several times a step", "use AdamW"

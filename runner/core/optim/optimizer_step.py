@@ -144,10 +144,7 @@ class OptimizerStep:
         self.in_progress = False
 
     def measure(self, loss: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d.
-
-        `norm` is given, over all shards, if the weights are sharded.
-        """
+        """Return gradient norm (`norm`, if sharded) and 1.0 if the step must be skipped: 0-d."""
         norms = tensor_norms(gradient_values(self.parameters)) if norm is None else [norm]
         return self.norm_and_skip(loss, norms)
 
@@ -187,10 +184,7 @@ class OptimizerStep:
         return (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
 
     def apply(self, norm: Tensor, skipped: Tensor) -> None:
-        """Make the update unless `skipped` is 1, and adapt the loss scale.
-
-        A step may be skipped for several reasons; the loss scale depends on the norm alone.
-        """
+        """Make the update unless `skipped` is 1, and adapt the loss scale, by the norm alone."""
         self.recheck_step()
         if self.in_kernel:
             self._apply_in_kernel(norm, skipped)
@@ -265,10 +259,7 @@ class OptimizerStep:
     def divisors(
         self, norm: Tensor, gradients: Sequence[Tensor] | None = None
     ) -> list[Tensor | None]:
-        """Apply the other kinds of clipping; return each group's divisor for loss scale and norm.
-
-        `gradients` are used in place of those in `.grad`.
-        """
+        """Clip in other ways, `gradients` or `.grad`; return each group's divisor."""
         if self.clip is None:
             return [self.divisor(norm)] * len(self.groups)
         iterator = iter(coalesced_gradients(self.parameters) if gradients is None else gradients)
@@ -321,10 +312,7 @@ class OptimizerStep:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Enter the optimizer's own evaluation mode, if it has one (schedule-free averages).
-
-        The weights of training are restored to the bit on exit, where its `train()` would round.
-        """
+        """Enter the optimizer's own evaluation mode, if any; exact weights are restored on exit."""
         if not self.has_modes or self.training_weights:
             yield
             return
@@ -512,10 +500,7 @@ class OptimizerStep:
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16, on the device: halves on overflow, doubles after 2,000 steps.
-
-    The rule is that of torch.amp.GradScaler, which reads the flag on the host.
-    """
+    """Dynamic loss scale for fp16, on the device, by the rule of torch.amp.GradScaler."""
 
     def __init__(self, initial_scale: float, device: torch.device) -> None:
         self.value = torch.full((), initial_scale, dtype=torch.float32, device=device)

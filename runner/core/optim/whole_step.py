@@ -26,10 +26,7 @@ Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
 
 class StepGraph:
-    """Makes the step of a full batch; returns loss, gradient norm and skip flag.
-
-    The first call compiles. Gradients are never in `.grad`; no host sync.
-    """
+    """Makes the step of a full batch as one graph; gradients are never in `.grad`; no host sync."""
 
     def __init__(
         self,

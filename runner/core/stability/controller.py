@@ -140,10 +140,7 @@ class StabilityController:
 
     @property
     def nonfinite_by_design(self) -> set[str]:
-        """Names of buffers that are non-finite by design or filled so by a forward, such as masks.
-
-        Takes one host sync per buffer.
-        """
+        """Names of buffers that are non-finite by design, as masks. A host sync per buffer."""
         others = [row for row in self.model.named_buffers() if not is_statistic(row[0])]
         return self.initially_nonfinite | infinite_buffers(others)
 

@@ -33,11 +33,7 @@ class Decision:
 def share_decision(
     own: Decision | None, decisions: Iterable[Decision | None], step: int
 ) -> Decision:
-    """Return this process's decision, or that of the first one that has one; else a hook's request.
-
-    Called by all processes of a run, with the `decisions` of all in the order of their ranks, as
-    what only one of them holds may be lost.
-    """
+    """Return the own decision, else the first of all processes, else a hook's request."""
     if own is not None:
         return own
     for rank, decision in enumerate(decisions):
@@ -94,10 +90,7 @@ def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: SpikeDetector) -
 def describe_giving_up(
     decision: Decision, config: StabilityConfig | None, rollbacks: int, captures: Sequence[Path]
 ) -> str:
-    """Return why the run gives up, and what to do next, with the first capture that exists.
-
-    `config` is None in a hand-written loop, which cannot roll back.
-    """
+    """Return why the run gives up, and what to do; `config` is None where it cannot roll back."""
     advice = "inspect the data of these steps"
     if (capture := next(filter(os.path.isdir, captures), None)) is not None:
         replay = shlex.quote(f"replay.path={capture}")

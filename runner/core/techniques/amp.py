@@ -75,10 +75,7 @@ def _choose_dtype(config: Amp, builder: RunBuilder) -> torch.dtype:
 
 
 def engaged(config: Amp, run: Run) -> Evidence:
-    """Return the share of layers with all products in 16 bits, and dtypes of products and weights.
-
-    A layer is the innermost module around a matrix product, a convolution or attention.
-    """
+    """Return the share of layers (innermost modules around a product) with products in 16 bits."""
     from runner.core.techniques.probe import product_dtypes
 
     products = product_dtypes(run)

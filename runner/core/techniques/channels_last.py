@@ -46,10 +46,7 @@ class MemoryOrder:
 
 
 def engaged(config: ChannelsLast, run: Run) -> Evidence:
-    """Return the share of convolutions that read and write NHWC, where it differs from NCHW.
-
-    A convolution with NHWC weights always writes NHWC, and first copies an input in NCHW.
-    """
+    """Return the share of convolutions that read and write NHWC, where it differs from NCHW."""
     from runner.core.techniques.probe import convolution_layouts
 
     layouts = convolution_layouts(run)

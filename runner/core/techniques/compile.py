@@ -30,11 +30,7 @@ def unavailable(config: Any, device: Device) -> str | None:
 
 
 def apply(config: Compile, builder: RunBuilder) -> str | None:
-    """Compile the model in place, so that state_dict keys do not change.
-
-    If the whole step is one graph, compiling the model is deferred: it is needed only if that
-    graph fails.
-    """
+    """Compile the model in place, or later if the whole step is one graph; state_dict keys stay."""
     failed = [c.reason for c in builder.choices if c.key == ENABLED and c.value is False]
     if reason := failed[0] if failed else too_short(builder, config.min_steps):
         return reason

@@ -98,10 +98,7 @@ def saved_bytes(
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the largest group, by parameters, of two or more modules of one class and parent.
-
-    In the parent's order; of nested blocks the outermost. Empty if no module repeats.
-    """
+    """Return the largest group, by parameters, of modules of one class and parent, in its order."""
     best: list[nn.Module] = []
     best_size = 0
     for parent in model.modules():
@@ -212,10 +209,7 @@ def compiled_layers(run: Run) -> tuple[int, int]:
 
 
 def compiled_work(run: Run) -> float | None:
-    """Return the share of a step's work, 0 to 1, in compiled graphs; None if it is not countable.
-
-    It includes functions that are no layers, and weighs layers by their size.
-    """
+    """Return the share of a step's work, 0 to 1, in compiled graphs; None if not countable."""
     try:
         with WorkCounter() as eager_part:
             dry_run_step(run)

@@ -84,10 +84,7 @@ def build_summary(
 
 
 def record_failure(run: Run, reason: str) -> None:
-    """Write `failed` and the reason into the last summary, and the history, from host memory alone.
-
-    `build_summary` asks the device too, and any call to a lost one may raise.
-    """
+    """Write `failed` into the last summary, from host memory alone: a lost device would raise."""
     run.history.write()
     if run.folder is not None and run.writes:
         with suppress(StorageError):
@@ -98,10 +95,7 @@ def record_failure(run: Run, reason: str) -> None:
 
 
 def collect_evidence(run: Run) -> None:
-    """Collect the evidence of every technique; some call the model a few times.
-
-    Restores the model afterwards, its Python attributes included.
-    """
+    """Collect the evidence of every technique; restores the model, its attributes included."""
     from runner.core.preserved_state import large_parameters, preserve_state
 
     if not run.techniques:

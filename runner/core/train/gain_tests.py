@@ -149,9 +149,8 @@ class GainTest:
         ratios = sorted(without / used for used, without in pairs)
         rank = max(0, _interval_rank(len(ratios)))
         with_ms, without_ms = (1e3 * median(times) for times in zip(*pairs, strict=True))
-        return GainEstimate(
-            with_ms, without_ms, median(ratios), ratios[rank], ratios[-1 - rank], len(pairs)
-        )
+        low, high = ratios[rank], ratios[-1 - rank]
+        return GainEstimate(with_ms, without_ms, median(ratios), low, high, len(pairs))
 
 
 def _interval_rank(n: int) -> int:
@@ -211,10 +210,6 @@ class GainTests:
                 switch.on = on
         self.finished = all(step > test.last for test in self.tests)
 
-    def start(self, run: Run) -> float:
-        """Return the start time of a step that may be timed. Host sync."""
-        return run.device.clock()
-
     def end(self, run: Run, started: float, regular: bool) -> None:
         """Record the time of a `regular` step, decide at a test's end, and switch for the next."""
         step = run.progress.step + 1
@@ -238,8 +233,7 @@ class GainTests:
                         run.gains.store(test.name, row)
         self.enter(run, step + 1)
         if test is not None and self.is_timing and test.used is False and step == test.last:
-            discard = self.switches[test.name].discard
-            if discard is not None:
+            if (discard := self.switches[test.name].discard) is not None:
                 discard(run)
 
     def evidence(self, name: str, evidence: Evidence | None) -> Evidence | None:

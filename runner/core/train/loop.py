@@ -282,10 +282,7 @@ def _train(run: Run) -> None:
 
 
 def _check_updates(run: Run) -> None:
-    """Raise GaveUp if all steps were skipped, so that nothing is trained.
-
-    A loss scale that is still being searched may skip all steps of a short run.
-    """
+    """Raise GaveUp if all steps were skipped, unless a loss scale is still being searched."""
     progress = run.progress
     if 0 < progress.step <= progress.skipped and not run.history.counts.get("overflow"):
         run.checkpointer.close()
@@ -368,7 +365,6 @@ def _resume_hint(run: Run) -> str:
 
 
 def _make_grace_period(run: Run, interrupts: InterruptHandler, number: int) -> StepLimit:
-    """Return the grace period of the step in which a signal arrived."""
     from runner.core.train.grace import GracePeriod  # imported only if needed
 
     return GracePeriod(run, interrupts, number, partial(_resume_hint, run))
@@ -407,10 +403,7 @@ def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler, last_state:
 
 
 def _handle_last_report(run: Run) -> None:
-    """Apply the verdict of all reports at the last step, before validating and saving.
-
-    Without a bad step the open window stays open: a run with more steps continues it.
-    """
+    """Apply the verdict of all reports at the last step; a window without a bad step stays open."""
     verdict = _process_reports(run, wait=True)
     if first_bad_step(run):
         run.reader.close(run.stopwatch.elapsed())

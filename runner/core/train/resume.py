@@ -223,10 +223,7 @@ def load_progress(run: Run, progress: Mapping[str, Any]) -> None:
 
 
 def _continue_epochs(run: Run, state: Mapping[str, Any]) -> None:
-    """Continue at the same sample of the same epoch if the batch size or the data changed.
-
-    The steps that are left follow from `run.epochs`, and the schedule is over all steps.
-    """
+    """Continue at the same sample of the same epoch if the batch size or the data changed."""
     progress, train, before = run.progress, run.train, state["steps_per_epoch"]
     size = int(state["settings"].get("training.batch_size", train.batch_size))
     recorded = progress.segments or [[0, 0, 0, size, before, before, 0.0]]
@@ -361,10 +358,7 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
 
 
 def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint without preprocessing is used with other data.
-
-    On its own data the split is the same, so fitting gives the same preprocessing.
-    """
+    """Raise CheckpointError if a checkpoint without preprocessing is used with other data."""
     if restored is None:
         return
     before, now = restored.state["settings"], comparable_settings(settings)

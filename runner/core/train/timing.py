@@ -19,10 +19,7 @@ MAX_DURATIONS = 2**14  # newest steps with durations kept, so that memory is bou
 
 
 class Stopwatch:
-    """Timer of steps and their phases; five clock readings a step, a third of a microsecond in all.
-
-    For an accelerator the result is a `runner.core.train.device_timing.DeviceStopwatch`.
-    """
+    """Timer of steps and their phases, a third of a microsecond a step; see `DeviceStopwatch`."""
 
     on_accelerator = False
 
@@ -89,10 +86,7 @@ class Stopwatch:
                 self.inspected_samples += samples
 
     def pause(self, wait: bool = True) -> None:
-        """End the last step before other work, such as a validation; the next one starts anew.
-
-        On an accelerator the host waits until the device has finished it, unless `wait` is false.
-        """
+        """End the last step before other work; on an accelerator `wait` for it."""
 
     def inspect_step(self) -> None:
         """Exclude the current step from the speed, as a debug tool slows it down."""
