@@ -220,7 +220,6 @@ class Checkpointer:
         return None
 
     def _restore_candidates(self, source: Path | None) -> list[Path]:
-        """Return the checkpoints that `restore` tries, in order."""
         if source is not None and _is_step(source):
             return [source]
         root = self._root if source is None else folders.root_of(source)

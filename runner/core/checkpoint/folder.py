@@ -155,9 +155,8 @@ def update_links(root: Path) -> int | None:
         with suppress(CheckpointError):
             best = step if read_manifest(folder).best else best
             newest = step
-    targets = {
-        n: step_name(step) for n, step in (("last", newest), ("best", best)) if step is not None
-    }
+    found = {"last": newest, "best": best}
+    targets = {name: step_name(step) for name, step in found.items() if step is not None}
     if best is None and (inherited := find_inherited(root)) is not None:
         targets["best"] = f"{INHERITED}/{inherited.name}"
     for name, target in targets.items():

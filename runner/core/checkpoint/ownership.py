@@ -91,10 +91,7 @@ def has_lost_weights(folder: Path) -> bool:
 
 
 def archive_record(folder: Path) -> None:
-    """Move a record without useful checkpoints into the hidden archive; event files are deleted.
-
-    TensorBoard would show them as another run. The log is continued.
-    """
+    """Move a record without useful checkpoints to the archive; event files, shown as runs, go."""
     useless = [CHECKPOINTS] if has_lost_weights(folder) else []
     has_others = has_checkpoints(folder) and not useless
     if has_others or not any((folder / name).exists() for name in RECORD):

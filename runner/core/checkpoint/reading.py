@@ -88,8 +88,7 @@ def read_preprocessing(folder: Path, facts: manifest.Manifest) -> bytes:
 def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
     own = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     return [
-        f"{folder}: written with {key} {then}, now {now}; results may differ in the last digits "
-        "from those of an uninterrupted run"
+        f"{folder}: written with {key} {then}, now {now}; results may differ in the last digits"
         for key, now in own.items()
         if (then := getattr(facts, key)) != now
     ]

@@ -239,9 +239,8 @@ class BatchValidator:
 
     def _stop_error(self, number: int, check: str, message: str) -> DataError:
         resume_hint = "" if self.folder is None else f"; to resume: {resume_argument(self.folder)}"
-        return DataError(
-            f"step {number}: {message} (checks.inputs.{check}=stop); {FIXES[check]}{resume_hint}"
-        )
+        problem = f"step {number}: {message} (checks.inputs.{check}=stop)"
+        return DataError(f"{problem}; {FIXES[check]}{resume_hint}")
 
     def _count_skipped(self, number: int, skipped: bool) -> None:
         """Count consecutive skipped batches; raises DataError at MAX_SKIPPED of them."""
@@ -250,7 +249,5 @@ class BatchValidator:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
             self.skipped_in_a_row = 0
-            raise DataError(
-                f"step {number}: {MAX_SKIPPED} batches in a row were skipped by checks.inputs; "
-                "debug/history.json lists the problems"
-            )
+            problem = f"{MAX_SKIPPED} batches in a row were skipped by checks.inputs"
+            raise DataError(f"step {number}: {problem}; debug/history.json lists why")

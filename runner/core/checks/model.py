@@ -143,8 +143,8 @@ class ModelCheck(Hook):
         with run.update.averaged():
             report = check_model(run.model)
         for reason in report.findings:
-            message, severity = f"model: {reason}", SEVERITIES[reason.severity]
             run.history.add(
-                reason.code, message, step=run.progress.step, category="model", severity=severity
-            )
+                reason.code, f"model: {reason}", step=run.progress.step, category="model",
+                severity=SEVERITIES[reason.severity],
+            )  # fmt: skip
         run.model_check = report.compact() | {"after_training": after_training}

@@ -72,10 +72,8 @@ def sanitise(
         nonlocal total
         dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
         if not dense or value.is_complex():
-            raise UsageError(
-                "sanitise: an output is not dense and real; give output.to_dense(), "
-                "output.dequantize(), list(output.unbind()) or torch.view_as_real(output)"
-            )
+            fix = "to_dense(), dequantize(), list(output.unbind()) or torch.view_as_real(output)"
+            raise UsageError(f"sanitise: an output is not dense and real; give its {fix}")
         if not value.is_floating_point():
             return value
         value, changes = _sanitise_tensor(value, nan, inf, low, high)

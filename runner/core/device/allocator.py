@@ -47,10 +47,7 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
 
 
 def limit_malloc_arenas(scope: ExitStack) -> None:
-    """Limit glibc to one arena, for a process with limited address space.
-
-    When the first arena cannot grow, glibc reserves 64 MiB for another, and never returns them.
-    """
+    """Limit glibc to one arena, where address space is short: each other one reserves 64 MiB."""
     if malloc_name() == "glibc":
         _set_malloc_options({ARENA_MAX: 1}, scope)
 

@@ -116,10 +116,7 @@ class Device:
 
 
 def select(config: DeviceConfig, scope: ExitStack) -> Device:
-    """Select and configure the device; `scope` restores all settings that can be restored.
-
-    Raises DeviceError if it does not exist, ConfigError for a setting that it does not have.
-    """
+    """Select and configure the device until `scope` ends. Raises DeviceError or ConfigError."""
     kind, reason = choose_device_kind(config.kind)
     index = config.index
     if isinstance(index, str):
@@ -176,10 +173,8 @@ def choose_device_kind(requested: DeviceKind) -> tuple[str, str]:
         none_available = f"no accelerator available ({others})"
         return kind, f"auto: {none_available if kind == 'cpu' else 'the fastest available'}"
     if reasons[kind] is not None:
-        raise DeviceError(
-            f"device.kind={kind} is not available: {reasons[kind]}; available: {_list_devices()}; "
-            "use device=auto for the fastest"
-        )
+        others = f"available: {_list_devices()}; use device=auto for the fastest"
+        raise DeviceError(f"device.kind={kind} is not available: {reasons[kind]}; {others}")
     return kind, "requested"
 
 
@@ -197,14 +192,12 @@ def _why_no_cuda() -> str | None:
 
 
 def _why_no_mps() -> str | None:
-    """Return why MPS cannot be used, or None."""
     if not torch.backends.mps.is_built():
         return "torch is built without Metal"
     return None if torch.backends.mps.is_available() else "needs macOS 14 and an Apple GPU"
 
 
 def _list_devices() -> str:
-    """Return the names of all devices, for an error."""
     devices = [f"cpu ({capabilities.cpu_name()}, {usable_cores()} cores)"]
     if _why_no_cuda() is None:
         count = torch.cuda.device_count()
@@ -294,15 +287,11 @@ def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
         try:
             torch.set_num_interop_threads(wanted)
         except RuntimeError:  # torch allows it once, before operators run in parallel
-            notes.append(
-                f"interop_threads: {torch.get_num_interop_threads()}, which this process has used "
-                f"already; device.interop_threads={wanted} needs a new process"
-            )
-    if (threads or before) > cores:
-        notes.append(
-            f"{threads or before} threads on {cores} usable cores wait for each other; "
-            f"set device.threads={cores}"
-        )
+            why = f"this one has used {torch.get_num_interop_threads()}"
+            notes.append(f"device.interop_threads={wanted} needs a new process: {why}")
+    if (used := threads or before) > cores:
+        wait = f"{used} threads on {cores} usable cores wait for each other"
+        notes.append(f"{wait}; set device.threads={cores}")
     return notes
 
 
@@ -324,7 +313,6 @@ def _set_numerics(
 
 
 def _reseeder(torch_device: TorchDevice) -> Callable[[int], object]:
-    """Return a function that seeds the generators of the device and the host."""
     host = torch.default_generator.manual_seed
     if torch_device.type == "cpu":
         return host

@@ -96,18 +96,12 @@ def peak_process_bytes() -> int:
 
 
 def peak_device_bytes(device: Device) -> int:
-    """Return the peak memory of tensors on the accelerator; 0 on a CPU. No host sync.
-
-    MPS keeps no peak: returns the memory allocated by Metal, which shrinks only on request.
-    """
+    """Return the peak of tensors on the accelerator, on MPS what Metal holds; no host sync."""
     return max(device_mark(device), _earlier_peaks.get(str(device.torch), 0))
 
 
 def process_mark() -> int:
-    """Return the kernel's high-water mark since its last reset; 6 µs.
-
-    On Linux VmHWM: `getrusage` there inherits the peak of the parent process.
-    """
+    """Return the high-water mark; VmHWM on Linux, where `getrusage` has the parent's peak; 6 µs."""
     mark = status_bytes("VmHWM")
     if mark is not None:
         return mark

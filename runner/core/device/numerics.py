@@ -47,10 +47,7 @@ def set_cudnn_benchmark(enabled: bool, scope: ExitStack) -> None:
 
 
 def set_tf32(enabled: bool, scope: ExitStack) -> None:
-    """Set whether fp32 products and convolutions of a GPU may round inputs to 10 mantissa bits.
-
-    torch's own default is false for products and true for convolutions and recurrent layers.
-    """
+    """Set whether fp32 products and convolutions of a GPU may round inputs to 10 mantissa bits."""
     set_fp32_precision(dict.fromkeys(GPU_SWITCHES, "tf32" if enabled else "ieee"), scope)
 
 

@@ -297,10 +297,8 @@ class Run(RunParts):
 def check_run(caller: str, run: object) -> None:
     """Raise UsageError if `run` is not a Run, for example a RunConfig."""
     if not isinstance(run, Run):
-        raise UsageError(
-            f"{caller}: takes a run, not a {type(run).__name__}: "
-            f"with build(config) as run: {caller}(run)"
-        )
+        use = f"with build(config) as run: {caller}(run)"
+        raise UsageError(f"{caller}: takes a run, not a {type(run).__name__}: {use}")
 
 
 Recovery = Callable[[Run, Exception], bool]

@@ -171,11 +171,6 @@ class RunBuilder(RunParts):
         """Return the fields that the finished run takes over, by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunParts)}
 
-    @property
-    def has_temporary_weights(self) -> bool:
-        """Whether each forward gathers weights of other processes, and frees them."""
-        return self.world.kind == "fsdp"
-
     def unsupported_reason(self, technique: str) -> str | None:
         """Return why the run's processes do not support a technique; None if they do."""
         return self.world.unsupported_reason(technique)
@@ -197,9 +192,8 @@ class RunBuilder(RunParts):
         run has the tests that it had before.
         """
         fits_run = self.total_steps >= self._steps_to_measure
-        if not self._was_tested(name) and not (
-            self.measure_gains and fits_run and self.total_steps >= min_steps
-        ):
+        measures = self.measure_gains and fits_run and self.total_steps >= min_steps
+        if not self._was_tested(name) and not measures:
             if self.measure_gains and not fits_run:
                 self.choose("optimization.measure", lambda: (False, self._too_few_steps))
             return False

@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.core.optim.optimizer import Optimizer, fill_momentum, sparse_embeddings
+from runner.core.optim.optimizer import (
+    Optimizer,
+    fill_momentum,
+    skip_compiler_import,
+    sparse_embeddings,
+    uses_torch_step,
+)
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.optim.origin import skip_compiler_import, uses_torch_step
 from runner.core.schemas.stability import StabilityConfig
 
 KEY = "optimizer.implementation"
@@ -189,9 +194,8 @@ class UpdateComparison:
         rate = RATE if self.sets_rate else None
         factors = [1.0, 1.0 if not self.scheduled else 0.5]
         module, config = nn.ParameterList(parameters), StabilityConfig()
-        update = OptimizerStep(
-            module, optimizer, config, rate, factors, shortcuts=implementation.shortcuts
-        )
+        shortcuts = implementation.shortcuts
+        update = OptimizerStep(module, optimizer, config, rate, factors, shortcuts=shortcuts)
         update.factors = [1.0]  # the rate of every step, read as it will be in the run
         update._set_schedule()
         return update
@@ -264,7 +268,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _values(optimizer: Optimizer, parameters: list[Tensor]) -> dict[str, Tensor]:
-    """Return weights and state by name, on the device."""
     values: dict[str, Tensor] = {}
     for number, parameter in enumerate(parameters):
         kind = f"of {str(parameter.dtype).removeprefix('torch.')} weight {number}"
@@ -285,7 +288,6 @@ def _imprecise_state(values: dict[str, Tensor]) -> str:
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    """Return the norm of each tensor, in float64."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     dtype = torch.float32 if real[0].device.type == "mps" else torch.float64
     real = [t if t.is_floating_point() else t.to(dtype) for t in real]
@@ -300,9 +302,8 @@ def _first_difference(actual: dict[str, Tensor], snapshot: UpdateResult) -> str:
         if name not in actual or actual[name].shape != tensor.shape:
             return f"{name} is missing"
     differences = torch._foreach_sub([actual[name] for name in expected], [*expected.values()])
-    for (name, tensor), norm, difference in zip(
-        expected.items(), norms, _norms(list(differences)), strict=True
-    ):
+    rows = zip(expected.items(), norms, _norms(list(differences)), strict=True)
+    for (name, tensor), norm, difference in rows:
         if not isfinite(norm):
             return f"{name} is not finite with torch's default"
         is_float = tensor.is_floating_point() or tensor.is_complex()

@@ -14,8 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core.optim.optimizer import Optimizer, sparse_embeddings
-from runner.core.optim.origin import uses_torch_step
+from runner.core.optim.optimizer import Optimizer, sparse_embeddings, uses_torch_step
 
 
 @dataclass

@@ -15,9 +15,9 @@ from runner.core.optim.optimizer import (
     OPTIONS_OF_THIS_RUN,
     combined_parts,
     fill_momentum,
+    is_torch_class,
     iterate_weights,
 )
-from runner.core.optim.origin import is_torch_class
 from runner.core.security.files.encode import encode
 
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
@@ -41,9 +41,8 @@ def restore_options(
     `saved` (None: not recorded by older checkpoints, so all options are taken from the config).
     """
     saved = saved or [{} for _ in groups]
-    for group, current, options, before in zip(
-        groups, current_groups, constructed, saved, strict=True
-    ):
+    rows = zip(groups, current_groups, constructed, saved, strict=True)
+    for group, current, options, before in rows:
         for key, value in current.items():
             if key not in group or has_config_precedence(key, options, before):
                 group[key] = value
@@ -111,9 +110,8 @@ def has_torch_form(state: Mapping[str, Any], count: int | None = None) -> bool:
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         return False
     numbers = [number for group in groups for number in group["params"]]
-    return numbers == list(
-        range(len(numbers) if count is None else count)
-    ) and entries.keys() <= set(numbers)
+    expected = list(range(len(numbers) if count is None else count))
+    return numbers == expected and entries.keys() <= set(numbers)
 
 
 def check_saved_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -141,9 +139,8 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
     if torch_base(optimizer) is torch.optim.Adafactor:  # state by rows and columns; no fused kernel
         return
     for name, value in entries.items():
-        if value is None or (
-            is_user_class and (name not in MOMENTS or not isinstance(value, Tensor))
-        ):
+        is_unknown = name not in MOMENTS or not isinstance(value, Tensor)
+        if value is None or (is_user_class and is_unknown):
             continue
         if name == "step" and type(value) is int and isinstance(optimizer, torch.optim.SparseAdam):
             value = torch.tensor(value)  # host sync: none, on the host
@@ -298,10 +295,8 @@ def _check_same_order(saved: Names, names: Names) -> None:
         before, now = pair
         if before is None or now is None or (before != now and not set(before) & set(now)):
             texts = ["none" if e is None else (e or ["one outside the model"])[0] for e in pair]
-            raise ValueError(
-                f"parameter {number} of the optimizer was {texts[0]}, and is now {texts[1]}; this "
-                "optimizer's state needs the same order"
-            )
+            change = f"parameter {number} of the optimizer was {texts[0]}, and is now {texts[1]}"
+            raise ValueError(f"{change}; this optimizer's state needs the same order")
 
 
 def _restored_values(

@@ -14,18 +14,24 @@ from runner.core.checkpoint.finite_checks import all_finite
 from runner.core.optim.buffers import LARGEST, BufferSnapshot
 from runner.core.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.core.optim.gradients import (
+    GradientClipper,
     coalesced_gradients,
     divide_gradients,
     gradient_values,
     tensor_norms,
 )
-from runner.core.optim.optimizer import constructor_options, group_lr_shares, parameter_names
-from runner.core.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
+from runner.core.optim.optimizer import (
+    constructor_options,
+    group_lr_shares,
+    is_torch_class,
+    parameter_names,
+    skip_compiler_import,
+    uses_torch_step,
+)
 from runner.core.schemas.stability import StabilityConfig
 
 if TYPE_CHECKING:
     from runner.core.interfaces.shards import ShardsProtocol
-    from runner.core.optim.clip import GradientClipper
 
 
 class OptimizerStep:
@@ -72,21 +78,14 @@ class OptimizerStep:
         # fused kernels of MPS accept the flag and the scale, and ignore both (torch 2.13)
         groups = optimizer.param_groups
         fused = all(group.get("fused") and not group.get("dampening") for group in groups)
-        self.in_kernel = (
-            fused
-            and shortcuts
-            and self.device.type in ("cpu", "cuda")
-            and uses_torch_step(optimizer)
-        )
+        takes_flag = fused and self.device.type in ("cpu", "cuda")
+        self.in_kernel = takes_flag and shortcuts and uses_torch_step(optimizer)
         supported = self.in_kernel and FusedKernel.supports(optimizer)
         self.kernel = FusedKernel(optimizer, self.device) if supported else None
         self.guard = config.guard
         self.clip_norm = config.clip_norm
-        self.clip: GradientClipper | None = None
-        if config.clip_value or config.clip_adaptive or config.clip_per_group:
-            from runner.core.optim.clip import GradientClipper
-
-            self.clip = GradientClipper(config, model, self.groups)
+        clips = config.clip_value or config.clip_adaptive or config.clip_per_group
+        self.clip = GradientClipper(config, model, self.groups) if clips else None
         self.scale = LossScaler(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
@@ -397,10 +396,8 @@ class OptimizerStep:
         if self.lr is not None:
             return True
         first, *rest = [group["lr"] for group in self.optimizer.param_groups]
-        return all(
-            rate is first or float(rate) == float(first)  # host sync: an owner's rates as tensors
-            for rate in rest
-        )
+        # host sync: an owner's rates as tensors
+        return all(rate is first or float(rate) == float(first) for rate in rest)
 
     def write_owner_lr(self) -> None:
         """Write the owner's current rate to the table that a whole step reads."""

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core.optim.optimizer import fill_momentum
+from runner.core.optim.optimizer import fill_momentum, uses_torch_step
 from runner.core.optim.optimizer_state import align_state, check_optimizer_state
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.optim.origin import uses_torch_step
 
 
 def adopt_optimizer(

@@ -134,9 +134,8 @@ class StabilityController:
         if self.update.finite([*weights, *buffers.values()]):
             return True
         by_design = self.nonfinite_by_design
-        return self.update.finite(
-            [*weights, *(b for name, b in buffers.items() if name not in by_design)]
-        )
+        others = [buffer for name, buffer in buffers.items() if name not in by_design]
+        return self.update.finite([*weights, *others])
 
     @property
     def nonfinite_by_design(self) -> set[str]:
@@ -166,9 +165,8 @@ class StabilityController:
                 for kind, scale in zip(kinds, scales, strict=True)
             ]
         # host syncs, made only after such a step
-        if any(kind in NONFINITE_KINDS for kind in kinds) and not self.update.finite(
-            self.update.parameters
-        ):
+        suspect = any(kind in NONFINITE_KINDS for kind in kinds)
+        if suspect and not self.update.finite(self.update.parameters):
             first = len(kinds)  # index of the first step with bad weights, from the losses
             while first and kinds[first - 1] in NONFINITE_KINDS:
                 first -= 1
@@ -222,16 +220,11 @@ class StabilityController:
             self.decision.capture = anomaly.capture
         self.anomalies.add(anomaly)
         run.history.add(
-            kind.name,
-            message,
-            step=step,
-            category="numerics",
-            action=action,
-            severity="error" if kind is BadStepKind.weights else "warning",
-            capture=anomaly.capture,
+            kind.name, message, step=step, category="numerics", action=action,
+            severity="error" if kind is BadStepKind.weights else "warning", capture=anomaly.capture,
             # debug=anomaly has logged the details already; a remedy is logged in any case
             say=step not in run.history.explained_steps or action not in ("", "skipped"),
-        )
+        )  # fmt: skip
         if run.captures is not None:
             run.captures.log_capture()
 

@@ -63,9 +63,8 @@ def restore_decision(
     if anomaly is None or harmless or not 1 <= in_a_row <= step or since > step:
         return None
     message = describe_fault(kind, anomaly, spikes)
-    return Decision(
-        kind.name, step, message, in_a_row, since, anomaly.capture, raises=kind in fatal
-    )
+    raises, capture = kind in fatal, anomaly.capture
+    return Decision(kind.name, step, message, in_a_row, since, capture, raises)
 
 
 def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: SpikeDetector) -> str:
@@ -102,9 +101,8 @@ def describe_giving_up(
     fix = "if neither data nor model is the cause, lower optimizer.lr"
     if config is None:
         return f"{fault}; {advice}; {fix}, or load an earlier checkpoint"
-    times = {0: "not rolled back", 1: "rolled back once"}.get(
-        rollbacks, f"rolled back {rollbacks} times"
-    )
+    rolled_back = {0: "not rolled back", 1: "rolled back once"}
+    times = rolled_back.get(rollbacks, f"rolled back {rollbacks} times")
     if rollbacks >= config.max_rollbacks:
         times += f" (stability.max_rollbacks={config.max_rollbacks})"
         fix += ", or raise stability.max_rollbacks"

@@ -50,14 +50,9 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
     dtype = _choose_dtype(config, builder)
     if dtype is torch.float16:
         builder.loss_scale = config.initial_scale
-    autocast.append(
-        partial(
-            torch.autocast,
-            builder.device.kind,
-            dtype=dtype,
-            cache_enabled=not builder.has_temporary_weights,  # of those no 16-bit copies are kept
-        )
-    )
+    # of weights that a forward gathers and frees no 16-bit copies are kept
+    caches, kind = builder.world.kind != "fsdp", builder.device.kind
+    autocast.append(partial(torch.autocast, kind, dtype=dtype, cache_enabled=caches))
     builder.contexts.append(autocast[0])
     return None
 

@@ -54,10 +54,10 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     # both are measured, so each compiles
     if builder.whole_step_options is None or whole_step_measured:
         min_steps = 2 * minimum_steps(builder) if whole_step_measured else 0
+        switch, discard = compilation.set_enabled, compilation.discard
         measured = builder.add_switch(
-            "compile", compilation.set_enabled, initially_on=False, min_steps=min_steps,
-            discard=compilation.discard,
-        )  # fmt: skip
+            "compile", switch, initially_on=False, min_steps=min_steps, discard=discard
+        )
         if not measured and builder.whole_step_options is None:
             compilation.start()
     return None

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
-from runner.core.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
+from runner.core.optim.optimizer import is_torch_class, skip_compiler_import, uses_torch_step
 from runner.core.schemas.optimization import FusedOptimizer
 
 IMPLEMENTATION = "optimizer.implementation"  # key of the choice

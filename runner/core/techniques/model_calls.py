@@ -35,9 +35,8 @@ def sample_batch(builder: RunBuilder, samples: int) -> Batch:
 def preserve_builder_state(builder: RunBuilder) -> AbstractContextManager[None]:
     """Restore model, objective and random state on exit, else raise NotRestorable on entry."""
     device, safe = builder.device.torch, large_parameters(builder.model)
-    return preserve_state(
-        builder.model, builder.forward, builder.objective, device=device, safe=safe, complete=True
-    )
+    roots = builder.model, builder.forward, builder.objective
+    return preserve_state(*roots, device=device, safe=safe, complete=True)
 
 
 def forward(builder: RunBuilder, inputs: Inputs) -> Any:

@@ -40,10 +40,8 @@ def apply(config: Quantization, builder: RunBuilder) -> str | None:
     """Check that there are layers to quantize; the copy is made from the trained model."""
     if quantizable_layers(config, builder.model, builder.device.kind):
         return None
-    return (
-        f"no linear layer with {config.min_features} or more inputs and outputs "
-        "and unshared weights (min_features)"
-    )
+    sides = f"min_features={config.min_features} or more inputs and outputs"
+    return f"no linear layer has {sides}, and weights of its own"
 
 
 def engaged(config: Quantization, run: Run) -> Evidence:

@@ -39,12 +39,9 @@ def record_baseline(run: Run) -> None:
     names = unbeaten(run.baseline, metrics, run.monitor, run.progress.best)
     if names:
         kind = "most frequent class" if run.sizes.task == "classification" else "mean or median"
-        texts = [
-            f"{name} {metrics[name]:.4g} (baseline {run.baseline[name]:.4g})" for name in names
-        ]
-        log.warning(
-            "the model does not beat the %s of the training targets: %s", kind, join_names(texts)
-        )
+        texts = [f"{n} {metrics[n]:.4g} (baseline {run.baseline[n]:.4g})" for n in names]
+        message = "the model does not beat the %s of the training targets: %s"
+        log.warning(message, kind, join_names(texts))
 
 
 def baseline_metrics(run: Run) -> dict[str, float]:

@@ -33,6 +33,7 @@ def build_summary(
     raise StorageError with `required`, else log and keep the earlier file.
     """
     progress = run.progress
+    tokens = run.sizes.sequence if run.objective.unit == "tokens" else None  # a sample
     summary = Summary(
         status=status,
         reason=mask_secrets(reason),
@@ -47,9 +48,7 @@ def build_summary(
         monitor=run.monitor,
         best=progress.best,
         best_step=progress.best_step,
-        throughput=run.stopwatch.throughput(
-            run.sizes.sequence if run.objective.unit == "tokens" else None
-        ),
+        throughput=run.stopwatch.throughput(tokens),
         memory=MemoryPeaks(memory.peak_process_bytes(), memory.peak_device_bytes(run.device)),
         techniques=technique_statuses(run),
         tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
@@ -134,9 +133,8 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
         if evidence is None:
             reason = fallback_reason or "the run ended before evidence was collected"
             status = "fell back" if fallback_reason else ""
-            rows[name] = TechniqueStatus(
-                name, True, False, reason, known=bool(fallback_reason), status=status
-            )
+            known = bool(fallback_reason)
+            rows[name] = TechniqueStatus(name, True, False, reason, known=known, status=status)
             continue
         status = "fell back" if fallback_reason else evidence.status or "failed"
         status = "engaged" if evidence.engaged else status

@@ -36,10 +36,7 @@ ELEMENTWISE_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl
 
 
 def inspect_first_call(run: Run, batch: Batch, output: Any) -> Tensor:
-    """Return the loss of the run's first forward, and record what it shows.
-
-    Raises ConfigError if a user's loss broadcasts output and target to all their pairs.
-    """
+    """Return the loss of the first forward, and record faults; ConfigError if a loss broadcasts."""
     run.uninspected = False
     for code, message in find_faults(run, batch, output):
         run.history.add(code, message, step=run.progress.step + 1, category="model")

@@ -167,9 +167,8 @@ def _read_ended_summary(run: Run) -> Summary | None:
 
 def _train(run: Run) -> None:
     progress, stopwatch = run.progress, run.stopwatch
-    in_step_hooks = [
-        h for h in run.hooks if overrides_event(h, "on_gradients") or overrides_event(h, "around")
-    ]
+    in_step = ("on_gradients", "around")
+    in_step_hooks = [h for h in run.hooks if any(overrides_event(h, e) for e in in_step)]
     after_step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     if text := enter_training(run.model):
         run.choices.append(Choice("model.train", "training mode", text))
@@ -506,8 +505,7 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
     controller = run.stability
     run.stopwatch.pause()
     if verdict is Verdict.STOP:
-        cause = run.stopped_by, run.stop_reason
-        causes = run.gather(cause)
+        causes = run.gather((run.stopped_by, run.stop_reason))
         # of the first process with one: a limit may be reached in another one than rank 0
         run.stopped_by, run.stop_reason = next(
             (known for known in causes if known[1]), ("hook", "a hook requested a stop")

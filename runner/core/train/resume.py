@@ -95,23 +95,17 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
     if trains and not run.same_config:
         before, after = state["settings"], comparable_settings(run.settings)
         changed_keys = [k for k in after if before.get(k, after[k]) != after[k]]
-        log.warning(
-            "the config differs from %s: %s", restored.path,
-            ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
-        )  # fmt: skip
+        texts = [f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]]
+        log.warning("the config differs from %s: %s", restored.path, ", ".join(texts))
     if trains:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
         _warn_raised_lr(run, state)
     if trains and "seeds_own_generators" not in state and run.train.fetch.source.draws_itself():
-        log.warning(
-            "data: the random generators that the data set keeps are now seeded for each sample, "
-            "by seed, epoch and index: they draw other numbers than before step %d", restored.step,
-        )  # fmt: skip
+        message = "data: its own random generators draw other numbers than before step %d"
+        log.warning(f"{message}: they are seeded by seed, epoch and index now", restored.step)
     if (then := state["threads"]) != (now := run.device.threads):
-        log.warning(
-            "threads: %d before, %d now: last bits may differ; see device.threads", then, now
-        )
+        log.warning("device.threads: %d before, %d now: last bits may differ", then, now)
     reason, links = f"continues at step {restored.step}", describe_links(restored.path)
     if not trains:
         reason = f"weights of step {restored.step}{links}"
@@ -147,10 +141,8 @@ def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     if before.validation != now.validation and not run.train.is_stream:
         indices, trained = run.validation.fetch.order.indices, run.trained_indices(before_settings)
         count = "an unknown number" if trained is None else f"{np.isin(indices, trained).sum():,}"
-        log.warning(
-            "the validation set changed: %s of its %s samples were trained on before",
-            count, f"{len(indices):,}",
-        )  # fmt: skip
+        message = "the validation set changed: %s of its %s samples were trained on before"
+        log.warning(message, count, f"{len(indices):,}")
 
 
 def _describe_difference(
@@ -173,9 +165,7 @@ def _describe_difference(
 
 def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> None:
     """Raise ConfigError if a key of how a table was fitted is set to another value than then."""
-    defaults = {
-        key: FITTED_KEYS[kind] for key in after for kind in FITTED_KEYS if key.startswith(kind)
-    }
+    defaults = {k: FITTED_KEYS[n] for k in after for n in FITTED_KEYS if k.startswith(n)}
     if after.get("job.kind") == "predict" and "data.target" in after:
         defaults["data.target"] = ""
     for key, default in defaults.items():
@@ -259,11 +249,8 @@ def _reset_patience(run: Run, before: Mapping[str, str]) -> None:
     has_ended = any(progress.stale_validations >= int(limit) for limit in limits)
     new_length = any(before.get(key) != now.get(key) for key in LENGTH_KEYS)
     if run.patience and has_ended and new_length and progress.step < run.total_steps:
-        log.info(
-            "training.patience had ended this run at step %d; it is longer now and trains on: the "
-            "%d validations without an improvement no longer count",
-            progress.step, progress.stale_validations,
-        )  # fmt: skip
+        message = "training.patience had ended this run at step %d; it is longer now and trains on"
+        log.info(message, progress.step)
         progress.stale_validations = 0
 
 
@@ -386,10 +373,8 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
     except torch.OutOfMemoryError:
         raise
     except MISMATCH_ERRORS as error:
-        raise CheckpointError(
-            f"{path}: does not fit this run's model or optimizer ({_short_error(error)}); "
-            "resume with the config of its run"
-        ) from error
+        problem = f"does not fit this run's model or optimizer ({_short_error(error)})"
+        raise CheckpointError(f"{path}: {problem}; resume with the config of its run") from error
 
 
 def evaluate_test_set(run: Run) -> None:

@@ -25,12 +25,8 @@ from runner.core.schemas.data import LIMIT_KEYS
 log = logging.getLogger("runner")
 
 UNCOMPARED_KEYS = (
-    "name",
+    *("name", "checkpoint.resume", "job.kind", "evaluate.export", "predict.format"),
     *(f"data.{key}" for key in ("changed", *LIMIT_KEYS)),
-    "checkpoint.resume",
-    "job.kind",
-    "evaluate.export",
-    "predict.format",
 )
 WEIGHT_CHANGES = ("OptimizerStep.apply", "StepGraph.__call__", "load_weights")
 """Functions that an exception may leave with some of the weights changed."""
@@ -96,10 +92,7 @@ def steps_to_replay(run: Run, bad: int, captures: bool) -> set[int]:
 
 
 def first_bad_step(run: Run) -> int:
-    """Return the first of the current consecutive bad steps, unreported ones included; 0 if none.
-
-    Host sync.
-    """
+    """Return the first of the current consecutive bad steps, unreported too, or 0. Host sync."""
     controller, open_window = run.stability, run.reader.state()
     if controller.bad_since:
         return controller.bad_since
@@ -157,10 +150,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 def restart_best(progress: Progress, problem: str) -> None:
     """Forget the best value so far, which has a `problem`; patience starts over, too."""
     if progress.best is not None:
-        log.warning(
-            "the best so far, %.5g at step %d, %s: it starts over",
-            progress.best, progress.best_step, problem,
-        )  # fmt: skip
+        message = "the best so far, %.5g at step %d, %s: it starts over"
+        log.warning(message, progress.best, progress.best_step, problem)
     progress.best = progress.best_loss = None
     progress.best_step = progress.stale_validations = 0
 

@@ -25,7 +25,6 @@ from runner.core.record.text import summarize_error
 
 log = logging.getLogger("runner")
 KEY = "training.sanity"
-OFF_FIX = f"{KEY}=false trains without this check"
 METRICS = {"classification": "Accuracy", "regression": "MeanSquaredError"}
 """A metric of `objective.metrics` by task, for a model without a loss in evaluation mode."""
 
@@ -107,7 +106,6 @@ def _check_metrics(run: Run, metrics: dict[str, float], returned: str) -> None:
 
 
 def _objective_error(error: Exception, returned: str) -> Exception:
-    """Return the error of an objective, with the output that it got."""
     where = f"validating one batch before step 1; in evaluation mode the model returned {returned}"
     if isinstance(error, ConfigError):
         text = str(error).removeprefix(f"{error.key}: ")
@@ -117,4 +115,4 @@ def _objective_error(error: Exception, returned: str) -> Exception:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     problem = f"{summarize_error(error)} ({frame.filename}:{frame.lineno}), {where}"
     trace = "".join(traceback.format_exception(error))
-    return ConfigError(KEY, problem, f"{OFF_FIX}\n{trace}")
+    return ConfigError(KEY, problem, f"{KEY}=false trains without this check\n{trace}")

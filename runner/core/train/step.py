@@ -261,10 +261,8 @@ def _compute_loss(run: Run, batch: Batch) -> Tensor:
 def warn_gradients_off(code: str) -> None:
     """Log that user code has left torch's gradients off."""
     if not torch.is_grad_enabled():
-        log.warning(
-            "%s leaves torch's gradients off (torch.set_grad_enabled(False)), so that later losses "
-            "have none; use `with torch.no_grad():`", code,
-        )  # fmt: skip
+        problem = "%s leaves torch's gradients off (torch.set_grad_enabled(False))"
+        log.warning(f"{problem}; use `with torch.no_grad():`", code)
 
 
 def _is_regular_size(run: Run, samples: int) -> bool:

@@ -118,11 +118,7 @@ class Stopwatch:
         return np.abs(self.durations[np.arange(first, self.count) % MAX_DURATIONS])
 
     def settled_step_seconds(self) -> np.ndarray:
-        """Return the seconds of the steps after the first SETTLING, or of all if there are none.
-
-        Without steps that a debug tool inspected, if others remain; on an accelerator of the
-        sampled steps.
-        """
+        """Return the seconds of steps after SETTLING, if any, uninspected ones, if any."""
         steps = self._signed_step_seconds(SETTLING)
         if not len(steps):
             steps = self._signed_step_seconds(0)
@@ -130,9 +126,7 @@ class Stopwatch:
         return plain if len(plain) else np.abs(steps)
 
     def uninspected_step_seconds(self, first: int) -> np.ndarray:
-        """Return the seconds of the kept steps from number `first`, counted from 0, without those
-        that a debug tool inspected; on an accelerator of the sampled steps.
-        """
+        """Return the seconds of kept steps from `first`, from 0, that no debug tool inspected."""
         steps = self._signed_step_seconds(first)
         return steps[steps > 0]
 
