@@ -125,12 +125,9 @@ def _memory_key(value: Tensor, name: str) -> tuple[Any, ...]:
 def _copy(tensor: Tensor, target: Tensor | None, contiguous: bool) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.to("cpu", copy=True)
-    if (
-        target is None
-        or target.dtype != tensor.dtype
-        or target.shape != tensor.shape
-        or not (contiguous or target.stride() == tensor.stride())
-    ):
+    if target is not None and (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+        target = None
+    if target is None or not (contiguous or target.stride() == tensor.stride()):
         memory_format = torch.contiguous_format if contiguous else torch.preserve_format
         if tensor.is_cuda:
             target = pinned_tensor_like(tensor, memory_format)

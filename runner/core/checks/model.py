@@ -126,10 +126,7 @@ def _form_reasons(parameters: dict[str, nn.Parameter]) -> Iterator[Reason]:
 
 
 class ModelCheck(Hook):
-    """Checks the weights before the first step and after the last; it never ends a run.
-
-    Findings worse than a note go to the history, the worst to the summary.
-    """
+    """Checks the weights before the first step and after the last, for history and summary."""
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:

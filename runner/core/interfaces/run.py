@@ -62,11 +62,7 @@ class BestCriterion:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], now: BestCriterion, default: str) -> BestCriterion:
-        """Return that of a checkpoint.
-
-        An older one does not have it: its metric is that of its settings, or `default`, and the
-        rest counts as unchanged.
-        """
+        """Return that of a checkpoint; older ones have a metric in their settings, or `default`."""
         if "criterion" in state:
             return cls(**state["criterion"])
         metric = state["settings"].get("training.monitor", "None")

@@ -201,10 +201,7 @@ class RunBuilder(RunParts):
         return True
 
     def skip_reason(self, name: str) -> str | None:
-        """Return why a level does not use a technique whose gain it cannot measure, or None.
-
-        In a run that is too short for its test it is used if an earlier run found it faster.
-        """
+        """Return why a technique is not used that neither this run nor an earlier one measures."""
         if self.gains is not None:
             self.gains.fix_path()
         key = f"optimization.{name}.enabled"

@@ -136,11 +136,9 @@ class UpdateComparison:
         others = sorted(size for size in sizes if size)
         typical = others[len(others) // 2] if others else 1.0
         generator = torch.Generator(copies[0].device).manual_seed(self.seed)
+        pairs = [(copy, size or typical) for copy, size in zip(copies, sizes, strict=True)]
         return [
-            [
-                _copy(copy).normal_(generator=generator).mul_(size or typical)
-                for copy, size in zip(copies, sizes, strict=True)
-            ]
+            [_copy(copy).normal_(generator=generator).mul_(size) for copy, size in pairs]
             for _ in range(STEPS)
         ]
 

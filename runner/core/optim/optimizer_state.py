@@ -184,9 +184,8 @@ def _select_entries(
     optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the entries of options that are on; ValueError if a needed one is missing."""
-    entries = {
-        k: v for k, v in entries.items() if v is not None and group.get(OPTION_OF.get(k, ""), True)
-    }
+    on = {key for key in entries if group.get(OPTION_OF.get(key, ""), True)}
+    entries = {k: v for k, v in entries.items() if v is not None and k in on}
     needed = {name for name, option in OPTION_OF.items() if group.get(option)}
     needed |= optimizer.state[weight].keys() if weight in optimizer.state else set()
     missing = sorted(needed - {"momentum_buffer"} - entries.keys())
@@ -246,10 +245,8 @@ def reorder_state(
         firsts: dict[int, int] = {}  # by saved group: the first of its weights that is a member
         for i in members:
             firsts.setdefault(group_of[origins[i]], i)
-        values = [
-            _restored_values(saved_groups[n], own, options, update["options"][n], own_keys)
-            for n in firsts
-        ]
+        saved = [(saved_groups[n], update["options"][n]) for n in firsts]
+        values = [_restored_values(g, own, options, before, own_keys) for g, before in saved]
         for other, i in zip(values[1:], [*firsts.values()][1:], strict=True):
             for key in sorted(other.keys() | values[0].keys()):
                 if not is_equal(values[0].get(key, MISSING), other.get(key, MISSING)):
@@ -262,11 +259,8 @@ def reorder_state(
         new_options.append(options if origin is None else update["options"][origin])
     saved_state = state["state"]
     by_number = {i: saved_state[j] for i, j in enumerate(origins) if j in saved_state}
-    reordered = {
-        key: [update[key][j] for j in origins]
-        for key in ("average", "training_weights")
-        if update.get(key)
-    }
+    by_weight = [key for key in ("average", "training_weights") if update.get(key)]
+    reordered = {key: [update[key][j] for j in origins] for key in by_weight}
     optimizer_state = {**state, "state": by_number, "param_groups": new_groups}
     return {**update, **reordered, "optimizer": optimizer_state, "options": new_options}
 

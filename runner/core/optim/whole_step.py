@@ -205,9 +205,8 @@ def update_weights(
     update.updates.add_(applied)
     iterator = iter(gradients)
     for group, scale, share in zip(kernel.groups, divisors, update.lr_shares, strict=True):
-        group_gradients = [
-            _scale_gradient(next(iterator), scale, group.options) for _ in group.parameters
-        ]
+        own = [next(iterator) for _ in group.parameters]
+        group_gradients = [_scale_gradient(gradient, scale, group.options) for gradient in own]
         group_lr = lr if share == 1.0 else lr * share
         apply = _adam_update if kernel.adam else _sgd_update
         apply(group, group_gradients, group_lr, kernel.step_count, applied)

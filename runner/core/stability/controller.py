@@ -160,10 +160,9 @@ class StabilityController:
         if BadStepKind.overflow in kinds:
             scales = self._loss_scales(run, report)
             # without a scale above 1 it is the gradient itself
-            kinds = [
-                BadStepKind.non_finite if kind is BadStepKind.overflow and scale < 1 else kind
-                for kind, scale in zip(kinds, scales, strict=True)
-            ]
+            for i, scale in enumerate(scales):
+                if kinds[i] is BadStepKind.overflow and scale < 1:
+                    kinds[i] = BadStepKind.non_finite
         # host syncs, made only after such a step
         suspect = any(kind in NONFINITE_KINDS for kind in kinds)
         if suspect and not self.update.finite(self.update.parameters):

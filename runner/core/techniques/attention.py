@@ -252,9 +252,7 @@ def plain_attention(
     scores = torch.matmul(query, (key * scale).transpose(-2, -1))
     masked_score = torch.finfo(scores.dtype).min / 2  # -inf would make a fully masked row NaN
     if is_causal:
-        causal_mask = torch.full(
-            scores.shape[-2:], masked_score, dtype=scores.dtype, device=scores.device
-        )
+        causal_mask = scores.new_full(scores.shape[-2:], masked_score)
         # in place: the backward of a product needs only its factors
         scores.add_(causal_mask.triu(1))
     attends = None

@@ -180,10 +180,7 @@ def replace_whole_step(run: Run, reason: str) -> None:
 
 
 def drop_graphs(run: Run, reason: str) -> bool:
-    """Drop the whole step's graph and CUDA graphs; return whether there were any.
-
-    The model is compiled again at its next call, without CUDA graphs, if it was.
-    """
+    """Drop the step's graph and CUDA graphs; whether there were any. The model compiles without."""
     techniques, graph = [switch.name for switch in run.switches], run.step_graph
     given_up = run.is_rejected("whole_step") or "whole_step" in run.fallback_reasons
     whole_step = (graph is not None or "whole_step" in techniques) and not given_up

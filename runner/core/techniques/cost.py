@@ -60,10 +60,8 @@ def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
 def compile_break_even(builder: RunBuilder, cold: bool = False) -> tuple[int, str]:
     """Return the least number of steps for which compiling is tried, and the reason.
 
-    If gains are measured, those of an earlier run decide, or a timed step: a run that is compiled
-    without gain takes at most MAX_COMPILE_SHARE longer. Compiling takes COLD_COMPILE_S, or as long
-    as the last time if its code is cached (unless `cold`). Without measuring the FLOP count
-    decides, so that the same run is always compiled or never.
+    If gains are measured, those of an earlier run decide, or a timed step: compiling without gain
+    takes at most MAX_COMPILE_SHARE more. Else the FLOP count decides, always alike.
     """
     if not builder.measure_gains:
         return _compile_rule(builder)

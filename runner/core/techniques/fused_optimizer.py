@@ -57,10 +57,7 @@ def _implementation(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
 def fastest_implementation(
     optimizer: type[torch.optim.Optimizer], model: nn.Module
 ) -> tuple[Options, str | None]:
-    """Return the options of the fastest implementation, and why it is not the fused one.
-
-    Without a reason there is a fused implementation, or torch has none for this class.
-    """
+    """Return options of the fastest implementation, and why it is not fused, if torch knows one."""
     if not is_torch_class(optimizer):
         return {}, f"the step() of {optimizer.__name__} is not torch's own: it is called unchanged"
     embeddings = (nn.Embedding, nn.EmbeddingBag)

@@ -49,10 +49,7 @@ def forward_hooks(
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
 ) -> Iterator[None]:
-    """Call `before(module, args, kwargs)` and `after(module, args, output)` around each forward.
-
-    Uncompiled, since compiled code does not call hooks.
-    """
+    """Call `before(module, args, kwargs)` and `after(module, args, output)`, uncompiled."""
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in modules:

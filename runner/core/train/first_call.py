@@ -49,10 +49,7 @@ def inspect_first_call(run: Run, batch: Batch, output: Any) -> Tensor:
 
 
 def inspect_before_graph(run: Run, batch: Batch) -> None:
-    """Call model and loss eagerly for some samples, as a compiled step shows nothing.
-
-    Restores all that the call changes; its own error is left to the step.
-    """
+    """Call model and loss eagerly for some samples, as a graph shows nothing; restore all state."""
     part: Batch = slice_rows(batch, slice(0, SAMPLES))
     roots, safe = (run.model, run.objective), large_parameters(run.model)
     logged: list[object] = []  # calls of the objective's `log`

@@ -253,17 +253,13 @@ class GainTests:
         """Return all tests as dicts, for the checkpoint."""
         return [asdict(test) for test in self.tests]
 
-    def choices(self) -> list[Choice]:
-        """Return the decisions so far, with figures."""
-        pairs = [(test, test.estimate()) for test in self.tests if test.used is not None]
-        return [make_choice(test, estimate) for test, estimate in pairs if estimate is not None]
-
 
 def prepare_gain_tests(run: Run, recorded: Sequence[Mapping[str, Any]], enabled: bool) -> None:
     """Create the run's tests, and switch techniques for the next step as recorded."""
     run.gain_tests = tests = GainTests(run.switches, recorded)
     tests.step_budget = int(GAIN_TEST_SHARE * run.total_steps) if enabled else 0
-    run.choices += tests.choices()
+    decided = [(test, test.estimate()) for test in tests.tests if test.used is not None]
+    run.choices += [make_choice(test, found) for test, found in decided if found is not None]
     tests.enter(run, run.progress.step + 1)
 
 

@@ -105,11 +105,7 @@ class Stopwatch:
                 self.now += excluded
 
     def elapsed(self) -> float | Callable[[], float]:
-        """Return the seconds spent in steps so far, including the current one.
-
-        On an accelerator a function that returns them up to the end of the current step, once the
-        device has finished it: else the host waits.
-        """
+        """Return seconds in steps so far; on an accelerator a function that may wait for them."""
         return self.total_seconds + (perf_counter() - self.started if self.running else 0.0)
 
     def step_seconds(self, first: int = 0) -> np.ndarray:
@@ -148,8 +144,7 @@ class Stopwatch:
     def throughput(self, tokens_per_sample: int | None) -> Throughput:
         """Return rates and phase shares of the settled steps, percentiles of the newest 16,384.
 
-        On an accelerator of the steps that were read, without waiting for the others; percentiles
-        are of the sampled steps. Steps that a debug tool inspected count only if all were.
+        On an accelerator of steps that were read. Inspected steps count only if all were.
         """
         steps = self.settled_step_seconds()
         p50 = p95 = 0.0

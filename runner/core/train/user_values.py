@@ -134,9 +134,8 @@ class UserValues:
     def monitored(self, run: Run) -> dict[str, float]:
         """Return the monitored value at a validation, the same in all processes. Host sync.
 
-        It is the latest one since the validation before; NaN, which is not the best, if there is
-        none; {} if it was never logged, not even by the `on_validation` of the first one. The
-        values stay until `end_validation`.
+        The latest since the validation before, else NaN, which is not the best; {} if it was never
+        logged, not even by the `on_validation` of the first one.
         """
         name = run.monitor.removeprefix(f"{SPLIT}/")
         latest = self.last.get(name, math.nan)
@@ -182,9 +181,8 @@ def call_logging_hooks(
 ) -> tuple[Evaluation, list[Hook], Verdict]:
     """Call the user's `on_validation`, which may log the monitored value of this validation.
 
-    They see a comparison with the best by what is logged so far, which is reverted afterwards.
-    Returns the evaluation with the monitored value, if it is known, the hooks that are left to
-    call, and the verdict of the others.
+    They see a comparison with what is logged so far, which is reverted. Returns the evaluation with
+    the value, if known, the hooks left to call, and the verdict of the others.
     """
     values, progress, measured = run.reader.user_values(), run.progress, evaluation.metrics
     ours = [hook for hook in run.hooks if type(hook).__module__.startswith("runner.")]
