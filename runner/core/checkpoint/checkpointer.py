@@ -25,8 +25,6 @@ from runner.core.security.files.policy import FilePolicy
 if TYPE_CHECKING:
     from runner.core.interfaces.shards import CheckpointCommitProtocol
 
-__all__ = ["Checkpointer", "RestoredCheckpoint"]
-
 log = logging.getLogger("runner")
 
 MAX_FAILURES = 3  # consecutive failed saves, after which the run ends

@@ -107,7 +107,6 @@ def _cpuinfo(field: str) -> str:
 
 
 def _sysctl(name: str) -> str:
-    """Return a sysctl value of macOS, or ""."""
     try:
         command = ["/usr/sbin/sysctl", "-n", name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603

@@ -23,8 +23,6 @@ from runner.core.errors import ConfigError, DeviceError
 from runner.core.format import size
 from runner.core.schemas.device import DeviceConfig, DeviceKind
 
-__all__ = ["Capabilities", "Device", "seed_everything", "select"]
-
 log = logging.getLogger(__name__)
 
 

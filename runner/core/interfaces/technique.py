@@ -78,7 +78,10 @@ class Technique(ABC):
 
     @abstractmethod
     def apply(self, builder: RunBuilder) -> str | None:
-        """Change the builder, or return why it does not apply. Undo switches in `builder.scope`."""
+        """Change the builder, or return why the technique does not apply to it.
+
+        Register undo callbacks of global switches in `builder.scope`.
+        """
 
     @abstractmethod
     def engaged(self, run: Run) -> Evidence:
@@ -170,6 +173,11 @@ class RunBuilder(RunParts):
     def parts(self) -> dict[str, Any]:
         """Return the fields that the finished run takes over, by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunParts)}
+
+    @property
+    def has_temporary_weights(self) -> bool:
+        """Whether each forward gathers weights of other processes, and frees them."""
+        return self.world.kind == "fsdp"
 
     def unsupported_reason(self, technique: str) -> str | None:
         """Return why the run's processes do not support a technique; None if they do."""

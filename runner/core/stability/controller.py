@@ -264,7 +264,6 @@ class StabilityController:
         self.spikes.reset(step)
 
     def _set_due(self, step: int) -> None:
-        """Set `due` to the next step after `step` that changes limits."""
         times = [limits.after for limits in self.spikes.limits if limits.after > step]
         self.due = min(times, default=NO_STEP)
 

@@ -51,7 +51,7 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
     if dtype is torch.float16:
         builder.loss_scale = config.initial_scale
     # of weights that a forward gathers and frees no 16-bit copies are kept
-    caches, kind = builder.world.kind != "fsdp", builder.device.kind
+    caches, kind = not builder.has_temporary_weights, builder.device.kind
     autocast.append(partial(torch.autocast, kind, dtype=dtype, cache_enabled=caches))
     builder.contexts.append(autocast[0])
     return None

@@ -40,8 +40,8 @@ def apply(config: Quantization, builder: RunBuilder) -> str | None:
     """Check that there are layers to quantize; the copy is made from the trained model."""
     if quantizable_layers(config, builder.model, builder.device.kind):
         return None
-    sides = f"min_features={config.min_features} or more inputs and outputs"
-    return f"no linear layer has {sides}, and weights of its own"
+    sides = f"{config.min_features} or more inputs and outputs (min_features)"
+    return f"no linear layer with {sides}, and weights of its own"
 
 
 def engaged(config: Quantization, run: Run) -> Evidence:

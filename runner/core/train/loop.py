@@ -344,11 +344,10 @@ def _has_stalled_device(run: Run) -> bool:
 
 def _signal_notice(run: Run) -> str:
     """Return the message for the first signal; compiling counts as part of its step."""
-    with_checkpoint = without_checkpoint = ""
-    if not run.checkpointer.in_memory:
-        with_checkpoint, without_checkpoint = ", with a checkpoint", ", without one"
-    text = f"stopping after the current step or compilation{with_checkpoint}; again to stop at once"
-    return text + without_checkpoint
+    text, again = "stopping after the current step or compilation", "again to stop at once"
+    if run.checkpointer.in_memory:
+        return f"{text}; {again}"
+    return f"{text}, with a checkpoint; {again}, without one"
 
 
 def _resume_hint(run: Run) -> str:

@@ -102,8 +102,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
         _find_best(run, restored.path)
         _warn_raised_lr(run, state)
     if trains and "seeds_own_generators" not in state and run.train.fetch.source.draws_itself():
-        message = "data: its own random generators draw other numbers than before step %d"
-        log.warning(f"{message}: they are seeded by seed, epoch and index now", restored.step)
+        message = "data: its own random generators are seeded for each sample now"
+        log.warning(f"{message}: they draw other numbers than before step %d", restored.step)
     if (then := state["threads"]) != (now := run.device.threads):
         log.warning("device.threads: %d before, %d now: last bits may differ", then, now)
     reason, links = f"continues at step {restored.step}", describe_links(restored.path)
