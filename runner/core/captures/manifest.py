@@ -88,10 +88,7 @@ def list_captures(run: Path) -> list[Path]:
 
 
 def find_capture(path: Path) -> Path:
-    """Return the capture folder at `path`, or the first capture of the run at `path`.
-
-    Raises CheckpointError if the path does not exist, UsageError if it is neither.
-    """
+    """Return the capture at `path`, or the first of a run. CheckpointError or UsageError."""
     if not path.exists():
         raise CheckpointError(f"replay.path: no such folder: {path} (relative to {Path.cwd()})")
     folder = (path.parent if path.is_file() else path).absolute()

@@ -44,9 +44,8 @@ class CaptureRecorder:
     ) -> str | None:
         """Capture a step before its remedy; return the folder, relative to the run's, or None.
 
-        Without `batch`, the step's batch is fetched again. None if debug.capture's limit is
-        reached, or if writing fails, which is logged once and does not end the run. Syncs the
-        host.
+        Without `batch` it is fetched again. None beyond debug.capture's limit, or if writing fails,
+        which is logged once. Syncs the host.
         """
         if self.limit_reached:
             return None

@@ -48,11 +48,8 @@ def take_capture(
         return None
     reports = [] if step > run.progress.step else run.reader.since(step)  # host sync
     # a later remedy (roll-back, learning rate, loss scale) changed the state the step began with
-    unchanged = (
-        reports is not None
-        and all(row[2] > 0 for row in reports)
-        and run.stability.last_remedy_step < step
-    )
+    unchanged = reports is not None and all(row[2] > 0 for row in reports)
+    unchanged = unchanged and run.stability.last_remedy_step < step
     loss, grad_norm = (reports[0][0], reports[0][1]) if reports else (None, None)
     batch = _contiguous(run.train.at(step - 1) if batch is None else batch)
     previous = run.checkpointer.newest_before(step)
@@ -96,7 +93,7 @@ def take_capture(
         config_hash=run.config_hash,
         config=dict(recorder.settings),
         given=recorder.user_parts,
-        choices=_json_safe(_choice_values(run)),
+        choices=_json_safe({c.key: c.value for c in run.choices} | run.measured_choices()),
         micro_batch=run.micro_batch,
         threads=run.device.threads,
         device=_json_safe(run.device.describe()),
@@ -143,10 +140,6 @@ def write_capture(
     finally:
         storage.remove_folder(temporary, ignore_errors=True)
     return f"{FOLDER}/{name}"
-
-
-def _choice_values(run: Run) -> dict[str, Any]:
-    return {choice.key: choice.value for choice in run.choices} | run.measured_choices()
 
 
 def _used_bytes(root: Path) -> int:

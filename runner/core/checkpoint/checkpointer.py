@@ -25,8 +25,6 @@ from runner.core.security.files.policy import FilePolicy
 if TYPE_CHECKING:
     from runner.core.interfaces.shards import CheckpointCommitProtocol
 
-__all__ = ["Checkpointer", "RestoredCheckpoint"]
-
 log = logging.getLogger("runner")
 
 MAX_FAILURES = 3  # consecutive failed saves, after which the run ends
@@ -86,10 +84,7 @@ class Checkpointer:
         return self._root is not None and path.resolve().parent == self._root.resolve()
 
     def inherit(self, checkpoint: Path) -> str:
-        """Copy the best checkpoint of another run after the save in progress.
-
-        Returns why it is not copied, or "".
-        """
+        """Copy another run's best checkpoint after the save in progress; return why not, or ""."""
         self.join()
         if self._root is None:
             return ""
@@ -159,10 +154,7 @@ class Checkpointer:
             raise self._save_error(f"{self._failures} checkpoints in a row were")
 
     def close(self) -> None:
-        """Wait for the save in progress; StorageError if the last checkpoint was not written.
-
-        For the end of a run; a later save is possible.
-        """
+        """Wait for the save in progress; StorageError if the last checkpoint was not written."""
         self._finish()
         if self._failures:
             raise self._save_error("the last checkpoint was")
@@ -213,10 +205,7 @@ class Checkpointer:
         return {}
 
     def read_preprocessing(self, source: Path | None = None) -> tuple[Path, bytes] | None:
-        """Return path and content from the newest intact checkpoint that `restore` would try.
-
-        None if there is none; `restore` reports damaged ones.
-        """
+        """Return path and content from the newest intact checkpoint to `restore`, or None."""
         from runner.core.checkpoint import reading
 
         for folder in self._restore_candidates(source):
@@ -229,7 +218,6 @@ class Checkpointer:
         return None
 
     def _restore_candidates(self, source: Path | None) -> list[Path]:
-        """Return the checkpoints that `restore` tries, in order."""
         if source is not None and _is_step(source):
             return [source]
         root = self._root if source is None else folders.root_of(source)

@@ -16,10 +16,7 @@ def is_statistic(buffer: str) -> bool:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values are finite; one host sync.
-
-    Uses the largest magnitude, which does not overflow as a sum of squares would.
-    """
+    """Whether all values are finite, by their largest magnitude; one host sync."""
     floats = [tensor for tensor in tensors if _has_floats(tensor)]
     if not floats:
         return True
@@ -37,11 +34,7 @@ def infinite_buffers(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
 def find_non_finite(
     model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()
 ) -> str | None:
-    """Return the name of a part of a checkpoint that is not finite, or None.
-
-    `model` is a state_dict and `update` the state of the optimizer step; buffers with Inf by
-    design, such as masks, are `exempt`.
-    """
+    """Return which part of a checkpoint is not finite, or None; `exempt` buffers may hold Inf."""
     weights = {n: t for n, t in model.items() if isinstance(t, Tensor) and n not in exempt}
     if not all_finite(weights.values()):
         return next((name for name, t in weights.items() if not all_finite([t])), "the model")

@@ -138,10 +138,7 @@ def list_candidates(root: Path, best_first: bool = False) -> list[Path]:
 
 
 def abandon_from(root: Path, step: int) -> None:
-    """Rename checkpoints after `step`: the run continued from an earlier one.
-
-    They may be bad, or the user chose an earlier one, so they are not deleted.
-    """
+    """Rename checkpoints after `step`, from which the run continued; they may be wanted."""
     for later_step, folder in steps(root).items():
         if later_step > step:
             abandoned = root / (ABANDONED_PREFIX + folder.name)
@@ -158,9 +155,8 @@ def update_links(root: Path) -> int | None:
         with suppress(CheckpointError):
             best = step if read_manifest(folder).best else best
             newest = step
-    targets = {
-        n: step_name(step) for n, step in (("last", newest), ("best", best)) if step is not None
-    }
+    found = {"last": newest, "best": best}
+    targets = {name: step_name(step) for name, step in found.items() if step is not None}
     if best is None and (inherited := find_inherited(root)) is not None:
         targets["best"] = f"{INHERITED}/{inherited.name}"
     for name, target in targets.items():
@@ -186,10 +182,7 @@ def describe_links(checkpoint: Path) -> str:
 
 
 def prune(root: Path, keep: int, protected: set[int | None], extra: Collection[int] = ()) -> None:
-    """Delete all checkpoints but the `keep` newest complete ones and those in `protected`.
-
-    Those of the steps in `extra` do not count as complete.
-    """
+    """Delete checkpoints but the `keep` newest complete ones, not `extra`, and `protected` ones."""
     folders = steps(root)
     complete = sorted(step for step in folders.keys() - extra if is_checkpoint(folders[step]))
     for step in sorted(folders.keys() - protected - set(complete[-keep:])):

@@ -137,10 +137,8 @@ def _acquire(descriptor: int, folder: Path) -> None:
                 raise
         time.sleep(0.02 if attempt + 1 < ATTEMPTS else 0)
     owner = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
-    raise UsageError(
-        f"{folder}: in use by process {owner or '(unknown)'}, which is still running; "
-        "wait for it, or stop it first"
-    )
+    problem = f"in use by process {owner or '(unknown)'}, which is still running"
+    raise UsageError(f"{folder}: {problem}; wait for it, or stop it first")
 
 
 def _is_locked_here(folder: Path) -> bool:

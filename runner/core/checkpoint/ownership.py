@@ -83,10 +83,7 @@ def is_own_resume(folder: Path, resume: str) -> bool:
 
 
 def has_lost_weights(folder: Path) -> bool:
-    """Whether a run without a guard ended here with weights that are not finite.
-
-    No checkpoint of it is of use: it would take the same steps again.
-    """
+    """Whether an unguarded run ended here with non-finite weights: no checkpoint is of use."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         summary = json.loads(read_record(folder / RECORD[0]))
         return summary["ended_by"] == "policy" and str(summary["reason"]).startswith(NOT_FINITE)
@@ -94,10 +91,7 @@ def has_lost_weights(folder: Path) -> bool:
 
 
 def archive_record(folder: Path) -> None:
-    """Move a record without useful checkpoints into the hidden archive; event files are deleted.
-
-    TensorBoard would show them as another run. The log is continued.
-    """
+    """Move a record without useful checkpoints to the archive; event files, shown as runs, go."""
     useless = [CHECKPOINTS] if has_lost_weights(folder) else []
     has_others = has_checkpoints(folder) and not useless
     if has_others or not any((folder / name).exists() for name in RECORD):

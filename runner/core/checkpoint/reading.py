@@ -88,8 +88,7 @@ def read_preprocessing(folder: Path, facts: manifest.Manifest) -> bytes:
 def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
     own = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     return [
-        f"{folder}: written with {key} {then}, now {now}; results may differ in the last digits "
-        "from those of an uninterrupted run"
+        f"{folder}: written with {key} {then}, now {now}; results may differ in the last digits"
         for key, now in own.items()
         if (then := getattr(facts, key)) != now
     ]
@@ -101,10 +100,7 @@ def load_newest(
     check: StateCheck | None = None,
     best_first: bool = False,
 ) -> RestoredCheckpoint | None:
-    """Load the first good candidate; bad ones are listed in its warnings.
-
-    None if there are no candidates; CheckpointError naming each if none is good.
-    """
+    """Load the first good candidate, with warnings of bad ones; CheckpointError if all are bad."""
     bad: list[str] = []
     for folder in list_candidates(root, best_first):
         try:

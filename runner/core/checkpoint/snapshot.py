@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -19,6 +22,7 @@ DTYPES |= {torch.complex64: "C64"}  # since 0.6
 DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)}
 DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)}
+MIN_REGISTERED_BYTES = 2**20  # smaller tensors lose little by torch's rounding
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,7 @@ class Snapshot:
 
 
 class Copier:
-    """Takes snapshots; with `reuse`, each into the memory of the previous one.
-
-    New memory costs a page fault per 4 KiB, most of the time of a copy.
-    """
+    """Takes snapshots; with `reuse`, into the memory of the last one, as new pages take longest."""
 
     def __init__(self, reuse: bool) -> None:
         self._reuse = reuse
@@ -49,7 +50,7 @@ class Copier:
     def take(
         self, model: dict[str, Any], state: dict[str, Any], with_state: Collection[str] = ()
     ) -> Snapshot:
-        """Copy model and state to the host, with a host sync; TypeError names what cannot be saved.
+        """Copy to the host, with a host sync; TypeError names what cannot be saved.
 
         Entries of the model named in `with_state` are stored with the state.
         """
@@ -124,19 +125,51 @@ def _memory_key(value: Tensor, name: str) -> tuple[Any, ...]:
 def _copy(tensor: Tensor, target: Tensor | None, contiguous: bool) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.to("cpu", copy=True)
-    if (
-        target is None
-        or target.dtype != tensor.dtype
-        or target.shape != tensor.shape
-        or not (contiguous or target.stride() == tensor.stride())
-    ):
+    if target is not None and (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+        target = None
+    if target is None or not (contiguous or target.stride() == tensor.stride()):
         memory_format = torch.contiguous_format if contiguous else torch.preserve_format
         if tensor.is_cuda:
-            from runner.core.checkpoint.pinned_memory import (
-                pinned_tensor_like,  # most runs need none
-            )
-
             target = pinned_tensor_like(tensor, memory_format)
         else:
             target = torch.empty_like(tensor, device="cpu", memory_format=memory_format)
     return target.copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def pinned_tensor_like(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Return new pinned memory, for large tensors not rounded up to a power of two as by torch."""
+    if tensor.nbytes >= MIN_REGISTERED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
+        shape = torch.empty_like(tensor, device="meta", memory_format=memory_format)
+        memory = RegisteredMemory.create(tensor.nbytes, tensor.device)
+        if memory is not None:
+            flat = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes)
+            return flat.view(tensor.dtype).as_strided(shape.shape, shape.stride())
+    return torch.empty_like(tensor, device="cpu", memory_format=memory_format, pin_memory=True)
+
+
+class RegisteredMemory(mmap.mmap):
+    """Memory that the GPU's driver has pinned, until the last tensor in it is freed."""
+
+    address: int | None = None  # if registered
+    owner = 0  # process
+
+    @classmethod
+    def create(cls, nbytes: int, device: torch.device) -> RegisteredMemory | None:
+        """Return memory of at least this size; None if the driver cannot pin it."""
+        memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_DONTFORK"):  # a fork would copy pinned pages
+            memory.madvise(mmap.MADV_DONTFORK)
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        if int(driver.cudaHostRegister(address, nbytes, 0)):
+            with suppress(RuntimeError):  # else the next operation would raise the driver's error
+                torch.zeros(1, dtype=torch.float32, device=device)
+            return None
+        memory.address, memory.owner = address, os.getpid()
+        return memory
+
+    def __del__(self) -> None:
+        if self.address is not None and os.getpid() == self.owner:
+            with suppress(Exception):  # at exit CUDA may have ended before
+                driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                driver.cudaHostUnregister(self.address)

@@ -43,10 +43,8 @@ def check_state(state: Any, step: int, where: str) -> None:
 
 def state_error(where: str, problem: str) -> CheckpointError:
     """Return the error for a checkpoint with intact files and content that does not fit."""
-    return CheckpointError(
-        f"{where}: is not the state of a run: {problem}; name another checkpoint with "
-        "checkpoint.resume, or start a new run"
-    )
+    fix = "name another checkpoint with checkpoint.resume, or start a new run"
+    return CheckpointError(f"{where}: is not the state of a run: {problem}; {fix}")
 
 
 def _check_types(part: Any, types: Mapping[str, type], where: str) -> str:

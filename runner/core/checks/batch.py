@@ -104,9 +104,8 @@ class BatchChecks:
                 if not dense or tensor.dtype not in CHECKED_DTYPES:
                     if leaf not in self.unchecked:
                         self.unchecked.add(leaf)
-                        log.warning(
-                            "checks.inputs covers dense tensors of numbers only, not %s", leaf
-                        )
+                        message = "checks.inputs covers dense tensors of numbers only, not %s"
+                        log.warning(message, leaf)
                 elif tensor.ndim and tensor.numel():
                     tensors[leaf] = tensor
         return tensors
@@ -122,9 +121,8 @@ class BatchChecks:
             expected_dtype, expected_shape = self.reference.get(name, (None, ()))
             if expected_dtype is None:
                 return BatchFinding(FORM, f"{name} is new")
-            if dtype is not expected_dtype or not self._shape_matches(
-                name, expected_shape, shape, dtype
-            ):
+            fits = self._shape_matches(name, expected_shape, shape, dtype)
+            if dtype is not expected_dtype or not fits:
                 actual = f"{name} is {dtype} of shape {list(shape)} a sample"
                 message = f"{actual}, expected {expected_dtype} of {list(expected_shape)}"
                 return BatchFinding(FORM, message.replace("torch.", ""))
@@ -207,10 +205,9 @@ class BatchChecks:
 
     def veto(self, limits: Sequence[Limit], values: Tensor) -> Tensor | None:
         """Return 0-d 1.0 if a vetoing limit is violated, else 0.0; None without any. No sync."""
-        pairs = zip(limits, values.unbind(), strict=True)
-        satisfied = [
-            x.holds(*row.unbind()) for x, row in pairs if self.policy(x.check) in VETO_POLICIES
-        ]
+        pairs, policy = zip(limits, values.unbind(), strict=True), self.policy
+        vetoing = [(x, row) for x, row in pairs if policy(x.check) in VETO_POLICIES]
+        satisfied = [limit.holds(*row.unbind()) for limit, row in vetoing]
         return 1.0 - torch.stack(satisfied).all().float() if satisfied else None
 
     def make_harmless(self, batch: Batch) -> Batch:

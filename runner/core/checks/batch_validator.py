@@ -22,6 +22,7 @@ from runner.core.checks.batch import (
     find_problems,
     is_clean_table,
 )
+from runner.core.device.device import copy_to_host
 from runner.core.errors import DataError
 from runner.core.interfaces.batch import Batch
 from runner.core.record.history import History
@@ -203,14 +204,8 @@ class BatchValidator:
         values = checks.measure(tensors, limits)
         self.veto = checks.veto(limits, values)
         veto = self.pass_flag if self.veto is None else self.veto
-        packed, ready = torch.cat([values.reshape(-1), veto.reshape(1).to(values.dtype)]), None
-        if packed.device.type != "cpu":
-            pinned = packed.device.type == "cuda"
-            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=pinned)
-            packed = host.copy_(packed, non_blocking=True)
-            ready = torch.Event(values.device)
-            ready.record()
-        self.pending.append(PendingValues(number, limits, packed, ready))
+        packed = torch.cat([values.reshape(-1), veto.reshape(1).to(values.dtype)])
+        self.pending.append(PendingValues(number, limits, *copy_to_host(packed)))
         return checks.make_harmless(batch) if checks.policy("labels") in VETO_POLICIES else batch
 
     def _catch_up(self, last: int) -> None:
@@ -226,9 +221,8 @@ class BatchValidator:
             stops = self.checks.policy(finding.check) is CheckPolicy.stop
             if stops and self.deferred_error is None:
                 self.deferred_error = self._stop_error(entry.number, finding.check, finding.message)
-            self._record_problem(
-                entry.number, finding.check, finding.message, "skipped" if veto else ""
-            )
+            action = "skipped" if veto else ""
+            self._record_problem(entry.number, finding.check, finding.message, action)
         self._count_skipped(entry.number, veto > 0)
 
     def _record_problem(self, number: int, check: str, message: str, action: str) -> None:
@@ -236,21 +230,17 @@ class BatchValidator:
             self.history.explain(number, message)
         stops = action == "the run ends"
         key = f"checks.inputs.{check}={self.checks.policy(check).value}"
+        action = action or f"the batch is trained on anyway ({key}); {FIXES[check]}"
         self.history.add(
-            f"input_{check}",
-            message,
-            step=number,
-            category="data",
+            f"input_{check}", message, step=number, category="data", action=action,
             severity="error" if stops else "warning",
-            action=action or f"the batch is trained on anyway ({key}); {FIXES[check]}",
             say=not stops,  # the error that ends the run has the text
-        )
+        )  # fmt: skip
 
     def _stop_error(self, number: int, check: str, message: str) -> DataError:
         resume_hint = "" if self.folder is None else f"; to resume: {resume_argument(self.folder)}"
-        return DataError(
-            f"step {number}: {message} (checks.inputs.{check}=stop); {FIXES[check]}{resume_hint}"
-        )
+        problem = f"step {number}: {message} (checks.inputs.{check}=stop)"
+        return DataError(f"{problem}; {FIXES[check]}{resume_hint}")
 
     def _count_skipped(self, number: int, skipped: bool) -> None:
         """Count consecutive skipped batches; raises DataError at MAX_SKIPPED of them."""
@@ -259,7 +249,5 @@ class BatchValidator:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
             self.skipped_in_a_row = 0
-            raise DataError(
-                f"step {number}: {MAX_SKIPPED} batches in a row were skipped by checks.inputs; "
-                "debug/history.json lists the problems"
-            )
+            problem = f"{MAX_SKIPPED} batches in a row were skipped by checks.inputs"
+            raise DataError(f"step {number}: {problem}; debug/history.json lists why")

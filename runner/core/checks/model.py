@@ -126,10 +126,7 @@ def _form_reasons(parameters: dict[str, nn.Parameter]) -> Iterator[Reason]:
 
 
 class ModelCheck(Hook):
-    """Checks the weights before the first step and after the last; it never ends a run.
-
-    Findings worse than a note go to the history, the worst to the summary.
-    """
+    """Checks the weights before the first step and after the last, for history and summary."""
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -143,8 +140,8 @@ class ModelCheck(Hook):
         with run.update.averaged():
             report = check_model(run.model)
         for reason in report.findings:
-            message, severity = f"model: {reason}", SEVERITIES[reason.severity]
             run.history.add(
-                reason.code, message, step=run.progress.step, category="model", severity=severity
-            )
+                reason.code, f"model: {reason}", step=run.progress.step, category="model",
+                severity=SEVERITIES[reason.severity],
+            )  # fmt: skip
         run.model_check = report.compact() | {"after_training": after_training}

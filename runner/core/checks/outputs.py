@@ -23,10 +23,7 @@ CAUSE_NAMES = ("NaN", "Inf", "beyond their limits")
 
 @dataclass(frozen=True)
 class Changes:
-    """Counts of changed values by cause, on the device until `read`.
-
-    `counts` is int64 [3]: NaN, ±Inf, and finite values beyond a limit.
-    """
+    """Counts of values that were NaN, ±Inf, or beyond a limit: int64 [3], until `read`."""
 
     counts: Tensor | None = None  # None: no changes
 
@@ -75,10 +72,8 @@ def sanitise(
         nonlocal total
         dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
         if not dense or value.is_complex():
-            raise UsageError(
-                "sanitise: an output is not dense and real; give output.to_dense(), "
-                "output.dequantize(), list(output.unbind()) or torch.view_as_real(output)"
-            )
+            fix = "to_dense(), dequantize(), list(output.unbind()) or torch.view_as_real(output)"
+            raise UsageError(f"sanitise: an output is not dense and real; give its {fix}")
         if not value.is_floating_point():
             return value
         value, changes = _sanitise_tensor(value, nan, inf, low, high)

@@ -47,10 +47,7 @@ def keep_freed_memory(scope: ExitStack) -> str | None:
 
 
 def limit_malloc_arenas(scope: ExitStack) -> None:
-    """Limit glibc to one arena, for a process with limited address space.
-
-    When the first arena cannot grow, glibc reserves 64 MiB for another, and never returns them.
-    """
+    """Limit glibc to one arena, where address space is short: each other one reserves 64 MiB."""
     if malloc_name() == "glibc":
         _set_malloc_options({ARENA_MAX: 1}, scope)
 
@@ -76,10 +73,7 @@ def _set_malloc_options(options: dict[int, int], scope: ExitStack) -> None:
 
 
 def expand_segments(scope: ExitStack) -> str | None:
-    """Make segments of torch's CUDA allocator expandable, against fragmentation by varying sizes.
-
-    Returns why not if that is impossible.
-    """
+    """Make torch's CUDA segments expandable, against fragmentation, or return why not."""
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         if key in os.environ:
             return f"{key} is set"

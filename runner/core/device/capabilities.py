@@ -32,10 +32,7 @@ class Capabilities:
 
 
 def of_cpu(flags: frozenset[str]) -> Capabilities:
-    """Return the capabilities of a CPU: bf16 is fast if it has instructions for it, fp16 never is.
-
-    fp16 was measured 20 to 30 times slower than fp32, on a CPU with AVX512-FP16.
-    """
+    """Return the capabilities of a CPU; fp16 was 20 to 30 times slower, on one with AVX512-FP16."""
     fast = not BF16_FLAGS.isdisjoint(flags)
     notes = () if fast else ("no bf16 instructions: 16-bit autocast is slower than fp32",)
     return Capabilities(True, fast, True, False, False, True, notes)
@@ -110,7 +107,6 @@ def _cpuinfo(field: str) -> str:
 
 
 def _sysctl(name: str) -> str:
-    """Return a sysctl value of macOS, or ""."""
     try:
         command = ["/usr/sbin/sysctl", "-n", name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603

@@ -14,14 +14,14 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch import device as TorchDevice
 
 from runner.core.device import capabilities
 from runner.core.device.capabilities import Capabilities, allowed_cores, usable_cores
 from runner.core.errors import ConfigError, DeviceError
+from runner.core.format import size
 from runner.core.schemas.device import DeviceConfig, DeviceKind
-
-__all__ = ["Capabilities", "Device", "seed_everything", "select"]
 
 log = logging.getLogger(__name__)
 
@@ -114,15 +114,10 @@ class Device:
 
 
 def select(config: DeviceConfig, scope: ExitStack) -> Device:
-    """Select and configure the device; `scope` restores all settings that can be restored.
-
-    Raises DeviceError if it does not exist, ConfigError for a setting that it does not have.
-    """
+    """Select and configure the device until `scope` ends. Raises DeviceError or ConfigError."""
     kind, reason = choose_device_kind(config.kind)
     index = config.index
     if isinstance(index, str):
-        from runner.core.device.gpu_choice import most_free_gpu  # imported only if used
-
         index, text = most_free_gpu() if kind == "cuda" else (None, "a single device")
         reason = f"{reason}; device.index=auto: {text}"
     torch_device, name, memory, supported = _open_device(kind, index, scope)
@@ -146,6 +141,17 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
     )
 
 
+def copy_to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Start a copy to pinned memory, complete at the event; values on the host have none."""
+    if values.device.type == "cpu":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+    host.copy_(values, non_blocking=True)
+    ready = torch.Event(values.device)
+    ready.record()
+    return host, ready
+
+
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch on every device; `seed` is 0 to 2**64-1."""
     if not 0 <= seed < 2**64:
@@ -162,15 +168,11 @@ def choose_device_kind(requested: DeviceKind) -> tuple[str, str]:
     if requested is DeviceKind.auto:
         kind = next(kind for kind, reason in reasons.items() if reason is None)
         others = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items() if reason)
-        fastest = (
-            f"no accelerator available ({others})" if kind == "cpu" else "the fastest available"
-        )
-        return kind, f"auto: {fastest}"
+        none_available = f"no accelerator available ({others})"
+        return kind, f"auto: {none_available if kind == 'cpu' else 'the fastest available'}"
     if reasons[kind] is not None:
-        raise DeviceError(
-            f"device.kind={kind} is not available: {reasons[kind]}; available: {_list_devices()}; "
-            "use device=auto for the fastest"
-        )
+        others = f"available: {_list_devices()}; use device=auto for the fastest"
+        raise DeviceError(f"device.kind={kind} is not available: {reasons[kind]}; {others}")
     return kind, "requested"
 
 
@@ -188,14 +190,12 @@ def _why_no_cuda() -> str | None:
 
 
 def _why_no_mps() -> str | None:
-    """Return why MPS cannot be used, or None."""
     if not torch.backends.mps.is_built():
         return "torch is built without Metal"
     return None if torch.backends.mps.is_available() else "needs macOS 14 and an Apple GPU"
 
 
 def _list_devices() -> str:
-    """Return the names of all devices, for an error."""
     devices = [f"cpu ({capabilities.cpu_name()}, {usable_cores()} cores)"]
     if _why_no_cuda() is None:
         count = torch.cuda.device_count()
@@ -203,6 +203,22 @@ def _list_devices() -> str:
     if _why_no_mps() is None:
         devices.append("mps")
     return ", ".join(devices)
+
+
+def most_free_gpu() -> tuple[int, str]:
+    """Return its index, and a text with its free memory; of equal ones the first."""
+    free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
+    best = free.index(max(free))
+    return best, f"GPU {best} of {len(free)} has most free memory, {size(free[best])}"
+
+
+def _free_bytes(index: int) -> int:
+    """Return free bytes by NVML; without it by CUDA, which opens a context on the GPU."""
+    try:
+        used = torch.cuda.device_memory_used(index)
+    except Exception:  # pynvml is missing, or fails in many ways
+        return torch.cuda.mem_get_info(index)[0]
+    return torch.cuda.get_device_properties(index).total_memory - used
 
 
 def _open_device(
@@ -269,15 +285,11 @@ def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
         try:
             torch.set_num_interop_threads(wanted)
         except RuntimeError:  # torch allows it once, before operators run in parallel
-            notes.append(
-                f"interop_threads: {torch.get_num_interop_threads()}, which this process has used "
-                f"already; device.interop_threads={wanted} needs a new process"
-            )
-    if (threads or before) > cores:
-        notes.append(
-            f"{threads or before} threads on {cores} usable cores wait for each other; "
-            f"set device.threads={cores}"
-        )
+            why = f"this one has used {torch.get_num_interop_threads()}"
+            notes.append(f"device.interop_threads={wanted} needs a new process: {why}")
+    if (used := threads or before) > cores:
+        wait = f"{used} threads on {cores} usable cores wait for each other"
+        notes.append(f"{wait}; set device.threads={cores}")
     return notes
 
 
@@ -299,7 +311,6 @@ def _set_numerics(
 
 
 def _reseeder(torch_device: TorchDevice) -> Callable[[int], object]:
-    """Return a function that seeds the generators of the device and the host."""
     host = torch.default_generator.manual_seed
     if torch_device.type == "cpu":
         return host

@@ -38,11 +38,7 @@ def process_bytes() -> int:
 
 
 def anonymous_bytes(pid: int | None = None) -> int:
-    """Return the resident memory that no file backs, and so could leak; 6 µs.
-
-    Of this process, or of `pid`: 0 if that has ended. Includes shared memory, in which workers send
-    batches.
-    """
+    """Return the resident memory that no file backs, of this process or `pid` (0: ended); 6 µs."""
     try:
         with open(f"/proc/{pid or 'self'}/status", "rb", buffering=0) as file:
             status = file.read()
@@ -55,10 +51,7 @@ def anonymous_bytes(pid: int | None = None) -> int:
 
 
 def child_bytes() -> int:
-    """Return `anonymous_bytes` of the processes that `multiprocessing` started for this one.
-
-    These are the workers of data loaders. Pages that a fork shares with this process count, too.
-    """
+    """Return `anonymous_bytes` of data loaders' workers, with pages shared with this process."""
     pids = [child.pid for child in multiprocessing.active_children()]
     return sum(anonymous_bytes(pid) for pid in pids if pid is not None)
 
@@ -103,18 +96,12 @@ def peak_process_bytes() -> int:
 
 
 def peak_device_bytes(device: Device) -> int:
-    """Return the peak memory of tensors on the accelerator; 0 on a CPU. No host sync.
-
-    MPS keeps no peak: returns the memory allocated by Metal, which shrinks only on request.
-    """
+    """Return the peak of tensors on the accelerator, on MPS what Metal holds; no host sync."""
     return max(device_mark(device), _earlier_peaks.get(str(device.torch), 0))
 
 
 def process_mark() -> int:
-    """Return the kernel's high-water mark since its last reset; 6 µs.
-
-    On Linux VmHWM: `getrusage` there inherits the peak of the parent process.
-    """
+    """Return the high-water mark; VmHWM on Linux, where `getrusage` has the parent's peak; 6 µs."""
     mark = status_bytes("VmHWM")
     if mark is not None:
         return mark

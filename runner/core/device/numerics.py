@@ -26,11 +26,9 @@ GPU_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 def set_deterministic(kind: str, scope: ExitStack) -> None:
     """Make results reproducible; an operator without a deterministic kernel raises."""
-    scope.callback(
-        torch.use_deterministic_algorithms,
-        torch.are_deterministic_algorithms_enabled(),
-        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    scope.callback(torch.use_deterministic_algorithms, before, warn_only=warns)
     torch.use_deterministic_algorithms(True)
     # it would fill each new tensor with NaN: 8 ms for 4 MB
     _set_flag(torch.utils.deterministic, "fill_uninitialized_memory", False, scope)
@@ -47,10 +45,7 @@ def set_cudnn_benchmark(enabled: bool, scope: ExitStack) -> None:
 
 
 def set_tf32(enabled: bool, scope: ExitStack) -> None:
-    """Set whether fp32 products and convolutions of a GPU may round inputs to 10 mantissa bits.
-
-    torch's own default is false for products and true for convolutions and recurrent layers.
-    """
+    """Set whether fp32 products and convolutions of a GPU may round inputs to 10 mantissa bits."""
     set_fp32_precision(dict.fromkeys(GPU_SWITCHES, "tf32" if enabled else "ieee"), scope)
 
 

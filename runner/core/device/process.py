@@ -49,10 +49,7 @@ def _restore_priority(set_all: Callable[[int], None], before: int) -> None:
 
 
 def busy_cores(seconds: float = 0.2) -> float:
-    """Return the number of usable cores that other processes keep busy; 0 if unknown.
-
-    Measures for `seconds`. Processes with positive niceness yield to this one and do not count.
-    """
+    """Return the usable cores that others, not niced, keep busy for `seconds`; 0: unknown."""
     monitor = LoadMonitor(count_nice=False)
     sleep(seconds)
     return (monitor.other_cpu_share() or 0.0) * len(allowed_cores() or ())

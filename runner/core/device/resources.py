@@ -46,16 +46,14 @@ def tightest_memory_limit() -> MemoryLimit:
     reclaimable file cache.
     """
     ram, swap = psutil.virtual_memory(), psutil.swap_memory()
-    limits = [
-        MemoryLimit(ram.total + swap.total, ram.available + swap.free, "this machine's memory")
-    ]
+    total, left = ram.total + swap.total, ram.available + swap.free
+    limits = [MemoryLimit(total, left, "this machine's memory")]
     if (group := cgroup.tightest_limit()) is not None:
         limits.append(MemoryLimit(*group, "the memory of this container (control group)"))
     limit, own = resource.getrlimit(resource.RLIMIT_AS)[0], memory.rlimit_bytes_left()
     if own is not None and limit != resource.RLIM_INFINITY:
-        limits.append(
-            MemoryLimit(limit, own, "the address space that `ulimit -v` allows", own=True)
-        )
+        name = "the address space that `ulimit -v` allows"
+        limits.append(MemoryLimit(limit, own, name, own=True))
     return max(limits, key=lambda limit: limit.used_share)
 
 
@@ -102,11 +100,7 @@ class Reading:
 
 
 class SystemMonitor:
-    """Cached readings of the machine, at most one per `every_s` seconds.
-
-    `folder` is on the disk to watch. A reading takes a quarter of a millisecond, and as much again
-    with a GPU.
-    """
+    """Cached readings of the machine and the disk of `folder`, one per `every_s` seconds."""
 
     def __init__(
         self, folder: Path | None = None, every_s: float = 5.0, gpu: bool | None = None

@@ -88,10 +88,7 @@ def unclaimed_signals() -> list[int]:
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Make Ctrl-C and unclaimed signals raise Terminated, outside of `InterruptHandler`.
-
-    An error that follows a signal which a library has swallowed is the signal's.
-    """
+    """Make Ctrl-C and unclaimed signals raise Terminated, also one that a library has swallowed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

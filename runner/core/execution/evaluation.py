@@ -43,10 +43,8 @@ def evaluate(run: Run, model: nn.Module | None = None, test: bool = False) -> Ev
             if run.shards is None:
                 part_sums = apply_in_parts(run, batch, compute)
             else:
-                own = 0 if loader.empty else batch_size_of(batch[1])
-                part_sums = run.shards.map_micro_batches(
-                    batch, samples, run.micro_batch, own, compute
-                )
+                own, size = 0 if loader.empty else batch_size_of(batch[1]), run.micro_batch
+                part_sums = run.shards.map_micro_batches(batch, samples, size, own, compute)
             own_rows = run.world.local_slice(samples)
             if not loader.empty and own_rows.stop > own_rows.start:  # not only a stand-in
                 totals = reduce(_add_sums, part_sums, totals)
@@ -111,10 +109,8 @@ def copy_standalone_model(run: Run) -> nn.Module:
     call the layers of the original. UsageError if no process has all of the weights.
     """
     if run.shards is not None:
-        fix = "use runner.load(its folder) for the full weights"
-        raise UsageError(
-            f"standalone: with distributed=fsdp no process holds the full model; {fix}"
-        )
+        problem = "with distributed=fsdp no process holds the full model"
+        raise UsageError(f"standalone: {problem}; use runner.load(its folder)")
     with run.update.averaged():
         copy = deepcopy(run.model)  # without the compiled forward
     for parameter in copy.parameters():

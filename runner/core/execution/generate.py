@@ -105,10 +105,8 @@ def _cached_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
 
 def _is_pretrained(model: nn.Module) -> bool:
     """Whether it is a model of transformers; another one's `generate` may take anything."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
-        for cls in type(model).__mro__
-    )
+    bases = [cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.")]
+    return any(cls.__name__ == "PreTrainedModel" for cls in bases)
 
 
 def _generate_pretrained(model: nn.Module, ids: Tensor, sampling: Sampling) -> Tensor:

@@ -10,11 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.device import memory
-from runner.core.device.device_errors import (
-    is_out_of_memory,
-    missing_memory,
-    release_references,
-)
+from runner.core.device.device_errors import is_out_of_memory, missing_memory, release_references
 from runner.core.errors import ConfigError, OutOfMemory
 from runner.core.findings import Choice
 from runner.core.format import count_noun
@@ -37,20 +33,14 @@ log = logging.getLogger("runner")
 
 NO_MEAN = "the loss is not a mean over samples, and each micro-batch has a loss of its own"
 SMALLER_MODEL_FIX = (
-    "weights, gradients and optimizer state alone do not fit: use a smaller model, "
-    "or less state per weight (optimizer=sgd, optimizer.ema=null, "
-    "checkpoint.enabled=false)"
+    "weights, gradients and optimizer state alone do not fit: use a smaller model, or less state "
+    "per weight (optimizer=sgd, optimizer.ema=null, checkpoint.enabled=false)"
 )
-FEWER_ACTIVATIONS_FIX = (
-    "use optimization=memory_efficient or optimization.recompute.enabled=true, or make the samples "
-    "or the model smaller"
-)
+FEWER_ACTIVATIONS_FIX = "use optimization=memory_efficient, or smaller samples or a smaller model"
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:
-    """Halve the micro-batch after out of memory; the batch stays the same.
-
-    So does its gradient where the loss is a mean over samples; the record says whether it is.
+    """Halve the micro-batch after out of memory; the record says whether the gradient is the same.
 
     Raises OutOfMemory if a single sample does not fit, and ConfigError if BatchNorm got one sample.
     """
@@ -68,26 +58,22 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
         return False
     _release_step_memory(run, error)
     if batchnorm_failed:
-        raise OutOfMemory(
-            f"{step_label}: out of memory with more than {count_noun(size, 'sample')} at a time, "
-            f"but BatchNorm needs more; {FEWER_ACTIVATIONS_FIX}"
-        ) from None
+        problem = f"out of memory with more than {count_noun(size, 'sample')} at a time"
+        fix = f"but BatchNorm needs more; {FEWER_ACTIVATIONS_FIX}"
+        raise OutOfMemory(f"{step_label}: {problem}, {fix}") from None
     if size == 1:
         if _drop_graphs(run, f"{step_label} ran out of memory as a graph"):
             return True  # uncompiled, or without CUDA graphs, it takes less
         raise _single_sample_error(run, error, step_label) from None
     run.micro_batch = largest_slice(run.largest_local_batch(run.train.batch_size), (size + 1) // 2)
-    reason = f"{step_label} ran out of memory{missing_memory(error)} with {size}"
-    obstacle = _find_split_obstacle(run)
+    missing, obstacle = missing_memory(error), _find_split_obstacle(run)
     effect = f"the step is another one: {obstacle}" if obstacle else "its gradient is the same"
-    reason = f"{reason}; {effect}"
+    reason = f"{step_label} ran out of memory{missing} with {size}; {effect}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
     # a new dict: a checkpoint of the old one may be in the making
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
-    message = (
-        f"ran out of memory{missing_memory(error)} with {count_noun(size, 'sample')} at a time"
-    )
+    message = f"ran out of memory{missing} with {count_noun(size, 'sample')} at a time"
     action = f"retrying the batch with {run.micro_batch} at a time; {effect}"
     _record_oom(run, message, action, error)
     _drop_graphs(run, f"{step_label} ran out of memory, and micro-batches exclude graphs")
@@ -95,10 +81,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
 
 
 def _find_split_obstacle(run: Run) -> str:
-    """Return why micro-batches do not give the batch's gradient, or "" if they do.
-
-    Compares the loss on outputs of a part that fits with the mean of its halves.
-    """
+    """Return why micro-batches do not give the gradient of a batch, by a part that fits, or ""."""
     if any(isinstance(m, _BatchNorm) and m.training for m in run.model.modules()):
         return "BatchNorm normalises each micro-batch by itself"
     if run.shards is not None:  # a forward needs all processes
@@ -141,7 +124,6 @@ def _equals_halves(
 
 
 def _drop_graphs(run: Run, reason: str) -> bool:
-    """Drop graphs of the whole step and CUDA graphs; return whether there were any."""
     dropped = run.drop_graphs is not None and run.drop_graphs(run, reason)
     if dropped:
         memory.free_caches(run.device)
@@ -186,10 +168,8 @@ def _single_sample_error(run: Run, error: Exception, where: str) -> OutOfMemory:
 
 
 def _record_oom(run: Run, message: str, action: str, error: Exception) -> None:
-    step = run.progress.step + 1
-    run.history.add(
-        "out_of_memory", message, step=step, category="memory", action=action, error=error
-    )
+    kind, step = "out_of_memory", run.progress.step + 1
+    run.history.add(kind, message, step=step, category="memory", action=action, error=error)
 
 
 def _release_step_memory(run: Run, error: Exception) -> None:

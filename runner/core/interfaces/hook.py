@@ -89,9 +89,8 @@ class Hook:
     def __init_subclass__(cls) -> None:
         unknown = [n for n in vars(cls) if n.startswith("on_") and n not in Hook.EVENTS]
         if unknown:
-            raise TypeError(
-                f"{cls.__name__}: unknown event {unknown[0]!r}; use one of {Hook.EVENTS}"
-            )
+            fix = f"use one of {Hook.EVENTS}"
+            raise TypeError(f"{cls.__name__}: unknown event {unknown[0]!r}; {fix}")
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:

@@ -1,16 +1,20 @@
-"""The interface of objectives: loss and metrics."""
+"""The interface of objectives: loss and metrics, and which metric is monitored."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from runner.core.errors import ConfigError
+from runner.core.format import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
+MONITOR = "training.monitor"
+MODE = "training.monitor_mode"
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "perplexity", "bits_per_byte", "bits_per_token")
 """Our metrics for which lower is better."""
 HIGHER_IS_BETTER = re.compile(r"accuracy|top\d+|f1|auroc|r2", re.ASCII)
@@ -135,7 +139,24 @@ def resolve_monitor(objective: Objective, requested: str | None) -> str:
     named_metrics = [name for group in objective.named for name in group.metrics]
     available = [f"val/{name}" for name in (*names, *named_metrics)] if names else []
     if available and requested not in (objective.monitor, *available):
-        from runner.core.interfaces.metric_errors import unknown_metric
-
         raise unknown_metric(requested, available)
     return requested
+
+
+def unknown_direction(metric: str) -> ConfigError:
+    """Return the error for a metric of which nothing declares whether higher values are better."""
+    problem = f"cannot be inferred for {metric}"
+    return ConfigError(MODE, problem, "use min if lower values are better, max if higher ones")
+
+
+def unknown_metric(requested: str, available: Iterable[str], suffix: str = "") -> ConfigError:
+    """Return the error for a metric that does not exist; `suffix` says what happens to the run."""
+    names = list(available)
+    with_prefix = f"val/{requested}"
+    suggestion = nearest(requested, names) or (with_prefix if with_prefix in names else None)
+    shown = [name for name in names if name.count("/") < 2]  # without those of single classes
+    advice = f"did you mean {MONITOR}={suggestion}? " if suggestion else ""
+    problem = f"unknown metric {requested!r}"
+    if requested.startswith("user/"):
+        problem = f"nothing has logged {requested} (run.log) by the end of a validation"
+    return ConfigError(MONITOR, problem, f"{advice}available: {', '.join(shown)}{suffix}")

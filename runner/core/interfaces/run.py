@@ -62,11 +62,7 @@ class BestCriterion:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], now: BestCriterion, default: str) -> BestCriterion:
-        """Return that of a checkpoint.
-
-        An older one does not have it: its metric is that of its settings, or `default`, and the
-        rest counts as unchanged.
-        """
+        """Return that of a checkpoint; older ones have a metric in their settings, or `default`."""
         if "criterion" in state:
             return cls(**state["criterion"])
         metric = state["settings"].get("training.monitor", "None")
@@ -297,10 +293,8 @@ class Run(RunParts):
 def check_run(caller: str, run: object) -> None:
     """Raise UsageError if `run` is not a Run, for example a RunConfig."""
     if not isinstance(run, Run):
-        raise UsageError(
-            f"{caller}: takes a run, not a {type(run).__name__}: "
-            f"with build(config) as run: {caller}(run)"
-        )
+        use = f"with build(config) as run: {caller}(run)"
+        raise UsageError(f"{caller}: takes a run, not a {type(run).__name__}: {use}")
 
 
 Recovery = Callable[[Run, Exception], bool]

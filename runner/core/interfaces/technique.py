@@ -201,9 +201,8 @@ class RunBuilder(RunParts):
         run has the tests that it had before.
         """
         fits_run = self.total_steps >= self._steps_to_measure
-        if not self._was_tested(name) and not (
-            self.measure_gains and fits_run and self.total_steps >= min_steps
-        ):
+        measures = self.measure_gains and fits_run and self.total_steps >= min_steps
+        if not self._was_tested(name) and not measures:
             if self.measure_gains and not fits_run:
                 self.choose("optimization.measure", lambda: (False, self._too_few_steps))
             return False
@@ -211,10 +210,7 @@ class RunBuilder(RunParts):
         return True
 
     def skip_reason(self, name: str) -> str | None:
-        """Return why a level does not use a technique whose gain it cannot measure, or None.
-
-        In a run that is too short for its test it is used if an earlier run found it faster.
-        """
+        """Return why a technique is not used that neither this run nor an earlier one measures."""
         if self.gains is not None:
             self.gains.fix_path()
         key = f"optimization.{name}.enabled"

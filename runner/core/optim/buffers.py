@@ -34,21 +34,21 @@ class BufferSnapshot:
         self.device, self.model = device, model
         self.frozen = FrozenParameters(model if frozen else None)
         self.initial = {
-            name: (None if buffer is None else buffer.shape, _copy_initial(buffer, persistent))
+            name: (buffer.shape, None if persistent else buffer.detach().clone())
             for name, buffer, persistent in _named_buffers(model)
+            if buffer is not None
         }
         # a scripted module returns a view, not a dict; its buffers are not replaced
         self.buffer_dicts = [
-            dict(module._buffers.items())
-            if isinstance(module, torch.jit.ScriptModule)
-            else module._buffers
-            for module in model.modules()
+            dict(m._buffers.items()) if isinstance(m, torch.jit.ScriptModule) else m._buffers
+            for m in model.modules()
         ]
         self._save_all()
 
     def current(self) -> list[Tensor]:
         """Return the current tensors: some models replace them, also by ones with gradients."""
-        return _writable([buffers.get(name) for buffers, name in self.slots])
+        found = [buffers.get(name) for buffers, name in self.slots]
+        return [buffer for buffer in found if buffer is not None and _is_writable(buffer)]
 
     def changing(self) -> list[Tensor]:
         """Return the current buffers, and the frozen parameters that a forward moves."""
@@ -152,10 +152,7 @@ class BufferSnapshot:
         self.groups = _group_by_type(current, self.saved)
 
     def changed(self) -> dict[str, Any]:
-        """Return what a state_dict and a new model lack of the buffers, for a checkpoint.
-
-        These are new shapes, new and dropped buffers, and values of non-persistent ones.
-        """
+        """Return new shapes, new and dropped buffers, and non-persistent values: for a state."""
         changed: dict[str, Any] = {}
         now = {n: (b, persistent) for n, b, persistent in _named_buffers(self.model)}
         for name in self.initial.keys() | now.keys():
@@ -195,9 +192,8 @@ class BufferSnapshot:
                 del buffers[name]
         originals = [*self.saved, *self.last_tensors[len(self.saved) :]]
         with torch.no_grad():
-            for i, ((buffers, name), original) in enumerate(
-                zip(self.slots, originals, strict=True)
-            ):
+            pairs = zip(self.slots, originals, strict=True)
+            for i, ((buffers, name), original) in enumerate(pairs):
                 current = buffers.get(name)
                 if i >= len(self.saved) or original is None:
                     buffers[name] = original
@@ -300,10 +296,6 @@ def _as_list(shape: torch.Size | None) -> list[int] | None:
     return None if shape is None else [*shape]
 
 
-def _copy_initial(buffer: Tensor | None, persistent: bool) -> Tensor | None:
-    return None if buffer is None or persistent else buffer.detach().clone()
-
-
 def _same_values(a: Tensor, b: Tensor) -> bool:
     """Whether all bits are equal, so that NaN equals itself. Host sync."""
     if a.dtype != b.dtype or a.layout is not torch.strided:
@@ -354,10 +346,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_plain and not is_traceable_wrapper_subclass(tensor)
 
 
-def _writable(buffers: list[Tensor | None]) -> list[Tensor]:
-    return [buffer for buffer in buffers if buffer is not None and _is_writable(buffer)]
-
-
 def _is_writable(buffer: Tensor | None) -> bool:
     """Whether the buffer is not None, and no two of its elements share memory."""
     if buffer is None:
@@ -372,6 +360,5 @@ def _signature(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, b
 
 
 def _is_finite(buffer: Tensor) -> bool:
-    """Whether it holds only finite numbers. Host sync."""
     is_checkable = buffer.is_floating_point() and buffer.itemsize > 1 and buffer.numel() > 0
     return is_checkable and bool(buffer.isfinite().all())  # host sync: a buffer's first save

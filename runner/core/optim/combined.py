@@ -23,10 +23,7 @@ from runner.core.schemas.optimizer import OWN_OPTIMIZER, OptimizerConfig
 
 
 class CombinedOptimizer(Optimizer):
-    """Steps several optimizers of different parameters, with the groups and the state of all.
-
-    `state_dict()` has torch's form, with the groups in the order of the parts.
-    """
+    """Steps several optimizers of different parameters; their `state_dict()` has torch's form."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -54,9 +51,8 @@ class CombinedOptimizer(Optimizer):
 
     def _share(self) -> None:
         """Give each part its groups and the common state, in which every parameter has a key."""
-        for part, groups in zip(
-            self.combined_parts, self.split_groups(self.param_groups), strict=True
-        ):
+        groups_by_part = self.split_groups(self.param_groups)
+        for part, groups in zip(self.combined_parts, groups_by_part, strict=True):
             part.__setstate__({"state": self.state, "param_groups": groups})
 
     def split_groups(self, groups: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -123,9 +119,8 @@ def divide(
             reason = f"{cls.__name__} takes no weight of shape {shape}: {left[0]} is left to others"
             value = f"{len(taken)} of {len(matched)} weights"
             notes.append(notice(key, value, reason))
-        changes: dict[str, Any] = {
-            "options": {**({} if "name" in group else config.options), **group.get("options", {})}
-        }
+        options = {**({} if "name" in group else config.options), **group.get("options", {})}
+        changes: dict[str, Any] = {"options": options}
         if "name" in group:
             changes |= {"name": group["name"], "_target_": None}
         if "weight_decay" in group:
@@ -149,9 +144,8 @@ def build_combined(
     for part in parts:
         if conflict := incompatibility(part.cls, model, part.config.weight_decay, part.parameters):
             raise ConfigError(part.key, *conflict)
-        optimizers.append(
-            build_optimizer(part.config, part.cls, model, {}, part.parameters, part.key)
-        )
+        parameters, key = part.parameters, part.key
+        optimizers.append(build_optimizer(part.config, part.cls, model, {}, parameters, key))
     if modes := [type(o).__name__ for o in optimizers if callable(getattr(o, "eval", None))]:
         problem = f"{modes[0]} has an evaluation mode of its own"
         raise ConfigError("optimizer.groups", problem, "use it for all parameters")
@@ -159,7 +153,6 @@ def build_combined(
 
 
 def _takes(cls: type[Optimizer], parameter: Tensor) -> bool:
-    """Whether the class takes a weight with so many dimensions."""
     try:
         cls([small_weight(parameter)], lr=0.1)  # type: ignore[call-arg]
     except ValueError:

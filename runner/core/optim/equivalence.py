@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.core.optim.optimizer import Optimizer, fill_momentum, sparse_embeddings
+from runner.core.optim.optimizer import (
+    Optimizer,
+    fill_momentum,
+    skip_compiler_import,
+    sparse_embeddings,
+    uses_torch_step,
+)
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.optim.origin import skip_compiler_import, uses_torch_step
 from runner.core.schemas.stability import StabilityConfig
 
 KEY = "optimizer.implementation"
@@ -74,10 +79,7 @@ class UpdateComparison:
         }
 
     def select(self, recorded: str | None = None) -> tuple[str, str]:
-        """Return the name of the first candidate with torch's default updates, and why not another.
-
-        `recorded` names that of the resumed run, which is kept.
-        """
+        """Return the candidate with torch's updates, or the `recorded` one, and why no other."""
         if recorded in self.candidates:
             return str(recorded), "kept from the resumed run"
         reasons: list[str] = []
@@ -88,10 +90,7 @@ class UpdateComparison:
         return name, "; ".join(reasons)
 
     def difference(self, implementation: Implementation, whole_step: bool = False) -> str:
-        """Return where it differs from torch's default, or "" if nowhere.
-
-        With `whole_step`, the arithmetic of the whole-step graph is compared, uncompiled.
-        """
+        """Return where it differs from torch's default, or ""; `whole_step`: as in that graph."""
         options, shortcuts = implementation
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         on_host = self.optimizer.param_groups[0]["params"][0].device.type == "cpu"
@@ -137,11 +136,9 @@ class UpdateComparison:
         others = sorted(size for size in sizes if size)
         typical = others[len(others) // 2] if others else 1.0
         generator = torch.Generator(copies[0].device).manual_seed(self.seed)
+        pairs = [(copy, size or typical) for copy, size in zip(copies, sizes, strict=True)]
         return [
-            [
-                _copy(copy).normal_(generator=generator).mul_(size or typical)
-                for copy, size in zip(copies, sizes, strict=True)
-            ]
+            [_copy(copy).normal_(generator=generator).mul_(size) for copy, size in pairs]
             for _ in range(STEPS)
         ]
 
@@ -170,7 +167,6 @@ class UpdateComparison:
     def _updates(
         self, update: OptimizerStep, clipped: bool, whole_step: bool
     ) -> Iterator[dict[str, Tensor]]:
-        """Make the steps; yield weights and state after each."""
         loss = torch.zeros((), dtype=torch.float32, device=update.device)
         for drawn, norm in zip(self.gradients, self.norms, strict=True):
             gradients = [_copy(gradient) for gradient in drawn]
@@ -195,9 +191,8 @@ class UpdateComparison:
         rate = RATE if self.sets_rate else None
         factors = [1.0, 1.0 if not self.scheduled else 0.5]
         module, config = nn.ParameterList(parameters), StabilityConfig()
-        update = OptimizerStep(
-            module, optimizer, config, rate, factors, shortcuts=implementation.shortcuts
-        )
+        shortcuts = implementation.shortcuts
+        update = OptimizerStep(module, optimizer, config, rate, factors, shortcuts=shortcuts)
         update.factors = [1.0]  # the rate of every step, read as it will be in the run
         update._set_schedule()
         return update
@@ -270,7 +265,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _values(optimizer: Optimizer, parameters: list[Tensor]) -> dict[str, Tensor]:
-    """Return weights and state by name, on the device."""
     values: dict[str, Tensor] = {}
     for number, parameter in enumerate(parameters):
         kind = f"of {str(parameter.dtype).removeprefix('torch.')} weight {number}"
@@ -282,10 +276,8 @@ def _values(optimizer: Optimizer, parameters: list[Tensor]) -> dict[str, Tensor]
 
 
 def _imprecise_state(values: dict[str, Tensor]) -> str:
-    """Return which float32 state of a float64 weight implementations round differently, or "".
-
-    A rate of 0.1 need not show it: ASGD's `eta` is off by 3e-8 at others.
-    """
+    """Return which float32 state of a float64 weight implementations round differently, or ""."""
+    # a rate of 0.1 need not show it: ASGD's `eta` is off by 3e-8 at others
     for name, value in values.items():
         exact = name.startswith("step ")  # a counter
         if "of float64 weight" in name and value.dtype is torch.float32 and not exact:
@@ -294,7 +286,6 @@ def _imprecise_state(values: dict[str, Tensor]) -> str:
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    """Return the norm of each tensor, in float64."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     dtype = torch.float32 if real[0].device.type == "mps" else torch.float64
     real = [t if t.is_floating_point() else t.to(dtype) for t in real]
@@ -309,9 +300,8 @@ def _first_difference(actual: dict[str, Tensor], snapshot: UpdateResult) -> str:
         if name not in actual or actual[name].shape != tensor.shape:
             return f"{name} is missing"
     differences = torch._foreach_sub([actual[name] for name in expected], [*expected.values()])
-    for (name, tensor), norm, difference in zip(
-        expected.items(), norms, _norms(list(differences)), strict=True
-    ):
+    rows = zip(expected.items(), norms, _norms(list(differences)), strict=True)
+    for (name, tensor), norm, difference in rows:
         if not isfinite(norm):
             return f"{name} is not finite with torch's default"
         is_float = tensor.is_floating_point() or tensor.is_complex()

@@ -18,10 +18,7 @@ from runner.core.schemas.optimizer import OptimizerConfig
 def pop_groups(
     config: OptimizerConfig, rest: dict[str, Tensor], has_weight_decay: bool
 ) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
-    """Yield parameters, popped from `rest`, and options of each of `optimizer.groups`.
-
-    A group's own learning rate becomes `lr_share`, a multiple of `optimizer.lr`.
-    """
+    """Yield parameters, popped from `rest`, and options of each group: its rate is `lr_share`."""
     for number, group in enumerate(config.groups):
         matched = match_names(group["match"], rest, f"optimizer.groups.{number}.match", "trained")
         options = {"lr_share": group["lr"] / config.lr} if "lr" in group else {}

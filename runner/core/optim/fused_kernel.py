@@ -14,8 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core.optim.optimizer import Optimizer, sparse_embeddings
-from runner.core.optim.origin import uses_torch_step
+from runner.core.optim.optimizer import Optimizer, sparse_embeddings, uses_torch_step
 
 
 @dataclass
@@ -154,10 +153,7 @@ class RevertibleStep:
 
     @staticmethod
     def supports(optimizer: Optimizer, model: nn.Module, scheduled: bool) -> bool:
-        """Whether a step of this optimizer needs no host sync.
-
-        A `scheduled` learning rate is a tensor, which SGD, Muon and plain loops would read.
-        """
+        """Whether a step needs no host sync; SGD, Muon and loops would read a `scheduled` rate."""
         kind, groups = type(optimizer), optimizer.param_groups
         if not uses_torch_step(optimizer):
             return False

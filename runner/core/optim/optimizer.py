@@ -1,20 +1,23 @@
-"""Construction of optimizers, without weight decay of norms and biases."""
+"""Construction of optimizers, without weight decay of norms and biases; whose code they run."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from runner.core.errors import ConfigError
 from runner.core.format import nearest
-from runner.core.optim.origin import is_torch_class, skip_compiler_import
 from runner.core.schemas.optimizer import OptimizerConfig
 
 Optimizer = torch.optim.Optimizer
@@ -26,6 +29,9 @@ OPTIONS_OF_THIS_RUN = (
 )  # fmt: skip
 """Options that techniques, the config and the model set, whatever a checkpoint has."""
 TAKE_SPARSE = (torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad)
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+# their hooks keep the state complete for callers of step()
+OUR_HOOK_MODULES = {"runner.core.optim.user_optimizer"}
 log = logging.getLogger("runner")
 
 
@@ -38,13 +44,9 @@ def resolve_optimizer_class(
         key, cls = "optimizer.name", find_optimizer(config.name)
     else:
         key = "optimizer._target_"
-        cls = resolve(config._target_, key)
+        cls, fix = resolve(config._target_, key), "name a subclass of torch.optim.Optimizer"
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-            raise ConfigError(
-                key,
-                f"{config._target_} is not an optimizer",
-                "name a subclass of torch.optim.Optimizer",
-            )
+            raise ConfigError(key, f"{config._target_} is not an optimizer", fix)
     # several are checked where each one's parameters are known
     if not config.combines and (conflict := incompatibility(cls, model, config.weight_decay)):
         raise ConfigError(key, *conflict)
@@ -57,10 +59,7 @@ def incompatibility(
     weight_decay: float = 0.0,
     names: Collection[str] | None = None,
 ) -> tuple[str, str] | None:
-    """Return why a training step cannot use this class, and what can be used; None if it can.
-
-    With `names` it is asked for these parameters alone.
-    """
+    """Return why a step cannot use this class (for `names`), and what it can use, or None."""
     name = cls.__name__
     if _needs_closure(cls):
         return f"{name} runs the model several times a step", "use AdamW"
@@ -87,9 +86,8 @@ def incompatibility(
 def _needs_closure(cls: type[Optimizer]) -> bool:
     """Whether step() needs a closure that evaluates the model: LBFGS, and SAM in all its forms."""
     parameters = list(inspect.signature(cls.step).parameters.values())[1:]
-    is_required = any(
-        p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters
-    )
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    is_required = any(p.default is p.empty for p in positional)
     two_steps = all(callable(getattr(cls, name, None)) for name in ("first_step", "second_step"))
     return issubclass(cls, torch.optim.LBFGS) or is_required or two_steps
 
@@ -155,21 +153,38 @@ def build_optimizer(
         if cls is torch.optim.Muon and any(p.ndim != 2 for g in groups for p in g["params"]):
             fix = "give it matrices alone: optimizer.groups='[{match: \"*.weight\", name: Muon}]'"
         elif config.options:
-            from runner.core.optim.wrong_option import find_wrong_option  # imported only if used
-
-            if option := find_wrong_option(partial(cls, stand_ins), arguments, config.options):
+            if option := _find_wrong_option(partial(cls, stand_ins), arguments, config.options):
                 key, problem = f"{key}.options.{option}", f"is not for {problem}"
         raise ConfigError(key, problem, fix) from error
     if not is_torch_class(cls):
         _refuse_closure(partial(cls, stand_ins, **arguments), cls.__name__)
-    if any("lr_share" in group for group in groups) and not any(
-        "lr_share" in group for group in optimizer.param_groups
-    ):
+    has_shares = [any("lr_share" in g for g in of) for of in (groups, optimizer.param_groups)]
+    if has_shares == [True, False]:
         problem = f"{cls.__name__} makes its own groups, so these rates are lost"
         raise ConfigError("optimizer.groups", problem, "set the rates in its constructor")
     if cls is torch.optim.SGD:
         fill_momentum(optimizer)
     return optimizer
+
+
+def _find_wrong_option(
+    make: Callable[..., Any], arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> str | None:
+    """Return the option without which the constructor does not raise the same error, if any."""
+    error = _error_of(make, arguments)
+    for option in options:
+        others = {name: value for name, value in arguments.items() if name != option}
+        if _error_of(make, others) != error:
+            return option
+    return None
+
+
+def _error_of(make: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    try:
+        make(**arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def small_weight(parameter: Tensor) -> Tensor:
@@ -300,3 +315,52 @@ def fill_momentum(optimizer: Optimizer) -> None:
 def iterate_weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield each weight with the options of its group."""
     return ((group, weight) for group in optimizer.param_groups for weight in group["params"])
+
+
+def is_torch_class(cls: type[Optimizer]) -> bool:
+    """Whether `cls` is a class of torch.optim itself, with an unpatched step()."""
+    methods = (cls.step, getattr(cls, "_init_group", cls.step))
+    return cls is getattr(torch.optim, cls.__name__, None) and all(map(_is_torch_code, methods))
+
+
+def uses_torch_step(optimizer: Optimizer) -> bool:
+    """Whether only torch's code makes an update: no subclass, no patch, no hook on step().
+
+    Only then may a kernel replace step(), or step() run for an update that is reverted: a user's
+    code may change weights, or Python state that no copy restores.
+    """
+    cls = type(optimizer)
+    if cls is not getattr(torch.optim, cls.__name__, None) or not _is_torch_code(optimizer.step):
+        return False
+    registries: list[Any] = [
+        *(optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks),
+        *(_global_optimizer_pre_hooks, _global_optimizer_post_hooks),
+    ]
+    hooks = [hook for registry in registries if registry for hook in registry.values()]
+    modules = {getattr(hook, "__module__", "") for hook in hooks}
+    return modules <= OUR_HOOK_MODULES
+
+
+def _is_torch_code(function: Any) -> bool:
+    """Whether the function and all that it wraps are defined in torch's package."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(TORCH_FOLDER):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+@contextmanager
+def skip_compiler_import() -> Iterator[None]:
+    """Avoid the import of torch's compiler (a second, once) in an optimizer's first calls.
+
+    torch imports it to exclude these calls from compilation; before the import nothing is compiled.
+    """
+    with ExitStack() as stack:
+        for name in ("add_param_group", "state_dict", "load_state_dict"):
+            inner: Any = getattr(getattr(Optimizer, name), "__wrapped__", None)
+            if inner is not None and "torch._dynamo" not in sys.modules:
+                inner.__dynamo_disable = inner  # where torch caches the compiler's wrapper
+                stack.callback(vars(inner).pop, "__dynamo_disable", None)
+        yield

@@ -1,4 +1,4 @@
-"""Optimizer state: checks before loading, and layout for fused kernels."""
+"""Optimizer state: checks before loading, order by parameter names, layout for fused kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from runner.core.optim.optimizer import (
     OPTIONS_OF_THIS_RUN,
     combined_parts,
     fill_momentum,
+    is_torch_class,
     iterate_weights,
 )
-from runner.core.optim.origin import is_torch_class
 from runner.core.security.files.encode import encode
 
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
 """State that fused kernels access at the weight's size without checking it."""
 OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
 """State that exists only while an option is on; torch creates a missing momentum itself."""
+Names = list[list[str]]
+"""Of each parameter: its names in the model, several if it is tied, none if it is not in it."""
+MISSING = object()
 
 
 def restore_options(
@@ -38,9 +41,8 @@ def restore_options(
     `saved` (None: not recorded by older checkpoints, so all options are taken from the config).
     """
     saved = saved or [{} for _ in groups]
-    for group, current, options, before in zip(
-        groups, current_groups, constructed, saved, strict=True
-    ):
+    rows = zip(groups, current_groups, constructed, saved, strict=True)
+    for group, current, options, before in rows:
         for key, value in current.items():
             if key not in group or has_config_precedence(key, options, before):
                 group[key] = value
@@ -108,9 +110,8 @@ def has_torch_form(state: Mapping[str, Any], count: int | None = None) -> bool:
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         return False
     numbers = [number for group in groups for number in group["params"]]
-    return numbers == list(
-        range(len(numbers) if count is None else count)
-    ) and entries.keys() <= set(numbers)
+    expected = list(range(len(numbers) if count is None else count))
+    return numbers == expected and entries.keys() <= set(numbers)
 
 
 def check_saved_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -138,9 +139,8 @@ def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, An
     if torch_base(optimizer) is torch.optim.Adafactor:  # state by rows and columns; no fused kernel
         return
     for name, value in entries.items():
-        if value is None or (
-            is_user_class and (name not in MOMENTS or not isinstance(value, Tensor))
-        ):
+        is_unknown = name not in MOMENTS or not isinstance(value, Tensor)
+        if value is None or (is_user_class and is_unknown):
             continue
         if name == "step" and type(value) is int and isinstance(optimizer, torch.optim.SparseAdam):
             value = torch.tensor(value)  # host sync: none, on the host
@@ -184,9 +184,8 @@ def _select_entries(
     optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the entries of options that are on; ValueError if a needed one is missing."""
-    entries = {
-        k: v for k, v in entries.items() if v is not None and group.get(OPTION_OF.get(k, ""), True)
-    }
+    on = {key for key in entries if group.get(OPTION_OF.get(key, ""), True)}
+    entries = {k: v for k, v in entries.items() if v is not None and k in on}
     needed = {name for name, option in OPTION_OF.items() if group.get(option)}
     needed |= optimizer.state[weight].keys() if weight in optimizer.state else set()
     missing = sorted(needed - {"momentum_buffer"} - entries.keys())
@@ -213,3 +212,97 @@ def align_state(optimizer: Optimizer) -> None:
             elif on_device and value.device != weight.device:
                 state[key] = value.to(weight.device)
     fill_momentum(optimizer)
+
+
+def reorder_state(
+    update: dict[str, Any],
+    names: Names,
+    optimizer: Optimizer,
+    constructed: list[dict[str, Any]],
+    own_keys: frozenset[str],
+) -> dict[str, Any]:
+    """Return a saved state in the order of `names` and in the groups of `optimizer`.
+
+    Values of a group follow its weights, except `own_keys`, which this run sets. A state without
+    names, of an earlier version, is returned as it is; a state that is not in torch's form, or of
+    parameters outside the model, must have been saved in the same order. Raises ValueError.
+    """
+    saved_names, state = update.get("names"), update["optimizer"]
+    if saved_names is None:
+        return update
+    saved_groups, groups = state.get("param_groups"), optimizer.param_groups
+    if not has_torch_form(state, len(saved_names)) or [] in names or [] in saved_names:
+        _check_same_order(saved_names, names)
+        return update
+    origins = _match(saved_names, names)
+    sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
+    if origins == list(range(len(names))) and sizes[0] == sizes[1]:
+        return update
+    group_of = [n for n, size in enumerate(sizes[0]) for _ in range(size)]
+    new_groups, new_options, end = list[dict[str, Any]](), list[dict[str, Any]](), 0
+    for own, options, size in zip(groups, constructed, sizes[1], strict=True):
+        members, end = range(end, end + size), end + size
+        firsts: dict[int, int] = {}  # by saved group: the first of its weights that is a member
+        for i in members:
+            firsts.setdefault(group_of[origins[i]], i)
+        saved = [(saved_groups[n], update["options"][n]) for n in firsts]
+        values = [_restored_values(g, own, options, before, own_keys) for g, before in saved]
+        for other, i in zip(values[1:], [*firsts.values()][1:], strict=True):
+            for key in sorted(other.keys() | values[0].keys()):
+                if not is_equal(values[0].get(key, MISSING), other.get(key, MISSING)):
+                    a, b = names[members[0]][0], names[i][0]
+                    problem = f"{a} and {b} are in one group of the optimizer now"
+                    raise ValueError(f"{problem}, but their saved groups differ in {key}")
+        origin = next(iter(firsts), None)  # None: a group without weights
+        group = own if origin is None else saved_groups[origin]
+        new_groups.append({**group, "params": list(members)})
+        new_options.append(options if origin is None else update["options"][origin])
+    saved_state = state["state"]
+    by_number = {i: saved_state[j] for i, j in enumerate(origins) if j in saved_state}
+    by_weight = [key for key in ("average", "training_weights") if update.get(key)]
+    reordered = {key: [update[key][j] for j in origins] for key in by_weight}
+    optimizer_state = {**state, "state": by_number, "param_groups": new_groups}
+    return {**update, **reordered, "optimizer": optimizer_state, "options": new_options}
+
+
+def _match(saved: Names, names: Names) -> list[int]:
+    """Return each parameter's number in a saved state; ValueError if their sets differ."""
+    numbers = {name: number for number, each in enumerate(saved) for name in each}
+    origins: list[int] = []
+    for each in names:
+        candidates = {numbers[name] for name in each if name in numbers}
+        if not candidates:
+            raise ValueError(f"{each[0]} is trained now, but was not")
+        if len(candidates) > 1 or candidates <= set(origins):
+            raise ValueError(f"{each[0]} is tied to other weights than before")
+        origins += candidates
+    untrained = sorted(set(range(len(saved))) - set(origins))
+    if untrained:
+        raise ValueError(f"{saved[untrained[0]][0]} was trained, but is not now")
+    return origins
+
+
+def _check_same_order(saved: Names, names: Names) -> None:
+    """Raise ValueError, naming the first difference, unless both are in the same order."""
+    for number in range(max(len(saved), len(names))):
+        pair = [side[number] if number < len(side) else None for side in (saved, names)]
+        before, now = pair
+        if before is None or now is None or (before != now and not set(before) & set(now)):
+            texts = ["none" if e is None else (e or ["one outside the model"])[0] for e in pair]
+            change = f"parameter {number} of the optimizer was {texts[0]}, and is now {texts[1]}"
+            raise ValueError(f"{change}; this optimizer's state needs the same order")
+
+
+def _restored_values(
+    saved: Mapping[str, Any],
+    own: Mapping[str, Any],
+    constructed: Mapping[str, Any],
+    saved_options: Mapping[str, Any],
+    own_keys: frozenset[str],
+) -> dict[str, Any]:
+    """Return the values that a group would have after it was restored from `saved`."""
+    values = dict(own)
+    for key, value in saved.items():
+        if not has_config_precedence(key, constructed, saved_options):
+            values[key] = value
+    return {k: v for k, v in values.items() if k not in own_keys | {"params", *OPTIONS_OF_THIS_RUN}}

@@ -14,18 +14,24 @@ from runner.core.checkpoint.finite_checks import all_finite
 from runner.core.optim.buffers import LARGEST, BufferSnapshot
 from runner.core.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.core.optim.gradients import (
+    GradientClipper,
     coalesced_gradients,
     divide_gradients,
     gradient_values,
     tensor_norms,
 )
-from runner.core.optim.optimizer import constructor_options, group_lr_shares, parameter_names
-from runner.core.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
+from runner.core.optim.optimizer import (
+    constructor_options,
+    group_lr_shares,
+    is_torch_class,
+    parameter_names,
+    skip_compiler_import,
+    uses_torch_step,
+)
 from runner.core.schemas.stability import StabilityConfig
 
 if TYPE_CHECKING:
     from runner.core.interfaces.shards import ShardsProtocol
-    from runner.core.optim.clip import GradientClipper
 
 
 class OptimizerStep:
@@ -72,21 +78,14 @@ class OptimizerStep:
         # fused kernels of MPS accept the flag and the scale, and ignore both (torch 2.13)
         groups = optimizer.param_groups
         fused = all(group.get("fused") and not group.get("dampening") for group in groups)
-        self.in_kernel = (
-            fused
-            and shortcuts
-            and self.device.type in ("cpu", "cuda")
-            and uses_torch_step(optimizer)
-        )
+        takes_flag = fused and self.device.type in ("cpu", "cuda")
+        self.in_kernel = takes_flag and shortcuts and uses_torch_step(optimizer)
         supported = self.in_kernel and FusedKernel.supports(optimizer)
         self.kernel = FusedKernel(optimizer, self.device) if supported else None
         self.guard = config.guard
         self.clip_norm = config.clip_norm
-        self.clip: GradientClipper | None = None
-        if config.clip_value or config.clip_adaptive or config.clip_per_group:
-            from runner.core.optim.clip import GradientClipper
-
-            self.clip = GradientClipper(config, model, self.groups)
+        clips = config.clip_value or config.clip_adaptive or config.clip_per_group
+        self.clip = GradientClipper(config, model, self.groups) if clips else None
         self.scale = LossScaler(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
@@ -144,10 +143,7 @@ class OptimizerStep:
         self.in_progress = False
 
     def measure(self, loss: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d.
-
-        `norm` is given, over all shards, if the weights are sharded.
-        """
+        """Return gradient norm (`norm`, if sharded) and 1.0 if the step must be skipped: 0-d."""
         norms = tensor_norms(gradient_values(self.parameters)) if norm is None else [norm]
         return self.norm_and_skip(loss, norms)
 
@@ -187,10 +183,7 @@ class OptimizerStep:
         return (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
 
     def apply(self, norm: Tensor, skipped: Tensor) -> None:
-        """Make the update unless `skipped` is 1, and adapt the loss scale.
-
-        A step may be skipped for several reasons; the loss scale depends on the norm alone.
-        """
+        """Make the update unless `skipped` is 1, and adapt the loss scale, by the norm alone."""
         self.recheck_step()
         if self.in_kernel:
             self._apply_in_kernel(norm, skipped)
@@ -265,10 +258,7 @@ class OptimizerStep:
     def divisors(
         self, norm: Tensor, gradients: Sequence[Tensor] | None = None
     ) -> list[Tensor | None]:
-        """Apply the other kinds of clipping; return each group's divisor for loss scale and norm.
-
-        `gradients` are used in place of those in `.grad`.
-        """
+        """Clip in other ways, `gradients` or `.grad`; return each group's divisor."""
         if self.clip is None:
             return [self.divisor(norm)] * len(self.groups)
         iterator = iter(coalesced_gradients(self.parameters) if gradients is None else gradients)
@@ -321,10 +311,7 @@ class OptimizerStep:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Enter the optimizer's own evaluation mode, if it has one (schedule-free averages).
-
-        The weights of training are restored to the bit on exit, where its `train()` would round.
-        """
+        """Enter the optimizer's own evaluation mode, if any; exact weights are restored on exit."""
         if not self.has_modes or self.training_weights:
             yield
             return
@@ -409,10 +396,8 @@ class OptimizerStep:
         if self.lr is not None:
             return True
         first, *rest = [group["lr"] for group in self.optimizer.param_groups]
-        return all(
-            rate is first or float(rate) == float(first)  # host sync: an owner's rates as tensors
-            for rate in rest
-        )
+        # host sync: an owner's rates as tensors
+        return all(rate is first or float(rate) == float(first) for rate in rest)
 
     def write_owner_lr(self) -> None:
         """Write the owner's current rate to the table that a whole step reads."""
@@ -461,9 +446,9 @@ class OptimizerStep:
             align_state,
             check_optimizer_state,
             compatible_state,
+            reorder_state,
             restore_options,
         )
-        from runner.core.optim.parameter_order import reorder_state
 
         own_keys = frozenset({"lr", "initial_lr"} if self.lr is not None else ())
         constructed = self.constructed_options
@@ -512,10 +497,7 @@ class OptimizerStep:
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16, on the device: halves on overflow, doubles after 2,000 steps.
-
-    The rule is that of torch.amp.GradScaler, which reads the flag on the host.
-    """
+    """Dynamic loss scale for fp16, on the device, by the rule of torch.amp.GradScaler."""
 
     def __init__(self, initial_scale: float, device: torch.device) -> None:
         self.value = torch.full((), initial_scale, dtype=torch.float32, device=device)

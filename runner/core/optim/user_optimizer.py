@@ -9,19 +9,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core.optim.optimizer import fill_momentum
+from runner.core.optim.optimizer import fill_momentum, uses_torch_step
 from runner.core.optim.optimizer_state import align_state, check_optimizer_state
 from runner.core.optim.optimizer_step import OptimizerStep
-from runner.core.optim.origin import uses_torch_step
 
 
 def adopt_optimizer(
     optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack
 ) -> Optimizer:
-    """Set `options` such as `fused` on the optimizer, until `scope` closes; return it.
-
-    The options are those of `applicable`.
-    """
+    """Set `options`, from `applicable`, on the optimizer until `scope` closes; return it."""
     untyped: Any = optimizer
     # else schedulers warn that step() was not called: the kernel replaces it
     untyped._opt_called = True
@@ -41,10 +37,7 @@ def adopt_optimizer(
 
 
 def applicable(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options`, or none if they do not apply.
-
-    An implementation that its owner chose is kept, as is a step() that is not torch's.
-    """
+    """Return `options`; {} if its owner has chosen others, or its step() is not torch's."""
     undecided = all(_is_undecided(group, options) for group in optimizer.param_groups)
     if not undecided or not uses_torch_step(optimizer):
         return {}

@@ -26,10 +26,7 @@ Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
 
 class StepGraph:
-    """Makes the step of a full batch; returns loss, gradient norm and skip flag.
-
-    The first call compiles. Gradients are never in `.grad`; no host sync.
-    """
+    """Makes the step of a full batch as one graph; gradients are never in `.grad`; no host sync."""
 
     def __init__(
         self,
@@ -54,9 +51,8 @@ class StepGraph:
         self.steps = 0  # made so far
         if update.lr is not None:  # an owner may change an adopted optimizer
             options = {**options, "guard_filter_fn": _select_guards}
-        self._step = torch.compile(
-            _build_step(forward, objective, update, self.targets), fullgraph=True, options=options
-        )
+        step = _build_step(forward, objective, update, self.targets)
+        self._step = torch.compile(step, fullgraph=True, options=options)
 
     @staticmethod
     def unsupported_reason(update: OptimizerStep) -> str | None:
@@ -87,10 +83,9 @@ class StepGraph:
         if bool(self.targets.any_wrong):  # host sync: targets are checked with each report
             self.targets.any_wrong.zero_()  # raised once: a checkpoint saved afterwards is sound
             wrong_value = int(self.targets.wrong_value)  # host sync: only if there is a wrong one
-            raise DataError(
-                f"target {wrong_value} is out of range: classes are 0 to "
-                f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
-            )
+            bounds = f"classes are 0 to {(self.targets.classes or 0) - 1}"
+            problem = f"target {wrong_value} is out of range: {bounds}"
+            raise DataError(f"{problem}; the steps with such targets were skipped")
 
     def __call__(self, batch: Batch, veto: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Make the step; compute it without an update if `veto` is 1."""
@@ -139,9 +134,8 @@ class TargetCheck:
             wrong = wrong & (target != self.ignored)
         any_wrong = wrong.any()
         lowest = torch.iinfo(target.dtype).min
-        self.wrong_value.copy_(
-            torch.where(any_wrong, torch.where(wrong, target, lowest).max(), self.wrong_value)
-        )
+        highest = torch.where(wrong, target, lowest).max()
+        self.wrong_value.copy_(torch.where(any_wrong, highest, self.wrong_value))
         self.any_wrong.logical_or_(any_wrong)
         return torch.where(wrong, 0, target), torch.maximum(veto, any_wrong.to(veto.dtype))
 
@@ -149,11 +143,9 @@ class TargetCheck:
 def _mark_static(update: OptimizerStep, targets: TargetCheck) -> None:
     """Mark the tensors that a step changes as static: else CUDA graphs are not recorded."""
     kernel = update.kernel
-    state = (
-        [t for g in kernel.groups for t in (*g.first_moments, *g.second_moments)] if kernel else []
-    )
-    counters = [update.updates, update.ema_updates, targets.any_wrong, targets.wrong_value]
-    counters += [kernel.step_count] if kernel else []
+    groups, counters = (kernel.groups, [kernel.step_count]) if kernel else ([], [])
+    state = [t for group in groups for t in (*group.first_moments, *group.second_moments)]
+    counters += [update.updates, update.ema_updates, targets.any_wrong, targets.wrong_value]
     flags = [update.loss_limit, update.norm_limit, update.zero, update.one]
     # the model's own are static already
     for tensor in (*state, *counters, *flags, *update.average):
@@ -213,13 +205,11 @@ def update_weights(
     update.updates.add_(applied)
     iterator = iter(gradients)
     for group, scale, share in zip(kernel.groups, divisors, update.lr_shares, strict=True):
-        group_gradients = [
-            _scale_gradient(next(iterator), scale, group.options) for _ in group.parameters
-        ]
+        own = [next(iterator) for _ in group.parameters]
+        group_gradients = [_scale_gradient(gradient, scale, group.options) for gradient in own]
         group_lr = lr if share == 1.0 else lr * share
-        (_adam_update if kernel.adam else _sgd_update)(
-            group, group_gradients, group_lr, kernel.step_count, applied
-        )
+        apply = _adam_update if kernel.adam else _sgd_update
+        apply(group, group_gradients, group_lr, kernel.step_count, applied)
     if update.average:
         weight = update.average_weight(skipped)
         for average, parameter in zip(update.average, update.parameters, strict=True):

@@ -134,16 +134,12 @@ class StabilityController:
         if self.update.finite([*weights, *buffers.values()]):
             return True
         by_design = self.nonfinite_by_design
-        return self.update.finite(
-            [*weights, *(b for name, b in buffers.items() if name not in by_design)]
-        )
+        others = [buffer for name, buffer in buffers.items() if name not in by_design]
+        return self.update.finite([*weights, *others])
 
     @property
     def nonfinite_by_design(self) -> set[str]:
-        """Names of buffers that are non-finite by design or filled so by a forward, such as masks.
-
-        Takes one host sync per buffer.
-        """
+        """Names of buffers that are non-finite by design, as masks. A host sync per buffer."""
         others = [row for row in self.model.named_buffers() if not is_statistic(row[0])]
         return self.initially_nonfinite | infinite_buffers(others)
 
@@ -164,14 +160,12 @@ class StabilityController:
         if BadStepKind.overflow in kinds:
             scales = self._loss_scales(run, report)
             # without a scale above 1 it is the gradient itself
-            kinds = [
-                BadStepKind.non_finite if kind is BadStepKind.overflow and scale < 1 else kind
-                for kind, scale in zip(kinds, scales, strict=True)
-            ]
+            for i, scale in enumerate(scales):
+                if kinds[i] is BadStepKind.overflow and scale < 1:
+                    kinds[i] = BadStepKind.non_finite
         # host syncs, made only after such a step
-        if any(kind in NONFINITE_KINDS for kind in kinds) and not self.update.finite(
-            self.update.parameters
-        ):
+        suspect = any(kind in NONFINITE_KINDS for kind in kinds)
+        if suspect and not self.update.finite(self.update.parameters):
             first = len(kinds)  # index of the first step with bad weights, from the losses
             while first and kinds[first - 1] in NONFINITE_KINDS:
                 first -= 1
@@ -225,16 +219,11 @@ class StabilityController:
             self.decision.capture = anomaly.capture
         self.anomalies.add(anomaly)
         run.history.add(
-            kind.name,
-            message,
-            step=step,
-            category="numerics",
-            action=action,
-            severity="error" if kind is BadStepKind.weights else "warning",
-            capture=anomaly.capture,
+            kind.name, message, step=step, category="numerics", action=action,
+            severity="error" if kind is BadStepKind.weights else "warning", capture=anomaly.capture,
             # debug=anomaly has logged the details already; a remedy is logged in any case
             say=step not in run.history.explained_steps or action not in ("", "skipped"),
-        )
+        )  # fmt: skip
         if run.captures is not None:
             run.captures.log_capture()
 
@@ -275,7 +264,6 @@ class StabilityController:
         self.spikes.reset(step)
 
     def _set_due(self, step: int) -> None:
-        """Set `due` to the next step after `step` that changes limits."""
         times = [limits.after for limits in self.spikes.limits if limits.after > step]
         self.due = min(times, default=NO_STEP)
 

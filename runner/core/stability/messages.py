@@ -33,11 +33,7 @@ class Decision:
 def share_decision(
     own: Decision | None, decisions: Iterable[Decision | None], step: int
 ) -> Decision:
-    """Return this process's decision, or that of the first one that has one; else a hook's request.
-
-    Called by all processes of a run, with the `decisions` of all in the order of their ranks, as
-    what only one of them holds may be lost.
-    """
+    """Return the own decision, else the first of all processes, else a hook's request."""
     if own is not None:
         return own
     for rank, decision in enumerate(decisions):
@@ -67,9 +63,8 @@ def restore_decision(
     if anomaly is None or harmless or not 1 <= in_a_row <= step or since > step:
         return None
     message = describe_fault(kind, anomaly, spikes)
-    return Decision(
-        kind.name, step, message, in_a_row, since, anomaly.capture, raises=kind in fatal
-    )
+    raises, capture = kind in fatal, anomaly.capture
+    return Decision(kind.name, step, message, in_a_row, since, capture, raises)
 
 
 def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: SpikeDetector) -> str:
@@ -94,10 +89,7 @@ def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: SpikeDetector) -
 def describe_giving_up(
     decision: Decision, config: StabilityConfig | None, rollbacks: int, captures: Sequence[Path]
 ) -> str:
-    """Return why the run gives up, and what to do next, with the first capture that exists.
-
-    `config` is None in a hand-written loop, which cannot roll back.
-    """
+    """Return why the run gives up, and what to do; `config` is None where it cannot roll back."""
     advice = "inspect the data of these steps"
     if (capture := next(filter(os.path.isdir, captures), None)) is not None:
         replay = shlex.quote(f"replay.path={capture}")
@@ -109,9 +101,8 @@ def describe_giving_up(
     fix = "if neither data nor model is the cause, lower optimizer.lr"
     if config is None:
         return f"{fault}; {advice}; {fix}, or load an earlier checkpoint"
-    times = {0: "not rolled back", 1: "rolled back once"}.get(
-        rollbacks, f"rolled back {rollbacks} times"
-    )
+    rolled_back = {0: "not rolled back", 1: "rolled back once"}
+    times = rolled_back.get(rollbacks, f"rolled back {rollbacks} times")
     if rollbacks >= config.max_rollbacks:
         times += f" (stability.max_rollbacks={config.max_rollbacks})"
         fix += ", or raise stability.max_rollbacks"

@@ -42,10 +42,9 @@ class RollingBaseline:
             return math.inf
         self.median = _median(self.values)
         spread = _median(abs(value - self.median) for value in self.values)
-        median_limit = self.median + config.threshold * MAD_TO_SIGMA * spread
-        limit = max(
-            median_limit, _scale(config.ratio, self.median), _scale(config.floor, self.initial_max)
-        )
+        limit = self.median + config.threshold * MAD_TO_SIGMA * spread
+        limit = max(limit, _scale(config.ratio, self.median))
+        limit = max(limit, _scale(config.floor, self.initial_max))
         return _float32(limit) if limit > self.median else math.inf  # without spread, no limit
 
     def state(self) -> dict[str, Any]:
@@ -74,9 +73,8 @@ class SpikeDetector:
         self.baselines = {
             name: RollingBaseline(config)
             for name in ("loss", "grad_norm")
-            if enabled
-            and config.enabled
-            and config.watch in (SpikeQuantity.both, SpikeQuantity[name])
+            if enabled and config.enabled
+            if config.watch in (SpikeQuantity.both, SpikeQuantity[name])
         }
         self.limits = [SpikeLimits(0)]  # by step; the last may be for future steps
 

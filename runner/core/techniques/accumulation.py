@@ -75,10 +75,8 @@ def step_bytes(
     from runner.core.techniques.probe import saved_bytes
 
     model, samples = builder.model, min(FEW_SAMPLES, max(1, builder.batch_size // 2))
-    small, large = (
-        saved_bytes(model, partial(probe_step, builder, n), outputs=outputs)
-        for n in (samples, 2 * samples)
-    )
+    steps = [partial(probe_step, builder, n) for n in (samples, 2 * samples)]
+    small, large = (saved_bytes(model, step, outputs=outputs) for step in steps)
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     optimizer_bytes = gradient_bytes * (MOMENTS_PER_WEIGHT + builder.ema)
     copied = 0

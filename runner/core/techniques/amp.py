@@ -50,14 +50,9 @@ def apply(config: Amp, builder: RunBuilder) -> str | None:
     dtype = _choose_dtype(config, builder)
     if dtype is torch.float16:
         builder.loss_scale = config.initial_scale
-    autocast.append(
-        partial(
-            torch.autocast,
-            builder.device.kind,
-            dtype=dtype,
-            cache_enabled=not builder.has_temporary_weights,  # of those no 16-bit copies are kept
-        )
-    )
+    # of weights that a forward gathers and frees no 16-bit copies are kept
+    caches, kind = not builder.has_temporary_weights, builder.device.kind
+    autocast.append(partial(torch.autocast, kind, dtype=dtype, cache_enabled=caches))
     builder.contexts.append(autocast[0])
     return None
 
@@ -75,11 +70,8 @@ def _choose_dtype(config: Amp, builder: RunBuilder) -> torch.dtype:
 
 
 def engaged(config: Amp, run: Run) -> Evidence:
-    """Return the share of layers with all products in 16 bits, and dtypes of products and weights.
-
-    A layer is the innermost module around a matrix product, a convolution or attention.
-    """
-    from runner.core.techniques.layer_evidence import product_dtypes
+    """Return the share of layers (innermost modules around a product) with products in 16 bits."""
+    from runner.core.techniques.probe import product_dtypes
 
     products = product_dtypes(run)
     lowered = sum(types <= {torch.float16, torch.bfloat16} for types in products.values())

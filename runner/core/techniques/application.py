@@ -69,10 +69,8 @@ def warn_unused_settings(config: Optimization) -> None:
             value = getattr(technique, key)
             if value != getattr(default, key):
                 text = value.value if isinstance(value, Enum) else value
-                log.warning(
-                    "optimization.%s.%s=%s has no effect: optimization.%s.enabled=true switches "
-                    "the technique on", name, key, text, name,
-                )  # fmt: skip
+                setting, on = f"{name}.{key}={text}", f"optimization.{name}.enabled=true"
+                log.warning("optimization.%s has no effect: %s switches it on", setting, on)
 
 
 def _build_extra(
@@ -97,7 +95,6 @@ def _build_extra(
 
 
 def _strict_error(rows: list[TechniqueStatus]) -> ConfigError:
-    """Return one error with the reasons of all techniques that cannot engage."""
     first, *more = rows
     reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
     off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)

@@ -28,7 +28,6 @@ from runner.core.models.modes import enter_training
 from runner.core.record.text import shorten
 from runner.core.schemas.optimization import Attention, Kernel
 from runner.core.techniques import model_calls, probe
-from runner.core.techniques.layer_evidence import count_operators
 
 KEY = "optimization.attention.kernel"
 TORCH_CHOICE = "default"  # torch's own choice
@@ -71,9 +70,8 @@ def apply(config: Attention, builder: RunBuilder) -> str | None:
             "torch_choices": [call.torch_choice for call in calls],
         }
         name = config.kernel.value
-        if config.kernel is not Kernel.auto and (
-            reason := _unsupported_reason(name, forward, builder)
-        ):
+        is_named = config.kernel is not Kernel.auto
+        if is_named and (reason := _unsupported_reason(name, forward, builder)):
             return reason
     if config.kernel is Kernel.auto:
         matrix_mb = sum(c.matrix_bytes for c in calls) / 2**20 * builder.micro_batch / samples
@@ -128,7 +126,7 @@ def engaged(config: Attention, run: Run) -> Evidence:
     requested = config.kernel.value
     if config.kernel is Kernel.auto:
         requested = next(str(c.value) for c in reversed(run.choices) if c.key == KEY)
-    operators = count_operators(run)
+    operators = probe.count_operators(run)
     forward = {name: n for name, n in operators.items() if not name.endswith("_backward")}
     counts = {
         name: sum(n for operator, n in forward.items() if operator.startswith(start))
@@ -140,7 +138,9 @@ def engaged(config: Attention, run: Run) -> Evidence:
     if not kernels and requested in UNFUSED:
         # the compiler decomposes math and plain, and only their two products keep their names;
         # other layers have products as well, so at most the number of calls is counted
-        unfused_calls = min(_count_step_calls(run), products // 2)
+        step = partial(probe.dry_run_step, run, run.micro_batch)  # with recomputed ones
+        with torch.compiler.set_stance("force_eager"):
+            unfused_calls = min(len(record_calls(step, run.model)), products // 2)
     unfused = {"bmm": products} if unfused_calls else {}
     facts: dict[str, Any] = {"kernel": requested, "ran": kernels or unfused}
     other_kernels = [name for name in kernels if name != requested]
@@ -156,12 +156,6 @@ def engaged(config: Attention, run: Run) -> Evidence:
     if set(run.technique_facts["attention"]["torch_choices"]) == {requested}:
         return Evidence(False, f"torch's own choice is {requested}, too", facts, status="skipped")
     return evidence
-
-
-def _count_step_calls(run: Run) -> int:
-    """Return the attention calls in an uncompiled step over a micro-batch, with recomputed ones."""
-    with torch.compiler.set_stance("force_eager"):
-        return len(record_calls(partial(probe.dry_run_step, run, run.micro_batch), run.model))
 
 
 # -- the kernels -----------------------------------------------------------------------------------
@@ -258,9 +252,7 @@ def plain_attention(
     scores = torch.matmul(query, (key * scale).transpose(-2, -1))
     masked_score = torch.finfo(scores.dtype).min / 2  # -inf would make a fully masked row NaN
     if is_causal:
-        causal_mask = torch.full(
-            scores.shape[-2:], masked_score, dtype=scores.dtype, device=scores.device
-        )
+        causal_mask = scores.new_full(scores.shape[-2:], masked_score)
         # in place: the backward of a product needs only its factors
         scores.add_(causal_mask.triu(1))
     attends = None

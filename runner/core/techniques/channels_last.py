@@ -46,11 +46,8 @@ class MemoryOrder:
 
 
 def engaged(config: ChannelsLast, run: Run) -> Evidence:
-    """Return the share of convolutions that read and write NHWC, where it differs from NCHW.
-
-    A convolution with NHWC weights always writes NHWC, and first copies an input in NCHW.
-    """
-    from runner.core.techniques.layer_evidence import convolution_layouts
+    """Return the share of convolutions that read and write NHWC, where it differs from NCHW."""
+    from runner.core.techniques.probe import convolution_layouts
 
     layouts = convolution_layouts(run)
     matching = sum(map(all, layouts.values()))

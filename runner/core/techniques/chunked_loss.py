@@ -100,6 +100,5 @@ def engaged(config: ChunkedLoss, run: Run) -> Evidence:
         "largest_mb": round(largest * 4 / 2**20, 1),
         "whole_mb": round(total * 4 / 2**20, 1),
     }
-    return Evidence(
-        largest < total, "" if largest < total else "the full logits were computed", facts
-    )
+    is_chunked = largest < total
+    return Evidence(is_chunked, "" if is_chunked else "the full logits were computed", facts)

@@ -30,11 +30,7 @@ def unavailable(config: Any, device: Device) -> str | None:
 
 
 def apply(config: Compile, builder: RunBuilder) -> str | None:
-    """Compile the model in place, so that state_dict keys do not change.
-
-    If the whole step is one graph, compiling the model is deferred: it is needed only if that
-    graph fails.
-    """
+    """Compile the model in place, or later if the whole step is one graph; state_dict keys stay."""
     failed = [c.reason for c in builder.choices if c.key == ENABLED and c.value is False]
     if reason := failed[0] if failed else too_short(builder, config.min_steps):
         return reason
@@ -58,10 +54,10 @@ def apply(config: Compile, builder: RunBuilder) -> str | None:
     # both are measured, so each compiles
     if builder.whole_step_options is None or whole_step_measured:
         min_steps = 2 * minimum_steps(builder) if whole_step_measured else 0
+        switch, discard = compilation.set_enabled, compilation.discard
         measured = builder.add_switch(
-            "compile", compilation.set_enabled, initially_on=False, min_steps=min_steps,
-            discard=compilation.discard,
-        )  # fmt: skip
+            "compile", switch, initially_on=False, min_steps=min_steps, discard=discard
+        )
         if not measured and builder.whole_step_options is None:
             compilation.start()
     return None
@@ -88,7 +84,7 @@ def engaged(config: Compile, run: Run) -> Evidence:
     """Return the share of layers in compiled graphs, and dynamo's counters."""
     from runner.core.record.text import shorten
     from runner.core.techniques import compiler
-    from runner.core.techniques.layer_evidence import compiled_layers, compiled_work
+    from runner.core.techniques.probe import compiled_layers, compiled_work
 
     compilation = run.compilation
     if run.step_graph is not None:

@@ -9,7 +9,6 @@ import re
 import stat
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,20 +37,12 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 DAMAGED_LIBRARY = re.compile(r"(/[^\s:]+): (?:file too short|invalid ELF header)")
 NO_HOME = "no home folder for a cache: HOME is not set, and passwd has no entry for this user"
 LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
-OPERATOR_CALL = re.compile(
-    r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
-    r"(\w+?)(?:_out)?(?:\.\w+)?\("
-)
-"""Operator calls in generated code, C++ and Python."""
 CODE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 FUNCTION_LINE = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
 """The line of user code that a compiler message names."""
 CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 """Modes that record CUDA graphs, and the same without them."""
-TRACER_WARNINGS = (
-    "The .grad attribute of a Tensor that is not a leaf",
-    ".*should not be instantiated",
-)
+TRACER_WARNINGS = "The .grad attribute of a Tensor that is not", ".*should not be instantiated"
 """Warnings caused by torch's own tracer (2.13)."""
 
 
@@ -120,10 +111,9 @@ class Compilation:
         failed = self.mode
         self.start()
         why = log_compiler_error(error)
-        run.fallback_reasons["compile"] = (
-            f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
-        )
-        log.warning("optimization.compile: %s", run.fallback_reasons["compile"])
+        reason = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
+        run.fallback_reasons["compile"] = reason
+        log.warning("optimization.compile: %s", reason)
         return True
 
 
@@ -143,10 +133,7 @@ def _compile(part: nn.Module, mode: str, dynamic: bool | None) -> None:
 
 
 def select_modes(mode: str, builder: RunBuilder) -> list[str]:
-    """Return the modes to try, in order; a mode that autotunes prints no tables.
-
-    On a CPU max-autotune was measured 2 to 15 % slower than default.
-    """
+    """Return the modes to try. On a CPU max-autotune was 2 to 15 % slower than default."""
     first = mode
     if builder.cuda_graphs and mode in ("auto", "default"):
         first = "reduce-overhead"
@@ -162,9 +149,8 @@ def select_modes(mode: str, builder: RunBuilder) -> list[str]:
 
         quiet = inductor_config.patch(max_autotune_report_choices_stats=False)
         builder.scope.enter_context(quiet)
-        builder.scope.callback(
-            setattr, select_algorithm, "PRINT_AUTOTUNE", select_algorithm.PRINT_AUTOTUNE
-        )
+        before = select_algorithm.PRINT_AUTOTUNE
+        builder.scope.callback(setattr, select_algorithm, "PRINT_AUTOTUNE", before)
         select_algorithm.PRINT_AUTOTUNE = False
     modes = [first, "default"]
     if builder.device.kind == "cuda" and (reason := several_backwards(builder)):
@@ -194,15 +180,10 @@ def replace_whole_step(run: Run, reason: str) -> None:
 
 
 def drop_graphs(run: Run, reason: str) -> bool:
-    """Drop the whole step's graph and CUDA graphs; return whether there were any.
-
-    The model is compiled again at its next call, without CUDA graphs, if it was.
-    """
+    """Drop the step's graph and CUDA graphs; whether there were any. The model compiles without."""
     techniques, graph = [switch.name for switch in run.switches], run.step_graph
-    whole_step = graph is not None or "whole_step" in techniques
-    if run.is_rejected("whole_step"):
-        whole_step = False
-    whole_step = whole_step and "whole_step" not in run.fallback_reasons
+    given_up = run.is_rejected("whole_step") or "whole_step" in run.fallback_reasons
+    whole_step = (graph is not None or "whole_step" in techniques) and not given_up
     cuda_graphs = run.compilation is not None and run.compilation.restart_without_cuda_graphs()
     if cuda_graphs or (graph is not None and graph.uses_cuda_graphs):
         run.fallback_reasons["cuda_graphs"] = reason
@@ -259,10 +240,9 @@ def is_compiler_error(error: Exception) -> bool:
 
     # some of its errors are no TorchDynamoException, such as for too many recompiles
     is_dynamo_error = type(error).__module__ == TorchDynamoException.__module__
-    is_dynamo_error = is_dynamo_error or isinstance(error, TorchDynamoException)
-    return is_dynamo_error or _traceback_contains(
-        error, f"torch{os.sep}_inductor{os.sep}", "codecache"
-    )
+    if is_dynamo_error or isinstance(error, TorchDynamoException):
+        return True
+    return _traceback_contains(error, f"torch{os.sep}_inductor{os.sep}", "codecache")
 
 
 def is_from_compiled_code(error: Exception) -> bool:
@@ -287,13 +267,10 @@ def log_compiler_error(error: Exception) -> str:
 
 def _remove_damaged(message: str) -> str:
     """Remove the library of the cache that the loader says is damaged; return its path, or ""."""
-    match = DAMAGED_LIBRARY.search(message)
-    folder = os.environ.get(CACHE_VARIABLE)
-    if (
-        match is None
-        or not folder
-        or Path(folder).resolve() not in Path(match[1]).resolve().parents
-    ):
+    match, folder = DAMAGED_LIBRARY.search(message), os.environ.get(CACHE_VARIABLE)
+    if match is None or not folder:
+        return ""
+    if Path(folder).resolve() not in Path(match[1]).resolve().parents:
         return ""
     Path(match[1]).unlink(missing_ok=True)
     return match[1]
@@ -332,18 +309,6 @@ def _shorten_messages(scope: ExitStack) -> None:
 
 
 # -- counters --------------------------------------------------------------------------------------
-
-
-def count_compiled_operators() -> dict[str, int]:
-    """Return the number of calls per operator in the code compiled since `prepare`.
-
-    A profiler does not see them if the calling code is compiled as well (cpp_wrapper).
-    """
-    from torch._inductor.codecache import PyCodeCache
-
-    files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
-    names = [name for f in files for name in OPERATOR_CALL.findall(f.read_text(errors="replace"))]
-    return dict(Counter(f"aten::{name}" for name in names))
 
 
 def compilation_facts() -> dict[str, Any]:
@@ -387,10 +352,7 @@ def store_seconds(run: Run, facts: Mapping[str, Any]) -> None:
 
 
 def add_token_check(builder: RunBuilder) -> None:
-    """Add a placement that raises DataError for token ids beyond the vocabulary, on a CPU.
-
-    Compiled code checks indices in a parallel region, where an error ends the process.
-    """
+    """Refuse token ids beyond the vocabulary: on a CPU they would end a compiled process."""
     vocab = builder.sizes.vocab
     if builder.device.kind != "cpu" or vocab is None:
         return
@@ -402,10 +364,9 @@ def add_token_check(builder: RunBuilder) -> None:
         if isinstance(ids, dict):
             ids = ids.get("input_ids")
         if out_of_range(ids, vocab):
-            raise DataError(
-                f"a token id is out of range: ids go from {int(ids.min())} to {int(ids.max())}, "
-                f"and the vocabulary has {vocab} (data.vocab)"
-            )
+            bounds = f"ids go from {int(ids.min())} to {int(ids.max())}"
+            vocabulary = f"the vocabulary has {vocab} (data.vocab)"
+            raise DataError(f"a token id is out of range: {bounds}, and {vocabulary}")
         return batch
 
     builder.placements.append(check_ids)
@@ -460,10 +421,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
-    """Return why compiled code cannot be cached in the existing `folder`, or None.
-
-    Cached code is executed, so only the user may have write access, unless the user named it.
-    """
+    """Return why code, which will be executed, cannot be cached in the `folder`, or None."""
     if not os.access(folder, os.W_OK):
         return "is not writable"
     if str(folder) == environ.get(CACHE_VARIABLE):
@@ -485,7 +443,5 @@ def _make_cache_folder(folder: Path | None, scope: ExitStack) -> Path:
         if problem is None:
             return folder
         problem = f"{folder} {problem}"
-    log.warning(
-        "%s; compiled code is not cached for later runs (%s=/path)", problem, CACHE_VARIABLE
-    )
+    log.warning("%s; compiled code is not cached (%s=/path)", problem, CACHE_VARIABLE)
     return Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="runner-compiled-")))

@@ -60,10 +60,8 @@ def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
 def compile_break_even(builder: RunBuilder, cold: bool = False) -> tuple[int, str]:
     """Return the least number of steps for which compiling is tried, and the reason.
 
-    If gains are measured, those of an earlier run decide, or a timed step: a run that is compiled
-    without gain takes at most MAX_COMPILE_SHARE longer. Compiling takes COLD_COMPILE_S, or as long
-    as the last time if its code is cached (unless `cold`). Without measuring the FLOP count
-    decides, so that the same run is always compiled or never.
+    If gains are measured, those of an earlier run decide, or a timed step: compiling without gain
+    takes at most MAX_COMPILE_SHARE more. Else the FLOP count decides, always alike.
     """
     if not builder.measure_gains:
         return _compile_rule(builder)
@@ -83,10 +81,8 @@ def compile_break_even(builder: RunBuilder, cold: bool = False) -> tuple[int, st
         seconds = ASSUMED_STEP_S
         measured = f"the model is not timed: {error}; assuming {1e3 * seconds:.3g} ms a step"
     if seconds <= 0:
-        seconds, measured = (
-            ASSUMED_STEP_S,
-            f"the clock does not advance; assuming {ASSUMED_STEP_S} s",
-        )
+        seconds = ASSUMED_STEP_S
+        measured = f"the clock does not advance; assuming {seconds} s"
     share = f"{compiling} may take {MAX_COMPILE_SHARE:.0%} of the run"
     return _two_digits(compile_s / MAX_COMPILE_SHARE / seconds), f"{measured}; {share}"
 
@@ -191,12 +187,8 @@ def _matmul_flop(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
     return lambda args, out: 2 * out.numel() * int(args[operand].shape[-1])
 
 
-def _convolution_flop(args: Sequence[Any], out: Tensor) -> int:
-    return 2 * out.numel() * int(args[1][0].numel())
-
-
-def _transposed_convolution_flop(args: Sequence[Any], out: Tensor) -> int:
-    return 2 * int(args[0].numel()) * int(args[1][0].numel())
+def _convolution_flop(operand: Tensor, weight: Tensor) -> int:
+    return 2 * operand.numel() * weight[0].numel()
 
 
 def _attention_flop(args: Sequence[Any], out: Tensor) -> int:
@@ -208,8 +200,8 @@ def _attention_flop(args: Sequence[Any], out: Tensor) -> int:
 FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
     **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _matmul_flop(0)),
     **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _matmul_flop(1)),
-    **{f"conv{n}d": _convolution_flop for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _transposed_convolution_flop for n in (1, 2, 3)},
+    **{f"conv{n}d": lambda args, out: _convolution_flop(out, args[1]) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": lambda args, _: _convolution_flop(*args[:2]) for n in (1, 2, 3)},
     "scaled_dot_product_attention": _attention_flop,
 }
 

@@ -7,7 +7,7 @@ from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
 from runner.core.schemas.optimization import CudaGraphs
 from runner.core.techniques.compiler import several_backwards
-from runner.core.techniques.layer_evidence import count_operators
+from runner.core.techniques.probe import count_operators
 
 LAUNCH_EVENTS = ("cudaGraphLaunch", "hipGraphLaunch")  # names in the profiler
 

@@ -40,6 +40,9 @@ def fingerprint(builder: RunBuilder) -> dict[str, Any]:
     settings = {name: getattr(builder, name) for name in FIELDS_READ}
     settings = {k: copy(v) if isinstance(v, dict | list) else v for k, v in settings.items()}
     model, kind = builder.model, builder.device.kind
+    precisions = numerics.read_fp32_precision()
+    if kind != "cuda":
+        precisions = {n: value for n, value in precisions.items() if n.startswith("mkldnn")}
     with enter_contexts(builder.contexts):
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return {
@@ -56,11 +59,7 @@ def fingerprint(builder: RunBuilder) -> dict[str, Any]:
             autocast,
             torch.get_num_threads(),
             torch.get_default_dtype(),
-            *(
-                (name, precision)
-                for name, precision in numerics.read_fp32_precision().items()
-                if kind == "cuda" or name.startswith("mkldnn")
-            ),
+            precisions,
             kind == "cuda" and torch.backends.cudnn.benchmark,
         ],
         **_step_effects(builder),

@@ -89,10 +89,7 @@ def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """Return the data sheet of the device that torch calls `name`; None for a similar name.
-
-    A part of a device (MIG, vGPU) and a mobile variant have longer names, and other rates.
-    """
+    """Return the data sheet of a device; None for a part (MIG, vGPU) or a mobile variant."""
     name = re.sub(r"^(NVIDIA|Tesla|AMD Instinct) ", "", name)
     return next((sheet for sheet in DATA_SHEETS if re.fullmatch(sheet.names, name)), None)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, RunBuilder
-from runner.core.optim.origin import is_torch_class, skip_compiler_import, uses_torch_step
+from runner.core.optim.optimizer import is_torch_class, skip_compiler_import, uses_torch_step
 from runner.core.schemas.optimization import FusedOptimizer
 
 IMPLEMENTATION = "optimizer.implementation"  # key of the choice
@@ -57,10 +57,7 @@ def _implementation(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
 def fastest_implementation(
     optimizer: type[torch.optim.Optimizer], model: nn.Module
 ) -> tuple[Options, str | None]:
-    """Return the options of the fastest implementation, and why it is not the fused one.
-
-    Without a reason there is a fused implementation, or torch has none for this class.
-    """
+    """Return options of the fastest implementation, and why it is not fused, if torch knows one."""
     if not is_torch_class(optimizer):
         return {}, f"the step() of {optimizer.__name__} is not torch's own: it is called unchanged"
     embeddings = (nn.Embedding, nn.EmbeddingBag)

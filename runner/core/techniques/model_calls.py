@@ -33,14 +33,10 @@ def sample_batch(builder: RunBuilder, samples: int) -> Batch:
 
 
 def preserve_builder_state(builder: RunBuilder) -> AbstractContextManager[None]:
-    """Restore model, objective and random state on exit.
-
-    Raises NotRestorable on entry if that is not possible.
-    """
+    """Restore model, objective and random state on exit, else raise NotRestorable on entry."""
     device, safe = builder.device.torch, large_parameters(builder.model)
-    return preserve_state(
-        builder.model, builder.forward, builder.objective, device=device, safe=safe, complete=True
-    )
+    roots = builder.model, builder.forward, builder.objective
+    return preserve_state(*roots, device=device, safe=safe, complete=True)
 
 
 def forward(builder: RunBuilder, inputs: Inputs) -> Any:
@@ -50,10 +46,7 @@ def forward(builder: RunBuilder, inputs: Inputs) -> Any:
 
 
 def probe_step(builder: RunBuilder, samples: int) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return loss and gradients over training samples, uncompiled.
-
-    The model is restored afterwards; its exceptions propagate.
-    """
+    """Return loss and gradients over training samples, uncompiled; the model is restored."""
     inputs, target = sample_batch(builder, samples)
     weights = [p for p in builder.model.parameters() if p.requires_grad]
     with (

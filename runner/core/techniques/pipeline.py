@@ -51,9 +51,8 @@ def _choose_workers(builder: RunBuilder) -> tuple[int, str]:
         step = step_seconds(builder)
     except NotRestorable:
         step = 0.0
-    builder.technique_facts["pipeline"] = {
-        "wait_share_without_workers": round(fetch / (fetch + step), 4)
-    }
+    share = round(fetch / (fetch + step), 4)
+    builder.technique_facts["pipeline"] = {"wait_share_without_workers": share}
     limit = min(MAX_WORKERS, builder.device.cores)
     needed = ceil(fetch / step) if step else limit
     workers = 0 if fetch < NEGLIGIBLE_SHARE * step else min(limit, needed)

@@ -1,9 +1,15 @@
-"""Observation of model calls: their operators, hooks, and bytes saved for backward."""
+"""Observation of model calls and steps: operators, hooks, bytes saved, and evidence by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +21,13 @@ from runner.core.device.device import Device
 from runner.core.interfaces.batch import call_model, slice_rows
 from runner.core.interfaces.run import Run
 from runner.core.techniques.model_calls import enter_contexts
+
+COMPILED_CODE = os.path.join("torch", "_inductor", "output_code.py")  # calls each compiled graph
+OPERATOR_CALL = re.compile(
+    r"(?:AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_|torch\.ops\.aten\.|extern_kernels\.)"
+    r"(\w+?)(?:_out)?(?:\.\w+)?\("
+)
+"""Operator calls in generated code, C++ and Python."""
 
 
 class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -36,10 +49,7 @@ def forward_hooks(
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
 ) -> Iterator[None]:
-    """Call `before(module, args, kwargs)` and `after(module, args, output)` around each forward.
-
-    Uncompiled, since compiled code does not call hooks.
-    """
+    """Call `before(module, args, kwargs)` and `after(module, args, output)`, uncompiled."""
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in modules:
@@ -85,10 +95,7 @@ def saved_bytes(
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the largest group, by parameters, of two or more modules of one class and parent.
-
-    In the parent's order; of nested blocks the outermost. Empty if no module repeats.
-    """
+    """Return the largest group, by parameters, of modules of one class and parent, in its order."""
     best: list[nn.Module] = []
     best_size = 0
     for parent in model.modules():
@@ -137,3 +144,139 @@ def profile_step(step: Callable[[], object], device: Device, kineto: bool) -> An
         step()
         device.synchronize()
     return profiler.key_averages()
+
+
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the work outside compiled graphs: FLOP of products, elements of other results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code runs as such under this mode: else torch runs it uncompiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not _is_called_by_compiled_code():
+            self.work += _work_of(func, args, kwargs or {}, output)
+        return output
+
+
+def _is_called_by_compiled_code() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(COMPILED_CODE):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _work_of(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
+    from torch.utils.flop_counter import flop_registry
+
+    if (formula := flop_registry.get(operator._overloadpacket)) is not None:
+        return int(formula(*args, **kwargs, out_val=output))
+    returned = operator._schema.returns
+    if any(value.alias_info is not None and not value.alias_info.is_write for value in returned):
+        return 0  # a view
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    return sum(value.numel() for value in outputs if isinstance(value, Tensor))
+
+
+def compiled_layers(run: Run) -> tuple[int, int]:
+    """Return how many layers ran in compiled graphs in one step, and how many ran in all.
+
+    Compiled code does not call hooks registered later; a layer that runs eagerly, or that a graph
+    break splits, does.
+    """
+    called: set[nn.Module] = set()
+    layers = [m for m in run.model.modules() if next(m.parameters(recurse=False), None) is not None]
+    dry_run_step(run)  # compiles what this mode of the model needs, before there are hooks
+    hooks = [m.register_forward_pre_hook(lambda module, _: called.add(module)) for m in layers]
+    try:
+        dry_run_step(run)
+        eager = set(called)
+        with torch.compiler.set_stance("force_eager"):
+            dry_run_step(run)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(called - eager), len(called)
+
+
+def compiled_work(run: Run) -> float | None:
+    """Return the share of a step's work, 0 to 1, in compiled graphs; None if not countable."""
+    try:
+        with WorkCounter() as eager_part:
+            dry_run_step(run)
+        with torch.compiler.set_stance("force_eager"), WorkCounter() as everything:
+            dry_run_step(run)
+    except Exception:  # such as an operator without a rule for modes
+        return None
+    return max(0.0, 1 - float(eager_part.work / max(1, everything.work)))
+
+
+def product_dtypes(run: Run) -> dict[nn.Module, set[torch.dtype]]:
+    """Return the output dtypes of each layer's products in one step."""
+    from torch.utils.flop_counter import flop_registry
+
+    active: list[nn.Module] = []
+    products: dict[nn.Module, set[torch.dtype]] = {}
+
+    def record_dtype(operator: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        is_product = operator._overloadpacket in flop_registry or "rnn" in operator.__name__
+        if is_product and active and isinstance(first, Tensor):
+            products.setdefault(active[-1], set()).add(first.dtype)
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        active.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        active.pop()
+
+    with forward_hooks(run.model.modules(), enter, leave), OperatorObserver(record_dtype):
+        dry_run_step(run)
+    return products
+
+
+def convolution_layouts(run: Run) -> dict[nn.Module, list[bool]]:
+    """Return for each convolution whether its input and output are NHWC, if that is decidable."""
+    layouts: dict[nn.Module, list[bool]] = {}
+
+    def record_layout(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        for tensor in (*inputs[:1], output):
+            nhwc = tensor.is_contiguous(memory_format=torch.channels_last)
+            if not (nhwc and tensor.is_contiguous()):
+                layouts.setdefault(layer, []).append(nhwc)
+
+    layers = [m for m in run.model.modules() if isinstance(m, nn.Conv2d)]
+    with forward_hooks(layers, after=record_layout):
+        dry_run_step(run)
+    return layouts
+
+
+def _count_compiled_operators() -> dict[str, int]:
+    """Return the calls by operator in compiled code: a profiler sees none of a cpp_wrapper."""
+    from torch._inductor.codecache import PyCodeCache
+
+    files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
+    names = [name for f in files for name in OPERATOR_CALL.findall(f.read_text(errors="replace"))]
+    return dict(Counter(f"aten::{name}" for name in names))
+
+
+def count_operators(run: Run) -> Mapping[str, int]:
+    """Return the calls of operators and kernels in one step of the run, by name.
+
+    Forward, loss and backward over a training batch, compiled if the run is; without the update,
+    so the run does not change. Profiled once and cached; costs 10 ms and a step.
+    """
+    if run.operators is None:
+        # the legacy profiler fails on the ranges that FSDP marks around compiled blocks
+        kineto = run.device.kind == "cuda" or run.shards is not None
+        events = profile_step(lambda: dry_run_step(run), run.device, kineto)
+        run.operators = {event.key: event.count for event in events}
+        if run.step_graph is not None:
+            run.operators |= _count_compiled_operators()
+    return run.operators

@@ -40,10 +40,8 @@ def apply(config: Quantization, builder: RunBuilder) -> str | None:
     """Check that there are layers to quantize; the copy is made from the trained model."""
     if quantizable_layers(config, builder.model, builder.device.kind):
         return None
-    return (
-        f"no linear layer with {config.min_features} or more inputs and outputs "
-        "and unshared weights (min_features)"
-    )
+    sides = f"{config.min_features} or more inputs and outputs (min_features)"
+    return f"no linear layer with {sides}, and weights of its own"
 
 
 def engaged(config: Quantization, run: Run) -> Evidence:
@@ -184,10 +182,7 @@ def product_levels(device_type: str) -> int:
 
 
 def linear_weight(module: nn.Module) -> Tensor | None:
-    """Return the weight [out, in] of an nn.Linear or transformers' Conv1D, else None.
-
-    Subclasses and layers with hooks may compute anything, so they stay float.
-    """
+    """Return the weight [out, in] of a plain nn.Linear or transformers' Conv1D without hooks."""
     weight, kind = module._parameters.get("weight"), type(module)
     if weight is None or module._forward_hooks or module._forward_pre_hooks:
         return None
@@ -200,10 +195,7 @@ def linear_weight(module: nn.Module) -> Tensor | None:
 def quantizable_layers(
     config: Quantization, model: nn.Module, kind: str
 ) -> dict[nn.Module, Tensor]:
-    """Return the linear layers to quantise on a device of that `kind`, with their weights.
-
-    Layers with a side below `min_features` or with shared weights are left out.
-    """
+    """Return the layers to quantise, with weights: wide enough (`min_features`) and unshared."""
     dynamic = config.mode is QuantizationMode.dynamic
     multiple = 8 if kind == "cuda" and dynamic else 1  # required by torch._int_mm
     use_counts = Counter(id(p) for m in model.modules() for p in m._parameters.values())

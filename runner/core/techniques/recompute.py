@@ -180,12 +180,11 @@ class RecomputedBlocks:
         )
 
         def eager_contexts() -> Contexts:
-            forward_context, recompute_context = (
-                (nullcontext(), nullcontext()) if contexts is None else contexts()
-            )
-            if contexts is not None:
-                forward_context = self._mark_saving(forward_context)
-            return forward_context, self._preserve_buffers(block, recompute_context)
+            if contexts is None:
+                return nullcontext(), self._preserve_buffers(block, nullcontext())
+            forward_context, recompute_context = contexts()
+            recompute_context = self._preserve_buffers(block, recompute_context)
+            return self._mark_saving(forward_context), recompute_context
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if self.disabled or not torch.is_grad_enabled():

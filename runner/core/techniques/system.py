@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,8 @@ def apply(config: System, builder: RunBuilder) -> str | None:
     if builder.device.kind == "cpu":
         if builder.requested_threads is None:
             before = torch.get_num_threads()
-            threads = builder.choose(
-                "device.threads", lambda: _choose_threads(config, builder, before)
-            )
+            choose = partial(_choose_threads, config, builder, before)
+            threads = builder.choose("device.threads", choose)
             builder.scope.callback(torch.set_num_threads, before)
             torch.set_num_threads(threads)
             reasons["threads"] = None

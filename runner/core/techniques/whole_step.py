@@ -28,8 +28,8 @@ unavailable = compile_technique.unavailable
 
 def apply(config: WholeStep, builder: RunBuilder) -> str | None:
     """Store compile options in the builder; the graph is made once there is an optimizer."""
-    if builder.micro_batch < builder.batch_size:
-        return f"micro-batches of {builder.micro_batch}: the step is several backward passes"
+    if several := compiler.several_backwards(builder):
+        return several
     if builder.is_shared:
         return "gradients go to other processes in the middle of the step"
     if builder.recompute is not None:

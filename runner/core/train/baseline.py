@@ -1,4 +1,4 @@
-"""The metrics of constant predictions: what a model has to beat."""
+"""Constant predictions: their metrics, which a model has to beat, and a model that makes them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Sizes
+from runner.core.interfaces.hook import Evaluation
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import unbeaten
 
@@ -22,6 +23,7 @@ OTHER_NAMES = {
     "accuracy": "Accuracy", "mse": "MeanSquaredError", "mae": "MeanAbsoluteError", "r2": "R2Score",
 }  # fmt: skip
 """Names of torchmetrics."""
+CONSTANT_OUTPUT = "constant_output"
 
 
 def record_baseline(run: Run) -> None:
@@ -37,12 +39,9 @@ def record_baseline(run: Run) -> None:
     names = unbeaten(run.baseline, metrics, run.monitor, run.progress.best)
     if names:
         kind = "most frequent class" if run.sizes.task == "classification" else "mean or median"
-        texts = [
-            f"{name} {metrics[name]:.4g} (baseline {run.baseline[name]:.4g})" for name in names
-        ]
-        log.warning(
-            "the model does not beat the %s of the training targets: %s", kind, join_names(texts)
-        )
+        texts = [f"{n} {metrics[n]:.4g} (baseline {run.baseline[n]:.4g})" for n in names]
+        message = "the model does not beat the %s of the training targets: %s"
+        log.warning(message, kind, join_names(texts))
 
 
 def baseline_metrics(run: Run) -> dict[str, float]:
@@ -84,3 +83,20 @@ def _targets(source: Any, indices: np.ndarray, sizes: Sizes) -> Tensor | None:
         return None
     chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
     return torch.cat([source.fetch(chunk, None)[1] for chunk in chunks])
+
+
+def record_constant_output(run: Run, evaluation: Evaluation) -> None:
+    """Add the fault of a model that answers alike for all samples of a validation, once a run."""
+    if CONSTANT_OUTPUT in run.history.counts:
+        return
+    classes = evaluation.confusion
+    what = "number"
+    if classes is not None:
+        number = int(classes.sum(0).argmax())
+        names = run.sizes.class_names
+        what = f"class ({names[number] if number < len(names) else number})"
+    problem = f"the model predicts one {what} for every sample of the validation set"
+    run.history.add(
+        CONSTANT_OUTPUT, problem, step=evaluation.step, category="model",
+        action="the run continues; try a lower optimizer.lr, and check inputs and targets",
+    )  # fmt: skip

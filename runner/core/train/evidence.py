@@ -33,6 +33,7 @@ def build_summary(
     raise StorageError with `required`, else log and keep the earlier file.
     """
     progress = run.progress
+    tokens = run.sizes.sequence if run.objective.unit == "tokens" else None  # a sample
     summary = Summary(
         status=status,
         reason=mask_secrets(reason),
@@ -47,9 +48,7 @@ def build_summary(
         monitor=run.monitor,
         best=progress.best,
         best_step=progress.best_step,
-        throughput=run.stopwatch.throughput(
-            run.sizes.sequence if run.objective.unit == "tokens" else None
-        ),
+        throughput=run.stopwatch.throughput(tokens),
         memory=MemoryPeaks(memory.peak_process_bytes(), memory.peak_device_bytes(run.device)),
         techniques=technique_statuses(run),
         tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
@@ -84,10 +83,7 @@ def build_summary(
 
 
 def record_failure(run: Run, reason: str) -> None:
-    """Write `failed` and the reason into the last summary, and the history, from host memory alone.
-
-    `build_summary` asks the device too, and any call to a lost one may raise.
-    """
+    """Write `failed` into the last summary, from host memory alone: a lost device would raise."""
     run.history.write()
     if run.folder is not None and run.writes:
         with suppress(StorageError):
@@ -98,10 +94,7 @@ def record_failure(run: Run, reason: str) -> None:
 
 
 def collect_evidence(run: Run) -> None:
-    """Collect the evidence of every technique; some call the model a few times.
-
-    Restores the model afterwards, its Python attributes included.
-    """
+    """Collect the evidence of every technique; restores the model, its attributes included."""
     from runner.core.preserved_state import large_parameters, preserve_state
 
     if not run.techniques:
@@ -140,9 +133,8 @@ def technique_statuses(run: Run) -> list[TechniqueStatus]:
         if evidence is None:
             reason = fallback_reason or "the run ended before evidence was collected"
             status = "fell back" if fallback_reason else ""
-            rows[name] = TechniqueStatus(
-                name, True, False, reason, known=bool(fallback_reason), status=status
-            )
+            known = bool(fallback_reason)
+            rows[name] = TechniqueStatus(name, True, False, reason, known=known, status=status)
             continue
         status = "fell back" if fallback_reason else evidence.status or "failed"
         status = "engaged" if evidence.engaged else status

@@ -1,13 +1,16 @@
-"""What follows a step that fails, and a technique that does not engage under `strict`."""
+"""What follows an error of a step or of a state: notes, a capture, a checkpoint; `strict`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from runner.core.device.device_errors import is_device_error, is_out_of_memory
 from runner.core.errors import (
+    CheckpointError,
     ConfigError,
     Interrupted,
     OutOfMemory,
@@ -16,6 +19,7 @@ from runner.core.errors import (
     StorageError,
 )
 from runner.core.interfaces.batch import Batch
+from runner.core.interfaces.nested import describe
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import NotNeeded
 from runner.core.record.text import summarize_error
@@ -24,16 +28,42 @@ from runner.core.train.run_state import save
 
 log = logging.getLogger("runner")
 
+SIZE_ERROR = re.compile("shape|size|input|dimension|dtype|should contain")
+STATE_GROUPS = ("model.", "optimizer.", "optimization.", "data.")  # config that a state depends on
+MAX_KEYS = 4  # in a message
 
-def means_lost_process(run: Run, error: BaseException) -> bool:
-    """Whether the error means that another process has ended or does not answer."""
-    return run.world.means_loss(error)
+
+def add_error_note(run: Run, batch: Batch, error: Exception) -> None:
+    """Add a note to torch's error about sizes or a missing gradient."""
+    text = str(error)
+    if not isinstance(error, RuntimeError | ValueError) or is_out_of_memory(error):
+        return
+    if "does not require grad" in text:
+        fix = "remove .detach() and torch.no_grad() from the forward of the model and from the loss"
+        error.add_note(f"the loss depends on no weight that is trained; {fix}")
+    elif SIZE_ERROR.search(text):
+        sizes = ", ".join(f"{k}={v}" for k, v in run.sizes.for_constructor().items())
+        fix = f"; a model._target_ of your own may take {sizes}" if sizes else ""
+        error.add_note(f"data gives the model {describe(batch[0])}{fix}")
+
+
+def name_changed_keys(
+    error: CheckpointError, before: Mapping[str, str], settings: Mapping[str, Any]
+) -> CheckpointError:
+    """Return the error of a state that does not fit, with the keys that have other values now."""
+    changed = [
+        f"{key}={before[key]}, not {value}"
+        for group in STATE_GROUPS
+        for key, value in settings.items()
+        if key.startswith(group) and before.get(key, str(value)) != str(value)
+    ]
+    return CheckpointError(f"{error}: {'; '.join(changed[:MAX_KEYS])}") if changed else error
 
 
 def capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a failed step, unless the cause is memory, disk, config or another process."""
     process_lost = isinstance(error, ProcessLost | RestartRequired)
-    process_lost = process_lost or means_lost_process(run, error)
+    process_lost = process_lost or run.world.means_loss(error)
     has_other_cause = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
         return

@@ -36,10 +36,7 @@ ELEMENTWISE_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl
 
 
 def inspect_first_call(run: Run, batch: Batch, output: Any) -> Tensor:
-    """Return the loss of the run's first forward, and record what it shows; no later call is seen.
-
-    Raises ConfigError if a user's loss broadcasts output and target to all their pairs.
-    """
+    """Return the loss of the first forward, and record faults; ConfigError if a loss broadcasts."""
     run.uninspected = False
     for code, message in find_faults(run, batch, output):
         run.history.add(code, message, step=run.progress.step + 1, category="model")
@@ -52,10 +49,7 @@ def inspect_first_call(run: Run, batch: Batch, output: Any) -> Tensor:
 
 
 def inspect_before_graph(run: Run, batch: Batch) -> None:
-    """Call model and loss eagerly for some samples, as nothing can be seen in a compiled step.
-
-    Restores all that the call changes. An error of the call itself is left to the step.
-    """
+    """Call model and loss eagerly for some samples, as a graph shows nothing; restore all state."""
     part: Batch = slice_rows(batch, slice(0, SAMPLES))
     roots, safe = (run.model, run.objective), large_parameters(run.model)
     logged: list[object] = []  # calls of the objective's `log`
@@ -127,7 +121,7 @@ def unused_losses(output: Any, objective: Any) -> list[str]:
 class BroadcastCheck(TorchFunctionMode):
     """Raises ConfigError where output and target, of as many values, become all their pairs.
 
-    It follows both through operations that keep their shape. Nothing is reshaped.
+    It follows both through operations that keep their shape.
     """
 
     def __init__(self, loss_name: str, output: Any, target: Any) -> None:
@@ -142,7 +136,6 @@ class BroadcastCheck(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call the function, compare the shapes, and follow its result."""
         kwargs = kwargs or {}
         operands = tensors([*args, *kwargs.values()])
         known = [self.sides[id(t)] for t in operands if id(t) in self.sides]

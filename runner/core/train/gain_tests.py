@@ -149,9 +149,8 @@ class GainTest:
         ratios = sorted(without / used for used, without in pairs)
         rank = max(0, _interval_rank(len(ratios)))
         with_ms, without_ms = (1e3 * median(times) for times in zip(*pairs, strict=True))
-        return GainEstimate(
-            with_ms, without_ms, median(ratios), ratios[rank], ratios[-1 - rank], len(pairs)
-        )
+        low, high = ratios[rank], ratios[-1 - rank]
+        return GainEstimate(with_ms, without_ms, median(ratios), low, high, len(pairs))
 
 
 def _interval_rank(n: int) -> int:
@@ -211,10 +210,6 @@ class GainTests:
                 switch.on = on
         self.finished = all(step > test.last for test in self.tests)
 
-    def start(self, run: Run) -> float:
-        """Return the start time of a step that may be timed. Host sync."""
-        return run.device.clock()
-
     def end(self, run: Run, started: float, regular: bool) -> None:
         """Record the time of a `regular` step, decide at a test's end, and switch for the next."""
         step = run.progress.step + 1
@@ -238,8 +233,7 @@ class GainTests:
                         run.gains.store(test.name, row)
         self.enter(run, step + 1)
         if test is not None and self.is_timing and test.used is False and step == test.last:
-            discard = self.switches[test.name].discard
-            if discard is not None:
+            if (discard := self.switches[test.name].discard) is not None:
                 discard(run)
 
     def evidence(self, name: str, evidence: Evidence | None) -> Evidence | None:
@@ -259,17 +253,13 @@ class GainTests:
         """Return all tests as dicts, for the checkpoint."""
         return [asdict(test) for test in self.tests]
 
-    def choices(self) -> list[Choice]:
-        """Return the decisions so far, with figures."""
-        pairs = [(test, test.estimate()) for test in self.tests if test.used is not None]
-        return [make_choice(test, estimate) for test, estimate in pairs if estimate is not None]
-
 
 def prepare_gain_tests(run: Run, recorded: Sequence[Mapping[str, Any]], enabled: bool) -> None:
     """Create the run's tests, and switch techniques for the next step as recorded."""
     run.gain_tests = tests = GainTests(run.switches, recorded)
     tests.step_budget = int(GAIN_TEST_SHARE * run.total_steps) if enabled else 0
-    run.choices += tests.choices()
+    decided = [(test, test.estimate()) for test in tests.tests if test.used is not None]
+    run.choices += [make_choice(test, found) for test, found in decided if found is not None]
     tests.enter(run, run.progress.step + 1)
 
 

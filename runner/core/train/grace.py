@@ -34,7 +34,6 @@ class GracePeriod:
     def __init__(
         self, run: Run, interrupts: InterruptHandler, received: int, resume_hint: Callable[[], str]
     ) -> None:
-        """`resume_hint` returns text on how to resume the run."""
         self.run, self.interrupts = run, interrupts
         self.signal_number, self.resume_hint = received, resume_hint
         self.children: list[psutil.Process] = []

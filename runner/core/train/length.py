@@ -29,11 +29,8 @@ def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
         fix = "use a smaller batch or data.drop_last=false"
         raise ConfigError("training.batch_size", problem, fix)
     if size > samples:
-        log.warning(
-            "training.batch_size=%d exceeds the %d training samples: each batch holds all of them",
-            size,
-            samples,
-        )
+        message = "training.batch_size=%d exceeds the %d training samples: each batch holds all"
+        log.warning(message, size, samples)
     return min(size, samples), steps
 
 
@@ -76,10 +73,8 @@ def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Cho
         return debug, []
     if anomaly.every == debug.every:
         anomaly = replace(anomaly, every=every)
-    reason = (
-        f"{span // every} observations in {span} steps; "
-        f"debug.every={debug.every} would give {span // debug.every}"
-    )
+    fewer = f"debug.every={debug.every} would give {span // debug.every}"
+    reason = f"{span // every} observations in {span} steps; {fewer}"
     return replace(debug, every=every, anomaly=anomaly), [Choice("debug.every", every, reason)]
 
 

@@ -8,15 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from runner.core.checkpoint.lock import owns_folder
 from runner.core.checkpoint.ownership import NOT_FINITE
-from runner.core.device.device_errors import (
-    is_device_error,
-    suppress_device_errors,
-    translate_oom,
-)
+from runner.core.device.device_errors import is_device_error, suppress_device_errors, translate_oom
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import (
     GaveUp,
@@ -30,23 +25,19 @@ from runner.core.execution.evaluation import evaluate
 from runner.core.findings import Choice
 from runner.core.format import count_noun, metric
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
+from runner.core.interfaces.objective import unknown_direction, unknown_metric
+from runner.core.interfaces.processes import StepLimit
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
 from runner.core.models.modes import enter_training
 from runner.core.random_state import exclusive_random_state
-from runner.core.record import hydra_files
 from runner.core.record.console import restore_logging
-from runner.core.record.hydra_files import has_files, read_small_files
+from runner.core.record.hydra_files import adopt_resumed_config, has_files, read_small_files
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import resume_argument, summarize_error
 from runner.core.security.secrets import redact_errors
-from runner.core.train.baseline import record_baseline
-from runner.core.train.evidence import (
-    build_summary,
-    collect_evidence,
-    record_failure,
-)
-from runner.core.train.last_state import LastState
-from runner.core.train.run_state import first_bad_step, save
+from runner.core.train.baseline import record_baseline, record_constant_output
+from runner.core.train.evidence import build_summary, collect_evidence, record_failure
+from runner.core.train.run_state import LastState, first_bad_step, save
 from runner.core.train.step import (
     call_hooks,
     enter_session,
@@ -54,9 +45,6 @@ from runner.core.train.step import (
     overrides_event,
     record_step,
 )
-
-if TYPE_CHECKING:
-    from runner.core.train.grace import GracePeriod
 
 log = logging.getLogger("runner")
 
@@ -74,21 +62,16 @@ def train(run: Run) -> Summary:
         raise UsageError("train: the run's `with` block has ended; train inside it")
     check_hooks("train", run.hooks)
     if run.higher_is_better is None:
-        from runner.core.interfaces.metric_errors import unknown_direction
-
         raise unknown_direction(run.monitor)
     restore_logging()  # constructors of the user's have run
     _check_early_stopping(run)  # a resumed run may have stopped right before this check
     is_over = run.progress.step >= run.total_steps or run.stop_reason
-    read_ended = partial(_read_ended_summary, run)
-    previous: Summary | None = None
-    if is_over:
-        previous = run.broadcast_choice(read_ended)
+    previous = run.broadcast_choice(partial(_read_ended_summary, run)) if is_over else None
     if previous is not None:
         log.info("this run already ended at step %d; to continue: training.steps=…", previous.steps)
         return previous  # its record stays as it is
     if run.folder is not None and run.writes:
-        hydra_files.adopt_resumed_config(run.folder)
+        adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset, run.event_position)
     run.record_offset = run.event_position = None
     run.reader.ended = False
@@ -184,9 +167,8 @@ def _read_ended_summary(run: Run) -> Summary | None:
 
 def _train(run: Run) -> None:
     progress, stopwatch = run.progress, run.stopwatch
-    in_step_hooks = [
-        h for h in run.hooks if overrides_event(h, "on_gradients") or overrides_event(h, "around")
-    ]
+    in_step = ("on_gradients", "around")
+    in_step_hooks = [h for h in run.hooks if any(overrides_event(h, e) for e in in_step)]
     after_step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     if text := enter_training(run.model):
         run.choices.append(Choice("model.train", "training mode", text))
@@ -268,9 +250,7 @@ def _train(run: Run) -> None:
             raise  # a checkpoint is saved, or saving has just failed
         except (Exception, SystemExit) as error:
             interrupts.end_grace()
-            from runner.core.train.failures import means_lost_process
-
-            if not isinstance(error, RunnerError) and means_lost_process(run, error):
+            if not isinstance(error, RunnerError) and run.world.means_loss(error):
                 raise
             run.leave_others(error)
             # of an unfinished step or validation only buffers and random state have changed
@@ -301,10 +281,7 @@ def _train(run: Run) -> None:
 
 
 def _check_updates(run: Run) -> None:
-    """Raise GaveUp if all steps were skipped, so that nothing is trained.
-
-    A loss scale that is still being searched may skip all steps of a short run.
-    """
+    """Raise GaveUp if all steps were skipped, unless a loss scale is still being searched."""
     progress = run.progress
     if 0 < progress.step <= progress.skipped and not run.history.counts.get("overflow"):
         run.checkpointer.close()
@@ -323,7 +300,7 @@ def _check_result(run: Run) -> None:
 
 def _evaluate_test_set(run: Run, interrupts: InterruptHandler) -> None:
     """Evaluate the test set after the last save; if interrupted, a resumed run repeats it."""
-    from runner.core.train.test_set import evaluate_test_set  # imported only if needed
+    from runner.core.train.resume import evaluate_test_set  # imported only if needed
 
     try:
         interrupts.begin_wait()
@@ -343,10 +320,7 @@ def _check_sanity(run: Run, interrupts: InterruptHandler) -> None:
 
 
 def _save_and_stop(
-    run: Run,
-    error: RunnerError | None = None,
-    only_finite: bool = False,
-    failed: bool = False,
+    run: Run, error: RunnerError | None = None, only_finite: bool = False, failed: bool = False
 ) -> None:
     """Report all steps and save a checkpoint before an early end.
 
@@ -370,11 +344,10 @@ def _has_stalled_device(run: Run) -> bool:
 
 def _signal_notice(run: Run) -> str:
     """Return the message for the first signal; compiling counts as part of its step."""
-    with_checkpoint = without_checkpoint = ""
-    if not run.checkpointer.in_memory:
-        with_checkpoint, without_checkpoint = ", with a checkpoint", ", without one"
-    text = f"stopping after the current step or compilation{with_checkpoint}; again to stop at once"
-    return text + without_checkpoint
+    text, again = "stopping after the current step or compilation", "again to stop at once"
+    if run.checkpointer.in_memory:
+        return f"{text}; {again}"
+    return f"{text}, with a checkpoint; {again}, without one"
 
 
 def _resume_hint(run: Run) -> str:
@@ -389,8 +362,7 @@ def _resume_hint(run: Run) -> str:
     return f"{position}; {checkpoint_text}; to resume: {resume_argument(run.folder)}"
 
 
-def _make_grace_period(run: Run, interrupts: InterruptHandler, number: int) -> GracePeriod:
-    """Return the grace period of the step in which a signal arrived."""
+def _make_grace_period(run: Run, interrupts: InterruptHandler, number: int) -> StepLimit:
     from runner.core.train.grace import GracePeriod  # imported only if needed
 
     return GracePeriod(run, interrupts, number, partial(_resume_hint, run))
@@ -429,10 +401,7 @@ def _validate_and_checkpoint(run: Run, interrupts: InterruptHandler, last_state:
 
 
 def _handle_last_report(run: Run) -> None:
-    """Apply the verdict of all reports at the last step, before validating and saving.
-
-    Without a bad step the open window stays open: a run with more steps continues it.
-    """
+    """Apply the verdict of all reports at the last step; a window without a bad step stays open."""
     verdict = _process_reports(run, wait=True)
     if first_bad_step(run):
         run.reader.close(run.stopwatch.elapsed())
@@ -449,8 +418,6 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
             category="numerics", action="it cannot be the best",
         )  # fmt: skip
     if evaluation.constant_output and run.progress.validated_step:  # not of a fresh model
-        from runner.core.checks.constant_output import record_constant_output
-
         record_constant_output(run, evaluation)
     hooks, verdict = run.hooks, Verdict.KEEP
     if run.monitor.startswith("user/"):
@@ -459,8 +426,6 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
         evaluation, hooks, verdict = call_logging_hooks(run, evaluation, _compare_with_best)
     if run.monitor not in evaluation.metrics:
         _save_and_stop(run)
-        from runner.core.interfaces.metric_errors import unknown_metric
-
         names = sorted(evaluation.metrics)
         raise unknown_metric(run.monitor, names, f"; stopped{_resume_hint(run)}")
     evaluation = _compare_with_best(run, evaluation)
@@ -539,8 +504,7 @@ def _stop_or_roll_back(run: Run, verdict: Verdict) -> None:
     controller = run.stability
     run.stopwatch.pause()
     if verdict is Verdict.STOP:
-        cause = run.stopped_by, run.stop_reason
-        causes = run.gather(cause)
+        causes = run.gather((run.stopped_by, run.stop_reason))
         # of the first process with one: a limit may be reached in another one than rank 0
         run.stopped_by, run.stop_reason = next(
             (known for known in causes if known[1]), ("hook", "a hook requested a stop")

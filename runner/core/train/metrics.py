@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from runner.core.device.device import copy_to_host
 from runner.core.interfaces.hook import Report, Step
 
 if TYPE_CHECKING:
@@ -67,17 +68,8 @@ class StepMetricsReader:
         self.samples += samples
 
     def close(self, seconds: float | Callable[[], float]) -> None:
-        """Close the window and start its copy; `seconds` is the time spent in steps so far.
-
-        A function is called for it when the window is read.
-        """
-        rows = self._take_rows()
-        ready = None
-        if rows.device.type != "cpu":
-            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self.device.type == "cuda")
-            rows = host.copy_(rows, non_blocking=True)
-            ready = torch.Event(self.device)
-            ready.record()
+        """Close the window and start its copy; `seconds` in steps so far, or a function of them."""
+        rows, ready = copy_to_host(self._take_rows())
         self.windows.append(_Window(self.first, self.earlier, rows, ready, seconds, self.samples))
         self.earlier, self.samples = [], 0
         if self.user is not None:
@@ -95,17 +87,10 @@ class StepMetricsReader:
             self.seconds = window.elapsed() if callable(window.elapsed) else window.elapsed
             self.reported.append((window.first, rows))
             self.skipped += [n for n, row in enumerate(rows, window.first) if row[2] > 0]
-            arrived.append(
-                Report(
-                    first=window.first,
-                    loss=[row[0] for row in rows],
-                    grad_norm=[row[1] for row in rows],
-                    skipped=[row[2] > 0 for row in rows],
-                    lr=0.0,
-                    seconds=self.seconds - before,
-                    samples=window.samples,
-                )
-            )
+            losses, norms = [row[0] for row in rows], [row[1] for row in rows]
+            skipped, seconds = [row[2] > 0 for row in rows], self.seconds - before
+            report = Report(window.first, losses, norms, skipped, 0.0, seconds, window.samples)
+            arrived.append(report)
         return arrived
 
     @property
@@ -116,10 +101,7 @@ class StepMetricsReader:
         return self.first if self.steps or self.earlier else None
 
     def since(self, step: int) -> list[list[float]] | None:
-        """Return loss, gradient norm and skip flag of `step` and each later one.
-
-        None if the step is no longer kept. Host sync.
-        """
+        """Return loss, norm and skip flag from `step` on; None if it is not kept. Host sync."""
         numbered: dict[int, list[float]] = {}
         for first, rows in self.reported:
             numbered.update(enumerate(rows, first))

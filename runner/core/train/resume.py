@@ -1,4 +1,4 @@
-"""Restoring of a run's state: at a resume, for a rollback, or of the weights alone."""
+"""Restoring of a run's state: at a resume, for a rollback, or the best weights for the test set."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ import torch
 from runner.core.checkpoint import folder as folders
 from runner.core.checkpoint.finite_checks import find_non_finite
 from runner.core.checkpoint.folder import RestoredCheckpoint, describe_links
+from runner.core.checkpoint.snapshot import Copier
+from runner.core.checkpoint.state_schema import check_state, state_error
 from runner.core.data.order import Segment
 from runner.core.errors import CheckpointError, ConfigError, SecurityError
+from runner.core.execution.evaluation import evaluate
 from runner.core.findings import Choice
 from runner.core.interfaces.run import BestCriterion, Progress, Run
 from runner.core.record.text import shorten
@@ -30,10 +33,10 @@ from runner.core.train.run_state import (
     restart_best,
     restore_random_state,
     steps_to_replay,
+    weights,
 )
 
 log = logging.getLogger("runner")
-
 
 # how the columns of a table were fitted, with the defaults
 FITTED_KEYS = {
@@ -58,8 +61,6 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
     `trains`, differences from that run's config and data are logged. Raises CheckpointError, before
     the run's folder is changed, if the state was not written by `save` or does not fit.
     """
-    from runner.core.checkpoint.state_schema import check_state
-
     restored = run.checkpointer.restore(where, check_state)
     if restored is None:
         return ""
@@ -69,7 +70,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
     try:
         load_weights(run, restored.path, restored.model, state["update"])
     except CheckpointError as error:
-        from runner.core.train.error_notes import name_changed_keys  # imported only if used
+        from runner.core.train.failures import name_changed_keys  # imported only if used
 
         raise name_changed_keys(error, state["settings"], run.settings) from error.__cause__
     with _translate_mismatch(restored.path):
@@ -94,23 +95,17 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
     if trains and not run.same_config:
         before, after = state["settings"], comparable_settings(run.settings)
         changed_keys = [k for k in after if before.get(k, after[k]) != after[k]]
-        log.warning(
-            "the config differs from %s: %s", restored.path,
-            ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]),
-        )  # fmt: skip
+        texts = [f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]]
+        log.warning("the config differs from %s: %s", restored.path, ", ".join(texts))
     if trains:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
         _warn_raised_lr(run, state)
     if trains and "seeds_own_generators" not in state and run.train.fetch.source.draws_itself():
-        log.warning(
-            "data: the random generators that the data set keeps are now seeded for each sample, "
-            "by seed, epoch and index: they draw other numbers than before step %d", restored.step,
-        )  # fmt: skip
+        message = "data: its own random generators are seeded for each sample now"
+        log.warning(f"{message}: they draw other numbers than before step %d", restored.step)
     if (then := state["threads"]) != (now := run.device.threads):
-        log.warning(
-            "threads: %d before, %d now: last bits may differ; see device.threads", then, now
-        )
+        log.warning("device.threads: %d before, %d now: last bits may differ", then, now)
     reason, links = f"continues at step {restored.step}", describe_links(restored.path)
     if not trains:
         reason = f"weights of step {restored.step}{links}"
@@ -144,8 +139,10 @@ def _compare_criterion(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     if difference := _describe_difference(before, now, before_settings, settings):
         restart_best(run.progress, f"is {difference}")
     if before.validation != now.validation and not run.train.is_stream:
-        indices = run.validation.fetch.order.indices
-        _warn_trained_samples(indices, run.trained_indices(before_settings))
+        indices, trained = run.validation.fetch.order.indices, run.trained_indices(before_settings)
+        count = "an unknown number" if trained is None else f"{np.isin(indices, trained).sum():,}"
+        message = "the validation set changed: %s of its %s samples were trained on before"
+        log.warning(message, count, f"{len(indices):,}")
 
 
 def _describe_difference(
@@ -166,20 +163,9 @@ def _describe_difference(
     return ", ".join(texts)
 
 
-def _warn_trained_samples(indices: np.ndarray, trained: np.ndarray | None) -> None:
-    """Log how many samples of a changed validation set were trained on; None: unknown."""
-    count = "an unknown number" if trained is None else f"{np.isin(indices, trained).sum():,}"
-    log.warning(
-        "the validation set changed: %s of its %s samples were trained on before",
-        count, f"{len(indices):,}",
-    )  # fmt: skip
-
-
 def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> None:
     """Raise ConfigError if a key of how a table was fitted is set to another value than then."""
-    defaults = {
-        key: FITTED_KEYS[kind] for key in after for kind in FITTED_KEYS if key.startswith(kind)
-    }
+    defaults = {k: FITTED_KEYS[n] for k in after for n in FITTED_KEYS if k.startswith(n)}
     if after.get("job.kind") == "predict" and "data.target" in after:
         defaults["data.target"] = ""
     for key, default in defaults.items():
@@ -192,8 +178,6 @@ def _check_fitted_keys(before: Mapping[str, str], after: Mapping[str, Any]) -> N
 
 def _find_best(run: Run, path: Path) -> None:
     """Find the best checkpoint of the resumed run, which a fork inherits; without it start over."""
-    from runner.core.checkpoint.state_schema import check_state
-
     progress, checkpointer = run.progress, run.checkpointer
     if checkpointer.in_memory or progress.best is None or progress.best_step == progress.step:
         return
@@ -229,10 +213,7 @@ def load_progress(run: Run, progress: Mapping[str, Any]) -> None:
 
 
 def _continue_epochs(run: Run, state: Mapping[str, Any]) -> None:
-    """Continue at the same sample of the same epoch if the batch size or the data changed.
-
-    The steps that are left follow from `run.epochs`, and the schedule is over all steps.
-    """
+    """Continue at the same sample of the same epoch if the batch size or the data changed."""
     progress, train, before = run.progress, run.train, state["steps_per_epoch"]
     size = int(state["settings"].get("training.batch_size", train.batch_size))
     recorded = progress.segments or [[0, 0, 0, size, before, before, 0.0]]
@@ -268,11 +249,8 @@ def _reset_patience(run: Run, before: Mapping[str, str]) -> None:
     has_ended = any(progress.stale_validations >= int(limit) for limit in limits)
     new_length = any(before.get(key) != now.get(key) for key in LENGTH_KEYS)
     if run.patience and has_ended and new_length and progress.step < run.total_steps:
-        log.info(
-            "training.patience had ended this run at step %d; it is longer now and trains on: the "
-            "%d validations without an improvement no longer count",
-            progress.step, progress.stale_validations,
-        )  # fmt: skip
+        message = "training.patience had ended this run at step %d; it is longer now and trains on"
+        log.info(message, progress.step)
         progress.stale_validations = 0
 
 
@@ -301,8 +279,6 @@ def _translate_mismatch(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except MISMATCH_ERRORS as error:
-        from runner.core.checkpoint.state_schema import state_error
-
         raise state_error(str(path), _short_error(error)) from error
 
 
@@ -346,8 +322,6 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
     One written at an interruption or after an exception is passed over, so that an interrupted run
     rolls back to the same step as any other.
     """
-    from runner.core.checkpoint.state_schema import check_state
-
     decision = run.stability.decision
     bad = (decision.since if decision is not None else 0) or first_bad_step(run)
     folder: Path | None = None  # the newest
@@ -371,10 +345,7 @@ def _find_good_checkpoint(run: Run) -> RestoredCheckpoint | None:
 
 
 def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint without preprocessing is used with other data.
-
-    On its own data the split is the same, so fitting gives the same preprocessing.
-    """
+    """Raise CheckpointError if a checkpoint without preprocessing is used with other data."""
     if restored is None:
         return
     before, now = restored.state["settings"], comparable_settings(settings)
@@ -402,7 +373,41 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
     except torch.OutOfMemoryError:
         raise
     except MISMATCH_ERRORS as error:
-        raise CheckpointError(
-            f"{path}: does not fit this run's model or optimizer ({_short_error(error)}); "
-            "resume with the config of its run"
-        ) from error
+        problem = f"does not fit this run's model or optimizer ({_short_error(error)})"
+        raise CheckpointError(f"{path}: {problem}; resume with the config of its run") from error
+
+
+def evaluate_test_set(run: Run) -> None:
+    """Record `test/…` metrics of the best checkpoint, or of the last weights without one.
+
+    The run's weights are restored. Does nothing without a test set.
+    """
+    if run.test is None:
+        return
+    run.wait_for_others()  # until rank 0 has written the best one
+    with _best_weights(run) as step:
+        run.test_metrics = evaluate(run, test=True).metrics
+    run.tested = {"step": step, "samples": len(run.test.fetch.order.indices)}
+    values = {name.removeprefix("test/"): x for name, x in run.test_metrics.items()}
+    run.recorder.scalars(step, "test", values)
+
+
+@contextmanager
+def _best_weights(run: Run) -> Iterator[int]:
+    """Load the weights of the best checkpoint while entered; yield their step."""
+    step, best = run.progress.step, run.checkpointer.best
+    restored = None
+    if best is not None and run.folder is not None and run.progress.best_step != step:
+        try:
+            restored = run.checkpointer.restore(run.folder / best, check_state)
+        except CheckpointError as error:
+            log.warning("testing the last weights, not the best: %s", error)
+    if restored is None:
+        yield step
+        return
+    last = Copier(reuse=False).take(weights(run), {"update": run.update.state()})
+    try:
+        load_weights(run, restored.path, restored.model, restored.state["update"])
+        yield restored.step
+    finally:
+        load_weights(run, restored.path, last.model, last.state["update"])

@@ -13,6 +13,7 @@ from runner.core.errors import ConfigError, RunnerError
 from runner.core.execution.evaluation import inference
 from runner.core.interfaces.batch import batch_size_of, call_model
 from runner.core.interfaces.nested import describe
+from runner.core.interfaces.objective import unknown_metric
 from runner.core.interfaces.run import Run
 from runner.core.preserved_state import (
     NotRestorable,
@@ -24,7 +25,6 @@ from runner.core.record.text import summarize_error
 
 log = logging.getLogger("runner")
 KEY = "training.sanity"
-OFF_FIX = f"{KEY}=false trains without this check"
 METRICS = {"classification": "Accuracy", "regression": "MeanSquaredError"}
 """A metric of `objective.metrics` by task, for a model without a loss in evaluation mode."""
 
@@ -84,7 +84,7 @@ def _validate(run: Run) -> None:
                 _check_metrics(run, run.objective.all_metrics(sums), describe(outputs[0]))
         except Exception as error:
             if not outputs or is_out_of_memory(error) or is_device_error(error):
-                from runner.core.train.error_notes import add_error_note  # imported only if used
+                from runner.core.train.failures import add_error_note  # imported only if used
 
                 add_error_note(run, batch, error)
                 raise  # of the model itself
@@ -102,13 +102,10 @@ def _check_metrics(run: Run, metrics: dict[str, float], returned: str) -> None:
         raise ConfigError("training.monitor", problem, fix)
     is_ours = not run.monitor.startswith("user/")
     if is_ours and run.monitor not in available and run.validation.steps_per_epoch == 1:
-        from runner.core.interfaces.metric_errors import unknown_metric
-
         raise unknown_metric(run.monitor, sorted(available))
 
 
 def _objective_error(error: Exception, returned: str) -> Exception:
-    """Return the error of an objective, with the output that it got."""
     where = f"validating one batch before step 1; in evaluation mode the model returned {returned}"
     if isinstance(error, ConfigError):
         text = str(error).removeprefix(f"{error.key}: ")
@@ -118,4 +115,4 @@ def _objective_error(error: Exception, returned: str) -> Exception:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     problem = f"{summarize_error(error)} ({frame.filename}:{frame.lineno}), {where}"
     trace = "".join(traceback.format_exception(error))
-    return ConfigError(KEY, problem, f"{OFF_FIX}\n{trace}")
+    return ConfigError(KEY, problem, f"{KEY}=false trains without this check\n{trace}")

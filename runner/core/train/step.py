@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -42,7 +42,7 @@ def make_step(
     tests = run.gain_tests
     if tests is None or tests.finished:
         return _make_step(run, batch, due)
-    start, full_size = tests.start(run), run.train.batch_size
+    start, full_size = run.device.clock(), run.train.batch_size
     result = _make_step(run, batch, due)
     tests.end(run, start, regular=not due and run.train.samples(run.progress.step) == full_size)
     return result
@@ -91,11 +91,8 @@ def _around_step(hook: Hook, run: Run) -> Iterator[None]:
             raise
     if failure is not None:
         name = f"{type(hook).__module__}.{type(hook).__qualname__}"
-        raise UsageError(
-            f"{name}.around swallowed an exception of the step "
-            f"({type(failure).__name__}: {failure}); the run cannot continue without it: "
-            "let it propagate, or raise it again"
-        ) from failure
+        problem = f"swallowed an exception of the step ({type(failure).__name__}: {failure})"
+        raise UsageError(f"{name}.around {problem}; let it propagate") from failure
 
 
 def record_step(run: Run, step: Step) -> int:
@@ -157,7 +154,7 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
                 raise  # whatever touches the device would raise again
             run.update.abandon()
             if not any(recover(run, error) for recover in run.recoveries):
-                from runner.core.train.error_notes import add_error_note  # imported only if used
+                from runner.core.train.failures import add_error_note  # imported only if used
 
                 add_error_note(run, batch, error)
                 raise
@@ -215,7 +212,8 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         part: Batch = slice_rows(batch, slice(0, 1) if empty else part_slice)
         weight = run.update.zero if empty else run.objective.weight(part[1])
         run.world.begin_micro_batch(samples, run.micro_batch, number - 1, is_stand_in=empty)
-        with _gradient_sync(run, last=number == len(parts)):
+        # gradients are synchronised with the last part alone
+        with nullcontext() if number == len(parts) else run.world.no_sync():
             loss = _weighted_loss(_forward(run, part), weight, batch_weight)
             run.stopwatch.split("forward")
             summed = loss * run.world.size if run.is_shared else loss  # gradients are averaged
@@ -233,11 +231,6 @@ def _weighted_loss(loss: Tensor, weight: Tensor | float, batch_weight: Tensor | 
     share = weight.to(torch.promote_types(loss.dtype, torch.float32)) / batch_weight
     # a part with all targets masked has the mean 0/0 and the share 0
     return torch.where(share > 0, loss, 0.0) * share
-
-
-def _gradient_sync(run: Run, last: bool) -> AbstractContextManager[None]:
-    """Return a context that synchronises gradients with the last micro-batch only."""
-    return nullcontext() if last else run.world.no_sync()
 
 
 def _forward(run: Run, batch: Batch) -> Tensor:
@@ -268,10 +261,8 @@ def _compute_loss(run: Run, batch: Batch) -> Tensor:
 def warn_gradients_off(code: str) -> None:
     """Log that user code has left torch's gradients off."""
     if not torch.is_grad_enabled():
-        log.warning(
-            "%s leaves torch's gradients off (torch.set_grad_enabled(False)), so that later losses "
-            "have none; use `with torch.no_grad():`", code,
-        )  # fmt: skip
+        problem = "%s leaves torch's gradients off (torch.set_grad_enabled(False))"
+        log.warning(f"{problem}; use `with torch.no_grad():`", code)
 
 
 def _is_regular_size(run: Run, samples: int) -> bool:

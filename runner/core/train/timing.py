@@ -19,10 +19,7 @@ MAX_DURATIONS = 2**14  # newest steps with durations kept, so that memory is bou
 
 
 class Stopwatch:
-    """Timer of steps and their phases; five clock readings a step, a third of a microsecond in all.
-
-    For an accelerator the result is a `runner.core.train.device_timing.DeviceStopwatch`.
-    """
+    """Timer of steps and their phases, a third of a microsecond a step; see `DeviceStopwatch`."""
 
     on_accelerator = False
 
@@ -89,10 +86,7 @@ class Stopwatch:
                 self.inspected_samples += samples
 
     def pause(self, wait: bool = True) -> None:
-        """End the last step before other work, such as a validation; the next one starts anew.
-
-        On an accelerator the host waits until the device has finished it, unless `wait` is false.
-        """
+        """End the last step before other work; on an accelerator `wait` for it."""
 
     def inspect_step(self) -> None:
         """Exclude the current step from the speed, as a debug tool slows it down."""
@@ -111,11 +105,7 @@ class Stopwatch:
                 self.now += excluded
 
     def elapsed(self) -> float | Callable[[], float]:
-        """Return the seconds spent in steps so far, including the current one.
-
-        On an accelerator a function that returns them up to the end of the current step, once the
-        device has finished it: else the host waits.
-        """
+        """Return seconds in steps so far; on an accelerator a function that may wait for them."""
         return self.total_seconds + (perf_counter() - self.started if self.running else 0.0)
 
     def step_seconds(self, first: int = 0) -> np.ndarray:
@@ -124,11 +114,7 @@ class Stopwatch:
         return np.abs(self.durations[np.arange(first, self.count) % MAX_DURATIONS])
 
     def settled_step_seconds(self) -> np.ndarray:
-        """Return the seconds of the steps after the first SETTLING, or of all if there are none.
-
-        Without steps that a debug tool inspected, if others remain; on an accelerator of the
-        sampled steps.
-        """
+        """Return the seconds of steps after SETTLING, if any, uninspected ones, if any."""
         steps = self._signed_step_seconds(SETTLING)
         if not len(steps):
             steps = self._signed_step_seconds(0)
@@ -136,9 +122,7 @@ class Stopwatch:
         return plain if len(plain) else np.abs(steps)
 
     def uninspected_step_seconds(self, first: int) -> np.ndarray:
-        """Return the seconds of the kept steps from number `first`, counted from 0, without those
-        that a debug tool inspected; on an accelerator of the sampled steps.
-        """
+        """Return the seconds of kept steps from `first`, from 0, that no debug tool inspected."""
         steps = self._signed_step_seconds(first)
         return steps[steps > 0]
 
@@ -160,8 +144,7 @@ class Stopwatch:
     def throughput(self, tokens_per_sample: int | None) -> Throughput:
         """Return rates and phase shares of the settled steps, percentiles of the newest 16,384.
 
-        On an accelerator of the steps that were read, without waiting for the others; percentiles
-        are of the sampled steps. Steps that a debug tool inspected count only if all were.
+        On an accelerator of steps that were read. Inspected steps count only if all were.
         """
         steps = self.settled_step_seconds()
         p50 = p95 = 0.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from runner.core.device.device import copy_to_host
 from runner.core.errors import UsageError
 from runner.core.interfaces.hook import Evaluation, Hook, Verdict
 from runner.core.interfaces.objective import rises_by_name
@@ -31,10 +32,8 @@ OUR_COLUMNS = set(
     "step_ms process_gib device_peak_gib cpu_percent ram_percent disk_free_gib swap_gib "
     "gpu_percent gpu_gib gpu_celsius gpu_mhz gpu_watt gpu_alloc_retries gpu_ooms".split()
 )
-CRITERION_FIELDS = (
-    *("best", "best_loss", "best_step", "stale_validations", "validated_step", "metrics"),
-)
-"""Fields of the progress that a comparison with the best one changes."""
+# fields of the progress that a comparison with the best one changes
+CRITERION_FIELDS = "best best_loss best_step stale_validations validated_step metrics".split()
 OUR_SPLITS = ("train", "val", "test", "system", "usage", SPLIT)
 
 Row = tuple[int, dict[str, Any]]  # step, and values by name: floats or 0-d tensors
@@ -63,9 +62,7 @@ class UserValues:
     def log(self, run: Run, values: Mapping[str, float | Tensor], step: int | None) -> None:
         """Add a row for `Run.log`."""
         if run.reader.ended:
-            raise UsageError(
-                "log: the training has ended and its record is written; log in a hook or objective"
-            )
+            raise UsageError("log: the training has ended; log in a hook or objective")
         begun = run.progress.step == run.resumed_step + run.stopwatch.count
         number = run.progress.step + (begun and run.stopwatch.running)
         if run.progress.step < number != self.open_step:
@@ -88,14 +85,9 @@ class UserValues:
             recorder.scalars(step, SPLIT, values)
 
     def add(self, values: Any, step: Any, taken: Collection[str] = (), keep: bool = True) -> None:
-        """Add a row; without `keep` it is not written.
-
-        Raises UsageError for what is no number, and for a name of ours or in `taken`.
-        """
+        """Add a row, written with `keep`. UsageError for no number, a name of ours or `taken`."""
         if torch.compiler.is_compiling():
-            raise UsageError(
-                "log: a compiled step cannot log; optimization.whole_step.enabled=false"
-            )
+            raise UsageError("log: not from a compiled step; optimization.whole_step.enabled=false")
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise UsageError(f'log: takes names and numbers, {{"name": 0.5}}, got {values!r}')
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -118,21 +110,18 @@ class UserValues:
             device = tensors[0].device
             dtype = torch.float32 if device.type == "mps" else torch.float64
             stacked = torch.stack([x.to(device, dtype, non_blocking=True) for x in tensors])
-            pinned = device.type == "cuda"
-            host = torch.empty(stacked.shape, dtype=dtype, pin_memory=pinned)
-            values = host.copy_(stacked, non_blocking=True)
-            ready = torch.Event(device)
-            ready.record()
+            values, ready = copy_to_host(stacked)
         self.copies.append(_Copy(self.rows, values, ready))
         self.rows, self.open_start = [], 0
 
     def read(self, wait: bool = False) -> list[Row]:
         """Return the rows that have arrived, each once; with `wait`, all that were copied."""
         arrived: list[Row] = []
-        while self.copies and (
-            wait or self.copies[0].ready is None or self.copies[0].ready.query()
-        ):
-            copy = self.copies.popleft()
+        while self.copies:
+            copy = self.copies[0]
+            if not (wait or copy.ready is None or copy.ready.query()):
+                break
+            self.copies.popleft()
             if copy.ready is not None:
                 copy.ready.synchronize()  # host sync: a wait at the end or a validation alone
             # host sync: none, they have arrived
@@ -145,9 +134,8 @@ class UserValues:
     def monitored(self, run: Run) -> dict[str, float]:
         """Return the monitored value at a validation, the same in all processes. Host sync.
 
-        It is the latest one since the validation before; NaN, which is not the best, if there is
-        none; {} if it was never logged, not even by the `on_validation` of the first one. The
-        values stay until `end_validation`.
+        The latest since the validation before, else NaN, which is not the best; {} if it was never
+        logged, not even by the `on_validation` of the first one.
         """
         name = run.monitor.removeprefix(f"{SPLIT}/")
         latest = self.last.get(name, math.nan)
@@ -162,10 +150,7 @@ class UserValues:
         self.last = {}
 
     def state(self, made: int) -> dict[str, Any]:
-        """Return what is not written yet, for a checkpoint after step `made`. Host sync.
-
-        What an unfinished step has logged is left out, as a resumed run makes that step again.
-        """
+        """Return what is not written yet, without the open step after `made`. Host sync."""
         open_rows: list[Row] = []
         last = self.last
         if self.open_step == made + 1:
@@ -196,9 +181,8 @@ def call_logging_hooks(
 ) -> tuple[Evaluation, list[Hook], Verdict]:
     """Call the user's `on_validation`, which may log the monitored value of this validation.
 
-    They see a comparison with the best by what is logged so far, which is reverted afterwards.
-    Returns the evaluation with the monitored value, if it is known, the hooks that are left to
-    call, and the verdict of the others.
+    They see a comparison with what is logged so far, which is reverted. Returns the evaluation with
+    the value, if known, the hooks left to call, and the verdict of the others.
     """
     values, progress, measured = run.reader.user_values(), run.progress, evaluation.metrics
     ours = [hook for hook in run.hooks if type(hook).__module__.startswith("runner.")]
@@ -217,7 +201,7 @@ def call_logging_hooks(
 class LoopRecord:
     """Rows that an own training loop logs, written to a folder after those of an earlier one.
 
-    Raises UsageError without a folder, and for the folder of a run, whose record would be mixed.
+    Raises UsageError without a folder, and for that of a run.
     """
 
     def __init__(self, caller: str, folder: Path | None, closed: bool = False) -> None:
@@ -225,10 +209,7 @@ class LoopRecord:
             problem = "it is closed" if closed else f"it has no folder; give {caller}(…, folder=…)"
             raise UsageError(f"log: {problem}")
         if (folder / SUMMARY_FILE).exists():
-            raise UsageError(
-                f"{caller}: folder={folder} is the folder of a run of runner; give another one "
-                "to log into"
-            )
+            raise UsageError(f"{caller}: folder={folder} is that of a run; log into another one")
         make_folder(folder)
         self.values, self.closed = UserValues(), False
         self.recorder = Recorder(folder, MonitoringConfig())

@@ -25,7 +25,7 @@ from runner.core.checkpoint.snapshot import DTYPES
 from runner.core.errors import ConfigError, UsageError
 from runner.core.interfaces.batch import Batch, slice_rows
 from runner.core.interfaces.technique import Evidence, Technique
-from runner.core.optim.origin import is_torch_class
+from runner.core.optim.optimizer import is_torch_class
 from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.techniques.probe import repeated_blocks

@@ -20,8 +20,7 @@ from runner.core.config.groups import REPLICATE_KEYS
 from runner.core.config.run_config import RunConfig
 from runner.core.config.spelling import CliOverride, parse_override
 from runner.core.errors import ConfigError
-from runner.core.interfaces.metric_errors import MODE
-from runner.core.interfaces.objective import rises_by_name
+from runner.core.interfaces.objective import MODE, rises_by_name
 from runner.core.schemas.data import DataConfig
 from runner.core.schemas.sweep import Direction, Sampler, SearchConfig
 from runner.core.schemas.training import MonitorMode

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runner.core.checkpoint.pinned_memory import pinned_tensor_like
+from runner.core.checkpoint.snapshot import pinned_tensor_like
 
 SHAPE = (3, 2**18 + 25)  # of fp32: a little more than 3 MiB
 

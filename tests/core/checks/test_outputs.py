@@ -85,7 +85,7 @@ def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
 def test_state_that_is_no_dense_tensor_is_refused() -> None:
     x = torch.tensor([math.nan])
     for output in (x.to_sparse(), {"a": [torch.complex(x, x)]}):
-        with pytest.raises(UsageError, match=r"output\.to_dense\(\)"):
+        with pytest.raises(UsageError, match=r"to_dense\(\)"):
             sanitise(output)
 
 

@@ -11,8 +11,7 @@ import torch
 
 from runner import compose
 from runner.core.device import resources
-from runner.core.device.device import select
-from runner.core.device.gpu_choice import most_free_gpu
+from runner.core.device.device import most_free_gpu, select
 from runner.core.device.resources import SystemMonitor
 from runner.core.errors import ConfigError
 

@@ -25,7 +25,7 @@ from runner.core.interfaces.hook import Evaluation, Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas.data import DataConfig
-from runner.core.train.last_state import NumpyState, PythonState
+from runner.core.train.run_state import NumpyState, PythonState
 from tests.runs import NOISY, AtSteps, config, interrupt, rows
 
 DEFAULT_HASH = "b96a6441f6abb7be98268e58a732b6b31acc91418b24e063009ef7cdfdd3c3ab"
