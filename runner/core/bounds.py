@@ -104,6 +104,18 @@ def check_bounds(config: Any, prefix: str) -> None:
             raise ConfigError(f"{prefix}.{config_field.name}", f"must be {bounds}, got {value}")
 
 
+class Bounded:
+    """A part of the config, below `key`; the bounds of its fields are checked when it is made."""
+
+    config_key = ""
+
+    def __init_subclass__(cls, key: str = "") -> None:
+        cls.config_key = key or cls.config_key
+
+    def __post_init__(self) -> None:
+        check_bounds(self, self.config_key)
+
+
 def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ConfigError for an integer, at any depth, above its key's limit."""
     for name, value in values.items():

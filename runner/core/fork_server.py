@@ -174,10 +174,9 @@ def _make_socket_folder() -> None:
     before, folder = tempfile.tempdir, _short_folder()
     if folder is None:
         places = " and ".join(SHORT_FOLDERS)
-        raise StorageError(
-            f"TMPDIR: {tempfile.gettempdir()} is too long for sockets, and {places} cannot be "
-            f"written; set a folder of at most {SOCKET_FOLDER_BYTES} bytes"
-        )
+        problem = f"{tempfile.gettempdir()} is too long for sockets, {places} cannot be written"
+        fix = f"set a folder of at most {SOCKET_FOLDER_BYTES} bytes"
+        raise StorageError(f"TMPDIR: {problem}; {fix}")
     try:
         tempfile.tempdir = folder
         util.get_temp_dir()

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,8 +36,7 @@ from runner.core.objectives.build import build_objective, elementwise_loss
 from runner.core.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer_class
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.optim.schedule import lr_factors
-from runner.core.preserved_state import RandomGenerators
-from runner.core.random_state import exclusive_random_state
+from runner.core.preserved_state import RandomGenerators, exclusive_random_state
 from runner.core.record.history import History
 from runner.core.record.loaded_code import warn_changed_code
 from runner.core.record.recorder import Recorder
@@ -59,8 +59,6 @@ from runner.core.train.step import warn_gradients_off
 from runner.core.train.timing import Stopwatch
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from runner.core.objectives.from_model import TargetInput
     from runner.core.optim.equivalence import Implementation, UpdateComparison
     from runner.core.optim.whole_step import StepGraph
@@ -114,7 +112,7 @@ def build(
         components = check_components(components, given)
     components = components or Components()
     if folder is not None and not (isinstance(folder, Path) and folder.is_dir()):
-        from runner.core.record.folder_argument import check_folder  # not by the command line
+        from runner.core.build.arguments import check_folder  # not by the command line
 
         folder = check_folder("build", folder)
     validate_config(config, components.techniques)
@@ -322,7 +320,7 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
     if config.job.kind is JobKind.predict:
         return Goal(objective, target_input, objective.monitor, objective.higher_is_better)
     if config.objective.metrics:
-        from runner.core.objectives.user_metrics import build_metrics
+        from runner.core.objectives.named_metrics import build_metrics
 
         parts = config.objective, objective, data.sizes, setup.resolve_target
         setup.choices += build_metrics(*parts, setup.is_shared)

@@ -12,36 +12,25 @@ import numpy as np
 import torch
 
 from runner import rooms
+from runner.core.build.setup import Setup
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import BatchLoader, make_loader
 from runner.core.data.open import open_data
 from runner.core.data.order import permutation
-from runner.core.data.preprocessing import (
-    OpenOptions,
-    Preprocessing,
-    check_predicts,
-)
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, check_predicts
 from runner.core.errors import ConfigError
 from runner.core.findings import Choice, notice
 from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.processes import WorldProtocol
 from runner.core.interfaces.technique import RunBuilder
 from runner.core.objectives.build import adapt_sizes
-from runner.core.record.data_digest import (
-    DataFiles,
-    stamp_arguments,
-)
-from runner.core.schemas.data import (
-    LABELS_UNKNOWN,
-    BadSamples,
-    FromFiles,
-)
+from runner.core.record.data_digest import DataFiles, stamp_arguments
+from runner.core.schemas.data import LABELS_UNKNOWN, BadSamples, FromFiles
 from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
 
 if TYPE_CHECKING:
-    from runner.core.build.setup import Setup
     from runner.core.data.split_paths import SplitPaths
-    from runner.core.interfaces.processes import WorldProtocol
 
 log = logging.getLogger("runner")
 Resolve = Callable[[str, str], Any]
@@ -128,9 +117,7 @@ def open_run_data(
 
         split_paths = find_split_paths(config.data, opening)
         if not evaluates_all:
-            opening = replace(
-                opening, folder=split_paths.folder, trains_on_all="validation" in split_paths.paths
-            )
+            opening = split_paths.opening(opening)
     data: Any = open_data(config.data, resolve, opening) if user_data is None else user_data
     if not isinstance(data, Dataset):
         from runner.core.data.stream import adopt_data  # imported only if used
@@ -138,7 +125,7 @@ def open_run_data(
         data = adopt_data(data, setup.components.validation, config.data, opening)
     splits, choices = dict[str, Dataset](), list[Choice]()
     if evaluates_all and opening.labelled and fitted and isinstance(config.data, FromFiles):
-        from runner.core.data.trained_rows import find_trained_rows
+        from runner.core.build.trained_data import find_trained_rows
 
         choices += find_trained_rows(config.data, data, fitted, opening, resolve)
         for choice in choices:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from runner import rooms
 from runner.core.checkpoint.checkpointer import Checkpointer
@@ -16,25 +19,18 @@ from runner.core.config.run_config import RunConfig, WrittenConfig
 from runner.core.device import memory
 from runner.core.device.device import Device, seed_everything, select
 from runner.core.errors import ConfigError
-from runner.core.interfaces.processes import OneProcess
+from runner.core.findings import Choice
+from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.objective import Objective
+from runner.core.interfaces.processes import OneProcess, WorldProtocol
+from runner.core.interfaces.technique import Technique
+from runner.core.optim.optimizer import Optimizer
 from runner.core.record.storage import guard_folder, make_folder
 from runner.core.schemas.device import DistributedKind
 from runner.core.schemas.jobs import EVALUATION_JOBS
+from runner.core.schemas.optimization import Optimization
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from runner.core.findings import Choice
-    from runner.core.interfaces.hook import Hook
-    from runner.core.interfaces.objective import Objective
-    from runner.core.interfaces.processes import WorldProtocol
-    from runner.core.interfaces.technique import Technique
-    from runner.core.optim.optimizer import Optimizer
-    from runner.core.schemas.optimization import Optimization
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,8 @@ def _find_run(path: Path) -> Path | None:
         o.value for o in map(parse_override, _recorded_overrides(path)) if o.key == RESUME_KEY
     ]
     if evaluated_runs:
-        run = evaluated_runs[-1]
-        raise CheckpointError(
-            f"{RESUME_KEY}: {path} is an evaluation of {run}; use {RESUME_KEY}={run}"
-        )
+        fix = f"use {RESUME_KEY}={evaluated_runs[-1]}"
+        raise CheckpointError(f"{RESUME_KEY}: {path} is an evaluation of another run; {fix}")
     runs = [p.parent for p in (*path.glob(f"*/{CHECKPOINTS}"), *path.glob(f"*/*/{CHECKPOINTS}"))]
     newest = max(runs, key=lambda run: run.stat().st_mtime_ns, default=None)
     hint = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"

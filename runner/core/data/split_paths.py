@@ -39,6 +39,11 @@ class SplitPaths:
     paths: dict[str, Path] = field(default_factory=dict)  # of `validation` and `test`
     choices: tuple[Choice, ...] = ()
 
+    def opening(self, opening: OpenOptions) -> OpenOptions:
+        """Return the options to open the other samples with."""
+        trains_on_all = "validation" in self.paths
+        return replace(opening, folder=self.folder, trains_on_all=trains_on_all)
+
 
 def find_split_paths(config: DataConfig, opening: OpenOptions) -> SplitPaths:
     """Return the splits that the config names or that are folders below `data.path`.
@@ -161,9 +166,8 @@ def _split_folders(root: Path, config: DataConfig, opening: OpenOptions) -> Spli
     for split, folders in folders_by_split.items():
         if len(folders) > 1:
             names = " and ".join(folder.name for folder in folders)
-            raise ConfigError(
-                PATH_KEYS[split], f"{root} has {names}", f"name one: {PATH_KEYS[split]}=…"
-            )
+            key = PATH_KEYS[split]
+            raise ConfigError(key, f"{root} has {names}", f"name one: {key}=…")
         if folders and _visible_folders(folders[0]):
             chosen[split] = folders[0]
     reason = f"split folders of {root}; {SPLIT_FOLDERS_KEY}=false makes them classes"

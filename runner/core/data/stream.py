@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -104,12 +104,8 @@ class StreamDataset(UserDataset):
         pair = None
         items, end = self.iterate(self.make()), object()
         for number in count():
-            try:
+            with self.errors_of(f"{self.unit} {number}"):
                 item = next(items, end)
-            except RunnerError:
-                raise
-            except Exception as error:
-                raise self.translate(f"{self.unit} {number}", error) from error
             if item is end:
                 break
             sample = self._load(item)[0]
@@ -135,12 +131,18 @@ class StreamDataset(UserDataset):
         """Return the samples of an item."""
         if self.sampler is None:
             return [item]
-        try:
+        with self.errors_of(f"samples {item}"):
             return [self.dataset[int(index)] for index in item]
+
+    @contextmanager
+    def errors_of(self, what: str) -> Iterator[None]:
+        """Raise an error of the user's code as DataError, with its traceback."""
+        try:
+            yield
         except RunnerError:
             raise
         except Exception as error:
-            raise self.translate(f"samples {item}", error) from error
+            raise self.translate(what, error) from error
 
     def translate(self, what: str, error: Exception) -> DataError:
         """Return the error of the user's code as one of ours, with its traceback."""

@@ -39,11 +39,9 @@ from runner.core.device.memory import free_heap
 from runner.core.device.signals import END_SIGNALS
 from runner.core.errors import DataError, RunnerError, WorkerLost
 from runner.core.masking import mask_secrets
-from runner.core.parent_death import die_with_parent
-from runner.core.process_wait import describe_exit, describe_state
+from runner.core.process_wait import describe_exit, describe_state, die_with_parent
 from runner.core.record.text import summarize_error
-from runner.core.security.child_process import ChildProcess
-from runner.core.security.masked_process import MaskingState, run_masked
+from runner.core.security.child_process import ChildProcess, MaskingState, run_masked
 from runner.core.security.pickle_transfer import dumps_persistent, loads_persistent
 
 log = logging.getLogger("runner")

@@ -12,8 +12,7 @@ from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
 from runner.core.masking import mask_nested
 from runner.core.record import provenance
-from runner.core.record.sinks.base import RunDescription, Sink
-from runner.core.record.sinks.writer import SinkWriter
+from runner.core.record.sinks.base import RunDescription, Sink, SinkWriter
 from runner.core.security.registry import instantiate_nested
 
 KEY = "monitoring.sinks"

@@ -87,10 +87,8 @@ def load_initial_weights(
             model.load_state_dict(chosen, strict=False)  # `map_weights` has checked the names
             chosen.clear()  # before the next part is read
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = shorten(str(error), 300)
-        raise ConfigError(
-            KEY, f"{weights.path}: cannot be loaded into the model: {reason}"
-        ) from error
+        problem = f"{weights.path}: cannot be loaded into the model: {shorten(str(error), 300)}"
+        raise ConfigError(KEY, problem) from error
     choice = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", _summary(weights, mapping))
     log.info("%s: %s: %s", KEY, choice.value, choice.reason)
     return choice
@@ -110,11 +108,9 @@ def map_weights(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) 
     mapping.unused += [name for name in tensors if _matches(name, fresh)]
     for pattern in fresh:
         if not any(_matches(name, [pattern]) for name in (*mapping.fresh, *mapping.unused)):
-            raise ConfigError(
-                EXCEPT_KEY,
-                f"no parameter is named {shorten_name(pattern)} in the model or in {weights.path}",
-                f"the model has {list_names(model_state, 2 * MAX_NAMES)}",
-            )
+            problem = f"no parameter of model or {weights.path} is named {shorten_name(pattern)}"
+            fix = f"the model has {list_names(model_state, 2 * MAX_NAMES)}"
+            raise ConfigError(EXCEPT_KEY, problem, fix)
     tensors = {name: value for name, value in tensors.items() if not _matches(name, fresh)}
     tied: dict[object, list[str]] = {}
     for name, value in model_state.items():
@@ -127,9 +123,8 @@ def map_weights(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) 
     if mapping.misfits:
         raise _misfit_error(weights, mapping)
     if not mapping.sources:
-        raise ConfigError(
-            EXCEPT_KEY, f"leaves no weights in {weights.path} to load", "name fewer parts"
-        )
+        problem = f"leaves no weights in {weights.path} to load"
+        raise ConfigError(EXCEPT_KEY, problem, "name fewer parts")
     return mapping
 
 

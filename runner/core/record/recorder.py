@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from runner.core.record.hydra_files import Scalar
-    from runner.core.record.sinks.writer import SinkWriter
+    from runner.core.record.sinks.base import SinkWriter
     from runner.core.record.tensorboard import TensorBoard
 
 log = logging.getLogger("runner")

@@ -1,7 +1,7 @@
 """Processes that this one starts: their limits, signals and end. Torch-free.
 
 `ChildProcess` is any process of multiprocessing or subprocess; `RequestProcess` also answers
-requests through a pipe.
+requests through a pipe. By `run_masked` a process masks from its first line on what this one masks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from math import inf
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
+from traceback import format_exception
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -26,18 +28,20 @@ import psutil
 from runner.core import fork_server
 from runner.core.device import cgroup
 from runner.core.errors import ProcessLost, UsageError, WorkerFailure
-from runner.core.parent_death import kill_group, watch_parent
+from runner.core.masking import mask_secrets
 from runner.core.process_wait import (
     ENDED,
     STOPPED,
     PolledClock,
     describe_exit,
     describe_state,
+    kill_group,
     process_state,
+    watch_parent,
 )
 from runner.core.record.storage import make_folder, safe_opener
 from runner.core.schemas.device import omp_env
-from runner.core.security.masked_process import MaskingState, run_masked
+from runner.core.security.secrets import adopt_masking_state, masking_state
 
 POLL_S = 0.1
 WAIT_SLICE_S = 1.0  # of a wait for an answer
@@ -274,10 +278,8 @@ class RequestProcess(ChildProcess):
         code = self.wait(EXIT_TIMEOUT_S)
         if code == UNGUARDED_EXIT_CODE and not self.has_answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
-            raise UnguardedScript(
-                f'{script.name} must do this under `if __name__ == "__main__":`, because '
-                "the measured processes import it"
-            )
+            guard = 'if __name__ == "__main__":'
+            raise UnguardedScript(f"{script.name} must do this under `{guard}`: workers import it")
         status, reason = self.describe_end()
         return WorkerFailure(status, f"it {reason}{self._log_path_text()}")
 
@@ -364,3 +366,40 @@ def redirect_output(log: Path | None) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable()
+
+
+# -- masking --------------------------------------------------------------------------------------
+
+
+class MaskingState:
+    """What this process masks. Unpickled in a new process, it makes that one mask the same.
+
+    It must be the process's first argument: others may run the user's code when unpickled. It is
+    sent through the pipe that starts the process; a fork needs none.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _adopt, masking_state()
+
+
+def _adopt(*state: Any) -> MaskingState:
+    adopt_masking_state(*state)
+    sys.excepthook = _print_masked  # of errors while the other arguments are unpickled
+    return MaskingState()
+
+
+def run_masked(_: MaskingState, main: Callable[..., object], *arguments: Any) -> None:
+    """Call `main`; target of all processes that multiprocessing starts. It prints no secrets."""
+    try:
+        main(*arguments)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            raise
+        _print_masked(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _print_masked(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    sys.stderr.write(mask_secrets("".join(format_exception(kind, error, trace))))

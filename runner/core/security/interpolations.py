@@ -68,7 +68,5 @@ def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = 
     elif isinstance(value, str) and may_read is not None:
         for name in REFERENCE.findall(value):
             if name not in may_read:
-                raise SecurityError(
-                    f"{key}: {value!r} is refused: it reads an environment variable; to allow it, "
-                    f"add security.environment=[{name}]"
-                )
+                fix = f"to allow it, add security.environment=[{name}]"
+                raise SecurityError(f"{key}: {value!r} is refused: it reads a variable; {fix}")

@@ -92,13 +92,10 @@ def check_sweep_parameters(config: DictConfig) -> None:
         words = WORD.findall(f"{override.key_or_group} {override.package}")
         key = override.key_or_group
         is_map = isinstance(override.value(), dict)  # of keys below this one
-        refused = any(
-            is_below(key, (k,)) or is_map and is_below(k, (key,))
-            for k in (*NO_FILE_KEYS, ADDRESS_KEY)
-        )
+        keys = (*NO_FILE_KEYS, ADDRESS_KEY)
+        refused = is_below(key, keys) or (is_map and any(is_below(k, (key,)) for k in keys))
         if refused or {"security", "hydra", *FACTORY_KEYS} & set(words):
-            raise SecurityError(
-                f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
-            )
+            problem = f"{name} is refused: a config file cannot set it"
+            raise SecurityError(f"hydra.sweeper.params: {problem}")
         parsed.append(override)
     check_job_count(parsed, "hydra.sweeper.params")

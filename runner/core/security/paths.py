@@ -79,9 +79,8 @@ def check_output_path(
     where = f", which is {path}" if str(path) != text else ""
     who = "security=strict" if strict else "a config"
     fix = "use a folder in there" if strict else f"if you mean it, type {key}=…"
-    raise SecurityError(
-        f"{key}: {text}{where} is refused: {who} may only write below {output_roots()[0]}; {fix}"
-    )
+    problem = f"{who} may only write below {output_roots()[0]}"
+    raise SecurityError(f"{key}: {text}{where} is refused: {problem}; {fix}")
 
 
 def check_subfolder(key: str, inner: str, folder: Path) -> None:
@@ -145,10 +144,8 @@ def check_links(folder: Path, *names: str) -> None:
     for path in _paths_of(folder, names) if names else _walk_paths(folder):
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not target.is_relative_to(root):
-            raise SecurityError(
-                f"{path}: refused: it is a link out of the working folder, to "
-                f"{target}; replace it by its target, or remove it"
-            )
+            problem = f"it is a link out of the working folder, to {target}"
+            raise SecurityError(f"{path}: refused: {problem}; replace or remove it")
         if not names and path.exists() and not (path.is_file() or path.is_dir()):
             raise SecurityError(f"{path}: refused: it is neither a file nor a folder; remove it")
 

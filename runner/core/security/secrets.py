@@ -116,10 +116,8 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise SecurityError(f"{key}: {name!r} is refused: it is not a variable name")
     if _access.names is not None and name not in _access.names:
-        raise SecurityError(
-            f"{key}: {reference_to(name)} is refused: {KEY} does not list {name}; to let the "
-            f"config read it, add {KEY}=[{name}] to the command line"
-        )
+        problem = f"{key}: {reference_to(name)} is refused: {KEY} does not list {name}"
+        raise SecurityError(f"{problem}; to let the config read it, type {KEY}=[{name}]")
     _access.reads += 1
     value = os.environ.get(name)
     if value is None:
@@ -148,10 +146,8 @@ def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
     if _access is not None:
         for value, name in _values.items():
             if value and value in str(source):
-                raise SecurityError(
-                    f"{node._get_full_key(None)}: {resolver} of {reference_to(name)} is refused: "
-                    "resolvers cannot process a variable; use one variable for each value"
-                )
+                problem = f"{node._get_full_key(None)}: {resolver} of {reference_to(name)}"
+                raise SecurityError(f"{problem} is refused; use one variable for each value")
 
 
 # -- folders -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from runner.core.format import count_noun, metric
 from runner.core.interfaces.hook import Evaluation, Verdict, check_hooks
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
 from runner.core.models.modes import enter_training
-from runner.core.random_state import exclusive_random_state
+from runner.core.preserved_state import exclusive_random_state
 from runner.core.record import hydra_files
 from runner.core.record.console import restore_logging
 from runner.core.record.hydra_files import has_files, read_small_files

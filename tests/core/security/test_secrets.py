@@ -34,9 +34,9 @@ from runner.core.record.console import facts_table, print_stdout
 from runner.core.record.summary import Summary
 from runner.core.record.text import escape_control_chars, limit_length, shorten
 from runner.core.security import secrets
+from runner.core.security.child_process import MaskingState, run_masked
 from runner.core.security.files.file_bytes import FileBytes
 from runner.core.security.files.policy import FileLimits
-from runner.core.security.masked_process import MaskingState, run_masked
 from runner.scale.sweep import job_context
 from runner.scale.sweep.job_context import parent_death_pipe, take_job_context
 from runner.scan.sandbox import Sandbox

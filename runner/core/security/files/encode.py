@@ -68,10 +68,9 @@ def _encode(
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
         return {_encode_key(item, path) for item in value}
-    raise TypeError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        "cannot hold; use numbers, text, tensors, or lists and dicts of them"
-    )
+    problem = f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
+    fix = "use numbers, text, tensors, or lists and dicts of them"
+    raise TypeError(f"{problem}, which a checkpoint cannot hold; {fix}")
 
 
 def _simplify(value: Any) -> Any:
@@ -119,6 +118,5 @@ def _from_numpy(value: np.ndarray, path: str) -> Tensor:
     try:  # a copy in native byte order and C order
         return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), "C"))
     except TypeError:
-        raise TypeError(
-            f"{path} is an array of {value.dtype}, which a checkpoint cannot hold; use .tolist()"
-        ) from None
+        problem = f"{path} is an array of {value.dtype}, which a checkpoint cannot hold"
+        raise TypeError(f"{problem}; use .tolist()") from None
