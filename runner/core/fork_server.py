@@ -116,10 +116,7 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Close the pipes by which a child keeps the server and its resource tracker alive.
-
-    Processes that user code leaves behind would inherit them.
-    """
+    """Close the pipes by which a child, and what it leaves, keep server and tracker alive."""
     for owner, name in (
         (_server(), "_forkserver_alive_fd"),
         (resource_tracker._resource_tracker, "_fd"),

@@ -68,22 +68,20 @@ def large_parameters(model: nn.Module) -> list[Tensor]:
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
     """Restore the host's random generators on exit."""
-    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    generators = RandomGenerators(devices=False)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_)
+        generators.restore()
 
 
 class RandomGenerators:
     """The states of Python's, NumPy's and torch's generators, also of CUDA devices in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: bool = True) -> None:
         self.python, self.numpy = random.getstate(), np.random.get_state()
         self.torch = torch.get_rng_state()
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        in_use = devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self.cuda = torch.cuda.get_rng_state_all() if in_use else []
 
     def restore(self) -> None:
@@ -204,9 +202,8 @@ class _StateSnapshot:
             state: Any = item.get_state()
             self.restorers.append(partial(item.set_state, state))
         elif isinstance(item, np.random.Generator):
-            self.restorers.append(
-                partial(setattr, item.bit_generator, "state", item.bit_generator.state)
-            )
+            bits = item.bit_generator
+            self.restorers.append(partial(setattr, bits, "state", bits.state))
         return ()
 
     def _is_samples(self, container: Collection[Any]) -> bool:
@@ -269,9 +266,8 @@ class _StateSnapshot:
             return
         self.storages[storage._cdata] = storage
         own: Any = storage
-        self.restorers.append(
-            partial(_restore_storage, own, own.clone() if own.device.type == "cpu" else own.cpu())
-        )
+        values = own.clone() if own.device.type == "cpu" else own.cpu()
+        self.restorers.append(partial(_restore_storage, own, values))
 
 
 def _is_foreign(module: object) -> bool:
@@ -338,5 +334,5 @@ def _restore_storage(storage: Any, values: Any) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the states of the global generators of torch (CPU), python and numpy."""
-    python, numpy = random.getstate(), np.random.get_state()
-    return {"torch": torch.get_rng_state(), "python": python, "numpy": numpy}
+    states = vars(RandomGenerators(devices=False))
+    return {name: states[name] for name in ("torch", "python", "numpy")}

@@ -61,10 +61,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """On Linux, make the kernel kill this process, even if stopped, when its parent ends.
-
-    The parent is the thread that started it. `parent` is its pid, in case it has ended already.
-    """
+    """On Linux, be killed with the thread that started this process; `parent` is its pid."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -257,10 +257,7 @@ def make_model(setup: Setup, data: Dataset) -> nn.Module:
 
 
 def _load_weights(setup: Setup, model: nn.Module) -> list[Choice]:
-    """Load `model.weights`, unless the run resumes from a checkpoint.
-
-    Returns the choice for the summary; for a resumed run, that of its start.
-    """
+    """Load `model.weights`, unless the run resumes; return the choice, or that of its start."""
     path = setup.config.model.weights
     if setup.resumes and WEIGHTS in setup.resumed_choices:
         return [Choice(WEIGHTS, setup.resumed_choices[WEIGHTS], "kept from the resumed run")]
@@ -337,9 +334,9 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
 def _choose_objective_kind(
     setup: Setup, data: Dataset, model: nn.Module
 ) -> tuple[ObjectiveConfig, TargetInput | None]:
-    """Return the `objective` group; `auto` is `model` for a language model with labels inside.
+    """Return the `objective` group, and what gives forward the target with `model`.
 
-    With `model`, forward also gets the target, if it names it.
+    `auto` is `model` for a language model with labels inside.
     """
     config, target_input = setup.config.objective, None
     if setup.components.objective is not None or config._target_ is not None:

@@ -95,10 +95,7 @@ def load_data(setup: Setup) -> RunData:
 def open_run_data(
     setup: Setup, files: DataFiles, fitted: Preprocessing | None, split_rule: str | None
 ) -> RunData:
-    """Open the data; check tables, which may leave out columns and rows.
-
-    `fitted` and `split_rule` are the preprocessing and split rule of a resumed run.
-    """
+    """Open the data, with `fitted` and `split_rule` of a resumed run, and check tables."""
     config, user_data, resolve = setup.config, setup.components.data, setup.resolve_target
     if fitted is not None and user_data is None:
         fitted.check_kind(config.data)

@@ -30,10 +30,7 @@ MIN_WATCHED_STEPS = 50  # of a run whose speed is watched
 
 
 def build_hooks(setup: Setup, run_data: RunData, debug: DebugConfig) -> list[Hook]:
-    """Construct the hooks of a run, in the order in which they are entered. Raises ConfigError.
-
-    `debug` is the config's, with `every` adapted to the length of the run.
-    """
+    """Construct a run's hooks in order of entry; `debug` fits its length. Raises ConfigError."""
     config, folder, resolve = setup.config, setup.record_folder, setup.resolve_target
     stats = [rooms.find("processes", "stats")()] if setup.is_shared else []
     hooks: list[Hook] = [*run_data.hooks, *stats]

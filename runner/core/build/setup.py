@@ -179,10 +179,7 @@ def _resolve_auto(config: RunConfig, components: Components) -> RunConfig:
 def _claim_folder(
     folder: Path, config: RunConfig, scope: ExitStack, restarted: bool = False
 ) -> None:
-    """Create and lock the folder. Raises UsageError if it has the record of another run.
-
-    That of an own resume without a checkpoint is archived.
-    """
+    """Create and lock the folder; archive an own record without a checkpoint. Raises UsageError."""
     resume, trains = config.checkpoint.resume, config.job.kind not in EVALUATION_JOBS
     check_folder(folder, resume, trains, restarted)
     guard_folder(folder)

@@ -81,10 +81,7 @@ class StreamLoaders(LoaderFactory):
         return self.training_loader(**options), self._validation_loader(**options), None
 
     def _validation_loader(self, config: DataConfig, **options: Any) -> StreamLoader:
-        """Return the loader of the validation stream.
-
-        Each process reads all of it, with one worker at most: so its samples are always the same.
-        """
+        """Return the validation loader: each process reads all, by one worker at most."""
         source = self.data.open_validation()
         if source is None and self.run_data.evaluates_all:
             source = self.data

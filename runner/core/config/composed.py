@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.core.config.run_config import RunConfig, flatten_config
+from runner.core.config.run_config import RunConfig, WrittenConfig
 from runner.core.errors import StorageError
 from runner.core.record import hydra_files
 from runner.core.record.storage import remove_folder
@@ -18,7 +18,7 @@ ATTRIBUTE = "composed"  # of a RunConfig that `compose` made; no field, so no pa
 
 def remember(config: RunConfig, overrides: list[str]) -> RunConfig:
     """Keep with a config what it was composed of, and its values; return it."""
-    vars(config)[ATTRIBUTE] = (overrides, flatten_config(config))
+    vars(config)[ATTRIBUTE] = (overrides, WrittenConfig(config).flat())
     return config
 
 

@@ -22,11 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf's parser
 
 from runner.core.config.groups import CONF
-from runner.core.config.run_config import NON_RUN_KEYS, RunConfig
+from runner.core.config.run_config import NON_RUN_KEYS, SCHEMAS, RunConfig
 from runner.core.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.core.format import nearest
-from runner.core.schemas import data as data_config
-from runner.core.schemas import models as model_config
 from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.sweep import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
 from runner.core.security import secrets
@@ -41,8 +39,6 @@ log = logging.getLogger("runner")
 
 BUILTIN_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
 """Config folders that are exempt from checks."""
-SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
-"""Groups with a schema per option, so that an option has only its own keys."""
 OUTPUT_FOLDERS = {
     JobKind.evaluate: "evaluations",
     JobKind.predict: "predictions",
@@ -67,7 +63,7 @@ def register() -> None:
     store.store(group="hydra/launcher", name="isolated", node=LauncherConfig, provider="runner")
     for name, node in (("jobs", JobSweeperConfig), ("search", SearchSweeperConfig)):
         store.store(group="hydra/sweeper", name=name, node=node, provider="runner")
-    for group, schemas in SCHEMAS:
+    for group, schemas in SCHEMAS.items():
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
     secrets.install_resolvers()
@@ -109,7 +105,7 @@ def replace_typed_mappings() -> None:
 def _default_name(*, _root_: DictConfig) -> str:
     if _root_.job.kind in (JobKind.doctor, JobKind.scan):
         return str(_root_.job.kind.name)
-    parts = (_root_[group] for group, _ in SCHEMAS)
+    parts = (_root_[group] for group in SCHEMAS)
     return "-".join((part.get("_target_") or part.kind).rpartition(".")[2] for part in parts)
 
 
@@ -147,10 +143,7 @@ def compose_raw(
     hydra_too: bool = False,
     conf: Path = CONF,
 ) -> DictConfig:
-    """Compose an untyped config, with groups in `folders` in addition to those in `conf`.
-
-    Hydra's global state is restored. Raises ConfigError.
-    """
+    """Compose an untyped config, also of groups in `folders`. Raises ConfigError."""
     path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
 
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
@@ -174,10 +167,7 @@ def compose_raw(
 
 
 def _is_composable(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
-    """Whether overrides compose to a valid config, or to one that only lacks values or trust.
-
-    Of a sweep only the first jobs are composed.
-    """
+    """Whether overrides (of a sweep the first jobs) compose, or only lack values or trust."""
     from runner.core.config.spelling import normalize_overrides, sample_jobs
 
     try:
@@ -294,7 +284,7 @@ def _allowed_environment(config: DictConfig) -> list[str]:
 
 
 def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
-    """Restore a config from the output of `config_to_plain`.
+    """Restore a config from the output of `WrittenConfig.plain`.
 
     The caller decides which classes are trusted. Raises ConfigError if it does not fit this
     version, SecurityError for an untrusted class and for anything but plain data.
@@ -304,7 +294,7 @@ def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> R
     check_literal(tree, may_read=secrets.permitted_variables())
     try:
         config = OmegaConf.structured(RunConfig)
-        for group, schemas in SCHEMAS:
+        for group, schemas in SCHEMAS.items():
             config[group] = OmegaConf.structured(schemas[tree[group]["kind"]])
         run_tree = {key: value for key, value in tree.items() if key not in NON_RUN_KEYS}
         stability = run_tree.get("stability")

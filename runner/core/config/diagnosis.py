@@ -18,12 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.config.aliases import find_replacement
 from runner.core.config.groups import MIN_SIMILARITY, group_options
-from runner.core.config.spelling import (
-    CliOverride,
-    Compose,
-    first_job,
-    parse_override,
-)
+from runner.core.config.run_config import SCHEMAS
+from runner.core.config.spelling import CliOverride, Compose, first_job, parse_override
 from runner.core.config.suggestions import (
     BATCH_SIZE,
     Suggester,
@@ -34,11 +30,8 @@ from runner.core.config.suggestions import (
 from runner.core.errors import ConfigError, StorageError, install_command
 from runner.core.record import hydra_files
 from runner.core.record.column_overrides import list_override
-from runner.core.schemas.data import OPTIONS as DATA_OPTIONS
 from runner.core.schemas.data import decode_name
-from runner.core.schemas.models import OPTIONS as MODEL_OPTIONS
 
-SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA_OPTIONS, "model": MODEL_OPTIONS}
 CONVERSION_ERROR = re.compile(
     r"Value '(?P<value>.*)' (?:of type '\w+' could not be converted to (?P<kind>Integer|Float)"
     r"|is not a valid bool)"
@@ -61,10 +54,7 @@ def explain_error(
     composes: Callable[[list[str]], bool],
     folders: Sequence[Path] = (),
 ) -> ConfigError:
-    """Return the error in one line with the key and a suggestion that composes.
-
-    `compose` composes overrides, `composes` tests if they compose; `folders` have more groups.
-    """
+    """Return the error in one line with the key and a suggestion that `composes`."""
     parsed = [parse_override(text) for text in overrides]
     groups = group_options(*folders)
     unnamed = [o for o in parsed if o.key in groups and "${" in o.value]

@@ -162,10 +162,7 @@ def _convert_inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
 def _convert_target(
     x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str, trained: Sizes | None
 ) -> tuple[np.ndarray, Sizes]:
-    """Return the targets, and the sizes with those of the targets.
-
-    Class numbers with gaps, such as 7 and 40, become indices of the classes.
-    """
+    """Return targets and sizes; class numbers with gaps, as 7 and 40, become indices."""
     if sizes.task == "regression":
         return target_array(y, float(y.std()) or 1.0), replace(
             sizes, classes=int(np.prod(y.shape[1:]))

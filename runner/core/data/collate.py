@@ -76,10 +76,7 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
 
 
 def stack_plain(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the batch of pairs of a tensor and a tensor or number, in a tenth of `stack`'s time.
-
-    None for other samples, and where they differ: `as_pair` and `stack` do those, or say so.
-    """
+    """Stack pairs of tensor and tensor or number, in a tenth of `stack`'s time; None for others."""
     if {type(sample) for sample in samples} != {tuple} or {*map(len, samples)} != {2}:
         return None
     columns = list[Tensor]()

@@ -24,10 +24,7 @@ Fold = tuple[int, int]
 
 
 def mix(*numbers: int) -> int:
-    """Hash integers to one 63-bit seed.
-
-    Folds SplitMix64's finaliser over the numbers, so neighbouring seeds and steps are unrelated.
-    """
+    """Hash integers to one 63-bit seed by SplitMix64's finaliser: neighbours are unrelated."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E37_79B9_7F4A_7C15 & _MASK

@@ -66,10 +66,7 @@ class Preprocessing:
         return cls(kind_of(config), source_of(config), *fitted, *split, *signs, *pixels)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
-        """Return how each table column was interpreted, with its missing cells in training rows.
-
-        The `choices` made at opening tell left-out text columns from ids.
-        """
+        """Return how columns were read; `choices` tell left-out text columns from ids."""
         described = list[ColumnUse]()
         for name, columns in groupby(self.columns, key=lambda column: column.name):
             first, *_ = parts = [*columns]

@@ -32,10 +32,7 @@ def split_samples(
     labels: np.ndarray | None = None,  # of classes
     split_column: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-    """Training and validation samples; data that were not trained on are evaluated whole.
-
-    `what` names the data in errors.
-    """
+    """Return training and validation samples of `what`; untrained data are evaluated whole."""
     fitted, all_samples = opening.fitted, np.arange(samples)
     if opening.evaluates_all(config):  # both splits are all samples
         if not samples:

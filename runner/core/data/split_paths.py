@@ -46,10 +46,7 @@ class SplitPaths:
 
 
 def find_split_paths(config: DataConfig, opening: OpenOptions) -> SplitPaths:
-    """Return the splits that the config names or that are folders below `data.path`.
-
-    Raises ConfigError if two splits share samples, or a split is given twice.
-    """
+    """Return the splits that the config or folders name; ConfigError if two share samples."""
     evaluates_all = opening.evaluates_all(config)  # other data than the training data: not split
     keys = {} if evaluates_all else PATH_KEYS
     configured = {s: getattr(config, key.partition(".")[2], None) for s, key in keys.items()}

@@ -241,10 +241,7 @@ def adopt_data(
     opening: OpenOptions = DEFAULT_OPENING,
     own_loss: bool = False,
 ) -> UserDataset:
-    """Return the adapter of data made by the caller: a DataLoader or a stream is used as it is.
-
-    With `own_loss` the targets may be of any kind.
-    """
+    """Return the adapter of data made by the caller; with `own_loss` targets may be of any kind."""
     source = data.dataset if isinstance(data, DataLoader) else data
     name = f"{type(source).__module__}.{type(source).__qualname__}"
     if not is_stream(data):

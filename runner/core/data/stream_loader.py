@@ -55,10 +55,7 @@ class StreamShard:
 
 
 class ShardInfo:
-    """What `torch.utils.data.get_worker_info` returns: torch's `WorkerInfo`.
-
-    It counts the readers of all processes, and notes whether it is asked which one this is.
-    """
+    """torch's `WorkerInfo` over the readers of all processes; notes whether it is asked."""
 
     def __init__(self, shard: StreamShard, seed: int, dataset: Any) -> None:
         self.seed, self.dataset, self.rng = seed, dataset, None

@@ -59,10 +59,7 @@ def fetch_usable(
 
 
 class UsableFetch:
-    """Fetches the batch of a key without bad samples, on the CPU; worker processes run it.
-
-    In the training process it also records the dropped samples.
-    """
+    """Fetches batches without bad samples; in the training process it also records those."""
 
     def __init__(self, source: Dataset, order: BatchSampler) -> None:
         self.source, self.order = source, order

@@ -141,10 +141,7 @@ class Workers:
             return failed
 
     def free_memory(self) -> int:
-        """Ask every worker to free garbage and unused heap after the batches that it owes.
-
-        Return the most batches that all of them owe.
-        """
+        """Ask workers to free memory after the batches they owe; return their number."""
         for worker in range(len(self.sockets)):
             self._send(worker, FREE_MEMORY)
         return self.count * self.ahead

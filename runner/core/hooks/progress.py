@@ -25,10 +25,7 @@ REFRESH_S = 0.25
 
 
 class ProgressDisplay(Hook):
-    """A live display on a terminal, and periodic plain lines elsewhere.
-
-    `run.log` always gets the plain lines.
-    """
+    """A live display on a terminal, and periodic plain lines elsewhere and in `run.log`."""
 
     monitors = True
 

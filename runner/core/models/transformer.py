@@ -48,10 +48,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, pre-normalised and residual.
-
-    Dropout applies to the residual branches.
-    """
+    """Attention and a perceptron, pre-normalised, residual; dropout on the residual branches."""
 
     def __init__(self, width: int, heads: int, dropout: float, causal: bool) -> None:
         super().__init__()

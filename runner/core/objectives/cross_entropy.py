@@ -112,10 +112,7 @@ class CrossEntropy:
         return self.class_weights[torch.where(mask, target, 0).long()] * mask
 
     def weight(self, target: Tensor) -> Tensor | int:
-        """Return the divisor of the mean: the number of targets, or the sum of their weights.
-
-        A tensor if it is counted on the device.
-        """
+        """Return the number of targets or the sum of their weights, a tensor if on the device."""
         if target.is_floating_point():  # shares of classes
             weights = self.class_weights
             return len(target) if weights is None else (target @ weights).sum()

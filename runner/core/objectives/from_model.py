@@ -138,10 +138,7 @@ class TargetInput:
 
     @classmethod
     def of(cls, model: nn.Module, key: str | None) -> TargetInput | None:
-        """Return the one for a model whose forward names the target; None for other models.
-
-        That is its `key` in the samples, else one of LABEL_KEYS.
-        """
+        """Return it for a forward that names the target, by `key` or LABEL_KEYS; else None."""
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         parameters = inspect.signature(model.forward).parameters.values()
         names = [parameter.name for parameter in parameters if parameter.kind in kinds]

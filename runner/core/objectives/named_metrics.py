@@ -46,7 +46,7 @@ class MetricGroup(ABC):
 
 
 class NamedMetrics(MetricGroup):
-    """torchmetrics on class probabilities, or on values in the target's unit.
+    """torchmetrics on class probabilities, or values in the target's unit.
 
     Targets equal to `ignored` are left out; all others have the same weight.
     """
@@ -174,10 +174,7 @@ def _as_number(value: Any, name: str) -> float:
 def build_named_metrics(
     names: Sequence[str], sizes: Sizes, ignored: int | None
 ) -> tuple[NamedMetrics, list[Choice]]:
-    """Construct metrics for the data's task; return them and the choices of averaging.
-
-    ConfigError for an unknown name, or if torchmetrics is not installed.
-    """
+    """Construct torchmetrics for the data's task, and choices of averaging; ConfigError."""
     classes, arguments = _metric_classes(sizes)
     metrics, choices = Metrics(), []
     for name in names:

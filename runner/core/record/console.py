@@ -37,10 +37,7 @@ FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
 class EscapingConsole(Console):
-    """The program's only console; it escapes markup and control characters in all text.
-
-    A closed pipe raises OSError instead of exiting the process.
-    """
+    """The only console; it escapes markup and control characters. A closed pipe raises OSError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -71,10 +68,7 @@ class EscapingConsole(Console):
 
 
 def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> None:
-    """Print to stdout, without trailing blanks; in a pipe, lines are folded only if `fold`.
-
-    A closed pipe (`| head`) or a full disk is not an error.
-    """
+    """Print to stdout; a pipe gets unfolded lines unless `fold`. A closed one is no error."""
     screen = EscapingConsole()
     if not (fold or screen.is_terminal or "COLUMNS" in os.environ):
         screen.width = UNLIMITED_WIDTH

@@ -66,10 +66,7 @@ class DataFiles:
         return digest_files(self.paths.values())
 
     def describe(self) -> dict[str, Any]:
-        """Return paths and digests for preprocessing.json: of all files, and of data.path alone.
-
-        {} without files, or if one cannot be read.
-        """
+        """Return paths and digests, of all files and of data.path alone; {} if unreadable."""
         if not self.paths:
             return {}
         try:
@@ -107,20 +104,14 @@ def stamp_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def change_problem(files: DataFiles, since: str, then: str, what: str = "") -> str:
-    """Return the message about files with another digest than `then`. Raises OSError.
-
-    `what` has changed; by default data.path.
-    """
+    """Return the message that `what` (data.path) has another digest than `then`. Raises OSError."""
     now = files.digest["sha256"]
     digests = f"sha256 {then[:12]}… then, {now[:12]}… now"
     return f"{what or files.paths['data.path']} has changed since {since}: {digests}"
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Return (name, path) of a file, or of all files in a folder by relative name.
-
-    Hidden files, and the outputs of runs, are not read as data.
-    """
+    """Return (name, path) of a file, or of all in a folder but hidden ones and outputs of runs."""
     if path.is_file():
         return [(path.name, path)]
     outputs = Path("outputs").absolute()

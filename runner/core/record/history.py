@@ -155,10 +155,7 @@ class History:
 
 
 def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple[str, str]]:
-    """Return (kind, description) rows: count, first steps, message, actions.
-
-    Faults of the recorder and the checkpointer appear only in `counts`.
-    """
+    """Return (kind, description) rows; some faults, of writing, are in `counts` alone."""
     return [
         (k, _describe_faults([f for f in faults if f.kind == k], n)) for k, n in counts.items() if n
     ]

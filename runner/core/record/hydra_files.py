@@ -97,10 +97,7 @@ def has_files(folder: Path, names: Iterable[str]) -> bool:
 
 
 def read_yaml(path: Path) -> Any:
-    """Load a small YAML file. Aliases are refused, since a few bytes could expand to gigabytes.
-
-    Raises StorageError.
-    """
+    """Load a small YAML file; aliases, which could expand, are refused. StorageError."""
     try:
         data = read_record(path, MAX_YAML_BYTES)
         check_events(data)

@@ -76,10 +76,7 @@ def changed_files(folder: Path, step: int | None = None) -> list[str]:
 
 
 def warn_changed_code(source: Path, step: int | None) -> None:
-    """Log the files that differ from those of a run; `source` is its folder or a checkpoint.
-
-    `step` is that of the checkpoint, if it is known.
-    """
+    """Log files that differ from those of a run or checkpoint `source`, of `step` if known."""
     path = source.absolute()
     folder = next((p for p in (path, *path.parents[:2]) if (p / PROVENANCE).is_file()), None)
     if folder is not None and (files := changed_files(folder, step)):

@@ -138,10 +138,7 @@ class Recorder:
         metrics: Mapping[str, str],
         foremost: Sequence[str] = (),
     ) -> None:
-        """Start this run's row in TensorBoard's HParams tab.
-
-        `metrics` are titles of columns by tag, `foremost` the hyper-parameters shown by default.
-        """
+        """Start the HParams row: titles of columns by tag, hyper-parameters to show first."""
         self._show(lambda events: events.hparams(session, values, metrics, foremost))
 
     def end(self, status: str, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:

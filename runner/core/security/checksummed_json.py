@@ -45,10 +45,7 @@ def read_manifest(folder: Path, kind: type[T]) -> T:
 
 
 def read_checksummed_json(path: Path, expected_format: int) -> dict[str, Any]:
-    """Read and verify a record of format `expected_format`.
-
-    Raises CheckpointError with the reason.
-    """
+    """Read and verify a record of `expected_format`; CheckpointError has the reason."""
     data = read_file(path)
     try:
         body = json.loads(data)

@@ -95,10 +95,7 @@ class ChildProcess:
         return code
 
     def poll(self) -> int | None:
-        """Return the exit code, after counting the time in its state.
-
-        Kills a fork server that does not report the end of the process.
-        """
+        """Return the exit code; count the time in its state. Kills a silent fork server."""
         now, code = self.clock.poll(), self.exit_code
         state = process_state(self.pid) if code is None else ""
         self._since = {state: self._since.get(state, now)}
@@ -244,10 +241,7 @@ class RequestProcess(ChildProcess):
             raise self._exit_failure() from None
 
     def answer(self, timeout_s: float) -> Any:
-        """Wait up to `timeout_s` for the answer.
-
-        Raises WorkerFailure; the caller still has to call `end`.
-        """
+        """Wait up to `timeout_s` for the answer. After WorkerFailure the caller calls `end`."""
         clock, waited = PolledClock(WAIT_SLICE_S), 0.0
         ends = [self.pipe, self.handle.sentinel]
         while not wait(ends, max(0.0, min(WAIT_SLICE_S, timeout_s - waited))):

@@ -16,10 +16,7 @@ ARGUMENTS = re.compile(r"\w+\.(arguments|options)", re.ASCII)  # mappings that b
 
 
 def failed_interpolation(config: Any) -> tuple[str, OmegaConfBaseException] | None:
-    """Return key and error of the first interpolation of a config that fails by itself.
-
-    Others fail since they refer to it. Hydra's own section is left out.
-    """
+    """Return key and error of the first interpolation that fails by itself, but for `hydra`."""
     failures = dict[str, tuple[str, OmegaConfBaseException]]()  # raw text and error, by key
     _find_failures(config, "", failures)
     computed_last = sorted(failures.items(), key=lambda item: item[1][0].startswith("${runner."))

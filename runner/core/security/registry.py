@@ -156,10 +156,7 @@ def construct(
 
 
 def instantiate_nested(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
-    """Return the arguments with each nested `{_target_: …}` constructed, if allowed.
-
-    `_args_` are positional arguments; `_partial_: true` makes a `functools.partial`.
-    """
+    """Construct each nested `{_target_: …}`, if allowed; `_partial_: true` makes a `partial`."""
     if isinstance(arguments, Mapping):
         mapping = {k: instantiate_nested(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
         if "_target_" not in mapping:

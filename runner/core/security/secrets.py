@@ -225,10 +225,7 @@ def _mask_text(text: str) -> str:
 
 
 def mask_config(tree: Any, key: str = "") -> Any:
-    """Return a config with environment values replaced by `${oc.env:NAME}`.
-
-    Everything that is written of a config passes through this.
-    """
+    """Return a config, before it is written, with environment values as `${oc.env:NAME}`."""
     if not _masked_by_key:
         return tree
     if isinstance(tree, Mapping):

@@ -35,10 +35,7 @@ WAY_OUT = "name the weight file itself, or add the sha256 of this one to securit
 def check_folder(
     folder: Path, policy: FilePolicy, roots: Sequence[Path] | None = None
 ) -> list[Reason]:
-    """Return refusals of the files beside weights; pinned files and our own folders are exempt.
-
-    Links may lead to `roots`, by default those of the folder.
-    """
+    """Return refusals of files beside weights; links may lead to `roots`, else the folder."""
     reasons: list[Reason] = []
     for path in () if is_in_run_tree(folder, policy) else sorted(folder.iterdir()):
         try:

@@ -210,10 +210,7 @@ def read_state(path: Path, sha256: str) -> Any:
 
 
 def read_arrays(path: Path, policy: FilePolicy) -> Any:
-    """Load a user's `.npy` as an array or `.npz` as a dict of arrays, without pickle.
-
-    Raises SecurityError if it is refused.
-    """
+    """Load a user's `.npy` as an array or `.npz` as a dict. Raises SecurityError if refused."""
     loaded = open_file(path, policy, sandboxed=False)
     _require_format(loaded, path, "npy", "npz")
     return loaded.content

@@ -158,10 +158,7 @@ def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
 
 
 def _recorded_digests(folder: Path) -> dict[str, str]:
-    """Return sha256 by file name from the folder's manifest; {} without one.
-
-    Raises CheckpointError if it is malformed, FileRefusal if it leads out of the folder.
-    """
+    """Return sha256 by file name from the manifest, or {}. CheckpointError, FileRefusal."""
     path = folder / MANIFEST
     check_link(path, link_roots(folder))
     if not path.is_file():
