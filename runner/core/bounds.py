@@ -70,13 +70,11 @@ class NumberRange:
 
     def contains(self, value: float) -> bool:
         """Whether a number is valid."""
-        lower = (self.min is None or value >= self.min) and (
-            self.above is None or value > self.above
-        )
-        upper = (self.max is None or value <= self.max) and (
-            self.below is None or value < self.below
-        )
-        return math.isfinite(value) and lower and upper
+        least = self.min is None or value >= self.min
+        most = self.max is None or value <= self.max
+        above = self.above is None or value > self.above
+        below = self.below is None or value < self.below
+        return math.isfinite(value) and least and most and above and below
 
     def __str__(self) -> str:
         signs = (("≥", self.min), (">", self.above), ("≤", self.max), ("<", self.below))

@@ -117,10 +117,8 @@ def stop() -> None:
 
 def leave() -> None:
     """Close the pipes by which a child, and what it leaves, keep server and tracker alive."""
-    for owner, name in (
-        (_server(), "_forkserver_alive_fd"),
-        (resource_tracker._resource_tracker, "_fd"),
-    ):
+    tracker: Any = resource_tracker._resource_tracker
+    for owner, name in ((_server(), "_forkserver_alive_fd"), (tracker, "_fd")):
         descriptor: int | None = getattr(owner, name)
         setattr(owner, name, None)
         if descriptor is not None:
@@ -160,10 +158,8 @@ def is_running() -> bool:
 def _short_folder() -> str | None:
     """Return the folder of temporary files, or another one whose path is short enough."""
     folders = (tempfile.gettempdir(), *SHORT_FOLDERS)
-    for folder in folders:
-        if len(os.fsencode(folder)) <= SOCKET_FOLDER_BYTES and os.access(folder, os.W_OK):
-            return folder
-    return None
+    short = (f for f in folders if len(os.fsencode(f)) <= SOCKET_FOLDER_BYTES)
+    return next((folder for folder in short if os.access(folder, os.W_OK)), None)
 
 
 def _make_socket_folder() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.core.build.setup import Components
+from runner.core.data.collate import split_pair
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.errors import RunnerError, UsageError
 from runner.core.findings import Choice
@@ -96,12 +97,8 @@ def translate_model_errors(caller: str, inputs: Any, fix: str = "") -> Iterator[
 
 def as_batch(batch: Any, caller: str) -> Batch:
     """Split a batch into (inputs, target): (inputs, target), (input, …, target), or a dict."""
-    if isinstance(batch, dict):
-        key = next((k for k in LABEL_KEYS if k in batch), None)
-        if key is not None:
-            return {k: v for k, v in batch.items() if k != key}, batch[key]
-    elif isinstance(batch, tuple | list) and len(batch) >= 2:
-        return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+    if (pair := split_pair(batch)) is not None:
+        return pair
     form = f"(inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
     raise UsageError(f"{caller}: batch must be {form}, got {describe(batch)}")
 

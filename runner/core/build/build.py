@@ -37,8 +37,8 @@ from runner.core.optim.optimizer import Optimizer, build_optimizer, resolve_opti
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.optim.schedule import lr_factors
 from runner.core.preserved_state import RandomGenerators, exclusive_random_state
+from runner.core.record.digests import warn_changed_code
 from runner.core.record.history import History
-from runner.core.record.loaded_code import warn_changed_code
 from runner.core.record.recorder import Recorder
 from runner.core.schemas.data import BadSamples
 from runner.core.schemas.debug import DebugConfig, OnAnomaly
@@ -47,13 +47,7 @@ from runner.core.schemas.models import HuggingFaceConfig, ObjectiveConfig
 from runner.core.schemas.training import MICRO_BATCH, MonitorMode
 from runner.core.stability.controller import StabilityController
 from runner.core.techniques.application import apply_techniques, warn_unused_settings
-from runner.core.train.length import (
-    resolve_batches,
-    resolve_epochs,
-    resolve_every,
-    resolve_micro_batch,
-    resolve_steps,
-)
+from runner.core.train import length as lengths
 from runner.core.train.metrics import StepMetricsReader
 from runner.core.train.step import warn_gradients_off
 from runner.core.train.timing import Stopwatch
@@ -181,7 +175,7 @@ def build_run(setup: Setup) -> Run:
         checkpoint_every=config.checkpoint.every or validate_every or pace,
         grace_s=config.checkpoint.grace_s,
         patience=config.training.patience,
-        epochs=resolve_epochs(config),
+        epochs=lengths.resolve_epochs(config),
         make_lr_factors=partial(make_lr_factors, setup),
         sanity=config.training.sanity and validate_every > 0 and not setup.resumes,
         monitor=goal.monitor,
@@ -232,11 +226,11 @@ def resolve_length(setup: Setup, run_data: RunData) -> Length:
     else:
         if run_data.evaluates_all:  # few rows are no error if nothing is trained
             samples = max(samples, config.training.batch_size)
-        batch_size, steps_per_epoch = resolve_batches(config, samples)
+        batch_size, steps_per_epoch = lengths.resolve_batches(config, samples)
         processes.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
     local_batch_size = processes.max_local_samples(batch_size)
-    total_steps, choices = resolve_steps(config, steps_per_epoch)
-    debug, debug_choices = resolve_every(config.debug, total_steps)
+    total_steps, choices = lengths.resolve_steps(config, steps_per_epoch)
+    debug, debug_choices = lengths.resolve_every(config.debug, total_steps)
     setup.choices += [*choices, *debug_choices]
     return Length(batch_size, local_batch_size, steps_per_epoch, total_steps, debug)
 
@@ -367,16 +361,14 @@ def make_builder(
     config, user_optimizer = setup.config, setup.components.optimizer
     target_input = goal.target_input
     # techniques are measured only in our own loop, with one process
-    can_measure = (
-        config.job.kind is JobKind.train and not setup.is_shared and user_optimizer is None
-    )
+    own_loop = config.job.kind is JobKind.train and user_optimizer is None
+    can_measure = config.optimization.measure and own_loop and not setup.is_shared
     move = make_batch_mover(setup.device.torch, pin=False, aside=False) or (lambda b: b)
     add_target = target_input or (lambda batch: batch)
-    cls = (
-        type(user_optimizer)
-        if user_optimizer
-        else resolve_optimizer_class(config.optimizer, model, setup.resolve_target)
-    )
+    if user_optimizer is not None:
+        cls = type(user_optimizer)
+    else:
+        cls = resolve_optimizer_class(config.optimizer, model, setup.resolve_target)
     if config.optimizer.combines and user_optimizer is None:
         from runner.core.optim.combined import CombinedOptimizer
 
@@ -389,7 +381,7 @@ def make_builder(
         optimizer_class=cls,
         objective=goal.objective,
         batch_size=length.local_batch_size,
-        micro_batch=resolve_micro_batch(
+        micro_batch=lengths.resolve_micro_batch(
             config.training.micro_batch, length.local_batch_size, setup.recorded
         ),
         requested_micro_batch=config.training.micro_batch,
@@ -407,11 +399,9 @@ def make_builder(
         recorded=setup.recorded,
         recoveries=[retry_smaller],
         world=setup.world,
-        measure_gains=config.optimization.measure
-        and not config.optimization.strict
-        and can_measure,
+        measure_gains=can_measure and not config.optimization.strict,
     )
-    if config.optimization.measure and can_measure:
+    if can_measure:
         builder.gains = measured_gains(setup, builder, length.batch_size)
     return builder
 
@@ -459,7 +449,7 @@ def apply_requested_techniques(
         setup.checkpointer.commit = setup.world.checkpoint_commit()
     undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
     if MICRO_BATCH in recorded and undecided:
-        if builder.micro_batch == resolve_micro_batch(None, builder.batch_size, recorded):
+        if builder.micro_batch == lengths.resolve_micro_batch(None, builder.batch_size, recorded):
             builder.choose(MICRO_BATCH, lambda: (builder.micro_batch, ""))
     return techniques, unapplied
 
@@ -496,15 +486,8 @@ def make_optimizer_step(
     if requested or is_fused or setup.device.kind != "cpu":  # else it is torch's default
         from runner.core.optim.equivalence import UpdateComparison
 
-        scheduled = len(set(factors)) > 1
-        comparison = UpdateComparison(
-            optimizer,
-            requested,
-            model,
-            config.seed,
-            sets_rate=user_optimizer is None,
-            scheduled=scheduled,
-        )
+        facts = {"sets_rate": user_optimizer is None, "scheduled": len(set(factors)) > 1}
+        comparison = UpdateComparison(optimizer, requested, model, config.seed, **facts)
         options, shortcuts = _select_implementation(setup, builder, comparison)
     if user_optimizer is not None:
         adopt_optimizer(user_optimizer, options, setup.scope)
@@ -528,8 +511,7 @@ def make_optimizer_step(
         if shards is not None:
             problem = f"{type(optimizer).__name__} has an evaluation mode of its own"
             raise ConfigError("optimizer", problem, "use distributed=ddp")
-        untyped: Any = optimizer
-        untyped.train()
+        optimizer.train()  # type: ignore[attr-defined]
     shares = update.lr_shares
     if len(set(shares)) > 1 and not config.optimizer.groups:
         reason = f"{type(optimizer).__name__} gives its groups these rates; kept in ratio"
@@ -574,10 +556,8 @@ def make_step_graph(
         implementation = next(iter(comparison.candidates.values()))
         refusal = comparison.difference(implementation, whole_step=True) or None
     if refusal is None:
-        arguments = builder.forward, builder.objective, builder.contexts, update
-        return StepGraph(
-            *arguments, builder.batch_size, builder.whole_step_options, builder.index_limit
-        )
+        arguments = builder.forward, builder.objective, builder.contexts, update, builder.batch_size
+        return StepGraph(*arguments, builder.whole_step_options, builder.index_limit)
     builder.fallback_reasons["whole_step"] = refusal
     if builder.compilation is not None:
         builder.compilation.start()

@@ -25,7 +25,7 @@ from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.processes import WorldProtocol
 from runner.core.interfaces.technique import RunBuilder
 from runner.core.objectives.build import adapt_sizes
-from runner.core.record.data_digest import DataFiles, stamp_arguments
+from runner.core.record.digests import DataFiles, stamp_arguments
 from runner.core.schemas.data import LABELS_UNKNOWN, BadSamples, FromFiles
 from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
 

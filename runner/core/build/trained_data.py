@@ -27,7 +27,7 @@ from runner.core.data.preprocessing import (
 from runner.core.data.split_paths import find_split_paths
 from runner.core.errors import ConfigError, RunnerError
 from runner.core.findings import Choice
-from runner.core.record.data_digest import CHANGED_FIX, DataFiles, change_problem, digest_files
+from runner.core.record.digests import CHANGED_FIX, DataFiles, change_problem, digest_files
 from runner.core.record.storage import read_file
 from runner.core.schemas.data import LOADING_KEYS, DataChanged, FromFiles, SplitRule
 from runner.core.schemas.jobs import EVALUATION_JOBS

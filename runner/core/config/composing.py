@@ -27,13 +27,8 @@ from runner.core.errors import ConfigError, RunnerError, SecurityError, UsageErr
 from runner.core.format import nearest
 from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.sweep import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
-from runner.core.security import secrets
+from runner.core.security import config_files, secrets
 from runner.core.security.cli_overrides import parse_overrides, parse_security_overrides
-from runner.core.security.config_files import (
-    ConfigFileChecker,
-    limit_interpolations,
-    reset_interpolation_counters,
-)
 
 log = logging.getLogger("runner")
 
@@ -67,7 +62,7 @@ def register() -> None:
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
     secrets.install_resolvers()
-    limit_interpolations()
+    config_files.limit_interpolations()
     replace_typed_mappings()
     resolver = partial(OmegaConf.register_new_resolver, replace=True)
     resolver("runner.name", _default_name)
@@ -126,7 +121,9 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
             normal = normalize_overrides(overrides, compose_raw)
             return remember(typed(compose_raw(normal, hydra_too=True)), [*overrides])
         cli = parse_overrides(overrides, CONF)
-        files = ConfigFileChecker(BUILTIN_FOLDERS, cli, user_folders=cli.search_folders)
+        files = config_files.ConfigFileChecker(
+            BUILTIN_FOLDERS, cli, user_folders=cli.search_folders
+        )
         files.check_reserved_names()
         with files.at_work():
             normal = normalize_overrides(overrides, compose_raw, cli.search_folders)
@@ -149,7 +146,7 @@ def compose_raw(
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
         return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
 
-    reset_interpolation_counters()
+    config_files.reset_interpolation_counters()
     try:
         config = compose(list(overrides), hydra_too)
         if any(text.startswith("+") for text in overrides):
@@ -203,7 +200,7 @@ def typed(config: DictConfig) -> RunConfig:
     ConfigError for an unknown key, a mandatory one without a value, and an interpolation without a
     target.
     """
-    reset_interpolation_counters()
+    config_files.reset_interpolation_counters()
     with _LOCK, _without_hydra_section(config):
         _check_keys(config)
         try:

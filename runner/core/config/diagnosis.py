@@ -16,17 +16,12 @@ from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.core.config import suggestions
 from runner.core.config.aliases import find_replacement
 from runner.core.config.groups import MIN_SIMILARITY, group_options
 from runner.core.config.run_config import SCHEMAS
 from runner.core.config.spelling import CliOverride, Compose, first_job, parse_override
-from runner.core.config.suggestions import (
-    BATCH_SIZE,
-    Suggester,
-    format_command,
-    own_keys,
-    suggestion_error,
-)
+from runner.core.config.suggestions import BATCH_SIZE, Suggester, own_keys
 from runner.core.errors import ConfigError, StorageError, install_command
 from runner.core.record import hydra_files
 from runner.core.record.column_overrides import list_override
@@ -71,9 +66,8 @@ def explain_error(
         is_valid = not value or value in groups.get(override.key, [value]) or "${" in value
         if not (is_valid or override.sign == "~" or override.parsed.is_sweep_override()):
             return suggester.option_error(override.key, value)
-    problem = _check_several_values(parsed, suggester) if "--multirun" in str(error) else None
-    problem = problem or _check_config_files(folders, suggester, compose)
-    if problem is not None:
+    several = _check_several_values(parsed, suggester) if "--multirun" in str(error) else None
+    if problem := several or _check_config_files(folders, suggester, compose):
         return problem
     try:
         config = compose(chosen)
@@ -102,7 +96,9 @@ def _check_several_values(
             return suggester.option_error(override.key, wrong)
     first, fixes = sweeps[0], []
     if suggester.first_composing([[str(override) for override in sweeps]]):
-        fixes.append(f"to run one after the other: {format_command([*map(str, sweeps)])}")
+        fixes.append(
+            f"to run one after the other: {suggestions.format_command([*map(str, sweeps)])}"
+        )
     as_list = f"{first.sign}{first.key}=[{first.value}]"
     if first.key not in suggester.groups and suggester.first_composing([[as_list]]):
         fixes.append(f"for a list: {as_list}")
@@ -165,7 +161,7 @@ def _unknown_key_error(
     elif not i and isinstance(config.get(group), DictConfig):
         existing = f"{group} has {', '.join(own_keys(config[group]))}"
     fallback = find_replacement(override.key) or ("" if suggestion and not i else existing)
-    return suggestion_error(override.key, problem, suggestion, fallback)
+    return suggestions.suggestion_error(override.key, problem, suggestion, fallback)
 
 
 # -- user config files ---------------------------------------------------------------------------
@@ -247,8 +243,7 @@ def conversion_problem(text: str) -> str:
     """Reword OmegaConf's message about a value of the wrong type; other messages stay."""
     match = CONVERSION_ERROR.match(text)
     if match is None:
-        forms = (needed for form, needed in OTHER_FORMS.items() if re.match(form, text))
-        return next(forms, text)
+        return next((need for form, need in OTHER_FORMS.items() if re.match(form, text)), text)
     value, kind = match["value"], match["kind"] or "bool"
     fix = ""
     with suppress(ValueError, OverflowError):  # 1e3 is a float in YAML

@@ -16,6 +16,7 @@ from omegaconf import MISSING
 from runner.core.bounds import check_counts
 from runner.core.config.groups import USER_CLASS_GROUPS
 from runner.core.errors import ConfigError, UsageError
+from runner.core.record.hydra_files import flat_items
 from runner.core.schemas import data as data_config
 from runner.core.schemas import jobs
 from runner.core.schemas import models as model_config
@@ -205,10 +206,8 @@ class RunConfig:
             fix = f"use data={' or data='.join(kinds)}, or another model"
             raise ConfigError("model", problem, fix)
         if needed not in (None, model.kind):
-            problem = (
-                f"{model.kind} cannot read {MODEL_INPUTS[str(needed)][0]}, as in data={data.kind}"
-            )
-            raise ConfigError("model", problem, f"use model={needed}")
+            what = f"{MODEL_INPUTS[str(needed)][0]}, as in data={data.kind}"
+            raise ConfigError("model", f"{model.kind} cannot read {what}", f"use model={needed}")
 
 
 def validate_config(config: RunConfig, user_techniques: Collection[str] = ()) -> None:
@@ -319,16 +318,8 @@ class WrittenConfig:
 
     def flat(self) -> dict[str, Any]:
         """Return all values by dotted key, as on the command line."""
-        values: dict[str, Any] = {}
-
-        def walk(value: Any, path: str) -> None:
-            if isinstance(value, Mapping) and (value or not path):
-                for key, inner in value.items():
-                    walk(inner, f"{path}.{key}" if path else str(key))
-            else:
-                values[path] = value.name if isinstance(value, Enum) else value
-
-        walk(self._tree, "")
+        items = flat_items(self._tree)
+        values = {key: x.name if isinstance(x, Enum) else x for key, x in items}
         # a user's class replaces the option
         for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
             if target := values[f"{group}._target_"]:

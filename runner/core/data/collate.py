@@ -39,18 +39,21 @@ def as_pair(sample: Any, index: int, batch_index: int = 0) -> tuple[Nest, Nest]:
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
     of `LABEL_KEYS`. Raises BadSample with `batch_index`, its position in the batch, otherwise.
     """
-    key = label_key(sample)
-    if key is not None:
-        inputs: Any = {k: v for k, v in sample.items() if k != key}
-        position = index, batch_index
-        inputs = _to_tensors(inputs, "inputs", *position)
-        return inputs, _to_tensors(sample[key], str(key), *position)
-    if not isinstance(sample, tuple | list) or len(sample) < 2:
+    pair = split_pair(sample)
+    if pair is None:
         fix = f"return (inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
         raise BadSample(batch_index, f"data: sample {index} is {describe(sample)}", f"; {fix}")
-    inputs = sample[0] if len(sample) == 2 else tuple(sample[:-1])
-    inputs = _to_tensors(inputs, "inputs", index, batch_index)
-    return inputs, _to_tensors(sample[-1], "target", index, batch_index)
+    inputs = _to_tensors(pair[0], "inputs", index, batch_index)
+    return inputs, _to_tensors(pair[1], label_key(sample) or "target", index, batch_index)
+
+
+def split_pair(sample: Any) -> tuple[Any, Any] | None:
+    """Return inputs and target of a sample or batch; None if it has another form."""
+    if (key := label_key(sample)) is not None:
+        return {k: v for k, v in sample.items() if k != key}, sample[key]
+    if not isinstance(sample, tuple | list) or len(sample) < 2:
+        return None
+    return (sample[0] if len(sample) == 2 else tuple(sample[:-1])), sample[-1]
 
 
 def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
@@ -144,9 +147,8 @@ def infer_sizes(
     counted_sizes += ["classes"] * (task == "classification" and "classes" not in sizes)
     choices = list[Choice]()
     if counted_sizes:
-        largest, reason = _find_largest(
-            dataset, name, sample, counted_sizes, task, skip_bad, samples
-        )
+        options = counted_sizes, task, skip_bad, samples
+        largest, reason = _find_largest(dataset, name, sample, *options)
         for key, number in largest.items():
             sizes[key] = number + 1
             choices.append(Choice(f"data.{key}", number + 1, reason))
@@ -244,11 +246,8 @@ def _find_largest(
             _check_label(int(target), index, name)
             largest["classes"] = max(largest["classes"], int(target))
     coverage = "all" if len(sample_indices) == n else f"{len(sample_indices):,} of"
-    coverage = coverage if samples is None else samples[1]
-    return (
-        largest,
-        f"from the largest in {coverage} {n:,} samples; attributes of {name} take precedence",
-    )
+    what = f"{coverage if samples is None else samples[1]} {n:,} samples"
+    return largest, f"from the largest in {what}; attributes of {name} take precedence"
 
 
 def _check_label(label: int, index: int, name: str) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heapreplace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from runner.core.data.order import Fold, split, split_hash, take_fold
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice
-
-if TYPE_CHECKING:
-    from runner.core.data.preprocessing import OpenOptions
-    from runner.core.schemas.data import DataConfig
+from runner.core.schemas.data import DataConfig
 
 KEY = "data.split"
 SplitIndices = tuple[np.ndarray, np.ndarray]
@@ -62,8 +59,7 @@ def _choose_rule(
     """Return the rule of the config, else of the resumed run, else one that fits the labels."""
     if config.split is not None:
         if config.split.name == "stratified" and labels is None:
-            problem = "stratified needs classes, but there are none"
-            raise ConfigError(KEY, problem, "use random")
+            raise ConfigError(KEY, "stratified needs classes, but there are none", "use random")
         return config.split.name, []
     if resumed is not None:
         return resumed, [Choice(KEY, resumed, "kept from the resumed run")]

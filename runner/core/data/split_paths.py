@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner import rooms
 from runner.core.data.dataset import Dataset
@@ -17,6 +17,7 @@ from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.findings import Choice
 from runner.core.schemas.data import DataConfig
 
+T = TypeVar("T")
 PATH_KEYS = {"validation": "data.validation_path", "test": "data.test_path"}
 SPLIT_FOLDER_NAMES = {
     "train": ("train", "training"),
@@ -117,9 +118,7 @@ def _saved_splits(root: Path, opening: OpenOptions, config: DataConfig) -> Split
     """Return the splits of a folder written by `datasets`; other split names are not used."""
     if not (splits := rooms.find("files", "split_names")(root)):
         return None
-    folders = {
-        s: [n for n in splits if n.lower() in SPLIT_FOLDER_NAMES[s]] for s in SPLIT_FOLDER_NAMES
-    }
+    folders = _by_split(splits, str)
     if opening.evaluates_all(config) or len(folders["train"]) != 1:
         problem = f"{root} has the splits {', '.join(splits)}"
         raise ConfigError("data.path", problem, f"name one of them, such as {root / splits[0]}")
@@ -146,10 +145,7 @@ def _token_files(root: Path, kind: str, paths: dict[str, Path], opening: OpenOpt
 def _split_folders(root: Path, config: DataConfig, opening: OpenOptions) -> SplitPaths:
     """Return the splits in folders train, val and test; empty if the folders are classes."""
     subfolders = _visible_folders(root)
-    folders_by_split = {
-        split: [f for f in subfolders if f.name.lower() in SPLIT_FOLDER_NAMES[split]]
-        for split in SPLIT_FOLDER_NAMES
-    }
+    folders_by_split = _by_split(subfolders, lambda folder: folder.name)
     train, *others = folders_by_split.values()
     if len(train) != 1 or len(_visible_folders(train[0])) < 2 or not any(others):
         return SplitPaths()
@@ -182,6 +178,14 @@ def _build_split_paths(
     names = ", ".join(folder.name for folder in chosen.values())
     train = chosen.pop("train")
     return SplitPaths(train.name, chosen, (Choice(key, names, reason),))
+
+
+def _by_split(items: Sequence[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    """Return the items whose name is common for a split, by split."""
+    return {
+        s: [x for x in items if name(x).lower() in SPLIT_FOLDER_NAMES[s]]
+        for s in SPLIT_FOLDER_NAMES
+    }
 
 
 def _visible_folders(root: Path) -> list[Path]:

@@ -265,28 +265,25 @@ def _has_state(holder: Any) -> bool:
     return all(callable(getattr(holder, name, None)) for name in STATE_METHODS)
 
 
+@dataclass(eq=False)
 class StreamFetch:
     """Reads the batch of a key: (number of the pass over a validation set, number of the batch).
 
     In a worker process it has the reader of that worker, else the only one.
     """
 
-    def __init__(
-        self,
-        source: StreamDataset,
-        order: BatchSampler,  # of which only the sizes are used
-        shard: StreamShard,  # of the first reader
-        readers: int,
-        size: int,  # items in a batch
-        seed: int = 0,
-        repeats: bool = True,
-        most: int | None = None,  # items in a pass
-        share: Callable[[int], slice] | None = None,  # of a batch, for this process
-        keeps_states: bool = False,  # with each batch, of workers that read ahead
-    ) -> None:
-        self.source, self.order, self.shard, self.readers = source, order, shard, readers
-        self.size, self.seed, self.repeats, self.most = size, seed, repeats, most
-        self.share, self.keeps_states = share, keeps_states
+    source: StreamDataset
+    order: BatchSampler  # of which only the sizes are used
+    shard: StreamShard  # of the first reader
+    readers: int
+    size: int  # items in a batch
+    seed: int = 0
+    repeats: bool = True
+    most: int | None = None  # items in a pass
+    share: Callable[[int], slice] | None = None  # of a batch, for this process
+    keeps_states: bool = False  # with each batch, of workers that read ahead
+
+    def __post_init__(self) -> None:
         self.positions: dict[int, Position] = {}  # by reader, after its last batch that was used
         self.open: tuple[int, int, Reader] | None = None  # pass, number and reader
 

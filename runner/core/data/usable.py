@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from runner.core.data.dataset import Dataset
+from runner.core.data.order import BatchSampler
 from runner.core.errors import BadSample, DataError
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch
 from runner.core.schemas.data import BadSamples, DataConfig
-
-if TYPE_CHECKING:
-    from runner.core.data.dataset import Dataset
-    from runner.core.data.order import BatchSampler
 
 BAD_SAMPLES_KEY = "data.bad_samples"
 DROP_FIX = f"use {BAD_SAMPLES_KEY}=drop"

@@ -96,9 +96,8 @@ class Limits(Hook):
         self.next_scan, self.saved_step = now + SCAN_S, run.saved_step
         run.checkpointer.wait()  # a file being written is not counted
         grown_mb = (folder_bytes(folder) - self.initial_bytes) / MB
-        checkpoint_mb = (
-            max((folder_bytes(p) for p in folder.glob("checkpoints/step_*")), default=0) / MB
-        )
+        saved = (folder_bytes(path) for path in folder.glob("checkpoints/step_*"))
+        checkpoint_mb = max(saved, default=0) / MB
         if grown_mb + 2 * checkpoint_mb <= limit:
             return ""
         size = f"{grown_mb:,.1f} MB of {limit:,.1f}, and a checkpoint takes {checkpoint_mb:,.1f}"

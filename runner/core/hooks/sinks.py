@@ -39,10 +39,9 @@ class Sinks(Hook):
         commit = str((provenance.git_state() or {}).get("commit", ""))
         tags = {"name": run.name, "config_hash": run.config_hash, "git_commit": commit}
         tags = {key: value for key, value in tags.items() if value}
-        label = run.folder.absolute().name
-        description = mask_nested(
-            RunDescription(run.name, label, run.folder.absolute(), dict(self.settings), tags)
-        )
+        folder = run.folder.absolute()
+        description = RunDescription(run.name, folder.name, folder, dict(self.settings), tags)
+        description = mask_nested(description)
         for writer in self.writers:
             writer.start(description, run.recorder.position())
             run.recorder.sink_writers.append(writer)

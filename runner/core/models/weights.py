@@ -299,9 +299,8 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
 
     opened = open_file(path, policy)
     _log_warnings(opened, path)
-    return StoredWeights(
-        path, _named_tensors(opened, path), opened.facts.sha256, opened.assessment.trust
-    )
+    tensors = _named_tensors(opened, path)
+    return StoredWeights(path, tensors, opened.facts.sha256, opened.assessment.trust)
 
 
 def _find_weight_file(folder: Path) -> Path:
@@ -329,9 +328,8 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
         raise ConfigError(KEY, f"{index}: {refusal}", COPY_FIX) from None
     tensors: dict[str, Any] = {}
     shards: list[Shard] = []
-    with rooms.find(
-        "files", "sandbox", f"{KEY}={index}"
-    )() as sandbox:  # one process for all shards
+    make_sandbox = rooms.find("files", "sandbox", f"{KEY}={index}")
+    with make_sandbox() as sandbox:  # one process for all shards
         for name in sorted(set(by_name.values())):
             path = index.parent / name
             opened = open_file(path, policy, sandbox=sandbox)
@@ -369,9 +367,8 @@ def _from_checkpoint(restored: folders.RestoredCheckpoint) -> StoredWeights:
     notes = [f"of step {restored.step:,}{folders.describe_links(restored.path)}"]
     if averaged:
         notes.append("the raw weights, not their average (optimizer.ema)")
-    return StoredWeights(
-        restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes
-    )
+    path = restored.path / MODEL
+    return StoredWeights(path, restored.model, restored.sha256, restored.trust, notes)
 
 
 def _find_state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
@@ -396,6 +393,5 @@ def list_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
 
 def shorten_name(text: str) -> str:
     """Shorten a name to MAX_NAME_LENGTH characters, in one line."""
-    if len(text) > MAX_NAME_LENGTH:
-        text = text[: MAX_NAME_LENGTH - 1] + "…"
-    return escape_control_chars(text)
+    is_long = len(text) > MAX_NAME_LENGTH
+    return escape_control_chars(text[: MAX_NAME_LENGTH - 1] + "…" if is_long else text)

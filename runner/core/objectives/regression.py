@@ -112,9 +112,8 @@ class RegressionObjective(Objective):
         def is_constant(name: str) -> bool:
             squared = totals[f"{name}_squared"] / count
             variance = squared - (totals[name] / count).square()
-            return bool(
-                (variance <= 1e-12 * squared.clamp(min=target_spread(self.sizes) ** 2)).all()
-            )
+            least = target_spread(self.sizes) ** 2
+            return bool((variance <= 1e-12 * squared.clamp(min=least)).all())
 
         return count > 1 and is_constant("prediction") and not is_constant("target")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -139,20 +139,19 @@ def recorded_overrides(folder: Path) -> list[str]:
 
 def read_flat_config(folder: Path) -> dict[str, Any]:
     """Return the config in a run's folder with dotted keys; {} if it cannot be read."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-        elif path:
-            flat[path] = value
-
     try:
-        walk(read_yaml(folder / CONFIG), "")
+        return {key: value for key, value in flat_items(read_yaml(folder / CONFIG)) if key}
     except StorageError:
         return {}
-    return flat
+
+
+def flat_items(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values of nested mappings by dotted key, empty mappings too."""
+    if isinstance(tree, Mapping) and (tree or not key):
+        for name, inner in tree.items():
+            yield from flat_items(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, tree
 
 
 def hparam_columns(

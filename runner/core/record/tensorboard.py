@@ -108,11 +108,11 @@ class TensorBoard:
         ]
         experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
         self._hparams("experiment", experiment=experiment)
-        start = plugin_data_pb2.SessionStartInfo(
-            group_name=_clean(session), start_time_secs=time.time()
-        )
+        group, now = _clean(session), time.time()
+        start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=now)
         for name, value in values.items():
-            setattr(start.hparams[_clean(name)], types[name][1], _clean_value(value))
+            value = _clean(limit_length(value)) if isinstance(value, str) else value
+            setattr(start.hparams[_clean(name)], types[name][1], value)
         self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
@@ -213,10 +213,6 @@ def stored_tag(tag: str) -> str:
 def _clean(text: str) -> str:
     """Return text that protobuf accepts, without lone surrogates and secrets."""
     return mask_secrets(text).encode("utf-8", "replace").decode()
-
-
-def _clean_value(value: Scalar) -> Scalar:
-    return _clean(limit_length(value)) if isinstance(value, str) else value
 
 
 def _checksum(data: bytes) -> bytes:

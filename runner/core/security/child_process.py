@@ -25,20 +25,11 @@ from typing import Any
 
 import psutil
 
-from runner.core import fork_server
+from runner.core import fork_server, process_wait
 from runner.core.device import cgroup
 from runner.core.errors import ProcessLost, UsageError, WorkerFailure
 from runner.core.masking import mask_secrets
-from runner.core.process_wait import (
-    ENDED,
-    STOPPED,
-    PolledClock,
-    describe_exit,
-    describe_state,
-    kill_group,
-    process_state,
-    watch_parent,
-)
+from runner.core.process_wait import ENDED, STOPPED, PolledClock, describe_state, process_state
 from runner.core.record.storage import make_folder, safe_opener
 from runner.core.schemas.device import omp_env
 from runner.core.security.secrets import adopt_masking_state, masking_state
@@ -164,7 +155,9 @@ class ChildProcess:
         code = self.exit_code
         if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
             return "oom", "was killed by the kernel: out of memory"
-        return "killed" if code is not None and code < 0 else "failed", describe_exit(code)
+        return "killed" if code is not None and code < 0 else "failed", process_wait.describe_exit(
+            code
+        )
 
 
 class UnguardedScript(UsageError):
@@ -322,7 +315,7 @@ def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     redirect_output(child.log)
-    end_with_parent(kill_group)
+    end_with_parent(process_wait.kill_group)
     os.environ.clear()  # the fork server's may be stale; PYTHONSAFEPATH was for the start only
     os.environ.update(child.environment)
     main(child, *arguments)
@@ -344,7 +337,7 @@ def detach(start_method: str | None = None) -> None:
 def end_with_parent(end: Callable[[], None]) -> None:
     """Call `end` in a thread of a new process when its parent ends."""
     if (parent := multiprocessing.parent_process()) is not None:
-        watch_parent(parent.sentinel, end)
+        process_wait.watch_parent(parent.sentinel, end)
 
 
 def redirect_output(log: Path | None) -> None:

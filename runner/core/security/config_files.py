@@ -34,15 +34,8 @@ from yaml.composer import ComposerError  # type: ignore[import-untyped]
 from runner.core.errors import ConfigError, RunnerError, SecurityError
 from runner.core.record.hydra_files import YAML_LOADER, YAML_VALUE_ERRORS, check_events
 from runner.core.schemas.security import NAME, SecurityConfig, SecurityLevel
-from runner.core.security import secrets
-from runner.core.security.cli_overrides import (
-    CLI_HYDRA_KEYS,
-    FACTORY_KEYS,
-    FILE_HYDRA_KEYS,
-    CliOverrides,
-    is_below,
-    iterate_leaves,
-)
+from runner.core.security import cli_overrides, secrets
+from runner.core.security.cli_overrides import CliOverrides, is_below, iterate_leaves
 from runner.core.security.paths import check_output_path, check_subfolder
 
 MAX_CONFIG_CHARS = 1 << 16
@@ -192,9 +185,7 @@ class ConfigFileChecker:
         self._check_hydra_choices(path, config_path, config)
         if not self.cli.off:
             check_foreign_file(path, config_path, header.get("package") or "", config)
-        return ConfigResult(
-            provider=source.provider, path=f"file://{source.path}", config=config, header=header
-        )
+        return ConfigResult(source.provider, f"file://{source.path}", config, header)
 
     def _check_hydra_choices(self, path: str, config_path: str, config: Any) -> None:
         """Raise ConfigError for an option of a Hydra group that Hydra ignores in this file."""
@@ -228,15 +219,15 @@ def check_foreign_file(path: str, group: str, package: str, config: Any) -> None
         if "hydra" in WORD.findall(text):
             problem = "a config file cannot add to Hydra's config"
             raise SecurityError(f"{path}: {text} is refused: {problem}")
-    for key, value in (
-        iterate_leaves(tree["hydra"], "hydra") if tree.get("hydra") is not None else ()
-    ):
+    hydra = tree.get("hydra")
+    for key, value in () if hydra is None else iterate_leaves(hydra, "hydra"):
         is_interpolated = is_below(key, ("hydra.sweeper",)) and "${" in str(value)
-        is_factory = bool(set(key.split(".")) & set(FACTORY_KEYS))
-        if not is_below(key, FILE_HYDRA_KEYS) or is_factory or is_interpolated:
-            allowed_on_cli = is_below(key, CLI_HYDRA_KEYS) and not is_factory
+        is_factory = bool(set(key.split(".")) & set(cli_overrides.FACTORY_KEYS))
+        if not is_below(key, cli_overrides.FILE_HYDRA_KEYS) or is_factory or is_interpolated:
+            allowed_on_cli = is_below(key, cli_overrides.CLI_HYDRA_KEYS) and not is_factory
             way_out = f"if you mean it, type {key}=…" if allowed_on_cli else "leave it out"
-            allowed = f"a config file may set plain values of {', '.join(FILE_HYDRA_KEYS)}"
+            names = ", ".join(cli_overrides.FILE_HYDRA_KEYS)
+            allowed = f"a config file may set plain values of {names}"
             raise SecurityError(f"{key}: {value} is refused: {allowed}; {way_out}")
 
 

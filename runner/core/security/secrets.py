@@ -20,15 +20,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from runner.core import masking
 from runner.core.errors import ConfigError, RunnerError, SecurityError
-from runner.core.masking import (
-    REFERENCE,
-    add_secret,
-    add_secrets,
-    known_secrets,
-    mask_secrets,
-    reference_to,
-)
+from runner.core.masking import add_secret, known_secrets, mask_secrets, reference_to
 from runner.core.record.storage import read_record, replace_text
 
 KEY = "security.environment"
@@ -132,22 +126,21 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
 
 
 def _decode(expr: Any, _parent_: Any, _node_: Any) -> Any:
-    _check_no_secret(expr, "oc.decode", _node_)
-    return oc.decode(expr, _parent_=_parent_, _node_=_node_)
+    return oc.decode(_without_secret(expr, "oc.decode", _node_), _parent_=_parent_, _node_=_node_)
 
 
 def _create(obj: Any, _parent_: Any, _node_: Any) -> Any:
-    _check_no_secret(obj, "oc.create", _node_)
-    return oc.create(obj, _parent_=_parent_)
+    return oc.create(_without_secret(obj, "oc.create", _node_), _parent_=_parent_)
 
 
-def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
-    """Refuse to parse a secret value: its parts would be secret too, but not recognised."""
+def _without_secret(source: Any, resolver: str, node: Any) -> Any:
+    """Return what may be parsed: parts of a secret value would be secret, but not recognised."""
     if _access is not None:
         for value, name in _values.items():
             if value and value in str(source):
                 problem = f"{node._get_full_key(None)}: {resolver} of {reference_to(name)}"
                 raise SecurityError(f"{problem} is refused; use one variable for each value")
+    return source
 
 
 # -- folders -----------------------------------------------------------------------------------
@@ -256,7 +249,7 @@ def adopt_masking_state(
     known: Mapping[str, str], masked_by_key: Mapping[str, tuple[str, str]], values: dict[str, str]
 ) -> None:
     """Mask what the parent process masks."""
-    add_secrets(known)
+    masking.add_secrets(known)
     _masked_by_key.update(masked_by_key)
     _values.update(values)
 
@@ -279,4 +272,4 @@ def mask_words(text: str) -> str:
     def replacement(match: re.Match[str]) -> str:
         return reference_to(_values[match[0]]) if match[0] in _values else match[0]
 
-    return re.sub("|".join([REFERENCE.pattern, *words]), replacement, mask_secrets(text))
+    return re.sub("|".join([masking.REFERENCE.pattern, *words]), replacement, mask_secrets(text))

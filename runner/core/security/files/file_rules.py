@@ -296,9 +296,8 @@ class PickleRules:
         if items[4] < 0 or sum(self.claims.values()) > self.size:
             evidence = f"claims storages of {sum(self.claims.values()):,} elements"
             raise _refusal("storage", f"{evidence}, and the file holds {self.size:,} bytes")
-        packed = (
-            type(items[1]) is _Name and "x" in items[1].path.rpartition(" ")[2]
-        )  # several numbers per byte
+        # several numbers per byte
+        packed = type(items[1]) is _Name and "x" in items[1].path.rpartition(" ")[2]
         return _Storage(items[4] * (4 if packed else 1))
 
     def _call(self, function: Any, arguments: Any) -> Any:
@@ -347,10 +346,8 @@ class PickleRules:
             evidence = f"reaches element {last:,} of a storage of {storage.elements:,}"
             raise _refusal("tensor", f"a tensor {evidence}")
         if self.viewed > VIEW_ELEMENTS + EXPANSION * self.size:
-            evidence = (
-                f"its tensors have {self.viewed:,} elements, and it holds {self.size:,} bytes"
-            )
-            raise _refusal("tensor", evidence)
+            evidence = f"its tensors have {self.viewed:,} elements"
+            raise _refusal("tensor", f"{evidence}, and it holds {self.size:,} bytes")
 
 
 def _nodes(items: Iterable[Any]) -> int:

@@ -75,9 +75,8 @@ def _check_file(path: Path, roots: Sequence[Path]) -> None:
         try:
             read_index(path)
         except FileRefusal as refusal:  # an index of other things is not read
-            if refusal.reason.code == "index.path" or is_model_name(
-                path.name[: -len(INDEX_SUFFIX)]
-            ):
+            is_of_model = is_model_name(path.name[: -len(INDEX_SUFFIX)])
+            if refusal.reason.code == "index.path" or is_of_model:
                 raise
         return
     is_required = path.name.endswith(REQUIRED_CONFIGS)

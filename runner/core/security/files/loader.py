@@ -20,26 +20,14 @@ from runner.core.errors import CheckpointError, SecurityError
 from runner.core.findings import Reason, Severity, Trust
 from runner.core.record.text import escape_control_chars, summarize_error
 from runner.core.schemas.security import SecurityLevel
+from runner.core.security.files import parsing, provenance
 from runner.core.security.files.encode import TIED
 from runner.core.security.files.file_bytes import FileBytes
 from runner.core.security.files.folder_rules import check_folder
 from runner.core.security.files.formats import FileRefusal, check_name, printable
-from runner.core.security.files.parsing import (
-    NEEDS_PICKLE,
-    Examination,
-    examine,
-    load_content,
-    unpickle,
-)
+from runner.core.security.files.parsing import NEEDS_PICKLE, Examination
 from runner.core.security.files.policy import FileLimits, FilePolicy
-from runner.core.security.files.provenance import (
-    Assessment,
-    FileFacts,
-    check_allowed,
-    is_in_run_tree,
-    set_trust,
-    trust_by_digest,
-)
+from runner.core.security.files.provenance import Assessment, FileFacts, check_allowed
 
 STRICT_POLICY = FilePolicy(SecurityLevel.strict)  # no pickle, even if the config allows it
 
@@ -80,14 +68,16 @@ def open_file(
     with FileBytes.open_copy(path) as data:
         if sha256 is not None and data.sha256 != sha256:
             raise damage_error(path, data.size)
-        trust = Trust.CHECKED if sha256 is not None else trust_by_digest(path, data, policy)
+        trust = (
+            Trust.CHECKED if sha256 is not None else provenance.trust_by_digest(path, data, policy)
+        )
         examination = _examine(data, path, policy, trust, sandboxed, sandbox)
         if policy.allows_pickle(data.sha256):
             _unpickle_allowed(data, examination)
         assessment.files[path.name] = FileFacts(data.sha256, data.size, examination.format)
         assessment.refuse(examination.reasons)
         if sha256 is None:
-            set_trust(assessment, path, policy)
+            provenance.set_trust(assessment, path, policy)
         elif not assessment.refused:
             assessment.trust = Trust.CHECKED
         if assessment.refused:
@@ -117,16 +107,16 @@ def _examine(
     off, foreign = policy.level is SecurityLevel.off, trust is Trust.UNTRUSTED
     if not foreign or off or not sandboxed:
         limits = FileLimits(expanded=sys.maxsize) if off else policy.limits
-        deep = trust is not Trust.CHECKED and not off
-        check_archive = foreign and not off
-        return examine(
-            data.data, data.path, path.name, limits, check_archive=check_archive, deep=deep
-        )
+        options = {"check_archive": foreign, "deep": trust is not Trust.CHECKED}
+        options = dict.fromkeys(options, False) if off else options
+        return parsing.examine(data.data, data.path, path.name, limits, **options)
     opened = nullcontext(sandbox) if sandbox is not None else rooms.find("files", "sandbox")()
     with opened as process:
         examination = Examination(*process.examine(data, path.name, policy.limits))
     if not examination.refused:
-        examination.content, examination.metadata = load_content(data.path, examination.format)
+        examination.content, examination.metadata = parsing.load_content(
+            data.path, examination.format
+        )
     return examination
 
 
@@ -137,7 +127,7 @@ def _unpickle_allowed(data: FileBytes, examination: Examination) -> None:
         return
     examination.reasons.remove(refusals[0])
     try:
-        examination.content = unpickle(data.path, examination.format)
+        examination.content = parsing.unpickle(data.path, examination.format)
     except Exception as error:  # of the file's own classes, too
         evidence = f"cannot be unpickled: {summarize_error(error)}"
         fix = "its classes must be importable under the names they were saved with"
@@ -161,7 +151,7 @@ def check_foreign_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
 
     Files loaded from it later must have the digests of the result. Raises SecurityError.
     """
-    if policy.level is SecurityLevel.off or is_in_run_tree(folder, policy):
+    if policy.level is SecurityLevel.off or provenance.is_in_run_tree(folder, policy):
         return None
     assessment: Assessment = rooms.find("files", "folder", str(folder))(folder, policy)
     check_allowed(assessment, policy)

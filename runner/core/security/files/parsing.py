@@ -137,9 +137,8 @@ def parser_refusal(error: Exception, kind: str) -> Reason:
     text = str(error)
     match = LOADER_MESSAGE.search(text) if kind in ("torch_zip", "pickle") else None
     if match is not None:
-        evidence = (
-            f"torch's weights_only loader refuses it: {printable(match['message'].strip(' .'))}"
-        )
+        message = printable(match["message"].strip(" ."))
+        evidence = f"torch's weights_only loader refuses it: {message}"
     else:
         parser = {"safetensors": "safetensors", "npy": "numpy", "npz": "numpy"}.get(kind, "torch")
         message = printable((text.strip() or "no reason given").splitlines()[0].partition(". ")[0])
