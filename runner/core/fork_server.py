@@ -55,8 +55,7 @@ def start_process(
 ) -> None:
     """Start a process by the server, within `start_s`, or ANSWER_S if it has started one before.
 
-    Raises ProcessLost, and kills the server, if it does not answer, or has been killed. `cancelled`
-    is polled, and ends the wait and the server.
+    Raises ProcessLost for a server that was killed, or gives no answer; `cancelled` ends the wait.
     """
     pid, errors = _server()._forkserver_pid, list[BaseException]()
 

@@ -220,12 +220,9 @@ def _check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
         got = describe(optimizer)
         raise UsageError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {got}")
     sparse = {id(module.weight) for module in sparse_embeddings(model)}
-    decays = (
-        group.get("weight_decay", 0.0)
-        for group in optimizer.param_groups
-        if any(id(p) in sparse for p in group["params"])
-    )
-    if conflict := incompatibility(type(optimizer), model, max(decays, default=0.0)):
+    groups = [g for g in optimizer.param_groups if any(id(p) in sparse for p in g["params"])]
+    decay = max((group.get("weight_decay", 0.0) for group in groups), default=0.0)
+    if conflict := incompatibility(type(optimizer), model, decay):
         raise UsageError(f"{caller}: {'; '.join(conflict)}")
     parameter_ids = {id(p) for p in model.parameters()}
     if not any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -156,6 +155,7 @@ def build_run(setup: Setup) -> Run:
     step_graph = make_step_graph(builder, update, comparison)
     builder.choices += train.choices
     setup.checkpointer.choices = {c.key: c.value for c in builder.choices}
+    validated = validation.fetch.order.indices.astype("<i8").tobytes()
     validate_every = config.training.validate_every
     pace = max(1, min(length.steps_per_epoch, length.total_steps // 5))
     validate_every = pace if validate_every is None else validate_every
@@ -183,7 +183,7 @@ def build_run(setup: Setup) -> Run:
         criterion=BestCriterion(
             goal.monitor,
             "max" if goal.higher_is_better else "min",
-            _digest_validation(validation.fetch.order.indices, run_data.validation_stamp),
+            hashlib.sha256(validated + run_data.validation_stamp.encode()).hexdigest(),
         ),
         trained_indices=run_data.trained_indices,
         report_every=config.monitoring.every,
@@ -305,9 +305,8 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
         weights, choice = choose_class_weights(config.objective, data.sizes, counts)
         weights = None if weights is None else weights.to(setup.device.torch)
         setup.choices += choice
-    objective = setup.components.objective or build_objective(
-        chosen, data.sizes, setup.resolve_target, weights, model
-    )
+    options = data.sizes, setup.resolve_target, weights, model
+    objective = setup.components.objective or build_objective(chosen, *options)
     if config.job.kind is JobKind.predict:
         return Goal(objective, target_input, objective.monitor, objective.higher_is_better)
     if config.objective.metrics:
@@ -441,9 +440,8 @@ def apply_requested_techniques(
     recorded = setup.recorded
     if setup.trains and setup.components.optimization is None:  # auto's choice is its own
         warn_unused_settings(setup.config.optimization)
-    techniques, unapplied = apply_techniques(
-        setup.config.optimization, builder, setup.components.techniques, setup.resolve_target
-    )
+    own = setup.components.techniques, setup.resolve_target
+    techniques, unapplied = apply_techniques(setup.config.optimization, builder, *own)
     if setup.is_shared:  # last: layers are sharded after techniques have changed them
         techniques += rooms.find("processes", "parallel")(builder)
         setup.checkpointer.commit = setup.world.checkpoint_commit()
@@ -616,10 +614,3 @@ def make_captures(setup: Setup, run: Run) -> CaptureRecorder | None:
     parts = ("model", "data", "objective", "optimizer")
     user_parts = [part for part in parts if getattr(setup.components, part) is not None]
     return CaptureRecorder(capture, folder, setup.written.plain(), user_parts)
-
-
-def _digest_validation(indices: np.ndarray, data_digest: str) -> str:
-    """Return a sha256 of the samples that are validated on, from their indices alone."""
-    sha256 = hashlib.sha256(indices.astype("<i8").tobytes())
-    sha256.update(data_digest.encode())
-    return sha256.hexdigest()

@@ -104,9 +104,7 @@ def open_run_data(
         check_predicts(fitted)
     split_rule = fitted.split if fitted else split_rule
     evaluates = config.job.kind in EVALUATION_JOBS
-    opening = OpenOptions(
-        setup.policy, fitted, evaluates, labelled=not predicts, split_rule=split_rule
-    )
+    opening = OpenOptions(setup.policy, fitted, evaluates, not predicts, split_rule)
     evaluates_all = opening.evaluates_all(config.data)
     split_paths: SplitPaths | None = None
     if user_data is None and "path" in vars(config.data):
@@ -130,9 +128,8 @@ def open_run_data(
     if split_paths is not None:
         choices += split_paths.choices
         applied = fitted or Preprocessing.of(config.data, data)
-        splits, more = _open_splits(
-            config, {} if evaluates_all else split_paths.paths, applied, opening, resolve
-        )
+        paths = {} if evaluates_all else split_paths.paths
+        splits, more = _open_splits(config, paths, applied, opening, resolve)
         choices += more
     for choice in data.choices:
         if choice.key == "data.path" and choice.reason.startswith("left out"):
@@ -140,9 +137,8 @@ def open_run_data(
     hooks = list[Hook]()
     if data.choices or (isinstance(data, TensorsDataset) and data.named_columns()):
         check_data_table = rooms.find("checks", "table")
-        table = replace(
-            config.checks.table, enabled=config.checks.table.enabled and not evaluates_all
-        )
+        enabled = config.checks.table.enabled and not evaluates_all
+        table = replace(config.checks.table, enabled=enabled)
         data, hooks = check_data_table(data, table, splits)
     transform = getattr(config.data, "target_transform", None)
     is_own = config.data._target_ is not None

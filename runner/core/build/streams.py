@@ -26,10 +26,9 @@ from runner.core.schemas.data import DataConfig
 
 
 def check_stream(setup: Setup, run_data: RunData, processes: WorldProtocol) -> tuple[int, int]:
-    """Check what a run on a stream needs; return its batch size, and the steps of an epoch.
+    """Check what a stream needs; return its batch size, and the steps of an epoch, or of the run.
 
-    Without a length all steps are one epoch. Raises ConfigError without training.steps or anything
-    to validate on.
+    Raises ConfigError without training.steps or anything to validate on.
     """
     training = setup.config.training
     data: Any = run_data.data  # a StreamDataset
@@ -100,10 +99,8 @@ class StreamLoaders(LoaderFactory):
     def _assemble(
         self, kind: type[StreamLoader], fetch: StreamFetch, chosen: Any, **options: Any
     ) -> StreamLoader:
-        placements = options.pop("placements", ())
-        return assemble_loader(
-            kind, fetch, chosen, device=self.device, placements=placements, **options
-        )
+        options = {"placements": (), "device": self.device, **options}
+        return assemble_loader(kind, fetch, chosen, **options)
 
 
 def _sizes(batch_size: int, batches: int) -> BatchSampler:

@@ -69,10 +69,9 @@ def read_preprocessing(
 
 
 def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles) -> Preprocessing:
-    """Return the preprocessing with the files that are trained on now.
+    """Return the preprocessing with today's files.
 
-    ConfigError if a resumed or evaluated run's own files have changed, unless `data.changed` is
-    accept. Other paths are taken as meant.
+    ConfigError if a run's own files have changed, unless `data.changed` is accept.
     """
     data, before = config.data, fitted.files
     trains = config.job.kind not in EVALUATION_JOBS
@@ -118,10 +117,9 @@ def find_trained_indices(
     resolve: Resolve,
     settings: Mapping[str, str],
 ) -> np.ndarray | None:
-    """Return the training indices of a run with `settings`; None if they cannot be determined.
+    """Return the training indices of a run with `settings`; None if they are unknown.
 
-    `now` are those of this run, and `run_data` are the same files, opened with another split. A
-    user's data set is not opened again.
+    `now` are this run's, and `run_data` the same files with another split.
     """
     from runner.core.data.split import split_samples
     from runner.core.data.user_dataset import UserDataset
@@ -161,9 +159,6 @@ def _parse_setting(key: str, settings: Mapping[str, str]) -> Any:
     if key == "split":
         return SplitRule[text]
     return text if key in ("split_by", *PATH_KEYS) else literal_eval(text)
-
-
-# -- evaluated samples that the model was trained on -----------------------------------------------
 
 
 def find_trained_rows(

@@ -27,9 +27,8 @@ def record_config(
 ) -> None:
     """Write `.hydra` into a run's folder, so that it is loaded and resumed without typing it again.
 
-    Values that were changed since `compose` are recorded as further overrides. Nothing is written
-    for a config of the command line, or beside one that Hydra has recorded, nor if `objects`
-    replace parts of it. A config that cannot be written is a warning.
+    Changes since `compose` are further overrides. Nothing is written for a config of Hydra's, or if
+    `objects` replace parts of it. A config that cannot be written is a warning.
     """
     is_resumed = (folder / hydra_files.FOLDER).is_dir()  # it is replaced when training continues
     if is_resumed and not _is_own(folder / hydra_files.FOLDER):

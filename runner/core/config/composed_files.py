@@ -22,10 +22,9 @@ CLASS_KEYS = ("kind", "_target_")
 
 
 def write_config(config: RunConfig, origin: tuple[list[str], dict[str, Any]], target: Path) -> None:
-    """Write the files that Hydra writes, for a config composed of overrides and then changed.
+    """Write Hydra's files for a config composed of overrides and then changed.
 
-    `origin` is the overrides and the values that they gave. Raises any error of a value that cannot
-    be written, or of the disk.
+    `origin` is the overrides and the values that they gave. Raises any error of values or the disk.
     """
     overrides, before = origin
     config = _plain(config)

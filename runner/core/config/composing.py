@@ -29,6 +29,7 @@ from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.sweep import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
 from runner.core.security import config_files, secrets
 from runner.core.security.cli_overrides import parse_overrides, parse_security_overrides
+from runner.core.security.config_files import ConfigFileChecker
 
 log = logging.getLogger("runner")
 
@@ -121,9 +122,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
             normal = normalize_overrides(overrides, compose_raw)
             return remember(typed(compose_raw(normal, hydra_too=True)), [*overrides])
         cli = parse_overrides(overrides, CONF)
-        files = config_files.ConfigFileChecker(
-            BUILTIN_FOLDERS, cli, user_folders=cli.search_folders
-        )
+        files = ConfigFileChecker(BUILTIN_FOLDERS, cli, user_folders=cli.search_folders)
         files.check_reserved_names()
         with files.at_work():
             normal = normalize_overrides(overrides, compose_raw, cli.search_folders)
@@ -194,11 +193,9 @@ def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path
 
 
 def typed(config: DictConfig) -> RunConfig:
-    """Convert a config to validated dataclasses.
+    """Convert a config to validated dataclasses; Hydra's section resolves `${hydra:…}` and goes.
 
-    Hydra's own section, if any, resolves `${hydra:…}` and is removed from `config`. Raises
-    ConfigError for an unknown key, a mandatory one without a value, and an interpolation without a
-    target.
+    Raises ConfigError for unknown keys, and those without a value or an interpolation's target.
     """
     config_files.reset_interpolation_counters()
     with _LOCK, _without_hydra_section(config):

@@ -96,9 +96,8 @@ def _check_several_values(
             return suggester.option_error(override.key, wrong)
     first, fixes = sweeps[0], []
     if suggester.first_composing([[str(override) for override in sweeps]]):
-        fixes.append(
-            f"to run one after the other: {suggestions.format_command([*map(str, sweeps)])}"
-        )
+        command = suggestions.format_command([*map(str, sweeps)])
+        fixes.append(f"to run one after the other: {command}")
     as_list = f"{first.sign}{first.key}=[{first.value}]"
     if first.key not in suggester.groups and suggester.first_composing([[as_list]]):
         fixes.append(f"for a list: {as_list}")

@@ -120,8 +120,7 @@ def _recorded_overrides(run: Path | None) -> list[str]:
 def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
     """Return the recorded overrides that the typed ones do not replace.
 
-    `security` and `hydra` keys are not taken from a folder, which may come from anywhere, nor are
-    `data.changed`, which is about one change, and the storage of a search.
+    `security` and `hydra` keys, `data.changed` and the storage of a search are never taken.
     """
     options = groups.group_options()
     keys_and_values = [(GROUP_ALIASES.get(o.key, o.key), o.value) for o in typed]
@@ -152,10 +151,9 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
 def _with_recorded_mappings(
     run: Path | None, overrides: list[str], typed: Sequence[CliOverride]
 ) -> list[str]:
-    """Replace mappings that were typed as a whole, such as `optimizer.options={}`, by those of the
-    recorded config: older versions merged them with the option's.
+    """Replace mappings that were typed whole, such as `optimizer.options={}`, by recorded ones.
 
-    Entries that are now typed with `+` are left out.
+    Older versions merged them with the option's. Entries now typed with `+` are left out.
     """
     parsed = [parse_override(text) for text in overrides]
     whole = {o.key for o in parsed if o.sign in ("", "++") and isinstance(o.parsed.value(), dict)}

@@ -59,8 +59,7 @@ def split_pair(sample: Any) -> tuple[Any, Any] | None:
 def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     """Stack nests of tensors along a new first dimension.
 
-    Raises DataError if a sample differs from the first in shape, dtype or keys: torch's collation
-    would cast it silently.
+    DataError if a sample has another shape, dtype or keys: torch's collation would cast it.
     """
     leaves = [list(named_leaves(sample, key)) for sample in samples]
     forms = [[(name, leaf.shape, leaf.dtype) for name, leaf in row] for row in leaves]
@@ -132,9 +131,8 @@ def infer_sizes(
     The attributes `sizes` (a dict of any of them), `classes` (a count or the names) and `vocab`
     take precedence; if `sizes` has a `task`, no sample is read. Otherwise float [C, H, W] is an
     image, other floats are features, integers [length] are tokens; an integer target is a class,
-    one shaped like the tokens is the next tokens, and a float one is regression. With `skip_bad`,
-    bad samples are ignored. `samples` is the number of those to count in, and their name, of data
-    without a length.
+    one shaped like the tokens the next tokens, a float one regression. `skip_bad` ignores bad
+    samples. `samples`: the number of those to count in, and their name, of data without a length.
     """
     sizes = _declared_sizes(dataset, name)
     if "task" in sizes:

@@ -110,9 +110,8 @@ def labelled_files(
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
     """Return the files in `root` that `accepts` selects, their labels, class names, and choices.
 
-    Files are sorted by name, at any depth; hidden files and folders are left out, and folders
-    without files are no classes. `what` names the files in messages. Raises SecurityError for a
-    symlink out of `root`.
+    Files are sorted by name, at any depth; hidden files and folders, and those without files, are
+    left out. `what` names the files. Raises SecurityError for a symlink out of `root`.
     """
     others: list[Path] = []  # neither hidden nor files
     if not opening.labelled:

@@ -53,9 +53,8 @@ class Preprocessing:
     def of(cls, config: DataConfig, data: Dataset) -> Preprocessing:
         """Return the preprocessing of a data set opened with `config`."""
         choices = {c.key: str(c.value) for c in data.choices}
-        decimal, thousands = (
-            getattr(config, sign, None) or "" for sign in ("decimal", "thousands")
-        )
+        decimal = getattr(config, "decimal", None) or ""
+        thousands = getattr(config, "thousands", None) or ""
         if not decimal and thousands in ("point", "."):
             decimal = "comma"
         rule = config.split.name if config.split else choices.get("data.split", "random")

@@ -115,10 +115,9 @@ def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Spl
 def split_groups(
     groups: np.ndarray, share: float, seed: int, what: str = "the data", fold: Fold | None = None
 ) -> SplitIndices:
-    """Split by group: groups with the smallest hashes are held out, as near to the share as fits.
+    """Split by group: groups with the smallest hashes, of first samples, are held out.
 
-    A group's hash is that of its first sample. With `fold`, groups go to folds largest first, each
-    to the smallest fold so far. DataError for fewer than two groups, or fewer groups than folds.
+    With `fold`, groups go to folds largest first, each to the smallest. DataError for too few.
     """
     _, first, codes, sizes = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True

@@ -182,10 +182,8 @@ def _build_split_paths(
 
 def _by_split(items: Sequence[T], name: Callable[[T], str]) -> dict[str, list[T]]:
     """Return the items whose name is common for a split, by split."""
-    return {
-        s: [x for x in items if name(x).lower() in SPLIT_FOLDER_NAMES[s]]
-        for s in SPLIT_FOLDER_NAMES
-    }
+    names = SPLIT_FOLDER_NAMES.items()
+    return {split: [x for x in items if name(x).lower() in common] for split, common in names}
 
 
 def _visible_folders(root: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class StreamDataset(UserDataset):
         self.own_batches = self.is_loader or self.sampler is not None
         self.unit = "batches" if self.own_batches else "samples"
         self.in_memory = self.is_loader  # no workers of ours
-        self.collate = _only if self.is_loader else find_collate(data)
+        self.collate = itemgetter(0) if self.is_loader else find_collate(data)
         own = getattr(data, "generator", None) if self.is_loader else None
         self.generators = [] if own is None else [own]  # restored after a look at the data
         self.start_states = get_states(self.generators)  # of each pass over a validation set
@@ -190,10 +191,6 @@ class StreamDataset(UserDataset):
     def draws_itself(self) -> bool:
         """Return False: what a stream draws is not seeded by sample."""
         return False
-
-
-def _only(items: list[Any]) -> Any:
-    return items[0]
 
 
 def open_stream(

@@ -48,8 +48,7 @@ class UserDataset(Dataset):
 
     Python's, NumPy's and torch's global generators, and those that the data set keeps, are seeded
     before each sample, so augmentation depends on (seed, epoch, index) alone, and are restored
-    afterwards. As in torch's DataLoader, a data set with `__getitems__` is asked for a whole batch,
-    seeded by the batch's first sample.
+    afterwards. With `__getitems__` a whole batch is read, seeded by its first sample.
     """
 
     in_memory = False
@@ -284,8 +283,7 @@ def _as_pairs(samples: list[Any], indices: Sequence[int]) -> list[tuple[Nest, Ne
 
 
 def find_generators(dataset: object) -> list[Any]:
-    """Return the generators among the attributes of a data set, of the data sets it wraps, and of
-    objects in its lists, tuples and dicts; those nearest to it first.
+    """Return the generators that a data set keeps, also in wrapped ones and containers.
 
     Global generators and those of the system or of a device are left out. Reads no property.
     """

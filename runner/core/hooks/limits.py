@@ -86,8 +86,7 @@ class Limits(Hook):
     def _disk_usage(self, run: Run, now: float) -> str:
         """Return the usage if two more checkpoints would exceed the limit, else "".
 
-        One may be written before the next check, and one is the run's last. Other files written
-        between two checks (logs, traces) are small and ignored.
+        One may be written before the next check, and one is the run's last.
         """
         limit, folder = self.config.disk_mb, run.folder
         due = now >= self.next_scan or self.saved_step != run.saved_step

@@ -49,10 +49,9 @@ DATA_CHOICES = ("data.unknown_categories", "data.bad_samples", "data.missing", "
 
 
 class RunSummaryTable:
-    """Rich renderable of a run's end: result, speed, techniques, files.
+    """Rich renderable of a run's end: result, speed, techniques, files, for 80 columns or fewer.
 
-    `verbose` adds every technique's evidence and every choice. Designed for 80 columns or fewer;
-    values are folded at the console's width, commands and the path of an export never.
+    `verbose` adds every technique's evidence and every choice. Commands are never folded.
     """
 
     def __init__(self, summary: Summary, folder: Path | None, verbose: bool = False) -> None:
@@ -321,9 +320,8 @@ def _speed_rows(summary: Summary) -> TableRows:
     rate, rank_note = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
     if speed.tokens_per_second is not None:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
-    median, high = (
-        f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in (speed.step_ms.p50, speed.step_ms.p95)
-    )
+    times = speed.step_ms.p50, speed.step_ms.p95
+    median, high = (f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in times)
     step = f"{median} ms median, {high} ms at the 95th percentile"
     step += f" of {count_noun(speed.step_ms.steps, 'step')}" if speed.step_ms.steps else ""
     split = speed.split if any(speed.split.values()) else {}  # an evaluation has no steps

@@ -273,9 +273,8 @@ class StoredWeights:
 
 
 def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
-    """Read weights from a file, a checkpoint, a run's best checkpoint (the newest good one if there
-    is no good best one), or a Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or
-    their shards by an index).
+    """Read weights of a file, a checkpoint, a run (its best or newest good one), or a Hugging Face
+    folder (`model.safetensors`, `pytorch_model.bin`, or their shards by an index).
 
     Raises ConfigError if there are none, SecurityError and CheckpointError if they are refused.
     """

@@ -41,7 +41,7 @@ class CrossEntropy:
             if self.gamma is not None:
                 return self._mean_focal(logits, target)
             weights = self.class_weights
-            if self.has_soft_targets(logits.shape, target):
+            if target.is_floating_point() and target.shape == logits.shape:  # class shares
                 return self._mean_soft(logits, target)
             return F.cross_entropy(
                 logits,
@@ -81,10 +81,6 @@ class CrossEntropy:
             return loss
         # at p = 1 the derivative of a power below 1 is infinite
         return (-torch.expm1(-loss)).clamp_min(1e-12) ** self.gamma * loss
-
-    def has_soft_targets(self, shape: torch.Size, target: Tensor) -> bool:
-        """Whether the targets are class shares, [n, classes], of blended samples."""
-        return target.is_floating_point() and target.shape == shape and self.gamma is None
 
     def _mean_soft(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross-entropy with class shares as targets."""

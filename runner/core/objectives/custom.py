@@ -35,9 +35,8 @@ class CustomObjective(Objective):
     """A callable (output, target) -> mean loss over the batch; `loss` is the only metric.
 
     It gets the model's output unchanged; with `elementwise`, a loss of torch.nn gets the output in
-    fp32 or better, and targets of its dtype and shape. A module's buffers (class weights) move to
-    the target's device; trainable parameters are an error, as they would not be trained. `scale`
-    transforms targets before.
+    fp32 or better, and targets of its dtype and shape, after `scale`. A module's buffers (class
+    weights) move to the target's device; trainable parameters, never trained, are an error.
     """
 
     def __init__(

@@ -43,10 +43,9 @@ def _is_number(value: Any) -> bool:
 
 
 class ModelLossObjective(Objective):
-    """The loss in the model's output; with token targets also perplexity and accuracy.
+    """The loss in the model's output, weighted by samples or tokens; also perplexity and accuracy.
 
-    Its mean over batches is weighted by samples, or by tokens that are not ignored. `shifts` says
-    that the model compares its logits with the target of the next position.
+    `shifts` says that the model compares its logits with the target of the next position.
     """
 
     monitor = "val/loss"

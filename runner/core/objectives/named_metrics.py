@@ -300,9 +300,8 @@ class UserMetrics(MetricGroup):
         predicted = find_logits(output)
         is_number = self.sizes.task == "regression" and isinstance(target, Tensor)
         if is_number and isinstance(predicted, Tensor) and predicted.numel() == target.numel():
-            output, target = unscaled_values(
-                self.sizes, model_output.float_logits(predicted), target
-            )
+            predicted = model_output.float_logits(predicted)
+            output, target = unscaled_values(self.sizes, predicted, target)
         samples, state = batch_size_of(target), None
         if self.classes:
             # copies: the output of a captured graph is overwritten by its next call

@@ -124,10 +124,9 @@ def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Tab
 
 
 def set_up_logging(level: str, folder: Path | None, screen: bool = True) -> None:
-    """Set up logging at `level` to stderr, and to `run.log` in `folder` if given.
+    """Set up logging to stderr, and to `run.log` in `folder` if given, in place of any other.
 
-    Replaces an earlier setup and any configuration of our loggers. Debug messages of other
-    libraries are dropped; a warning that differs only in numbers is logged once.
+    Debug messages of libraries are dropped; a warning that differs only in numbers is logged once.
     """
     close_logging()
     _reset_loggers()
@@ -163,7 +162,6 @@ def _logging_state() -> tuple[Any, ...]:
 def restore_logging() -> None:
     """Put our handlers back if other code has set up logging again, and say so once.
 
-    User code calls `dictConfig`, `basicConfig(force=True)` or `disable`. Its own handlers stay.
     Without `set_up_logging` nothing is changed. Costs 2 µs if nothing is to be done.
     """
     if not _handlers or _logging_state() == _states[0]:

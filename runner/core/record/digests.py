@@ -150,10 +150,9 @@ def user_packages(settings: Mapping[str, Any]) -> set[str]:
 def digest_modules(
     packages: Collection[str], known: Mapping[str, str | int] | None = None
 ) -> dict[str, str | int]:
-    """Return name and sha256 of the loaded modules of `packages`.
+    """Return name and sha256 of the loaded modules of `packages`, or beside one not installed.
 
-    Of a package that is not installed, of all modules in the folder that holds it or below. Those
-    in `known` are kept, since a file may be edited while the run uses the loaded module.
+    Those in `known` are kept: a file may be edited while the run uses the loaded module.
     """
     if not packages:
         return {}
@@ -178,9 +177,8 @@ def digest_modules(
 def changed_files(folder: Path, step: int | None = None) -> list[str]:
     """Return the files of modules that differ from those that the run in `folder` has loaded.
 
-    Of the session that wrote the checkpoint of `step`, or of any. Names are looked up on today's
-    module path; one that is not found is left out, since the module that imported it has changed
-    as well. Without a record, none differs.
+    Of the session that wrote the checkpoint of `step`, or of any. A name that is not on today's
+    module path is left out, since the module that imported it has changed as well.
     """
     modules = _recorded_modules(folder, step)
     files = {name: find_module_file(name) for name, _ in modules}

@@ -157,10 +157,9 @@ def flat_items(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def hparam_columns(
     settings: Mapping[str, Any], overrides: Mapping[str, str], shared: Mapping[str, str]
 ) -> tuple[dict[str, Scalar], list[str]]:
-    """Return the HParams columns of a run, and the columns to show first.
+    """Return the HParams columns of a run, and those to show first: its own overrides.
 
-    These are its overrides, less those `shared` in its sweep. A key that is not in the flat config
-    `settings` is a group, with its value in `overrides`. Keys without a scalar have no column.
+    A key that is not in `settings` is a group, with its value in `overrides`.
     """
     override_keys = [key for key in overrides if key.partition(".")[0] not in NON_HPARAM_GROUPS]
     values = {k: settings.get(k, overrides.get(k)) for k in (*HPARAM_COLUMNS, *override_keys)}

@@ -98,15 +98,12 @@ class TensorBoard:
         `foremost` are flagged as differing, so that they come first.
         """
         types = {name: HPARAM_TYPES.get(type(v), HPARAM_NUMBER) for name, v in values.items()}
-        infos = [
-            api_pb2.HParamInfo(name=_clean(name), type=data_type, differs=name in foremost)
-            for name, (data_type, _) in types.items()
-        ]
-        columns = [
-            api_pb2.MetricInfo(name={"tag": stored_tag(tag)}, display_name=_clean(title))
-            for tag, title in metrics.items()
-        ]
-        experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
+        experiment = api_pb2.Experiment()
+        for name, (data_type, _) in types.items():
+            differs = name in foremost
+            experiment.hparam_infos.add(name=_clean(name), type=data_type, differs=differs)
+        for tag, title in metrics.items():
+            experiment.metric_infos.add(name={"tag": stored_tag(tag)}, display_name=_clean(title))
         self._hparams("experiment", experiment=experiment)
         group, now = _clean(session), time.time()
         start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=now)

@@ -403,10 +403,9 @@ class Text(CsvFormat):
 
 @dataclass
 class Tokens(FromFiles):
-    """Token ids in `.bin` files (memory-mapped), as nanoGPT writes them.
+    """Token ids in `.bin` files (memory-mapped), as nanoGPT writes them, or text with a tokenizer.
 
-    `path` is one file, or a folder with train.bin and val.bin; with a tokenizer also text: one .txt
-    file, or train.txt and val.txt.
+    `path` is one file, or a folder with train.bin and val.bin, or train.txt and val.txt.
     """
 
     kind: str = "tokens"

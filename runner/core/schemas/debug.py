@@ -8,6 +8,7 @@ from typing import Any
 
 from runner.core.bounds import Bounded, bounded, check_bounds
 
+TOOLS = "runner.diagnose.debug"
 OnAnomaly = Enum("OnAnomaly", ["record", "raise"])  # a class could have no member `raise`
 
 
@@ -114,15 +115,11 @@ class DebugConfig(Bounded, key="debug"):
     timeout_s: float | None = bounded(None, above=0)  # seconds until the tools stop; null: never
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     # the tools, outermost first: for a new one see runner/diagnose/README.md
-    gradcheck: GradcheckConfig = tool_field(
-        "runner.diagnose.debug.gradcheck:GradcheckTool", GradcheckConfig
-    )
-    memory: MemoryConfig = tool_field("runner.diagnose.debug.memory:MemoryTool", MemoryConfig)
-    profile: ProfileConfig = tool_field("runner.diagnose.debug.profile:ProfileTool", ProfileConfig)
-    gradients: GradientsConfig = tool_field(
-        "runner.diagnose.debug.gradients:GradientsTool", GradientsConfig
-    )
-    anomaly: AnomalyConfig = tool_field("runner.diagnose.debug.anomaly:AnomalyTool", AnomalyConfig)
+    gradcheck: GradcheckConfig = tool_field(f"{TOOLS}.gradcheck:GradcheckTool", GradcheckConfig)
+    memory: MemoryConfig = tool_field(f"{TOOLS}.memory:MemoryTool", MemoryConfig)
+    profile: ProfileConfig = tool_field(f"{TOOLS}.profile:ProfileTool", ProfileConfig)
+    gradients: GradientsConfig = tool_field(f"{TOOLS}.gradients:GradientsTool", GradientsConfig)
+    anomaly: AnomalyConfig = tool_field(f"{TOOLS}.anomaly:AnomalyTool", AnomalyConfig)
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 
 

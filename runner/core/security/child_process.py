@@ -155,9 +155,8 @@ class ChildProcess:
         code = self.exit_code
         if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
             return "oom", "was killed by the kernel: out of memory"
-        return "killed" if code is not None and code < 0 else "failed", process_wait.describe_exit(
-            code
-        )
+        status = "killed" if code is not None and code < 0 else "failed"
+        return status, process_wait.describe_exit(code)
 
 
 class UnguardedScript(UsageError):
@@ -326,8 +325,7 @@ def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[
 def detach(start_method: str | None = None) -> None:
     """Give a new process its own session, without the pipes of the fork server.
 
-    Its own children start by `start_method`, None for the default: forked workers have unnamed
-    locks, which a process that is killed cannot leave behind, but a fork inherits another one.
+    Its own children start by `start_method`; None, the default, forks, with unnamed locks.
     """
     os.setsid()
     fork_server.leave()
@@ -353,9 +351,6 @@ def redirect_output(log: Path | None) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable()
-
-
-# -- masking --------------------------------------------------------------------------------------
 
 
 class MaskingState:

@@ -171,9 +171,8 @@ def _count_values(override: Override) -> int:
         return len(value.list)
     if not isinstance(value, RangeSweep):
         return 1  # a glob has at most as many values as there are files
-    start, stop, step = (
-        float("nan" if n is None else n) for n in (value.start, value.stop, value.step)
-    )
+    ends = value.start, value.stop, value.step
+    start, stop, step = (float("nan" if n is None else n) for n in ends)
     count = (stop - start) / step if step else float("nan")
     if not isfinite(count):
         key = override.key_or_group

@@ -47,9 +47,7 @@ def _find_failures(
 def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
     """Raise SecurityError if a recorded config contains interpolations or code as a name.
 
-    Argument names must be identifiers; a mapping that is itself an argument may have any keys,
-    unless it has a `_target_`. `${oc.env:NAME}` (a masked value) is allowed if NAME is in
-    `may_read` (None: any).
+    Names of arguments are identifiers. `${oc.env:NAME}`, a masked value, may be in `may_read`.
     """
     if isinstance(value, Mapping | list | tuple):
         is_call = isinstance(value, Mapping) and ("_target_" in value or ARGUMENTS.fullmatch(key))

@@ -53,8 +53,7 @@ def run_tree_folders(folder: Path | None) -> list[Path]:
     """Return the folders of this run tree, in which files count as written by us.
 
     These are the output roots and, for a run in a typed folder, the nearest `outputs` above it, or
-    the folder itself. A run or sweep resumed by path may be anyone's, so its folder is not
-    included.
+    the folder itself; but not that of a run or sweep resumed by path, which may be anyone's.
     """
     origin = _run_origin.get() or _RunOrigin(None, True, output_roots())
     if folder is None or not origin.folder_typed or folder.resolve() == origin.resumed_folder:
@@ -134,11 +133,10 @@ def restrict_run_folder(folder: Path, level: SecurityLevel) -> list[str]:
 
 
 def check_links(folder: Path, *names: str) -> None:
-    """Raise SecurityError for a link in the folder, at any depth, that leads out of it.
+    """Raise SecurityError for a link out of the folder, at any depth, and for special files.
 
-    Also for special files, since reading one may block. With `names` only links count: those on the
-    paths of these names below the folder, and in their content. A resumed folder may be another
-    user's, and files in it are written, renamed and deleted by name.
+    With `names` only links count, on the paths of these names and in their content. A resumed
+    folder may be another user's, and files in it are written, renamed and deleted by name.
     """
     root = folder.resolve()
     for path in _paths_of(folder, names) if names else _walk_paths(folder):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -65,14 +65,9 @@ def environment_access(names: Sequence[str] | None, show_names: bool = False) ->
         _access = previous
 
 
-@contextmanager
-def current_environment_access(names: Sequence[str]) -> Iterator[None]:
+def current_environment_access(names: Sequence[str]) -> AbstractContextManager[None]:
     """Keep the access in force; if there is none, allow these variables."""
-    if _access is not None:
-        yield
-        return
-    with environment_access(names):
-        yield
+    return environment_access(names) if _access is None else nullcontext()
 
 
 def permitted_variables() -> list[str] | None:
@@ -147,10 +142,9 @@ def _without_secret(source: Any, resolver: str, node: Any) -> Any:
 
 
 def read_path(config: DictConfig, key: str) -> Path:
-    """Return the path that a key holds.
+    """Return the path of a key.
 
-    Raises SecurityError if it contains a variable's value, read or typed, and ConfigError if it
-    cannot be resolved.
+    Raises SecurityError if it has a variable's value, ConfigError if it cannot be resolved.
     """
     reads_before = _access.reads if _access is not None else 0
     try:

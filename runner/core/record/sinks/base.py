@@ -75,16 +75,15 @@ class Sink(ABC):
         """End the run with its status (`done`, `failed`, …); upload its report and summary."""
 
 
-def row_from_json(entry: Mapping[str, Any], time: float) -> MetricsRow | None:
+def row_from_json(entry: Mapping[str, Any], sent: float) -> MetricsRow | None:
     """Return a line of metrics.jsonl as a row; None if it is not one."""
     step, split = entry.get("step"), entry.get("split")
     if not isinstance(step, int) or not isinstance(split, str):
         return None
     values = {k: v for k, v in entry.items() if k not in ("step", "split", "nonfinite")}
     values |= {name: float(text) for name, text in entry.get("nonfinite", {}).items()}
-    return MetricsRow(
-        step, split, {k: math.nan if v is None else v for k, v in values.items()}, time
-    )
+    values = {name: math.nan if value is None else value for name, value in values.items()}
+    return MetricsRow(step, split, values, sent)
 
 
 class SinkWriter:
@@ -174,10 +173,9 @@ class SinkWriter:
         return rows, item
 
     def _send_new_rows(self, rows: Sequence[MetricsRow], live: bool = True) -> None:
-        """Write the rows that the sink does not have yet.
+        """Write the rows that the sink lacks.
 
-        A resumed run repeats rows that were sent before it was killed, with equal values; they are
-        skipped up to the first new row of their split.
+        Rows that a resumed run repeats are skipped, up to the first new row of their split.
         """
         new_rows = []
         for row in rows:

@@ -60,9 +60,8 @@ def _encode(
         pairs = [(_encode_key(key, path), item) for key, item in value.items()]
         if len(dict(pairs)) != len(pairs):
             raise TypeError(f"{path} has two keys with the same name in a checkpoint")
-        return {
-            k: _encode(item, _child_path(path, k), parents, convert_tensor) for k, item in pairs
-        }
+        rest = parents, convert_tensor
+        return {k: _encode(item, _child_path(path, k), *rest) for k, item in pairs}
     if isinstance(value, list | tuple | deque):
         items = [_encode(x, f"{path}[{i}]", parents, convert_tensor) for i, x in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items

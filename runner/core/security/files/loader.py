@@ -55,10 +55,9 @@ def open_file(
 ) -> LoadedFile:
     """Check and load one file on the CPU; a foreign file has to pass the sandbox first.
 
-    If `sha256` is given, by a manifest of this run tree or an earlier check, the file must match
-    it. With `sandboxed=False` a foreign file is examined in this process without a warning, for the
-    user's own arrays. `sandbox` reuses an open one. Raises SecurityError if it is refused,
-    CheckpointError if it is missing or has changed.
+    A given `sha256`, of our manifest or an earlier check, must match. With `sandboxed=False` a
+    foreign file, the user's own arrays, is examined in this process. `sandbox` reuses an open one.
+    Raises SecurityError if it is refused, CheckpointError if it is missing or has changed.
     """
     try:
         check_name(path.name)  # before the file is read
@@ -68,9 +67,9 @@ def open_file(
     with FileBytes.open_copy(path) as data:
         if sha256 is not None and data.sha256 != sha256:
             raise damage_error(path, data.size)
-        trust = (
-            Trust.CHECKED if sha256 is not None else provenance.trust_by_digest(path, data, policy)
-        )
+        trust = Trust.CHECKED
+        if sha256 is None:
+            trust = provenance.trust_by_digest(path, data, policy)
         examination = _examine(data, path, policy, trust, sandboxed, sandbox)
         if policy.allows_pickle(data.sha256):
             _unpickle_allowed(data, examination)
@@ -114,9 +113,8 @@ def _examine(
     with opened as process:
         examination = Examination(*process.examine(data, path.name, policy.limits))
     if not examination.refused:
-        examination.content, examination.metadata = parsing.load_content(
-            data.path, examination.format
-        )
+        loaded = parsing.load_content(data.path, examination.format)
+        examination.content, examination.metadata = loaded
     return examination
 
 
@@ -171,8 +169,7 @@ def check_weights_folder(folder: Path, policy: FilePolicy) -> None:
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     """Load the tensors of a safetensors file on the CPU; tied names share one tensor.
 
-    Raises SecurityError if it is refused despite a matching digest, CheckpointError if it is
-    missing or has changed.
+    Raises SecurityError if it is refused, CheckpointError if it is missing or has changed.
     """
     loaded = open_file(path, STRICT_POLICY, sha256)
     tensors: dict[str, Tensor] = loaded.content
@@ -191,8 +188,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
 def read_state(path: Path, sha256: str) -> Any:
     """Load a file written by `torch.save` after `encode`, on the CPU.
 
-    Raises SecurityError if it contains more than plain data, CheckpointError if it is missing or
-    has changed.
+    Raises SecurityError if it is more than plain data, CheckpointError if missing or changed.
     """
     loaded = open_file(path, STRICT_POLICY, sha256)
     _require_format(loaded, path, "torch_zip")

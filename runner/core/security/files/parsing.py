@@ -71,10 +71,9 @@ def examine(
     check_archive: bool = True,
     deep: bool = True,
 ) -> Examination:
-    """Check and load the bytes of the file called `name`; `path` is a path to the same bytes.
+    """Check and load the bytes of the file called `name`; `path` leads to the same bytes.
 
-    `check_archive` applies the rules for archives, pickles and headers, needless if the digest is
-    known; `deep` warns of unusual values in tensors. Failures become reasons; it never raises.
+    Archives are checked unless the digest is known; `deep` warns of unusual values. Never raises.
     """
     examination = Examination()
     try:
