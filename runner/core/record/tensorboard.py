@@ -15,8 +15,10 @@ from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -28,10 +30,6 @@ from runner.core.masking import mask_secrets
 from runner.core.record.hydra_files import Scalar
 from runner.core.record.storage import RetryingAppender, remove_file, safe_opener
 from runner.core.record.text import limit_length
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 PREFIX = "events.out.tfevents."
 OWN_NAME = re.compile(re.escape(PREFIX) + r"(\d{10,})\.\d+")  # time, process
