@@ -40,25 +40,17 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help=folders_help)
     out_help = "output folder (default: DIR if only one is given, else outputs/comparisons/<time>)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
-    tables_help = (
-        "only write the records of runs as tables: metrics, faults, anomalies, gradients, memory, "
-        "operators, modules (to DIR/debug/tables if only one is given)"
-    )
+    tables_help = "only write the records of runs as tables (to DIR/debug/tables of a single one): "
+    tables_help += "metrics, faults, anomalies, gradients, memory, operators, modules"
     parser.add_argument("--tables", choices=("csv", "parquet"), help=tables_help)
-    plots_help = (
-        "only draw plots of runs from their records, also of runs that ended early, to "
-        "debug/plots of each run; --tables may be given, too"
-    )
+    plots_help = "only draw plots of runs, also of those that ended early, to debug/plots of each; "
+    plots_help += "--tables may be given, too"
     parser.add_argument("--plots", action="store_true", help=plots_help)
-    clean_help = (
-        "only list runs, checkpoints and caches with their sizes, or remove each DIR; a DIR that "
-        "a run below outputs/ uses stays, runs elsewhere are not looked at"
-    )
+    clean_help = "only list runs, checkpoints and caches with their sizes, or remove each DIR; one "
+    clean_help += "that a run below outputs/ uses stays, runs elsewhere are not looked at"
     parser.add_argument("--clean", action="store_true", help=clean_help)
-    tensorboard_help = (
-        "only start TensorBoard, with runs named by their differences (default: outputs)"
-    )
-    parser.add_argument("--tensorboard", action="store_true", help=tensorboard_help)
+    board_help = "only start TensorBoard, with runs named by their differences (default: outputs)"
+    parser.add_argument("--tensorboard", action="store_true", help=board_help)
     arguments, tensorboard_options = parser.parse_known_args(argv)
     if tensorboard_options and not arguments.tensorboard:
         parser.error(f"unrecognized arguments: {' '.join(tensorboard_options)}")

@@ -45,10 +45,7 @@ NAMES = {
         "arrays": "core.data.arrays:arrays",
     },
     "debug": {"out_of_memory": "diagnose.debug.memory:write_oom_report"},
-    "export": {
-        "check": "datasets.export:check_export_packages",
-        "write": "datasets.export:export",
-    },
+    "export": {"check": "datasets.export:check_export_packages", "write": "datasets.export:export"},
     "files": {
         "encode_texts": "datasets.hugging_face_files:encode_texts",
         "folder": "scan.scan:scan_folder",

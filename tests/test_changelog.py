@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from runner import compose
-from runner.core.config.run_config import flatten_config
+from runner.core.config.run_config import WrittenConfig
 
 TESTS = Path(__file__).parent
 
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 def test_each_earlier_key_exists_or_stands_in_the_changelog_under_removed() -> None:
     """`earlier_keys.txt` has the keys of `--cfg job` of 2026-11-21 and later, without groups."""
     earlier = (TESTS / "earlier_keys.txt").read_text().split()
-    keys = flatten_config(compose([])).keys()
+    keys = WrittenConfig(compose([])).flat().keys()
     gone = [key for key in earlier if not any(f"{x}.".startswith(f"{key}.") for x in keys)]
     missing = set(gone) - _removed_keys()
     assert not missing, "name each in CHANGELOG.md under Removed, with what to do instead"

@@ -70,13 +70,11 @@ class NumberRange:
 
     def contains(self, value: float) -> bool:
         """Whether a number is valid."""
-        lower = (self.min is None or value >= self.min) and (
-            self.above is None or value > self.above
-        )
-        upper = (self.max is None or value <= self.max) and (
-            self.below is None or value < self.below
-        )
-        return math.isfinite(value) and lower and upper
+        least = self.min is None or value >= self.min
+        most = self.max is None or value <= self.max
+        above = self.above is None or value > self.above
+        below = self.below is None or value < self.below
+        return math.isfinite(value) and least and most and above and below
 
     def __str__(self) -> str:
         signs = (("≥", self.min), (">", self.above), ("≤", self.max), ("<", self.below))
@@ -102,6 +100,18 @@ def check_bounds(config: Any, prefix: str) -> None:
         bounds, value = config_field.metadata.get("bounds"), getattr(config, config_field.name)
         if bounds is not None and value is not None and not bounds.contains(value):
             raise ConfigError(f"{prefix}.{config_field.name}", f"must be {bounds}, got {value}")
+
+
+class Bounded:
+    """A part of the config, below `key`; the bounds of its fields are checked when it is made."""
+
+    config_key = ""
+
+    def __init_subclass__(cls, key: str = "") -> None:
+        cls.config_key = key or cls.config_key
+
+    def __post_init__(self) -> None:
+        check_bounds(self, self.config_key)
 
 
 def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:

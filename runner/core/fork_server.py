@@ -55,8 +55,7 @@ def start_process(
 ) -> None:
     """Start a process by the server, within `start_s`, or ANSWER_S if it has started one before.
 
-    Raises ProcessLost, and kills the server, if it does not answer, or has been killed. `cancelled`
-    is polled, and ends the wait and the server.
+    Raises ProcessLost for a server that was killed, or gives no answer; `cancelled` ends the wait.
     """
     pid, errors = _server()._forkserver_pid, list[BaseException]()
 
@@ -116,14 +115,9 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Close the pipes by which a child keeps the server and its resource tracker alive.
-
-    Processes that user code leaves behind would inherit them.
-    """
-    for owner, name in (
-        (_server(), "_forkserver_alive_fd"),
-        (resource_tracker._resource_tracker, "_fd"),
-    ):
+    """Close the pipes by which a child, and what it leaves, keep server and tracker alive."""
+    tracker: Any = resource_tracker._resource_tracker
+    for owner, name in ((_server(), "_forkserver_alive_fd"), (tracker, "_fd")):
         descriptor: int | None = getattr(owner, name)
         setattr(owner, name, None)
         if descriptor is not None:
@@ -163,10 +157,8 @@ def is_running() -> bool:
 def _short_folder() -> str | None:
     """Return the folder of temporary files, or another one whose path is short enough."""
     folders = (tempfile.gettempdir(), *SHORT_FOLDERS)
-    for folder in folders:
-        if len(os.fsencode(folder)) <= SOCKET_FOLDER_BYTES and os.access(folder, os.W_OK):
-            return folder
-    return None
+    short = (f for f in folders if len(os.fsencode(f)) <= SOCKET_FOLDER_BYTES)
+    return next((folder for folder in short if os.access(folder, os.W_OK)), None)
 
 
 def _make_socket_folder() -> None:
@@ -174,10 +166,9 @@ def _make_socket_folder() -> None:
     before, folder = tempfile.tempdir, _short_folder()
     if folder is None:
         places = " and ".join(SHORT_FOLDERS)
-        raise StorageError(
-            f"TMPDIR: {tempfile.gettempdir()} is too long for sockets, and {places} cannot be "
-            f"written; set a folder of at most {SOCKET_FOLDER_BYTES} bytes"
-        )
+        problem = f"{tempfile.gettempdir()} is too long for sockets, {places} cannot be written"
+        fix = f"set a folder of at most {SOCKET_FOLDER_BYTES} bytes"
+        raise StorageError(f"TMPDIR: {problem}; {fix}")
     try:
         tempfile.tempdir = folder
         util.get_temp_dir()

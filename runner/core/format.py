@@ -124,10 +124,7 @@ def short_path(folder: Path) -> str:
 
 
 def technique_status(entry: Mapping[str, Any]) -> str:
-    """Return a technique's status from its summary entry, also of older versions:
-
-    not requested, engaged, not applicable, skipped, failed, fell back or unknown.
-    """
+    """Return a technique's status from its summary entry, also of older versions."""
     if not entry.get("requested"):
         return "not requested"
     if entry.get("engaged"):

@@ -21,7 +21,7 @@ MIN_SECRET_LENGTH = 8  # characters; a shorter value may be part of ordinary wor
 MIN_SECRET_DIGITS = 16  # digits; a shorter one may be a count
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 NUMBER = re.compile(r"[-+]?[\d.,_eE+-]+")
-MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!&])")  # as record.markdown escapes
+MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!&])")  # signs that are escaped in it
 
 _variable_by_text: dict[str, str] = {}  # variable name by each spelling of its value
 _pattern: re.Pattern[str] | None = None

@@ -1,4 +1,8 @@
-"""Restoring of all that a forward may change: tensors, Python attributes, random state."""
+"""Restoring of all that a forward may change: tensors, Python attributes, random state.
+
+The process-wide random generators are for one thread at a time: a step seeds torch's, a build
+those of torch, NumPy and Python, and if two threads drew from them, results would depend on timing.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import count
+from threading import RLock
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -20,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from runner.core.errors import UsageError
 
 STATELESS_TYPES = (type, BuiltinFunctionType, ModuleType, type(None), str, bytes, bool, int, float)
 CONTAINER_MODULES = {"argparse", "collections", "queue", "types"}  # modules with container types
@@ -31,6 +38,9 @@ MAX_DATA_ITEMS = 10_000  # of a data set's container; those of a larger one are 
 ITERATOR_TYPES: tuple[type, ...] = (count, type(iter(())), type(iter([])), type(iter(range(0))))
 LEAF_ATTRIBUTES = ("requires_grad", "grad", "_backward_hooks")  # restored, of a leaf tensor
 MISSING = object()
+POLL_S = 0.05
+_lock = RLock()
+_training = False  # whether the thread with the lock trains
 
 
 @contextmanager
@@ -58,22 +68,20 @@ def large_parameters(model: nn.Module) -> list[Tensor]:
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
     """Restore the host's random generators on exit."""
-    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    generators = RandomGenerators(devices=False)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_)
+        generators.restore()
 
 
 class RandomGenerators:
     """The states of Python's, NumPy's and torch's generators, also of CUDA devices in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: bool = True) -> None:
         self.python, self.numpy = random.getstate(), np.random.get_state()
         self.torch = torch.get_rng_state()
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        in_use = devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self.cuda = torch.cuda.get_rng_state_all() if in_use else []
 
     def restore(self) -> None:
@@ -83,6 +91,27 @@ class RandomGenerators:
         torch.set_rng_state(self.torch)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
+
+
+@contextmanager
+def exclusive_random_state(action: str, trains: bool = False) -> Iterator[None]:
+    """Prevent other threads from building, training or evaluating a run while entered.
+
+    Waits for a build or an evaluation; raises UsageError while another thread trains, which may
+    take hours. Re-entrant in one thread, as for a hook that evaluates.
+    """
+    global _training
+    while not _lock.acquire(timeout=POLL_S):
+        if _training:
+            problem = "another thread of this process is training, with the same random state"
+            fix = "train one after the other, or in processes of their own: python -m runner -m …"
+            raise UsageError(f"{action}: {problem}; {fix}")
+    before, _training = _training, _training or trains
+    try:
+        yield
+    finally:
+        _training = before
+        _lock.release()
 
 
 @contextmanager
@@ -173,9 +202,8 @@ class _StateSnapshot:
             state: Any = item.get_state()
             self.restorers.append(partial(item.set_state, state))
         elif isinstance(item, np.random.Generator):
-            self.restorers.append(
-                partial(setattr, item.bit_generator, "state", item.bit_generator.state)
-            )
+            bits = item.bit_generator
+            self.restorers.append(partial(setattr, bits, "state", bits.state))
         return ()
 
     def _is_samples(self, container: Collection[Any]) -> bool:
@@ -238,9 +266,8 @@ class _StateSnapshot:
             return
         self.storages[storage._cdata] = storage
         own: Any = storage
-        self.restorers.append(
-            partial(_restore_storage, own, own.clone() if own.device.type == "cpu" else own.cpu())
-        )
+        values = own.clone() if own.device.type == "cpu" else own.cpu()
+        self.restorers.append(partial(_restore_storage, own, values))
 
 
 def _is_foreign(module: object) -> bool:
@@ -307,8 +334,5 @@ def _restore_storage(storage: Any, values: Any) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the states of the global generators of torch (CPU), python and numpy."""
-    return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-    }
+    states = vars(RandomGenerators(devices=False))
+    return {name: states[name] for name in ("torch", "python", "numpy")}

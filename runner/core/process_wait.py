@@ -1,13 +1,20 @@
-"""Waits for processes of ours: their limits and the state of a process."""
+"""Waits for processes of ours, the state of a process, and its termination with its parent."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import select
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
 
 STOPPED = "T"
 MEMORY_HINT = "; by the kernel, if the memory was used up"  # of a process killed by SIGKILL
 ENDED = "Z"  # it has ended, and its parent has not asked for its exit code
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class PolledClock:
@@ -51,3 +58,29 @@ def describe_exit(code: int | None) -> str:
     if code is None or code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal.Signals(-code).name}"
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """On Linux, be killed with the thread that started this process; `parent` is its pid."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def kill_group() -> None:
+    """Kill this process and its group."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def watch_parent(descriptor: int, end: Callable[[], None] = kill_group) -> None:
+    """Call `end` in a thread when the parent's end of a pipe closes, as when the parent dies."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # a hang-up is always reported
+
+    def wait() -> None:
+        poll.poll()
+        end()
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -27,8 +27,7 @@ from runner.core.device.memory import peak_memory as peak_memory
 from runner.core.format import count_noun, share, size
 from runner.core.interfaces.batch import Inputs, call_model
 from runner.core.interfaces.nested import tensors
-from runner.core.preserved_state import large_parameters, preserve_state
-from runner.core.random_state import exclusive_random_state
+from runner.core.preserved_state import exclusive_random_state, large_parameters, preserve_state
 from runner.core.techniques.cost import count_flops
 from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
 from runner.core.techniques.model_calls import enter_contexts

@@ -29,8 +29,7 @@ from runner.core.format import count_noun
 from runner.core.interfaces.batch import Inputs, call_model
 from runner.core.interfaces.nested import find_logits, named_leaves, tensors, tree_map
 from runner.core.models import modes
-from runner.core.preserved_state import preserve_random_state
-from runner.core.random_state import exclusive_random_state
+from runner.core.preserved_state import exclusive_random_state, preserve_random_state
 from runner.core.record.text import summarize_error
 from runner.loops.input_checks import input_checks
 from runner.loops.optimize import Optimized

@@ -19,6 +19,7 @@ from runner.core.build.arguments import (
     InMemoryDataset,
     Loss,
     as_batch,
+    check_folder,
     check_model_arguments,
     check_whole_number,
     count_samples,
@@ -39,9 +40,7 @@ from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.models import modes
 from runner.core.optim.optimizer import Optimizer
-from runner.core.preserved_state import large_parameters, preserve_state
-from runner.core.random_state import exclusive_random_state
-from runner.core.record.folder_argument import check_folder
+from runner.core.preserved_state import exclusive_random_state, large_parameters, preserve_state
 from runner.core.record.summary import Summary
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.train.evidence import build_summary, collect_evidence, technique_statuses

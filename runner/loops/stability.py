@@ -16,6 +16,7 @@ from runner import rooms
 from runner.core.build.arguments import (
     Closeable,
     as_batch,
+    check_folder,
     check_loss,
     check_overrides,
     check_whole_number,
@@ -31,7 +32,6 @@ from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Progress, Run
 from runner.core.optim.optimizer import Optimizer
 from runner.core.preserved_state import random_state
-from runner.core.record.folder_argument import check_folder
 from runner.core.record.history import History
 from runner.core.record.provenance import versions
 from runner.core.record.storage import guard_folder, make_folder

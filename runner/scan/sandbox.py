@@ -25,7 +25,7 @@ from typing import Any, Self
 from runner import rooms
 from runner.core.findings import Reason, Severity
 from runner.core.masking import mask_secrets
-from runner.core.parent_death import watch_parent
+from runner.core.process_wait import watch_parent
 from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildProcess
 from runner.core.security.files.file_bytes import LINUX, FileBytes, map_bytes
 from runner.core.security.files.formats import printable

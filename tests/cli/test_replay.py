@@ -12,7 +12,7 @@ from runner.cli.preflight import check
 from runner.core.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, read_manifest
 from runner.core.checkpoint.manifest import MODEL, STATE, to_checksummed_json
 from runner.core.config.composing import compose, config_from_plain
-from runner.core.config.run_config import config_to_plain
+from runner.core.config.run_config import WrittenConfig
 from runner.core.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 from tests import runs
 
@@ -30,7 +30,7 @@ def make_capture(name: str = "mine", where: str = CAPTURE, config: Any = None) -
     files: Any = {name: {"size": 1, "sha256": ""} for name in (STATE, MODEL)}
     manifest = CaptureManifest(
         step=int(where[-8:]), kind="non_finite", message="", weights=CapturedWeights.then,
-        name=name, config=config or config_to_plain(runs.config()), given=[], micro_batch=1,
+        name=name, config=config or WrittenConfig(runs.config()).plain(), given=[], micro_batch=1,
         threads=1, device={}, versions={}, loss="", grad_norm="", files=files,
     )  # fmt: skip
     Path(where).mkdir(parents=True)
@@ -110,7 +110,9 @@ def test_a_replay_is_of_one_named_capture(typed: list[str], message: str) -> Non
 
 
 def test_a_capture_brings_no_trust() -> None:
-    config = config_to_plain(runs.config("model._target_=theirs.Net", "security.trusted=[theirs]"))
+    config = WrittenConfig(
+        runs.config("model._target_=theirs.Net", "security.trusted=[theirs]")
+    ).plain()
     config["security"] = {"trusted": ["theirs"]}
     make_capture(config=config)
     with pytest.raises(SecurityError, match=r"theirs\.Net is refused"):
@@ -132,7 +134,7 @@ def test_a_capture_brings_no_trust() -> None:
 def test_a_forged_config_is_refused(
     forged: dict[str, Any], error: type[RunnerError], message: str
 ) -> None:
-    make_capture(config={**config_to_plain(runs.config()), **forged})
+    make_capture(config={**WrittenConfig(runs.config()).plain(), **forged})
     with pytest.raises(error, match=message):
         ask()
 
@@ -149,11 +151,12 @@ def test_a_forged_config_is_refused(
 )  # fmt: skip
 def test_the_captured_config_comes_back_whole(overrides: list[str]) -> None:
     config = compose(overrides)
-    capture = make_capture(config=config_to_plain(config))
+    capture = make_capture(config=WrittenConfig(config).plain())
     trusted = config.security.trusted
-    assert config_to_plain(
-        config_from_plain(read_manifest(capture).config, trusted)
-    ) == config_to_plain(config)
+    assert (
+        WrittenConfig(config_from_plain(read_manifest(capture).config, trusted)).plain()
+        == WrittenConfig(config).plain()
+    )
 
 
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", "a,hydra.run.dir=x", "../../up"])

@@ -12,7 +12,7 @@ from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.core.bounds import DEFAULT_LIMIT, LIMITS, SEED_KEYS, check_counts
 from runner.core.config.composing import compose, config_from_plain
-from runner.core.config.run_config import RunConfig, config_to_plain
+from runner.core.config.run_config import RunConfig, WrittenConfig
 from runner.core.errors import ConfigError
 from runner.core.schemas import data as data_config
 from runner.core.schemas import models as model_config
@@ -49,7 +49,7 @@ def test_the_limits_themselves_are_allowed() -> None:
 
 
 def test_a_config_of_a_checkpoint_is_held_to_the_same_limits() -> None:
-    values = config_to_plain(compose([]))
+    values = WrittenConfig(compose([])).plain()
     values["device"]["threads"] = 10**9
     with pytest.raises(ConfigError, match=r"device\.threads: 1,000,000,000 is too many"):
         config_from_plain(values)

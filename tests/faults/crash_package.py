@@ -112,7 +112,7 @@ def _plant(name: str) -> None:
     elif name == "guard":
         StabilityController.load = ignore  # type: ignore[method-assign]
     elif name == "metrics":
-        recorder._truncate_rows = lambda path, *_: path
+        recorder._prepare_rows = lambda path, *_: path
     elif name == "tensorboard":
         tensorboard.TensorBoard.purge = ignore  # type: ignore[method-assign]
         tensorboard.truncate_events = lambda *_: True

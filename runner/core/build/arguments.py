@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.core.build.setup import Components
+from runner.core.data.collate import split_pair
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.errors import RunnerError, UsageError
 from runner.core.findings import Choice
@@ -41,6 +44,23 @@ class Closeable(ABC):
         self.close()
 
 
+def check_folder(caller: str, folder: Any) -> Path:
+    """Return the folder as a path; UsageError for what cannot be one."""
+    if not isinstance(folder, str | os.PathLike):
+        raise UsageError(f"{caller}: folder must be a path, got {folder!r}")
+    text = os.fspath(folder)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UsageError(f"{caller}: folder must be the name of a folder, got {folder!r}")
+    path = Path(text)
+    try:
+        nearest = next(part for part in (path, *path.parents, Path()) if part.exists())
+    except OSError as error:  # too long a name
+        raise UsageError(f"{caller}: folder={text}: {error.strerror}") from None
+    if not nearest.is_dir():
+        raise UsageError(f"{caller}: folder={text}: {nearest} is a file; name a folder")
+    return path
+
+
 def check_components(components: Any, given: Any) -> Components:
     """Return the objects that `build` was given; UsageError for what a run cannot use."""
     if components is not None and given is not None:
@@ -58,9 +78,8 @@ def check_components(components: Any, given: Any) -> Components:
     for name, (form, fits) in wanted.items():
         value = getattr(components, name)
         if value is not None and (not fits or isinstance(value, type)):
-            raise UsageError(
-                f"build: Components({name}=…) must be {form}, got {shorten(repr(value), 80)}"
-            )
+            got = shorten(repr(value), 80)
+            raise UsageError(f"build: Components({name}=…) must be {form}, got {got}")
     return components
 
 
@@ -72,24 +91,16 @@ def translate_model_errors(caller: str, inputs: Any, fix: str = "") -> Iterator[
     except RunnerError:
         raise
     except Exception as error:
-        raise UsageError(
-            f"{caller}: the model failed on {describe(inputs)}: {type(error).__name__}: "
-            f"{shorten(str(error), 300)}{fix}"
-        ) from error
+        text = f"{type(error).__name__}: {shorten(str(error), 300)}{fix}"
+        raise UsageError(f"{caller}: the model failed on {describe(inputs)}: {text}") from error
 
 
 def as_batch(batch: Any, caller: str) -> Batch:
     """Split a batch into (inputs, target): (inputs, target), (input, …, target), or a dict."""
-    if isinstance(batch, dict):
-        key = next((k for k in LABEL_KEYS if k in batch), None)
-        if key is not None:
-            return {k: v for k, v in batch.items() if k != key}, batch[key]
-    elif isinstance(batch, tuple | list) and len(batch) >= 2:
-        return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
-    raise UsageError(
-        f"{caller}: batch must be (inputs, target), or a dict with the target under one of "
-        f"{', '.join(LABEL_KEYS)}, got {describe(batch)}"
-    )
+    if (pair := split_pair(batch)) is not None:
+        return pair
+    form = f"(inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
+    raise UsageError(f"{caller}: batch must be {form}, got {describe(batch)}")
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
@@ -101,9 +112,8 @@ def count_samples(inputs: Inputs, caller: str) -> int:
     """Return the number of samples: the first dimension of the first tensor."""
     first = next(iter(tensors(inputs)), None)
     if first is None or not first.ndim or not len(first):
-        raise UsageError(
-            f"{caller} must be tensors whose first dimension is the sample, got {describe(inputs)}"
-        )
+        got = describe(inputs)
+        raise UsageError(f"{caller} must be tensors whose first dimension is the sample, got {got}")
     return len(first)
 
 
@@ -210,19 +220,14 @@ def _check_optimizer(caller: str, model: nn.Module, optimizer: Any) -> None:
         got = describe(optimizer)
         raise UsageError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {got}")
     sparse = {id(module.weight) for module in sparse_embeddings(model)}
-    decays = (
-        group.get("weight_decay", 0.0)
-        for group in optimizer.param_groups
-        if any(id(p) in sparse for p in group["params"])
-    )
-    if conflict := incompatibility(type(optimizer), model, max(decays, default=0.0)):
+    groups = [g for g in optimizer.param_groups if any(id(p) in sparse for p in g["params"])]
+    decay = max((group.get("weight_decay", 0.0) for group in groups), default=0.0)
+    if conflict := incompatibility(type(optimizer), model, decay):
         raise UsageError(f"{caller}: {'; '.join(conflict)}")
     parameter_ids = {id(p) for p in model.parameters()}
     if not any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError(
-            f"{caller}: the optimizer has none of the model's parameters; create it with "
-            "model.parameters(), after any step that replaces them"
-        )
+        fix = "create it with model.parameters(), after any step that replaces them"
+        raise UsageError(f"{caller}: the optimizer has none of the model's parameters; {fix}")
 
 
 def check_loss(caller: str, loss: Any) -> None:
@@ -231,7 +236,5 @@ def check_loss(caller: str, loss: Any) -> None:
         got = describe(loss)
         raise UsageError(f"{caller}: loss must be a scalar tensor, the batch's mean, got {got}")
     if not loss.requires_grad:
-        raise UsageError(
-            f"{caller}: the loss depends on no parameter with requires_grad=True; "
-            "remove torch.no_grad() and .detach()"
-        )
+        fix = "remove torch.no_grad() and .detach()"
+        raise UsageError(f"{caller}: the loss depends on no parameter that requires grad; {fix}")

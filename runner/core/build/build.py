@@ -35,10 +35,9 @@ from runner.core.objectives.build import build_objective, elementwise_loss
 from runner.core.optim.optimizer import Optimizer, build_optimizer, resolve_optimizer_class
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.optim.schedule import lr_factors
-from runner.core.preserved_state import RandomGenerators
-from runner.core.random_state import exclusive_random_state
+from runner.core.preserved_state import RandomGenerators, exclusive_random_state
+from runner.core.record.digests import warn_changed_code
 from runner.core.record.history import History
-from runner.core.record.loaded_code import warn_changed_code
 from runner.core.record.recorder import Recorder
 from runner.core.schemas.data import BadSamples
 from runner.core.schemas.debug import DebugConfig, OnAnomaly
@@ -47,20 +46,12 @@ from runner.core.schemas.models import HuggingFaceConfig, ObjectiveConfig
 from runner.core.schemas.training import MICRO_BATCH, MonitorMode
 from runner.core.stability.controller import StabilityController
 from runner.core.techniques.application import apply_techniques, warn_unused_settings
-from runner.core.train.length import (
-    resolve_batches,
-    resolve_epochs,
-    resolve_every,
-    resolve_micro_batch,
-    resolve_steps,
-)
+from runner.core.train import length as lengths
 from runner.core.train.metrics import StepMetricsReader
 from runner.core.train.step import warn_gradients_off
 from runner.core.train.timing import Stopwatch
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from runner.core.objectives.from_model import TargetInput
     from runner.core.optim.equivalence import Implementation, UpdateComparison
     from runner.core.optim.whole_step import StepGraph
@@ -114,7 +105,7 @@ def build(
         components = check_components(components, given)
     components = components or Components()
     if folder is not None and not (isinstance(folder, Path) and folder.is_dir()):
-        from runner.core.record.folder_argument import check_folder  # not by the command line
+        from runner.core.build.arguments import check_folder  # not by the command line
 
         folder = check_folder("build", folder)
     validate_config(config, components.techniques)
@@ -164,6 +155,7 @@ def build_run(setup: Setup) -> Run:
     step_graph = make_step_graph(builder, update, comparison)
     builder.choices += train.choices
     setup.checkpointer.choices = {c.key: c.value for c in builder.choices}
+    validated = validation.fetch.order.indices.astype("<i8").tobytes()
     validate_every = config.training.validate_every
     pace = max(1, min(length.steps_per_epoch, length.total_steps // 5))
     validate_every = pace if validate_every is None else validate_every
@@ -183,7 +175,7 @@ def build_run(setup: Setup) -> Run:
         checkpoint_every=config.checkpoint.every or validate_every or pace,
         grace_s=config.checkpoint.grace_s,
         patience=config.training.patience,
-        epochs=resolve_epochs(config),
+        epochs=lengths.resolve_epochs(config),
         make_lr_factors=partial(make_lr_factors, setup),
         sanity=config.training.sanity and validate_every > 0 and not setup.resumes,
         monitor=goal.monitor,
@@ -191,7 +183,7 @@ def build_run(setup: Setup) -> Run:
         criterion=BestCriterion(
             goal.monitor,
             "max" if goal.higher_is_better else "min",
-            _digest_validation(validation.fetch.order.indices, run_data.validation_stamp),
+            hashlib.sha256(validated + run_data.validation_stamp.encode()).hexdigest(),
         ),
         trained_indices=run_data.trained_indices,
         report_every=config.monitoring.every,
@@ -234,11 +226,11 @@ def resolve_length(setup: Setup, run_data: RunData) -> Length:
     else:
         if run_data.evaluates_all:  # few rows are no error if nothing is trained
             samples = max(samples, config.training.batch_size)
-        batch_size, steps_per_epoch = resolve_batches(config, samples)
+        batch_size, steps_per_epoch = lengths.resolve_batches(config, samples)
         processes.check_batches(len(run_data.data.train), batch_size, config.data.drop_last)
     local_batch_size = processes.max_local_samples(batch_size)
-    total_steps, choices = resolve_steps(config, steps_per_epoch)
-    debug, debug_choices = resolve_every(config.debug, total_steps)
+    total_steps, choices = lengths.resolve_steps(config, steps_per_epoch)
+    debug, debug_choices = lengths.resolve_every(config.debug, total_steps)
     setup.choices += [*choices, *debug_choices]
     return Length(batch_size, local_batch_size, steps_per_epoch, total_steps, debug)
 
@@ -259,10 +251,7 @@ def make_model(setup: Setup, data: Dataset) -> nn.Module:
 
 
 def _load_weights(setup: Setup, model: nn.Module) -> list[Choice]:
-    """Load `model.weights`, unless the run resumes from a checkpoint.
-
-    Returns the choice for the summary; for a resumed run, that of its start.
-    """
+    """Load `model.weights`, unless the run resumes; return the choice, or that of its start."""
     path = setup.config.model.weights
     if setup.resumes and WEIGHTS in setup.resumed_choices:
         return [Choice(WEIGHTS, setup.resumed_choices[WEIGHTS], "kept from the resumed run")]
@@ -316,13 +305,12 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
         weights, choice = choose_class_weights(config.objective, data.sizes, counts)
         weights = None if weights is None else weights.to(setup.device.torch)
         setup.choices += choice
-    objective = setup.components.objective or build_objective(
-        chosen, data.sizes, setup.resolve_target, weights, model
-    )
+    options = data.sizes, setup.resolve_target, weights, model
+    objective = setup.components.objective or build_objective(chosen, *options)
     if config.job.kind is JobKind.predict:
         return Goal(objective, target_input, objective.monitor, objective.higher_is_better)
     if config.objective.metrics:
-        from runner.core.objectives.user_metrics import build_metrics
+        from runner.core.objectives.named_metrics import build_metrics
 
         parts = config.objective, objective, data.sizes, setup.resolve_target
         setup.choices += build_metrics(*parts, setup.is_shared)
@@ -339,9 +327,9 @@ def make_goal(setup: Setup, data: Dataset, model: nn.Module) -> Goal:
 def _choose_objective_kind(
     setup: Setup, data: Dataset, model: nn.Module
 ) -> tuple[ObjectiveConfig, TargetInput | None]:
-    """Return the `objective` group; `auto` is `model` for a language model with labels inside.
+    """Return the `objective` group, and what gives forward the target with `model`.
 
-    With `model`, forward also gets the target, if it names it.
+    `auto` is `model` for a language model with labels inside.
     """
     config, target_input = setup.config.objective, None
     if setup.components.objective is not None or config._target_ is not None:
@@ -372,16 +360,14 @@ def make_builder(
     config, user_optimizer = setup.config, setup.components.optimizer
     target_input = goal.target_input
     # techniques are measured only in our own loop, with one process
-    can_measure = (
-        config.job.kind is JobKind.train and not setup.is_shared and user_optimizer is None
-    )
+    own_loop = config.job.kind is JobKind.train and user_optimizer is None
+    can_measure = config.optimization.measure and own_loop and not setup.is_shared
     move = make_batch_mover(setup.device.torch, pin=False, aside=False) or (lambda b: b)
     add_target = target_input or (lambda batch: batch)
-    cls = (
-        type(user_optimizer)
-        if user_optimizer
-        else resolve_optimizer_class(config.optimizer, model, setup.resolve_target)
-    )
+    if user_optimizer is not None:
+        cls = type(user_optimizer)
+    else:
+        cls = resolve_optimizer_class(config.optimizer, model, setup.resolve_target)
     if config.optimizer.combines and user_optimizer is None:
         from runner.core.optim.combined import CombinedOptimizer
 
@@ -394,7 +380,7 @@ def make_builder(
         optimizer_class=cls,
         objective=goal.objective,
         batch_size=length.local_batch_size,
-        micro_batch=resolve_micro_batch(
+        micro_batch=lengths.resolve_micro_batch(
             config.training.micro_batch, length.local_batch_size, setup.recorded
         ),
         requested_micro_batch=config.training.micro_batch,
@@ -413,11 +399,9 @@ def make_builder(
         recorded=setup.recorded,
         recoveries=[retry_smaller],
         world=setup.world,
-        measure_gains=config.optimization.measure
-        and not config.optimization.strict
-        and can_measure,
+        measure_gains=can_measure and not config.optimization.strict,
     )
-    if config.optimization.measure and can_measure:
+    if can_measure:
         builder.gains = measured_gains(setup, builder, length.batch_size)
     return builder
 
@@ -457,15 +441,14 @@ def apply_requested_techniques(
     recorded = setup.recorded
     if setup.trains and setup.components.optimization is None:  # auto's choice is its own
         warn_unused_settings(setup.config.optimization)
-    techniques, unapplied = apply_techniques(
-        setup.config.optimization, builder, setup.components.techniques, setup.resolve_target
-    )
+    own = setup.components.techniques, setup.resolve_target
+    techniques, unapplied = apply_techniques(setup.config.optimization, builder, *own)
     if setup.is_shared:  # last: layers are sharded after techniques have changed them
         techniques += rooms.find("processes", "parallel")(builder)
         setup.checkpointer.commit = setup.world.checkpoint_commit()
     undecided = all(choice.key != MICRO_BATCH for choice in builder.choices)
     if MICRO_BATCH in recorded and undecided:
-        if builder.micro_batch == resolve_micro_batch(None, builder.batch_size, recorded):
+        if builder.micro_batch == lengths.resolve_micro_batch(None, builder.batch_size, recorded):
             builder.choose(MICRO_BATCH, lambda: (builder.micro_batch, ""))
     return techniques, unapplied
 
@@ -502,15 +485,8 @@ def make_optimizer_step(
     if requested or is_fused or setup.device.kind != "cpu":  # else it is torch's default
         from runner.core.optim.equivalence import UpdateComparison
 
-        scheduled = len(set(factors)) > 1
-        comparison = UpdateComparison(
-            optimizer,
-            requested,
-            model,
-            config.seed,
-            sets_rate=user_optimizer is None,
-            scheduled=scheduled,
-        )
+        facts = {"sets_rate": user_optimizer is None, "scheduled": len(set(factors)) > 1}
+        comparison = UpdateComparison(optimizer, requested, model, config.seed, **facts)
         options, shortcuts = _select_implementation(setup, builder, comparison)
     if user_optimizer is not None:
         adopt_optimizer(user_optimizer, options, setup.scope)
@@ -534,8 +510,7 @@ def make_optimizer_step(
         if shards is not None:
             problem = f"{type(optimizer).__name__} has an evaluation mode of its own"
             raise ConfigError("optimizer", problem, "use distributed=ddp")
-        untyped: Any = optimizer
-        untyped.train()
+        optimizer.train()  # type: ignore[attr-defined]
     shares = update.lr_shares
     if len(set(shares)) > 1 and not config.optimizer.groups:
         reason = f"{type(optimizer).__name__} gives its groups these rates; kept in ratio"
@@ -580,10 +555,8 @@ def make_step_graph(
         implementation = next(iter(comparison.candidates.values()))
         refusal = comparison.difference(implementation, whole_step=True) or None
     if refusal is None:
-        arguments = builder.forward, builder.objective, builder.contexts, update
-        return StepGraph(
-            *arguments, builder.batch_size, builder.whole_step_options, builder.index_limit
-        )
+        arguments = builder.forward, builder.objective, builder.contexts, update, builder.batch_size
+        return StepGraph(*arguments, builder.whole_step_options, builder.index_limit)
     builder.fallback_reasons["whole_step"] = refusal
     if builder.compilation is not None:
         builder.compilation.start()
@@ -642,10 +615,3 @@ def make_captures(setup: Setup, run: Run) -> CaptureRecorder | None:
     parts = ("model", "data", "objective", "optimizer")
     user_parts = [part for part in parts if getattr(setup.components, part) is not None]
     return CaptureRecorder(capture, folder, setup.written.plain(), user_parts)
-
-
-def _digest_validation(indices: np.ndarray, data_digest: str) -> str:
-    """Return a sha256 of the samples that are validated on, from their indices alone."""
-    sha256 = hashlib.sha256(indices.astype("<i8").tobytes())
-    sha256.update(data_digest.encode())
-    return sha256.hexdigest()

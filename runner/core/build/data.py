@@ -12,36 +12,25 @@ import numpy as np
 import torch
 
 from runner import rooms
+from runner.core.build.setup import Setup
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import BatchLoader, make_loader
 from runner.core.data.open import open_data
 from runner.core.data.order import permutation
-from runner.core.data.preprocessing import (
-    OpenOptions,
-    Preprocessing,
-    check_predicts,
-)
+from runner.core.data.preprocessing import OpenOptions, Preprocessing, check_predicts
 from runner.core.errors import ConfigError
 from runner.core.findings import Choice, notice
 from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.processes import WorldProtocol
 from runner.core.interfaces.technique import RunBuilder
 from runner.core.objectives.build import adapt_sizes
-from runner.core.record.data_digest import (
-    DataFiles,
-    stamp_arguments,
-)
-from runner.core.schemas.data import (
-    LABELS_UNKNOWN,
-    BadSamples,
-    FromFiles,
-)
+from runner.core.record.digests import DataFiles, stamp_arguments
+from runner.core.schemas.data import LABELS_UNKNOWN, BadSamples, FromFiles
 from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
 
 if TYPE_CHECKING:
-    from runner.core.build.setup import Setup
     from runner.core.data.split_paths import SplitPaths
-    from runner.core.interfaces.processes import WorldProtocol
 
 log = logging.getLogger("runner")
 Resolve = Callable[[str, str], Any]
@@ -106,10 +95,7 @@ def load_data(setup: Setup) -> RunData:
 def open_run_data(
     setup: Setup, files: DataFiles, fitted: Preprocessing | None, split_rule: str | None
 ) -> RunData:
-    """Open the data; check tables, which may leave out columns and rows.
-
-    `fitted` and `split_rule` are the preprocessing and split rule of a resumed run.
-    """
+    """Open the data, with `fitted` and `split_rule` of a resumed run, and check tables."""
     config, user_data, resolve = setup.config, setup.components.data, setup.resolve_target
     if fitted is not None and user_data is None:
         fitted.check_kind(config.data)
@@ -118,9 +104,7 @@ def open_run_data(
         check_predicts(fitted)
     split_rule = fitted.split if fitted else split_rule
     evaluates = config.job.kind in EVALUATION_JOBS
-    opening = OpenOptions(
-        setup.policy, fitted, evaluates, labelled=not predicts, split_rule=split_rule
-    )
+    opening = OpenOptions(setup.policy, fitted, evaluates, not predicts, split_rule)
     evaluates_all = opening.evaluates_all(config.data)
     split_paths: SplitPaths | None = None
     if user_data is None and "path" in vars(config.data):
@@ -128,9 +112,7 @@ def open_run_data(
 
         split_paths = find_split_paths(config.data, opening)
         if not evaluates_all:
-            opening = replace(
-                opening, folder=split_paths.folder, trains_on_all="validation" in split_paths.paths
-            )
+            opening = split_paths.opening(opening)
     data: Any = open_data(config.data, resolve, opening) if user_data is None else user_data
     if not isinstance(data, Dataset):
         from runner.core.data.stream import adopt_data  # imported only if used
@@ -138,7 +120,7 @@ def open_run_data(
         data = adopt_data(data, setup.components.validation, config.data, opening)
     splits, choices = dict[str, Dataset](), list[Choice]()
     if evaluates_all and opening.labelled and fitted and isinstance(config.data, FromFiles):
-        from runner.core.data.trained_rows import find_trained_rows
+        from runner.core.build.trained_data import find_trained_rows
 
         choices += find_trained_rows(config.data, data, fitted, opening, resolve)
         for choice in choices:
@@ -146,9 +128,8 @@ def open_run_data(
     if split_paths is not None:
         choices += split_paths.choices
         applied = fitted or Preprocessing.of(config.data, data)
-        splits, more = _open_splits(
-            config, {} if evaluates_all else split_paths.paths, applied, opening, resolve
-        )
+        paths = {} if evaluates_all else split_paths.paths
+        splits, more = _open_splits(config, paths, applied, opening, resolve)
         choices += more
     for choice in data.choices:
         if choice.key == "data.path" and choice.reason.startswith("left out"):
@@ -156,9 +137,8 @@ def open_run_data(
     hooks = list[Hook]()
     if data.choices or (isinstance(data, TensorsDataset) and data.named_columns()):
         check_data_table = rooms.find("checks", "table")
-        table = replace(
-            config.checks.table, enabled=config.checks.table.enabled and not evaluates_all
-        )
+        enabled = config.checks.table.enabled and not evaluates_all
+        table = replace(config.checks.table, enabled=enabled)
         data, hooks = check_data_table(data, table, splits)
     transform = getattr(config.data, "target_transform", None)
     is_own = config.data._target_ is not None

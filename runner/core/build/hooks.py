@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner import rooms
+from runner.core.build.data import RunData
+from runner.core.build.setup import Setup
 from runner.core.checks.batch import BatchChecks, DataSpec
 from runner.core.checks.batch_validator import BatchValidator
 from runner.core.checks.model import ModelCheck
@@ -23,19 +25,12 @@ from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig, enabled_tools
 
-if TYPE_CHECKING:
-    from runner.core.build.data import RunData
-    from runner.core.build.setup import Setup
-
 HOOKS_KEY = "debug.hooks"
 MIN_WATCHED_STEPS = 50  # of a run whose speed is watched
 
 
 def build_hooks(setup: Setup, run_data: RunData, debug: DebugConfig) -> list[Hook]:
-    """Construct the hooks of a run, in the order in which they are entered. Raises ConfigError.
-
-    `debug` is the config's, with `every` adapted to the length of the run.
-    """
+    """Construct a run's hooks in order of entry; `debug` fits its length. Raises ConfigError."""
     config, folder, resolve = setup.config, setup.record_folder, setup.resolve_target
     stats = [rooms.find("processes", "stats")()] if setup.is_shared else []
     hooks: list[Hook] = [*run_data.hooks, *stats]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from runner import rooms
 from runner.core.checkpoint.checkpointer import Checkpointer
@@ -16,25 +19,18 @@ from runner.core.config.run_config import RunConfig, WrittenConfig
 from runner.core.device import memory
 from runner.core.device.device import Device, seed_everything, select
 from runner.core.errors import ConfigError
-from runner.core.interfaces.processes import OneProcess
+from runner.core.findings import Choice
+from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.objective import Objective
+from runner.core.interfaces.processes import OneProcess, WorldProtocol
+from runner.core.interfaces.technique import Technique
+from runner.core.optim.optimizer import Optimizer
 from runner.core.record.storage import guard_folder, make_folder
 from runner.core.schemas.device import DistributedKind
 from runner.core.schemas.jobs import EVALUATION_JOBS
+from runner.core.schemas.optimization import Optimization
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from runner.core.findings import Choice
-    from runner.core.interfaces.hook import Hook
-    from runner.core.interfaces.objective import Objective
-    from runner.core.interfaces.processes import WorldProtocol
-    from runner.core.interfaces.technique import Technique
-    from runner.core.optim.optimizer import Optimizer
-    from runner.core.schemas.optimization import Optimization
 
 
 @dataclass(frozen=True)
@@ -183,10 +179,7 @@ def _resolve_auto(config: RunConfig, components: Components) -> RunConfig:
 def _claim_folder(
     folder: Path, config: RunConfig, scope: ExitStack, restarted: bool = False
 ) -> None:
-    """Create and lock the folder. Raises UsageError if it has the record of another run.
-
-    That of an own resume without a checkpoint is archived.
-    """
+    """Create and lock the folder; archive an own record without a checkpoint. Raises UsageError."""
     resume, trains = config.checkpoint.resume, config.job.kind not in EVALUATION_JOBS
     check_folder(folder, resume, trains, restarted)
     guard_folder(folder)

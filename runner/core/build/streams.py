@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from runner.core.build.data import LoaderFactory, RunData
+from runner.core.build.setup import Setup
 from runner.core.data.loader import assemble_loader
+from runner.core.data.order import BatchSampler
 from runner.core.data.stream import StreamDataset
 from runner.core.data.stream_loader import (
     NoValidation,
     StreamFetch,
     StreamLoader,
-    StreamOrder,
     StreamShard,
     no_validation,
 )
 from runner.core.errors import ConfigError
 from runner.core.findings import Choice
+from runner.core.interfaces.processes import WorldProtocol
 from runner.core.interfaces.technique import RunBuilder
 from runner.core.schemas.data import DataConfig
 
-if TYPE_CHECKING:
-    from runner.core.build.setup import Setup
-    from runner.core.interfaces.processes import WorldProtocol
-
 
 def check_stream(setup: Setup, run_data: RunData, processes: WorldProtocol) -> tuple[int, int]:
-    """Check what a run on a stream needs; return its batch size, and the steps of an epoch.
+    """Check what a stream needs; return its batch size, and the steps of an epoch, or of the run.
 
-    Without a length all steps are one epoch. Raises ConfigError without training.steps or anything
-    to validate on.
+    Raises ConfigError without training.steps or anything to validate on.
     """
     training = setup.config.training
     data: Any = run_data.data  # a StreamDataset
@@ -58,9 +55,8 @@ class StreamLoaders(LoaderFactory):
     @property
     def data(self) -> StreamDataset:
         """The training stream."""
-        data: Any = self.run_data.data
-        stream: StreamDataset = data
-        return stream
+        stream: Any = self.run_data.data
+        return stream  # type: ignore[no-any-return]
 
     def training_loader(self, **options: Any) -> StreamLoader:
         """Return the endless loader of the training stream."""
@@ -71,27 +67,20 @@ class StreamLoaders(LoaderFactory):
         shard = StreamShard(self.processes.rank * readers, count * readers, told)
         size = 1 if self.data.own_batches else self.batch_size // count
         batches = self.data.length or self.config.training.steps or 1
-        order = StreamOrder(np.arange(self.batch_size), self.batch_size, batches)
+        order = _sizes(self.batch_size, batches)
         fetch = StreamFetch(
             self.data, order, shard, readers, size,
             seed=self.config.seed, keeps_states=workers > 0,
         )  # fmt: skip
-        chosen = workers, choices
-        return self._assemble(StreamLoader, fetch, chosen, repeat=True, **options)
+        return self._assemble(StreamLoader, fetch, (workers, choices), repeat=True, **options)
 
     def loaders(self, builder: RunBuilder) -> tuple[StreamLoader, StreamLoader, None]:
         """Return the loaders of training and validation; there is no test set."""
-        options: dict[str, Any] = {
-            "config": builder.data,
-            "placements": tuple(builder.placements),
-        }
+        options: dict[str, Any] = {"config": builder.data, "placements": tuple(builder.placements)}
         return self.training_loader(**options), self._validation_loader(**options), None
 
     def _validation_loader(self, config: DataConfig, **options: Any) -> StreamLoader:
-        """Return the loader of the validation stream.
-
-        Each process reads all of it, with one worker at most: so its samples are always the same.
-        """
+        """Return the validation loader: each process reads all, by one worker at most."""
         source = self.data.open_validation()
         if source is None and self.run_data.evaluates_all:
             source = self.data
@@ -100,9 +89,9 @@ class StreamLoaders(LoaderFactory):
         source.dtype, source.sizes = self.data.dtype, self.data.sizes
         source.set_batch_size(size)
         workers = min(1, choose_workers(source, config)[0])
-        order = StreamOrder(np.arange(size), size, 1)
+        items = 1 if source.own_batches else size
         fetch = StreamFetch(
-            source, order, StreamShard(is_told=workers > 0), 1, 1 if source.own_batches else size,
+            source, _sizes(size, 1), StreamShard(is_told=workers > 0), 1, items,
             repeats=False, most=config.validation_samples, share=self.rank_slice,
         )  # fmt: skip
         return self._assemble(kind, fetch, (workers, []), config=config, repeat=False, **options)
@@ -110,10 +99,13 @@ class StreamLoaders(LoaderFactory):
     def _assemble(
         self, kind: type[StreamLoader], fetch: StreamFetch, chosen: Any, **options: Any
     ) -> StreamLoader:
-        placements = options.pop("placements", ())
-        return assemble_loader(
-            kind, fetch, chosen, device=self.device, placements=placements, **options
-        )
+        options = {"placements": (), "device": self.device, **options}
+        return assemble_loader(kind, fetch, chosen, **options)
+
+
+def _sizes(batch_size: int, batches: int) -> BatchSampler:
+    """Return what a loader asks of the order of its samples, for data without an index."""
+    return BatchSampler(np.arange(batch_size), batch_size, batches, 0, shuffle=False, seeds=False)
 
 
 def choose_workers(data: StreamDataset, config: DataConfig) -> tuple[int, list[Choice]]:

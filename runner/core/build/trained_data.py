@@ -14,7 +14,9 @@ import numpy as np
 
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.run_config import RunConfig
+from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.open import open_data
+from runner.core.data.order import splitmix
 from runner.core.data.preprocessing import NAME as PREPROCESSING
 from runner.core.data.preprocessing import (
     OpenOptions,
@@ -22,8 +24,10 @@ from runner.core.data.preprocessing import (
     parse_preprocessing,
     source_of,
 )
+from runner.core.data.split_paths import find_split_paths
 from runner.core.errors import ConfigError, RunnerError
-from runner.core.record.data_digest import CHANGED_FIX, DataFiles, change_problem
+from runner.core.findings import Choice
+from runner.core.record.digests import CHANGED_FIX, DataFiles, change_problem, digest_files
 from runner.core.record.storage import read_file
 from runner.core.schemas.data import LOADING_KEYS, DataChanged, FromFiles, SplitRule
 from runner.core.schemas.jobs import EVALUATION_JOBS
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from runner.core.build.data import Resolve, RunData
 
 log = logging.getLogger("runner")
+
+TRAINED_ROWS_KEY = "data.trained_rows"
+CHUNK = 65_536  # rows that are hashed at a time
 
 
 def read_preprocessing(
@@ -62,10 +69,9 @@ def read_preprocessing(
 
 
 def check_data_files(config: RunConfig, fitted: Preprocessing, files: DataFiles) -> Preprocessing:
-    """Return the preprocessing with the files that are trained on now.
+    """Return the preprocessing with today's files.
 
-    ConfigError if a resumed or evaluated run's own files have changed, unless `data.changed` is
-    accept. Other paths are taken as meant.
+    ConfigError if a run's own files have changed, unless `data.changed` is accept.
     """
     data, before = config.data, fitted.files
     trains = config.job.kind not in EVALUATION_JOBS
@@ -111,10 +117,9 @@ def find_trained_indices(
     resolve: Resolve,
     settings: Mapping[str, str],
 ) -> np.ndarray | None:
-    """Return the training indices of a run with `settings`; None if they cannot be determined.
+    """Return the training indices of a run with `settings`; None if they are unknown.
 
-    `now` are those of this run, and `run_data` are the same files, opened with another split. A
-    user's data set is not opened again.
+    `now` are this run's, and `run_data` the same files with another split.
     """
     from runner.core.data.split import split_samples
     from runner.core.data.user_dataset import UserDataset
@@ -140,11 +145,7 @@ def find_trained_indices(
         if isinstance(data, UserDataset):
             return split_samples(opening, len(data.dataset), before, data.name)[0]
         if "path" in vars(before):
-            from runner.core.data.split_paths import find_split_paths
-
-            paths = find_split_paths(before, opening)
-            trains_on_all = "validation" in paths.paths
-            opening = replace(opening, folder=paths.folder, trains_on_all=trains_on_all)
+            opening = find_split_paths(before, opening).opening(opening)
         return open_data(before, resolve, opening).train
     except (RunnerError, OSError, KeyError, ValueError, SyntaxError) as error:
         log.debug("the earlier split is unknown: %s", error)
@@ -158,3 +159,60 @@ def _parse_setting(key: str, settings: Mapping[str, str]) -> Any:
     if key == "split":
         return SplitRule[text]
     return text if key in ("split_by", *PATH_KEYS) else literal_eval(text)
+
+
+def find_trained_rows(
+    config: FromFiles,
+    data: Dataset,
+    fitted: Preprocessing,
+    opening: OpenOptions,
+    resolve: Resolve,
+) -> tuple[Choice, ...]:
+    """Return how many samples of `data`, which are evaluated, were trained on.
+
+    Files are compared by content; rows of a table with those of the training split, if the
+    training data are still there or have only another name. None is no choice.
+    """
+    trained = fitted.files.get("own")
+    name = Path(fitted.files.get("paths", {}).get("data.path", "")).name
+    digest = digest_files([config.path], name)["sha256"]
+    same = trained == digest
+    fix = "evaluate others, or leave out data.path for the validation split"
+    if same and not isinstance(data, TensorsDataset):
+        text = f"samples are the files of {fitted.source}, most of which were trained on; {fix}"
+        return (Choice(TRAINED_ROWS_KEY, f"{len(data.validation):,}", text),)
+    source = Path(fitted.source)
+    unchanged = source.exists() and digest_files([fitted.source], name)["sha256"] == trained
+    if not isinstance(data, TensorsDataset) or not (same or unchanged):
+        return ()
+    own = replace(config, path=config.path if same else fitted.source)
+    fitted = replace(fitted, source=source_of(own))
+    try:
+        options = replace(opening, fitted=fitted, evaluates=True)
+        options = find_split_paths(own, options).opening(options)
+        training = open_data(own, resolve, options)
+    except (RunnerError, OSError):  # it is not needed
+        return ()
+    if not isinstance(training, TensorsDataset):
+        return ()
+    hashes = row_hashes(training, training.train)
+    by_chance = 2 * len(np.unique(hashes)) < len(hashes)  # few distinct rows
+    count = int(np.isin(row_hashes(data, data.validation), hashes).sum())
+    if not count or (by_chance and not same):
+        return ()
+    text = f"of {len(data.validation):,} rows are equal to rows that the model was trained on"
+    return (Choice(TRAINED_ROWS_KEY, f"{count:,}", f"{text}: the metrics are too good; {fix}"),)
+
+
+def row_hashes(data: TensorsDataset, rows: np.ndarray) -> np.ndarray:
+    """Return a 64-bit hash of inputs and target of each row."""
+    hashes = np.zeros(len(rows), np.uint64)
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        total = np.zeros(len(chunk), np.uint64)
+        for number, tensor in enumerate((data.inputs, data.target)):
+            values = np.ascontiguousarray(tensor.numpy()[chunk].reshape(len(chunk), -1), np.float64)
+            weights = splitmix(np.arange(values.shape[1]) + (number << 32)) | np.uint64(1)
+            total += (splitmix((values + 0.0).view(np.uint64)) * weights).sum(axis=1)  # wraps
+        hashes[start : start + CHUNK] = total
+    return hashes

@@ -59,20 +59,16 @@ KEY_ALIASES = {
     "stability.clip_value": "grad_clip_value clip_grad_value gradient_clip_value",
     "stability.clip_norm": "clip_norm grad_clip clip_grad_norm gradient_clip_val max_grad_norm",
     "optimization": "optimization_level opt_level",
-    "optimization.amp.enabled": "amp use_amp enable_amp autocast mixed_precision"
-    " use_mixed_precision enable_mixed_precision",
-    "optimization.compile.enabled": "compile torch_compile use_torch_compile compile_model"
-    " use_compile enable_compile compilation enable_compilation",
-    "optimization.recompute.enabled": "gradient_checkpointing use_gradient_checkpointing"
-    " enable_gradient_checkpointing activation_checkpointing use_activation_checkpointing"
-    " enable_activation_checkpointing use_checkpointing",
-    "optimization.channels_last.enabled": "channels_last use_channels_last enable_channels_last",
-    "optimization.attention.enabled": "flash_attention use_flash_attention enable_flash_attention"
-    " flash_attn use_flash_attn",
-    "optimization.cuda_graphs.enabled": "use_cuda_graphs enable_cuda_graphs use_cuda_graph",
-    "optimization.tf32.enabled": "allow_tf32 use_tf32 enable_tf32",
-    "optimization.quantization.enabled": "quantize use_quantization enable_quantization int8",
-    "optimization.fused_optimizer.enabled": "fused use_fused fused_adam",
+    "optimization.amp.enabled": "amp autocast mixed_precision",
+    "optimization.compile.enabled": "compile torch_compile compile_model compilation",
+    "optimization.recompute.enabled": "gradient_checkpointing activation_checkpointing"
+    " use_checkpointing",
+    "optimization.channels_last.enabled": "channels_last",
+    "optimization.attention.enabled": "flash_attention flash_attn",
+    "optimization.cuda_graphs.enabled": "use_cuda_graphs use_cuda_graph",
+    "optimization.tf32.enabled": "allow_tf32 use_tf32",
+    "optimization.quantization.enabled": "quantize use_quantization int8",
+    "optimization.fused_optimizer.enabled": "fused fused_adam",
     "checkpoint.resume": "resume ckpt_path resume_from resume_from_checkpoint checkpoint_path ckpt",
     "checkpoint.every": "save_every save_steps checkpoint_every save_interval",
     "checkpoint.keep": "save_total_limit save_top_k max_to_keep keep_last keep_last_n",
@@ -84,7 +80,7 @@ KEY_ALIASES = {
     "job": "task mode action",
     "training": "trainer train",
 }
-"""Our keys, and names in other programs with the same values, in any group."""
+"""Our keys, and names in other programs with the same values, in any group; also after `use_`."""
 
 _AMP = "optimization.amp.enabled=true optimization.amp.dtype"
 _NO_AMP = "optimization.amp.enabled=false"
@@ -105,33 +101,26 @@ _STRATEGIES = {
     **dict.fromkeys(("auto", "none", "single_device"), "distributed=none"),
 }
 _SINKS = {name: f"monitoring.sinks=[{name}]" for name in ("wandb", "mlflow")}
-VALUE_ALIASES = {
-    **dict.fromkeys(("precision", "dtype", "mixed_precision", "amp", "amp_dtype"), _PRECISION),
+_VALUES = {
+    "precision dtype mixed_precision amp amp_dtype": _PRECISION,
     "fp16": {"true": f"{_AMP}=fp16", "false": _NO_AMP},
     "bf16": {"true": f"{_AMP}=bf16", "false": _NO_AMP},
-    **dict.fromkeys(
-        ("num_gpus", "n_gpus", "n_gpu", "gpus", "devices", "num_devices", "num_processes")
-        + ("nproc_per_node", "world_size"),
-        _DEVICES,
-    ),
-    **dict.fromkeys(("strategy", "distributed_backend"), _STRATEGIES),
+    "num_gpus n_gpus n_gpu gpus devices num_devices": _DEVICES,
+    "num_processes nproc_per_node world_size": _DEVICES,
+    "strategy distributed_backend": _STRATEGIES,
     "ddp": {"true": "distributed=ddp", "false": "distributed=none"},
     "fsdp": {"true": "distributed=fsdp", "false": "distributed=none"},
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps")
-        + ("grad_accum_steps", "grad_accumulation_steps", "grad_accum", "gradient_accumulation"),
-        {"*": "training.micro_batch={micro_batch}"},
-    ),
-    **dict.fromkeys(("use_cuda", "use_gpu"), {"true": "device=cuda", "false": "device=cpu"}),
-    **dict.fromkeys(("no_cuda", "use_cpu"), {"true": "device=cpu", "false": "device=auto"}),
-    **dict.fromkeys(
-        ("detect_anomaly", "enable_anomaly_detection", "anomaly_detection"),
-        {"true": "debug=anomaly", "false": "debug=none"},
-    ),
-    **dict.fromkeys(
-        ("profile", "profiler", "profiling", "enable_profiling"),
-        {"false": "debug=none", "*": "debug=profile"},
-    ),
+    "gradient_accumulation_steps accumulate_grad_batches accumulation_steps grad_accum_steps"
+    " grad_accumulation_steps grad_accum gradient_accumulation": {
+        "*": "training.micro_batch={micro_batch}"
+    },
+    "use_cuda use_gpu": {"true": "device=cuda", "false": "device=cpu"},
+    "no_cuda use_cpu": {"true": "device=cpu", "false": "device=auto"},
+    "detect_anomaly enable_anomaly_detection anomaly_detection": {
+        "true": "debug=anomaly",
+        "false": "debug=none",
+    },
+    "profile profiler profiling enable_profiling": {"false": "debug=none", "*": "debug=profile"},
     "enable_checkpointing": {"true": "checkpoint=default", "false": "checkpoint=off"},
     "fast_dev_run": {"true": "training=short"},
     "greater_is_better": {
@@ -140,9 +129,10 @@ VALUE_ALIASES = {
     },
     "memory_format": {"channels_last": "optimization.channels_last.enabled=true"},
     "resume": {"true": "checkpoint.resume=auto", "false": "checkpoint.resume=none"},
-    **dict.fromkeys(("logger", "report_to"), _SINKS),
+    "logger report_to": _SINKS,
     **{name: {"true": sink} for name, sink in _SINKS.items()},
 }
+VALUE_ALIASES = {name: values for names, values in _VALUES.items() for name in names.split()}
 """Names in other programs with different values: overrides by value, `*` for any other one.
 
 `{value}` is the value, `{micro_batch}` the batch size divided by it.
@@ -197,23 +187,21 @@ _MACHINES = (
 )
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
 _CLAIMS = "claims about techniques are measured by python scripts/bench_claims.py in a checkout"
-UNSUPPORTED = {
-    **dict.fromkeys(("logger", "loggers", "wandb", "mlflow", "tensorboard", "report_to"), _LOGGERS),
-    **dict.fromkeys(("callbacks", "callback", "hooks"), _HOOKS),
-    **dict.fromkeys(("gpus", "devices", "num_gpus", "strategy", "ddp", "world_size"), _DEVICE),
-    **dict.fromkeys(("nodes", "num_nodes", "nnodes", "rendezvous", "rdzv_endpoint"), _MACHINES),
+_HINTS = {
+    "logger loggers wandb mlflow tensorboard report_to": _LOGGERS,
+    "callbacks callback hooks": _HOOKS,
+    "gpus devices num_gpus strategy ddp world_size": _DEVICE,
+    "nodes num_nodes nnodes rendezvous rdzv_endpoint": _MACHINES,
     "recovery": _RECOVERY,
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _SPLIT),
+    "accumulate_grad_batches gradient_accumulation_steps": _SPLIT,
     "claims": _CLAIMS,
 }
+UNSUPPORTED = {name: hint for names, hint in _HINTS.items() for name in names.split()}
 """Names without a key here, and what to use instead."""
 
 
 def find_options(group: str, text: str, options: Container[str]) -> str:
-    """Replace each word of a value, or of a sweep's, by the option of the group that it names.
-
-    Only groups in OPTION_WORDS have other words, and ignore case.
-    """
+    """Replace each word of a value by the option that it names, in groups of OPTION_WORDS."""
 
     def replace(match: re.Match[str]) -> str:
         folded = match[0].casefold()
@@ -226,7 +214,8 @@ def find_options(group: str, text: str, options: Container[str]) -> str:
 def find_key(name: str) -> str:
     """Return our key for another program's, or "" if there is none."""
     name = name.casefold().replace("-", "_")
-    return next((key for key, names in KEY_ALIASES.items() if name in names.split()), "")
+    spellings = {name, re.sub("^(use|enable)_", "", name)}
+    return next((key for key, names in KEY_ALIASES.items() if spellings & {*names.split()}), "")
 
 
 def find_overrides(name: str, value: str, batch_size: int) -> list[str]:

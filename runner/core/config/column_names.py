@@ -37,15 +37,10 @@ def encode_names(text: str) -> str:
         return text
     if match["name"] is None and all(map(PLAIN_NAME.fullmatch, values)):
         return text
-    pairs = (
-        (
-            name if PLAIN_NAME.fullmatch(name) else ENCODED_NAME + name.encode().hex(),
-            value.strip("'\""),
-        )
-        for name, value in values.items()
-    )
-    items = (
-        f"{name}: {value if value.isidentifier() else quote_for_hydra(value)}"
-        for name, value in pairs
-    )
+    items = list[str]()
+    for name, value in values.items():
+        if not PLAIN_NAME.fullmatch(name):
+            name = ENCODED_NAME + name.encode().hex()
+        value = value.strip("'\"")
+        items.append(f"{name}: {value if value.isidentifier() else quote_for_hydra(value)}")
     return f"{match['sign'] or '+'}{match['key']}={{{', '.join(items)}}}"

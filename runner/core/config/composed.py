@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.core.config.run_config import RunConfig, flatten_config
+from runner.core.config.run_config import RunConfig, WrittenConfig
 from runner.core.errors import StorageError
 from runner.core.record import hydra_files
 from runner.core.record.storage import remove_folder
@@ -18,7 +18,7 @@ ATTRIBUTE = "composed"  # of a RunConfig that `compose` made; no field, so no pa
 
 def remember(config: RunConfig, overrides: list[str]) -> RunConfig:
     """Keep with a config what it was composed of, and its values; return it."""
-    vars(config)[ATTRIBUTE] = (overrides, flatten_config(config))
+    vars(config)[ATTRIBUTE] = (overrides, WrittenConfig(config).flat())
     return config
 
 
@@ -27,9 +27,8 @@ def record_config(
 ) -> None:
     """Write `.hydra` into a run's folder, so that it is loaded and resumed without typing it again.
 
-    Values that were changed since `compose` are recorded as further overrides. Nothing is written
-    for a config of the command line, or beside one that Hydra has recorded, nor if `objects`
-    replace parts of it. A config that cannot be written is a warning.
+    Changes since `compose` are further overrides. Nothing is written for a config of Hydra's, or if
+    `objects` replace parts of it. A config that cannot be written is a warning.
     """
     is_resumed = (folder / hydra_files.FOLDER).is_dir()  # it is replaced when training continues
     if is_resumed and not _is_own(folder / hydra_files.FOLDER):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from runner.core.config.run_config import RunConfig, flatten_config
+from runner.core.config.run_config import RunConfig, WrittenConfig
 from runner.core.config.spelling import parse_override
 from runner.core.record import hydra_files
 from runner.core.record.text import value_for_hydra
@@ -22,14 +22,13 @@ CLASS_KEYS = ("kind", "_target_")
 
 
 def write_config(config: RunConfig, origin: tuple[list[str], dict[str, Any]], target: Path) -> None:
-    """Write the files that Hydra writes, for a config composed of overrides and then changed.
+    """Write Hydra's files for a config composed of overrides and then changed.
 
-    `origin` is the overrides and the values that they gave. Raises any error of a value that cannot
-    be written, or of the disk.
+    `origin` is the overrides and the values that they gave. Raises any error of values or the disk.
     """
     overrides, before = origin
     config = _plain(config)
-    now = flatten_config(config)
+    now = WrittenConfig(config).flat()
     changed = {k: v for k, v in now.items() if k not in before or before[k] != v}
     lost = [key for key, value in before.items() if key not in now and value != {}]
     if lost or any(key.rpartition(".")[2] in CLASS_KEYS for key in changed):

@@ -22,27 +22,19 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf's parser
 
 from runner.core.config.groups import CONF
-from runner.core.config.run_config import NON_RUN_KEYS, RunConfig
+from runner.core.config.run_config import NON_RUN_KEYS, SCHEMAS, RunConfig
 from runner.core.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.core.format import nearest
-from runner.core.schemas import data as data_config
-from runner.core.schemas import models as model_config
 from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.sweep import JobSweeperConfig, LauncherConfig, SearchSweeperConfig
-from runner.core.security import secrets
+from runner.core.security import config_files, secrets
 from runner.core.security.cli_overrides import parse_overrides, parse_security_overrides
-from runner.core.security.config_files import (
-    ConfigFileChecker,
-    limit_interpolations,
-    reset_interpolation_counters,
-)
+from runner.core.security.config_files import ConfigFileChecker
 
 log = logging.getLogger("runner")
 
 BUILTIN_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
 """Config folders that are exempt from checks."""
-SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
-"""Groups with a schema per option, so that an option has only its own keys."""
 OUTPUT_FOLDERS = {
     JobKind.evaluate: "evaluations",
     JobKind.predict: "predictions",
@@ -67,11 +59,11 @@ def register() -> None:
     store.store(group="hydra/launcher", name="isolated", node=LauncherConfig, provider="runner")
     for name, node in (("jobs", JobSweeperConfig), ("search", SearchSweeperConfig)):
         store.store(group="hydra/sweeper", name=name, node=node, provider="runner")
-    for group, schemas in SCHEMAS:
+    for group, schemas in SCHEMAS.items():
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
     secrets.install_resolvers()
-    limit_interpolations()
+    config_files.limit_interpolations()
     replace_typed_mappings()
     resolver = partial(OmegaConf.register_new_resolver, replace=True)
     resolver("runner.name", _default_name)
@@ -109,7 +101,7 @@ def replace_typed_mappings() -> None:
 def _default_name(*, _root_: DictConfig) -> str:
     if _root_.job.kind in (JobKind.doctor, JobKind.scan):
         return str(_root_.job.kind.name)
-    parts = (_root_[group] for group, _ in SCHEMAS)
+    parts = (_root_[group] for group in SCHEMAS)
     return "-".join((part.get("_target_") or part.kind).rpartition(".")[2] for part in parts)
 
 
@@ -147,16 +139,13 @@ def compose_raw(
     hydra_too: bool = False,
     conf: Path = CONF,
 ) -> DictConfig:
-    """Compose an untyped config, with groups in `folders` in addition to those in `conf`.
-
-    Hydra's global state is restored. Raises ConfigError.
-    """
+    """Compose an untyped config, also of groups in `folders`. Raises ConfigError."""
     path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
 
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
         return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
 
-    reset_interpolation_counters()
+    config_files.reset_interpolation_counters()
     try:
         config = compose(list(overrides), hydra_too)
         if any(text.startswith("+") for text in overrides):
@@ -174,10 +163,7 @@ def compose_raw(
 
 
 def _is_composable(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
-    """Whether overrides compose to a valid config, or to one that only lacks values or trust.
-
-    Of a sweep only the first jobs are composed.
-    """
+    """Whether overrides (of a sweep the first jobs) compose, or only lack values or trust."""
     from runner.core.config.spelling import normalize_overrides, sample_jobs
 
     try:
@@ -207,13 +193,11 @@ def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path
 
 
 def typed(config: DictConfig) -> RunConfig:
-    """Convert a config to validated dataclasses.
+    """Convert a config to validated dataclasses; Hydra's section resolves `${hydra:…}` and goes.
 
-    Hydra's own section, if any, resolves `${hydra:…}` and is removed from `config`. Raises
-    ConfigError for an unknown key, a mandatory one without a value, and an interpolation without a
-    target.
+    Raises ConfigError for unknown keys, and those without a value or an interpolation's target.
     """
-    reset_interpolation_counters()
+    config_files.reset_interpolation_counters()
     with _LOCK, _without_hydra_section(config):
         _check_keys(config)
         try:
@@ -294,7 +278,7 @@ def _allowed_environment(config: DictConfig) -> list[str]:
 
 
 def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
-    """Restore a config from the output of `config_to_plain`.
+    """Restore a config from the output of `WrittenConfig.plain`.
 
     The caller decides which classes are trusted. Raises ConfigError if it does not fit this
     version, SecurityError for an untrusted class and for anything but plain data.
@@ -304,7 +288,7 @@ def config_from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> R
     check_literal(tree, may_read=secrets.permitted_variables())
     try:
         config = OmegaConf.structured(RunConfig)
-        for group, schemas in SCHEMAS:
+        for group, schemas in SCHEMAS.items():
             config[group] = OmegaConf.structured(schemas[tree[group]["kind"]])
         run_tree = {key: value for key, value in tree.items() if key not in NON_RUN_KEYS}
         stability = run_tree.get("stability")

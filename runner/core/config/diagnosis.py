@@ -16,29 +16,17 @@ from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.core.config import suggestions
 from runner.core.config.aliases import find_replacement
 from runner.core.config.groups import MIN_SIMILARITY, group_options
-from runner.core.config.spelling import (
-    CliOverride,
-    Compose,
-    first_job,
-    parse_override,
-)
-from runner.core.config.suggestions import (
-    BATCH_SIZE,
-    Suggester,
-    format_command,
-    own_keys,
-    suggestion_error,
-)
+from runner.core.config.run_config import SCHEMAS
+from runner.core.config.spelling import CliOverride, Compose, first_job, parse_override
+from runner.core.config.suggestions import BATCH_SIZE, Suggester, own_keys
 from runner.core.errors import ConfigError, StorageError, install_command
 from runner.core.record import hydra_files
 from runner.core.record.column_overrides import list_override
-from runner.core.schemas.data import OPTIONS as DATA_OPTIONS
 from runner.core.schemas.data import decode_name
-from runner.core.schemas.models import OPTIONS as MODEL_OPTIONS
 
-SCHEMAS: dict[str, Mapping[str, Any]] = {"data": DATA_OPTIONS, "model": MODEL_OPTIONS}
 CONVERSION_ERROR = re.compile(
     r"Value '(?P<value>.*)' (?:of type '\w+' could not be converted to (?P<kind>Integer|Float)"
     r"|is not a valid bool)"
@@ -61,10 +49,7 @@ def explain_error(
     composes: Callable[[list[str]], bool],
     folders: Sequence[Path] = (),
 ) -> ConfigError:
-    """Return the error in one line with the key and a suggestion that composes.
-
-    `compose` composes overrides, `composes` tests if they compose; `folders` have more groups.
-    """
+    """Return the error in one line with the key and a suggestion that `composes`."""
     parsed = [parse_override(text) for text in overrides]
     groups = group_options(*folders)
     unnamed = [o for o in parsed if o.key in groups and "${" in o.value]
@@ -81,9 +66,8 @@ def explain_error(
         is_valid = not value or value in groups.get(override.key, [value]) or "${" in value
         if not (is_valid or override.sign == "~" or override.parsed.is_sweep_override()):
             return suggester.option_error(override.key, value)
-    problem = _check_several_values(parsed, suggester) if "--multirun" in str(error) else None
-    problem = problem or _check_config_files(folders, suggester, compose)
-    if problem is not None:
+    several = _check_several_values(parsed, suggester) if "--multirun" in str(error) else None
+    if problem := several or _check_config_files(folders, suggester, compose):
         return problem
     try:
         config = compose(chosen)
@@ -112,7 +96,8 @@ def _check_several_values(
             return suggester.option_error(override.key, wrong)
     first, fixes = sweeps[0], []
     if suggester.first_composing([[str(override) for override in sweeps]]):
-        fixes.append(f"to run one after the other: {format_command([*map(str, sweeps)])}")
+        command = suggestions.format_command([*map(str, sweeps)])
+        fixes.append(f"to run one after the other: {command}")
     as_list = f"{first.sign}{first.key}=[{first.value}]"
     if first.key not in suggester.groups and suggester.first_composing([[as_list]]):
         fixes.append(f"for a list: {as_list}")
@@ -175,7 +160,7 @@ def _unknown_key_error(
     elif not i and isinstance(config.get(group), DictConfig):
         existing = f"{group} has {', '.join(own_keys(config[group]))}"
     fallback = find_replacement(override.key) or ("" if suggestion and not i else existing)
-    return suggestion_error(override.key, problem, suggestion, fallback)
+    return suggestions.suggestion_error(override.key, problem, suggestion, fallback)
 
 
 # -- user config files ---------------------------------------------------------------------------
@@ -257,8 +242,7 @@ def conversion_problem(text: str) -> str:
     """Reword OmegaConf's message about a value of the wrong type; other messages stay."""
     match = CONVERSION_ERROR.match(text)
     if match is None:
-        forms = (needed for form, needed in OTHER_FORMS.items() if re.match(form, text))
-        return next(forms, text)
+        return next((need for form, need in OTHER_FORMS.items() if re.match(form, text)), text)
     value, kind = match["value"], match["kind"] or "bool"
     fix = ""
     with suppress(ValueError, OverflowError):  # 1e3 is a float in YAML

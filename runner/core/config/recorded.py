@@ -9,13 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.core.config import groups
 from runner.core.config.aliases import find_options
-from runner.core.config.groups import (
-    GROUP_ALIASES,
-    USER_CLASS_GROUPS,
-    default_options,
-    group_options,
-)
+from runner.core.config.groups import GROUP_ALIASES, USER_CLASS_GROUPS
 from runner.core.config.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.core.errors import CheckpointError, ConfigError, StorageError
 from runner.core.format import nearest
@@ -101,14 +97,10 @@ def _find_run(path: Path) -> Path | None:
         return folder
     if STEP_FOLDER.fullmatch(path.name):
         return None
-    evaluated_runs = [
-        o.value for o in map(parse_override, _recorded_overrides(path)) if o.key == RESUME_KEY
-    ]
-    if evaluated_runs:
-        run = evaluated_runs[-1]
-        raise CheckpointError(
-            f"{RESUME_KEY}: {path} is an evaluation of {run}; use {RESUME_KEY}={run}"
-        )
+    recorded = {o.key: o.value for o in map(parse_override, _recorded_overrides(path))}
+    if RESUME_KEY in recorded:
+        fix = f"use {RESUME_KEY}={recorded[RESUME_KEY]}"
+        raise CheckpointError(f"{RESUME_KEY}: {path} is an evaluation of another run; {fix}")
     runs = [p.parent for p in (*path.glob(f"*/{CHECKPOINTS}"), *path.glob(f"*/*/{CHECKPOINTS}"))]
     newest = max(runs, key=lambda run: run.stat().st_mtime_ns, default=None)
     hint = f"the newest in it is {newest}" if newest else f"it has no {CHECKPOINTS}"
@@ -128,10 +120,9 @@ def _recorded_overrides(run: Path | None) -> list[str]:
 def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> list[str]:
     """Return the recorded overrides that the typed ones do not replace.
 
-    `security` and `hydra` keys are not taken from a folder, which may come from anywhere, nor are
-    `data.changed`, which is about one change, and the storage of a search.
+    `security` and `hydra` keys, `data.changed` and the storage of a search are never taken.
     """
-    options = group_options()
+    options = groups.group_options()
     keys_and_values = [(GROUP_ALIASES.get(o.key, o.key), o.value) for o in typed]
     typed_values = {k: find_options(k, value, options.get(k, ())) for k, value in keys_and_values}
     dropped = with_argument_keys(set(typed_values)) | {RESUME_KEY, CHANGED_KEY}
@@ -139,12 +130,11 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
     dropped |= {EXCLUSIVE[key] for key in dropped if key in EXCLUSIVE}
     recorded_values = {o.key: o.value for o in map(parse_override, recorded)}
     if "experiment" not in recorded_values:  # a recipe names its own options
-        defaults = {g: o for g, o in default_options().items() if g in USER_CLASS_GROUPS}
+        defaults = {g: o for g, o in groups.default_options().items() if g in USER_CLASS_GROUPS}
         recorded_values = defaults | recorded_values
-    groups = typed_values.keys() & options.keys()
     replaced_groups = [
         f"{g}."
-        for g in groups
+        for g in typed_values.keys() & options.keys()
         if _group_value({g: typed_values[g]} | recorded_values, g) != _group_value(typed_values, g)
     ]
     trains = typed_values.get("job", "train") == "train" or typed_values.get("verify.what") == "run"
@@ -161,10 +151,9 @@ def _select_recorded(recorded: Sequence[str], typed: Sequence[CliOverride]) -> l
 def _with_recorded_mappings(
     run: Path | None, overrides: list[str], typed: Sequence[CliOverride]
 ) -> list[str]:
-    """Replace mappings that were typed as a whole, such as `optimizer.options={}`, by those of the
-    recorded config: older versions merged them with the option's.
+    """Replace mappings that were typed whole, such as `optimizer.options={}`, by recorded ones.
 
-    Entries that are now typed with `+` are left out.
+    Older versions merged them with the option's. Entries now typed with `+` are left out.
     """
     parsed = [parse_override(text) for text in overrides]
     whole = {o.key for o in parsed if o.sign in ("", "++") and isinstance(o.parsed.value(), dict)}

@@ -16,24 +16,15 @@ from omegaconf import MISSING
 from runner.core.bounds import check_counts
 from runner.core.config.groups import USER_CLASS_GROUPS
 from runner.core.errors import ConfigError, UsageError
+from runner.core.record.hydra_files import flat_items
 from runner.core.schemas import data as data_config
+from runner.core.schemas import jobs
+from runner.core.schemas import models as model_config
 from runner.core.schemas.checks import ChecksConfig
 from runner.core.schemas.data import LIMIT_KEYS, DataConfig
 from runner.core.schemas.debug import DebugConfig
 from runner.core.schemas.device import DeviceConfig, DistributedConfig, DistributedKind
-from runner.core.schemas.jobs import (
-    EVALUATION_JOBS,
-    BenchmarkConfig,
-    EvaluateConfig,
-    ExportKind,
-    JobConfig,
-    JobKind,
-    PredictConfig,
-    ReplayConfig,
-    ScanConfig,
-    VerifyConfig,
-    VerifyKind,
-)
+from runner.core.schemas.jobs import EVALUATION_JOBS, ExportKind, JobKind, VerifyKind
 from runner.core.schemas.models import ModelConfig, ObjectiveConfig
 from runner.core.schemas.monitoring import MonitoringConfig
 from runner.core.schemas.optimization import Optimization
@@ -45,6 +36,8 @@ from runner.core.schemas.training import CheckpointConfig, TrainingConfig
 from runner.core.security import secrets
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
+SCHEMAS: dict[str, Mapping[str, Any]] = {"data": data_config.OPTIONS, "model": model_config.OPTIONS}
+"""Groups with a schema per option, so that an option has only its own keys."""
 MODEL_INPUTS = {
     "gpt": ("tokens", ("stdlib_text", "text_lm", "tokens")),
     "classifier": ("labelled text", ("stdlib_parts", "text")),
@@ -77,13 +70,13 @@ class RunConfig:
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
-    job: JobConfig = field(default_factory=JobConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    predict: PredictConfig = field(default_factory=PredictConfig)
-    verify: VerifyConfig = field(default_factory=VerifyConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    scan: ScanConfig = field(default_factory=ScanConfig)
-    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    job: jobs.JobConfig = field(default_factory=jobs.JobConfig)
+    evaluate: jobs.EvaluateConfig = field(default_factory=jobs.EvaluateConfig)
+    predict: jobs.PredictConfig = field(default_factory=jobs.PredictConfig)
+    verify: jobs.VerifyConfig = field(default_factory=jobs.VerifyConfig)
+    replay: jobs.ReplayConfig = field(default_factory=jobs.ReplayConfig)
+    scan: jobs.ScanConfig = field(default_factory=jobs.ScanConfig)
+    benchmark: jobs.BenchmarkConfig = field(default_factory=jobs.BenchmarkConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
 
@@ -102,10 +95,7 @@ class RunConfig:
         check_counts(asdict(self))
 
     def _check_trust(self, user_techniques: Collection[str] = ()) -> None:
-        """Check every class name for trust, before torch or the user's code is imported.
-
-        Techniques in `user_techniques` exist already, as the caller's objects.
-        """
+        """Check class names, but `user_techniques`, before any code of theirs is imported."""
         groups = (*USER_CLASS_GROUPS, "optimizer")
         targets = [(f"{g}._target_", getattr(self, g)._target_) for g in groups]
         targets.append(("data.validation_target", self.data.validation_target))
@@ -216,10 +206,8 @@ class RunConfig:
             fix = f"use data={' or data='.join(kinds)}, or another model"
             raise ConfigError("model", problem, fix)
         if needed not in (None, model.kind):
-            problem = (
-                f"{model.kind} cannot read {MODEL_INPUTS[str(needed)][0]}, as in data={data.kind}"
-            )
-            raise ConfigError("model", problem, f"use model={needed}")
+            what = f"{MODEL_INPUTS[str(needed)][0]}, as in data={data.kind}"
+            raise ConfigError("model", f"{model.kind} cannot read {what}", f"use model={needed}")
 
 
 def validate_config(config: RunConfig, user_techniques: Collection[str] = ()) -> None:
@@ -249,15 +237,9 @@ NON_RUN_KEYS = (
     *("distributed", "job", "evaluate", "predict", "verify", "replay", "scan", "benchmark"),
     *("sweep", "search", "security"),
 )
+_ROW = {"in_a_row": 1, "factor": 0.5, "for_steps": 100}
 RECOVERY_ROWS = [
-    {
-        "kind": kind,
-        "in_a_row": 1,
-        "action": action,
-        "factor": 0.5,
-        "for_steps": 100,
-        "at_most": most,
-    }
+    {**_ROW, "kind": kind, "action": action, "at_most": most}
     for kind, action, most in (
         ("weights", "rollback", None),
         ("weights", "stop", None),
@@ -336,16 +318,8 @@ class WrittenConfig:
 
     def flat(self) -> dict[str, Any]:
         """Return all values by dotted key, as on the command line."""
-        values: dict[str, Any] = {}
-
-        def walk(value: Any, path: str) -> None:
-            if isinstance(value, Mapping) and (value or not path):
-                for key, inner in value.items():
-                    walk(inner, f"{path}.{key}" if path else str(key))
-            else:
-                values[path] = value.name if isinstance(value, Enum) else value
-
-        walk(self._tree, "")
+        items = flat_items(self._tree)
+        values = {key: x.name if isinstance(x, Enum) else x for key, x in items}
         # a user's class replaces the option
         for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
             if target := values[f"{group}._target_"]:
@@ -362,16 +336,6 @@ def digest(value: Any) -> str:
     """Return a sha256 of plain values and enum members."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_json_default)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def config_to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return what is written of the config as JSON values, without keys that are of no run."""
-    return WrittenConfig(config).plain()
-
-
-def flatten_config(config: RunConfig) -> dict[str, Any]:
-    """Return what is written of the config, by dotted key."""
-    return WrittenConfig(config).flat()
 
 
 def _json_default(value: Any) -> str:

@@ -9,24 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.core.data import labels, target_scale
 from runner.core.data.dataset import TensorsDataset
-from runner.core.data.labels import (
-    MAX_CLASSES,
-    TASKS,
-    check_classes,
-    check_task,
-    guess_task,
-    remap_labels,
-)
+from runner.core.data.labels import MAX_CLASSES
 from runner.core.data.paths import existing_path, suggestion
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
-from runner.core.data.target_scale import (
-    check_log_target,
-    check_transform,
-    fit_target_scale,
-    target_array,
-)
 from runner.core.data.usable import usable_indices
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice
@@ -46,7 +34,7 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
     """
     from runner.core.security.files.loader import read_arrays  # imported only if used
 
-    check_task(config.task, TASKS)
+    labels.check_task(config.task, labels.TASKS)
     path = existing_path(config.path)
     trained = None if opening.fitted is None else opening.fitted.sizes
     if path.suffix.lower() in TABLE_SUFFIXES:
@@ -75,9 +63,9 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
     rows = RowNames(numbers=usable) if bad else RowNames()
     logs = config.target_transform is TargetTransform.log if trained is None else trained.log_target
     if trained is None:
-        check_transform(config.target_transform, task, reason)
+        target_scale.check_transform(config.target_transform, task, reason)
     if y is not None and logs:
-        check_log_target(target, lambda row: f"{target_name}: {rows(row)}")
+        target_scale.check_log_target(target, lambda row: f"{target_name}: {rows(row)}")
     strata = target if opening.labelled and task == "classification" else None
     train, validation, rule = split_samples(opening, len(inputs), config, str(path), strata)
     if trained is not None:
@@ -87,11 +75,11 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
         sizes = trained
     else:
         if task == "classification":
-            check_classes([str(label) for label in range(sizes.classes or 0)], target_name)
+            labels.check_classes([str(label) for label in range(sizes.classes or 0)], target_name)
         if config.task == "auto":
             choices = (*choices, Choice("data.task", task, reason))
         if task == "regression":
-            scale, choice = fit_target_scale(target, train, config.target_transform)
+            scale, choice = target_scale.fit_target_scale(target, train, config.target_transform)
             sizes = replace(sizes, **scale)
             choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
@@ -162,14 +150,10 @@ def _convert_inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
 def _convert_target(
     x: np.ndarray, sizes: Sizes, y: np.ndarray, what: str, trained: Sizes | None
 ) -> tuple[np.ndarray, Sizes]:
-    """Return the targets, and the sizes with those of the targets.
-
-    Class numbers with gaps, such as 7 and 40, become indices of the classes.
-    """
+    """Return targets and sizes; class numbers with gaps, as 7 and 40, become indices."""
     if sizes.task == "regression":
-        return target_array(y, float(y.std()) or 1.0), replace(
-            sizes, classes=int(np.prod(y.shape[1:]))
-        )
+        sizes = replace(sizes, classes=int(np.prod(y.shape[1:])))
+        return target_scale.target_array(y, float(y.std()) or 1.0), sizes
     problem = f"{what} is {y.dtype} of shape {list(y.shape)}"
     if sizes.task == "language_modelling":
         if x.shape != y.shape or sizes.vocab is None or y.dtype.kind not in "iu":
@@ -181,15 +165,15 @@ def _convert_target(
     is_fractional = y.dtype.kind == "f" and (y != np.round(y)).any()
     if y.ndim != 1 or is_fractional or not 0 <= y.min() <= y.max() < MAX_CLASSES:
         raise DataError(f"{problem}; classification needs one whole number from 0 per sample")
-    labels = y.astype(np.int64)
+    numbers = y.astype(np.int64)
     if trained is not None and not trained.class_names:
-        return labels, replace(sizes, classes=int(y.max()) + 1)
-    distinct, indices = np.unique(labels, return_inverse=True)
+        return numbers, replace(sizes, classes=int(y.max()) + 1)
+    distinct, indices = np.unique(numbers, return_inverse=True)
     names = tuple(map(str, distinct.tolist()))
     if trained is not None:
-        return remap_labels(names, indices, trained.class_names, what), sizes
+        return labels.remap_labels(names, indices, trained.class_names, what), sizes
     if len(distinct) == distinct[-1] + 1:  # without gaps
-        return labels, replace(sizes, classes=len(distinct))
+        return numbers, replace(sizes, classes=len(distinct))
     return indices.astype(np.int64), replace(sizes, classes=len(distinct), class_names=names)
 
 
@@ -204,4 +188,4 @@ def _infer_task(x: np.ndarray, y: np.ndarray, requested: str) -> tuple[str, str]
         return "regression", "there are several targets for each sample"
     if y.dtype.kind == "b":
         return "classification", "the targets are true or false"
-    return guess_task(y.astype(np.float64))
+    return labels.guess_task(y.astype(np.float64))

@@ -39,25 +39,27 @@ def as_pair(sample: Any, index: int, batch_index: int = 0) -> tuple[Nest, Nest]:
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
     of `LABEL_KEYS`. Raises BadSample with `batch_index`, its position in the batch, otherwise.
     """
-    key = label_key(sample)
-    if key is not None:
-        inputs: Any = {k: v for k, v in sample.items() if k != key}
-        position = index, batch_index
-        inputs = _to_tensors(inputs, "inputs", *position)
-        return inputs, _to_tensors(sample[key], str(key), *position)
-    if not isinstance(sample, tuple | list) or len(sample) < 2:
+    pair = split_pair(sample)
+    if pair is None:
         fix = f"return (inputs, target), or a dict with one of {', '.join(LABEL_KEYS)}"
         raise BadSample(batch_index, f"data: sample {index} is {describe(sample)}", f"; {fix}")
-    inputs = sample[0] if len(sample) == 2 else tuple(sample[:-1])
-    inputs = _to_tensors(inputs, "inputs", index, batch_index)
-    return inputs, _to_tensors(sample[-1], "target", index, batch_index)
+    inputs = _to_tensors(pair[0], "inputs", index, batch_index)
+    return inputs, _to_tensors(pair[1], label_key(sample) or "target", index, batch_index)
+
+
+def split_pair(sample: Any) -> tuple[Any, Any] | None:
+    """Return inputs and target of a sample or batch; None if it has another form."""
+    if (key := label_key(sample)) is not None:
+        return {k: v for k, v in sample.items() if k != key}, sample[key]
+    if not isinstance(sample, tuple | list) or len(sample) < 2:
+        return None
+    return (sample[0] if len(sample) == 2 else tuple(sample[:-1])), sample[-1]
 
 
 def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     """Stack nests of tensors along a new first dimension.
 
-    Raises DataError if a sample differs from the first in shape, dtype or keys: torch's collation
-    would cast it silently.
+    DataError if a sample has another shape, dtype or keys: torch's collation would cast it.
     """
     leaves = [list(named_leaves(sample, key)) for sample in samples]
     forms = [[(name, leaf.shape, leaf.dtype) for name, leaf in row] for row in leaves]
@@ -76,10 +78,7 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
 
 
 def stack_plain(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the batch of pairs of a tensor and a tensor or number, in a tenth of `stack`'s time.
-
-    None for other samples, and where they differ: `as_pair` and `stack` do those, or say so.
-    """
+    """Stack pairs of tensor and tensor or number, in a tenth of `stack`'s time; None for others."""
     if {type(sample) for sample in samples} != {tuple} or {*map(len, samples)} != {2}:
         return None
     columns = list[Tensor]()
@@ -132,9 +131,8 @@ def infer_sizes(
     The attributes `sizes` (a dict of any of them), `classes` (a count or the names) and `vocab`
     take precedence; if `sizes` has a `task`, no sample is read. Otherwise float [C, H, W] is an
     image, other floats are features, integers [length] are tokens; an integer target is a class,
-    one shaped like the tokens is the next tokens, and a float one is regression. With `skip_bad`,
-    bad samples are ignored. `samples` is the number of those to count in, and their name, of data
-    without a length.
+    one shaped like the tokens the next tokens, a float one regression. `skip_bad` ignores bad
+    samples. `samples`: the number of those to count in, and their name, of data without a length.
     """
     sizes = _declared_sizes(dataset, name)
     if "task" in sizes:
@@ -147,9 +145,8 @@ def infer_sizes(
     counted_sizes += ["classes"] * (task == "classification" and "classes" not in sizes)
     choices = list[Choice]()
     if counted_sizes:
-        largest, reason = _find_largest(
-            dataset, name, sample, counted_sizes, task, skip_bad, samples
-        )
+        options = counted_sizes, task, skip_bad, samples
+        largest, reason = _find_largest(dataset, name, sample, *options)
         for key, number in largest.items():
             sizes[key] = number + 1
             choices.append(Choice(f"data.{key}", number + 1, reason))
@@ -247,11 +244,8 @@ def _find_largest(
             _check_label(int(target), index, name)
             largest["classes"] = max(largest["classes"], int(target))
     coverage = "all" if len(sample_indices) == n else f"{len(sample_indices):,} of"
-    coverage = coverage if samples is None else samples[1]
-    return (
-        largest,
-        f"from the largest in {coverage} {n:,} samples; attributes of {name} take precedence",
-    )
+    what = f"{coverage if samples is None else samples[1]} {n:,} samples"
+    return largest, f"from the largest in {what}; attributes of {name} take precedence"
 
 
 def _check_label(label: int, index: int, name: str) -> None:

@@ -23,8 +23,7 @@ def pin_batch(fetched: Any) -> Any:
 def batch_mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch]:
     """Return a function that copies a batch to the device.
 
-    With `aside` it copies on its own stream while the device computes the previous step, which
-    the host has only queued.
+    With `aside` it copies on its own stream while the device computes the previous step.
     """
 
     def copy(tensor: Tensor) -> Tensor:

@@ -52,10 +52,7 @@ def check_classes(names: Sequence[str], what: str) -> None:
 def check_id_range(
     target: Tensor, below: int, indices: Sequence[int] | np.ndarray, what: str, fix: str
 ) -> None:
-    """Raise BadSample for numbers outside 0 … below-1; -100 passes: a target without loss.
-
-    Runs on the CPU: it costs microseconds and no host sync.
-    """
+    """Raise BadSample for numbers outside 0 … below-1, except -100 (no loss). For the CPU."""
     bad = ((target < 0) | (target >= below)) & (target != NO_LOSS)
     if bool(bad.any()):
         position = bad.nonzero()[0].tolist()
@@ -92,10 +89,7 @@ def ascii_repr(text: str) -> str:
 def remap_labels(
     names: Sequence[str], labels: np.ndarray, trained: Sequence[str], what: str
 ) -> np.ndarray:
-    """Map labels that index `names` to indices into `trained`.
-
-    DataError names the classes that the model was not trained on, and how many samples have them.
-    """
+    """Map labels that index `names` to indices into `trained`; DataError for untrained classes."""
     index_of = {name: index for index, name in enumerate(trained)}
     unknown = [name for name in names if name not in index_of]
     if unknown:
@@ -116,9 +110,8 @@ def labelled_files(
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
     """Return the files in `root` that `accepts` selects, their labels, class names, and choices.
 
-    Files are sorted by name, at any depth; hidden files and folders are left out, and folders
-    without files are no classes. `what` names the files in messages. Raises SecurityError for a
-    symlink out of `root`.
+    Files are sorted by name, at any depth; hidden files and folders, and those without files, are
+    left out. `what` names the files. Raises SecurityError for a symlink out of `root`.
     """
     others: list[Path] = []  # neither hidden nor files
     if not opening.labelled:

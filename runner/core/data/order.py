@@ -24,10 +24,7 @@ Fold = tuple[int, int]
 
 
 def mix(*numbers: int) -> int:
-    """Hash integers to one 63-bit seed.
-
-    Folds SplitMix64's finaliser over the numbers, so neighbouring seeds and steps are unrelated.
-    """
+    """Hash integers to one 63-bit seed by SplitMix64's finaliser: neighbours are unrelated."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E37_79B9_7F4A_7C15 & _MASK
@@ -80,8 +77,7 @@ def balanced_order(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarra
     """Return `len(labels)` class-balanced indices, and how often each was drawn before in `epoch`.
 
     Every k consecutive indices have each of the k classes once, in random order. A class is
-    traversed in the order of `permutation`, again from its start until the epoch is full: a
-    frequent class has other samples in each epoch.
+    traversed in the order of `permutation`, again from its start until the epoch is full.
     """
     n, shuffled = len(labels), permutation(seed, epoch, len(labels))
     grouped = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -97,9 +93,8 @@ def balanced_order(seed: int, epoch: int, labels: np.ndarray) -> tuple[np.ndarra
 def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
     """Return one uint64 seed per sample in `epoch`.
 
-    The lower 32 bits depend on (seed, epoch, index) and drive augmentation; they suffice for
-    generators with 32-bit seeds. The upper 32 depend on (seed, epoch), for choices that a whole
-    epoch shares.
+    The lower 32 bits depend on (seed, epoch, index) and drive augmentation; the upper 32 depend on
+    (seed, epoch), for choices that a whole epoch shares.
     """
     per_sample = splitmix(indices, mix(_SAMPLE, seed, epoch)) & np.uint64(0xFFFF_FFFF)
     seeds: np.ndarray = per_sample | np.uint64((mix(_EPOCH, seed, epoch) & 0xFFFF_FFFF) << 32)

@@ -53,9 +53,8 @@ class Preprocessing:
     def of(cls, config: DataConfig, data: Dataset) -> Preprocessing:
         """Return the preprocessing of a data set opened with `config`."""
         choices = {c.key: str(c.value) for c in data.choices}
-        decimal, thousands = (
-            getattr(config, sign, None) or "" for sign in ("decimal", "thousands")
-        )
+        decimal = getattr(config, "decimal", None) or ""
+        thousands = getattr(config, "thousands", None) or ""
         if not decimal and thousands in ("point", "."):
             decimal = "comma"
         rule = config.split.name if config.split else choices.get("data.split", "random")
@@ -66,10 +65,7 @@ class Preprocessing:
         return cls(kind_of(config), source_of(config), *fitted, *split, *signs, *pixels)
 
     def describe_columns(self, choices: Iterable[Choice] = ()) -> list[ColumnUse]:
-        """Return how each table column was interpreted, with its missing cells in training rows.
-
-        The `choices` made at opening tell left-out text columns from ids.
-        """
+        """Return how columns were read; `choices` tell left-out text columns from ids."""
         described = list[ColumnUse]()
         for name, columns in groupby(self.columns, key=lambda column: column.name):
             first, *_ = parts = [*columns]

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heapreplace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from runner.core.data.order import Fold, split, split_hash, take_fold
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice
-
-if TYPE_CHECKING:
-    from runner.core.data.preprocessing import OpenOptions
-    from runner.core.schemas.data import DataConfig
+from runner.core.schemas.data import DataConfig
 
 KEY = "data.split"
 SplitIndices = tuple[np.ndarray, np.ndarray]
@@ -32,10 +29,7 @@ def split_samples(
     labels: np.ndarray | None = None,  # of classes
     split_column: np.ndarray | None = None,  # the column of data.split=group or time, as numbers
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
-    """Training and validation samples; data that were not trained on are evaluated whole.
-
-    `what` names the data in errors.
-    """
+    """Return training and validation samples of `what`; untrained data are evaluated whole."""
     fitted, all_samples = opening.fitted, np.arange(samples)
     if opening.evaluates_all(config):  # both splits are all samples
         if not samples:
@@ -65,8 +59,7 @@ def _choose_rule(
     """Return the rule of the config, else of the resumed run, else one that fits the labels."""
     if config.split is not None:
         if config.split.name == "stratified" and labels is None:
-            problem = "stratified needs classes, but there are none"
-            raise ConfigError(KEY, problem, "use random")
+            raise ConfigError(KEY, "stratified needs classes, but there are none", "use random")
         return config.split.name, []
     if resumed is not None:
         return resumed, [Choice(KEY, resumed, "kept from the resumed run")]
@@ -122,10 +115,9 @@ def split_classes(labels: np.ndarray, validation: float, split_seed: int) -> Spl
 def split_groups(
     groups: np.ndarray, share: float, seed: int, what: str = "the data", fold: Fold | None = None
 ) -> SplitIndices:
-    """Split by group: groups with the smallest hashes are held out, as near to the share as fits.
+    """Split by group: groups with the smallest hashes, of first samples, are held out.
 
-    A group's hash is that of its first sample. With `fold`, groups go to folds largest first, each
-    to the smallest fold so far. DataError for fewer than two groups, or fewer groups than folds.
+    With `fold`, groups go to folds largest first, each to the smallest. DataError for too few.
     """
     _, first, codes, sizes = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True

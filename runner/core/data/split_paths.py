@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner import rooms
 from runner.core.data.dataset import Dataset
@@ -17,6 +17,7 @@ from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.findings import Choice
 from runner.core.schemas.data import DataConfig
 
+T = TypeVar("T")
 PATH_KEYS = {"validation": "data.validation_path", "test": "data.test_path"}
 SPLIT_FOLDER_NAMES = {
     "train": ("train", "training"),
@@ -39,12 +40,14 @@ class SplitPaths:
     paths: dict[str, Path] = field(default_factory=dict)  # of `validation` and `test`
     choices: tuple[Choice, ...] = ()
 
+    def opening(self, opening: OpenOptions) -> OpenOptions:
+        """Return the options to open the other samples with."""
+        trains_on_all = "validation" in self.paths
+        return replace(opening, folder=self.folder, trains_on_all=trains_on_all)
+
 
 def find_split_paths(config: DataConfig, opening: OpenOptions) -> SplitPaths:
-    """Return the splits that the config names or that are folders below `data.path`.
-
-    Raises ConfigError if two splits share samples, or a split is given twice.
-    """
+    """Return the splits that the config or folders name; ConfigError if two share samples."""
     evaluates_all = opening.evaluates_all(config)  # other data than the training data: not split
     keys = {} if evaluates_all else PATH_KEYS
     configured = {s: getattr(config, key.partition(".")[2], None) for s, key in keys.items()}
@@ -115,9 +118,7 @@ def _saved_splits(root: Path, opening: OpenOptions, config: DataConfig) -> Split
     """Return the splits of a folder written by `datasets`; other split names are not used."""
     if not (splits := rooms.find("files", "split_names")(root)):
         return None
-    folders = {
-        s: [n for n in splits if n.lower() in SPLIT_FOLDER_NAMES[s]] for s in SPLIT_FOLDER_NAMES
-    }
+    folders = _by_split(splits, str)
     if opening.evaluates_all(config) or len(folders["train"]) != 1:
         problem = f"{root} has the splits {', '.join(splits)}"
         raise ConfigError("data.path", problem, f"name one of them, such as {root / splits[0]}")
@@ -144,10 +145,7 @@ def _token_files(root: Path, kind: str, paths: dict[str, Path], opening: OpenOpt
 def _split_folders(root: Path, config: DataConfig, opening: OpenOptions) -> SplitPaths:
     """Return the splits in folders train, val and test; empty if the folders are classes."""
     subfolders = _visible_folders(root)
-    folders_by_split = {
-        split: [f for f in subfolders if f.name.lower() in SPLIT_FOLDER_NAMES[split]]
-        for split in SPLIT_FOLDER_NAMES
-    }
+    folders_by_split = _by_split(subfolders, lambda folder: folder.name)
     train, *others = folders_by_split.values()
     if len(train) != 1 or len(_visible_folders(train[0])) < 2 or not any(others):
         return SplitPaths()
@@ -161,9 +159,8 @@ def _split_folders(root: Path, config: DataConfig, opening: OpenOptions) -> Spli
     for split, folders in folders_by_split.items():
         if len(folders) > 1:
             names = " and ".join(folder.name for folder in folders)
-            raise ConfigError(
-                PATH_KEYS[split], f"{root} has {names}", f"name one: {PATH_KEYS[split]}=…"
-            )
+            key = PATH_KEYS[split]
+            raise ConfigError(key, f"{root} has {names}", f"name one: {key}=…")
         if folders and _visible_folders(folders[0]):
             chosen[split] = folders[0]
     reason = f"split folders of {root}; {SPLIT_FOLDERS_KEY}=false makes them classes"
@@ -181,6 +178,12 @@ def _build_split_paths(
     names = ", ".join(folder.name for folder in chosen.values())
     train = chosen.pop("train")
     return SplitPaths(train.name, chosen, (Choice(key, names, reason),))
+
+
+def _by_split(items: Sequence[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    """Return the items whose name is common for a split, by split."""
+    names = SPLIT_FOLDER_NAMES.items()
+    return {split: [x for x in items if name(x).lower() in common] for split, common in names}
 
 
 def _visible_folders(root: Path) -> list[Path]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class StreamDataset(UserDataset):
         self.own_batches = self.is_loader or self.sampler is not None
         self.unit = "batches" if self.own_batches else "samples"
         self.in_memory = self.is_loader  # no workers of ours
-        self.collate = _only if self.is_loader else find_collate(data)
+        self.collate = itemgetter(0) if self.is_loader else find_collate(data)
         own = getattr(data, "generator", None) if self.is_loader else None
         self.generators = [] if own is None else [own]  # restored after a look at the data
         self.start_states = get_states(self.generators)  # of each pass over a validation set
@@ -104,12 +105,8 @@ class StreamDataset(UserDataset):
         pair = None
         items, end = self.iterate(self.make()), object()
         for number in count():
-            try:
+            with self.errors_of(f"{self.unit} {number}"):
                 item = next(items, end)
-            except RunnerError:
-                raise
-            except Exception as error:
-                raise self.translate(f"{self.unit} {number}", error) from error
             if item is end:
                 break
             sample = self._load(item)[0]
@@ -135,12 +132,18 @@ class StreamDataset(UserDataset):
         """Return the samples of an item."""
         if self.sampler is None:
             return [item]
-        try:
+        with self.errors_of(f"samples {item}"):
             return [self.dataset[int(index)] for index in item]
+
+    @contextmanager
+    def errors_of(self, what: str) -> Iterator[None]:
+        """Raise an error of the user's code as DataError, with its traceback."""
+        try:
+            yield
         except RunnerError:
             raise
         except Exception as error:
-            raise self.translate(f"samples {item}", error) from error
+            raise self.translate(what, error) from error
 
     def translate(self, what: str, error: Exception) -> DataError:
         """Return the error of the user's code as one of ours, with its traceback."""
@@ -190,10 +193,6 @@ class StreamDataset(UserDataset):
         return False
 
 
-def _only(items: list[Any]) -> Any:
-    return items[0]
-
-
 def open_stream(
     config: DataConfig,
     factory: Callable[..., Any],
@@ -239,10 +238,7 @@ def adopt_data(
     opening: OpenOptions = DEFAULT_OPENING,
     own_loss: bool = False,
 ) -> UserDataset:
-    """Return the adapter of data made by the caller: a DataLoader or a stream is used as it is.
-
-    With `own_loss` the targets may be of any kind.
-    """
+    """Return the adapter of data made by the caller; with `own_loss` targets may be of any kind."""
     source = data.dataset if isinstance(data, DataLoader) else data
     name = f"{type(source).__module__}.{type(source).__qualname__}"
     if not is_stream(data):

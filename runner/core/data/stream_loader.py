@@ -16,7 +16,7 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 
 from runner.core.data.loader import BatchLoader
-from runner.core.data.order import Segment, mix
+from runner.core.data.order import BatchSampler, Segment, mix
 from runner.core.data.stream import VALIDATION_KEY, StreamDataset
 from runner.core.data.user_dataset import SEED_MASK, set_states
 from runner.core.errors import CheckpointError, ConfigError, DataError, RunnerError
@@ -55,10 +55,7 @@ class StreamShard:
 
 
 class ShardInfo:
-    """What `torch.utils.data.get_worker_info` returns: torch's `WorkerInfo`.
-
-    It counts the readers of all processes, and notes whether it is asked which one this is.
-    """
+    """torch's `WorkerInfo` over the readers of all processes; notes whether it is asked."""
 
     def __init__(self, shard: StreamShard, seed: int, dataset: Any) -> None:
         self.seed, self.dataset, self.rng = seed, dataset, None
@@ -110,6 +107,7 @@ class Reader:
         self.seed, self.repeats, self.most = mix(seed, shard.number), repeats, most
         self.items: Any = None  # an iterator, once it is open
         self.holder: Any = None  # of the stream's state
+        self.generator_state: Any = None  # of a DataLoader's, at the start of the pass
         self.is_whole = True  # False: a batch was read in part
         self.notes: list[tuple[str, str]] = []
 
@@ -131,10 +129,12 @@ class Reader:
 
     def position(self) -> Position:
         """Return the position after the last batch, with the stream's state if that is exact."""
-        if self.items is None or not self.is_whole or not _has_state(self.holder):
+        if self.items is None or not self.is_whole:
             return self.at
-        with self._user_code("state_dict"):
-            state = self.holder.state_dict()
+        state = self.generator_state
+        if _has_state(self.holder):
+            with self.data.errors_of("state_dict"):
+                state = self.holder.state_dict()
         try:
             path = f"state_dict of {self.data.name}"
             return self.at._replace(state=encode(state, path, lambda _, tensor: tensor.clone()))
@@ -170,26 +170,20 @@ class Reader:
         self._begin_pass(at.passes, at.state)
         if not at.items or at.state is not None and not self.data.own_batches:
             return 0
-        # the batches of this pass, of which the first may have begun in the pass before
-        batch, offset = divmod(at.batches * self.size - at.items, self.size)
-        left, part = at.items, self.size - offset
-        if not at.passes:  # else the stream was begun within a batch, with the chance of its pass
-            self._seed(_BATCH, batch)
-        while left:
-            for _ in range(min(part, left)):
-                if self._next(at.items - left) is _END:
-                    problem = f"{self.data.name} has fewer samples than before the resume"
-                    raise DataError(f"data: {problem}{self._of_shard()}")
-                left -= 1
-            part, batch = self.size, batch + 1
-            if left:
+        start = at.batches * self.size - at.items  # of this pass, perhaps within a batch
+        for taken in range(at.items):
+            batch, offset = divmod(start + taken, self.size)
+            if not offset and (taken or not at.passes):  # else it has the chance of its pass
                 self._seed(_BATCH, batch)
+            if self._next(taken) is _END:
+                problem = f"{self.data.name} has fewer samples than before the resume"
+                raise DataError(f"data: {problem}{self._of_shard()}")
         return at.items
 
     def _begin_pass(self, number: int, state: Any = None) -> None:
         data = self.data
         stream, data.unread = data.unread, None
-        with self._user_code("opening it"):
+        with data.errors_of("opening it"):
             if stream is None or number or state is not None:
                 stream = data.make()
             if self.repeats and callable(getattr(stream, "set_epoch", None)):
@@ -197,9 +191,10 @@ class Reader:
             self._seed(_PASS, number)
             if not self.repeats:
                 set_states(data.generators, data.start_states)
-            # of batches of their own it is the generator's at the start of a pass
-            self.holder = _GeneratorState.of(stream) if data.own_batches else stream
-            if state is not None and _has_state(self.holder):
+            self.holder = None if data.own_batches else stream
+            if data.own_batches:
+                self.generator_state = _generator_state(stream, state)
+            elif state is not None and _has_state(self.holder):
                 self.holder.load_state_dict(state)
             items = data.iterate(stream)
             if not data.own_batches and _has_state(items):
@@ -245,15 +240,6 @@ class Reader:
         torch.default_generator.manual_seed(seed & SEED_MASK)
 
     @contextmanager
-    def _user_code(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RunnerError:
-            raise
-        except Exception as error:
-            raise self.data.translate(what, error) from error
-
-    @contextmanager
     def worker_info(self) -> Iterator[None]:
         """Let `torch.utils.data.get_worker_info` answer while entered."""
         before = torch_worker._worker_info
@@ -267,26 +253,12 @@ class Reader:
             torch_worker._worker_info = before
 
 
-@dataclass
-class _GeneratorState:
-    """The generator of a caller's DataLoader, as it was at the start of a pass."""
-
-    generator: torch.Generator
-    start: Any
-
-    @classmethod
-    def of(cls, loader: Any) -> _GeneratorState | None:
-        generator = getattr(loader, "generator", None)
-        if not isinstance(generator, torch.Generator):
-            return None
-        return cls(generator, generator.get_state())
-
-    def state_dict(self) -> Any:
-        return self.start
-
-    def load_state_dict(self, state: Any) -> None:
-        self.generator.set_state(state)
-        self.start = state
+def _generator_state(loader: Any, state: Any) -> Any:
+    """Return the state of a loader's generator, after setting it to `state`; None without one."""
+    generator = getattr(loader, "generator", None)
+    if not isinstance(generator, torch.Generator):
+        return None
+    return (generator if state is None else generator.set_state(state)).get_state()
 
 
 def _has_state(holder: Any) -> bool:
@@ -294,38 +266,24 @@ def _has_state(holder: Any) -> bool:
 
 
 @dataclass(eq=False)
-class StreamOrder:
-    """What a loader asks of the order of its batches."""
-
-    indices: np.ndarray
-    batch_size: int
-    batches: int
-    drop_last: bool = False
-    start: tuple[int, int] = (0, 0)
-
-
 class StreamFetch:
     """Reads the batch of a key: (number of the pass over a validation set, number of the batch).
 
     In a worker process it has the reader of that worker, else the only one.
     """
 
-    def __init__(
-        self,
-        source: StreamDataset,
-        order: StreamOrder,
-        shard: StreamShard,  # of the first reader
-        readers: int,
-        size: int,  # items in a batch
-        seed: int = 0,
-        repeats: bool = True,
-        most: int | None = None,  # items in a pass
-        share: Callable[[int], slice] | None = None,  # of a batch, for this process
-        keeps_states: bool = False,  # with each batch, of workers that read ahead
-    ) -> None:
-        self.source, self.order, self.shard, self.readers = source, order, shard, readers
-        self.size, self.seed, self.repeats, self.most = size, seed, repeats, most
-        self.share, self.keeps_states = share, keeps_states
+    source: StreamDataset
+    order: BatchSampler  # of which only the sizes are used
+    shard: StreamShard  # of the first reader
+    readers: int
+    size: int  # items in a batch
+    seed: int = 0
+    repeats: bool = True
+    most: int | None = None  # items in a pass
+    share: Callable[[int], slice] | None = None  # of a batch, for this process
+    keeps_states: bool = False  # with each batch, of workers that read ahead
+
+    def __post_init__(self) -> None:
         self.positions: dict[int, Position] = {}  # by reader, after its last batch that was used
         self.open: tuple[int, int, Reader] | None = None  # pass, number and reader
 
@@ -437,10 +395,8 @@ class StreamLoader(BatchLoader):
     def fetch_on_cpu(self, step: int = 0) -> Batch:
         """Return the first batch, which is read from another opening of the stream."""
         source: StreamDataset = self.fetch.source
-        return source.fetch(source.train[: self._share()], None)
-
-    def _share(self) -> int:
-        return len(self.fetch.source.train) if self.fetch.source.own_batches else self.fetch.size
+        share = len(source.train) if source.own_batches else self.fetch.size
+        return source.fetch(source.train[:share], None)
 
     def indices(self, step: int) -> list[int]:
         """Return the numbers of the samples in a batch, in the order of training."""

@@ -52,10 +52,9 @@ def check_transform(transform: TargetTransform | None, task: str, reason: str) -
 
 
 def target_array(target: np.ndarray, deviation: float) -> np.ndarray:
-    """Return targets as float32, or as float64 if float32 would round them visibly.
+    """Return targets as float32, or as float64 if that would round them visibly.
 
-    The objective subtracts the mean in this precision: seconds since 1970 have steps of 128 s in
-    float32.
+    Seconds since 1970 have steps of 128 s in float32.
     """
     rounded = target.astype(np.float32)
     error = np.abs(rounded - np.asarray(target, np.float64)).max(initial=0.0)

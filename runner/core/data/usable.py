@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from runner.core.data.dataset import Dataset
+from runner.core.data.order import BatchSampler
 from runner.core.errors import BadSample, DataError
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch
 from runner.core.schemas.data import BadSamples, DataConfig
-
-if TYPE_CHECKING:
-    from runner.core.data.dataset import Dataset
-    from runner.core.data.order import BatchSampler
 
 BAD_SAMPLES_KEY = "data.bad_samples"
 DROP_FIX = f"use {BAD_SAMPLES_KEY}=drop"
@@ -59,10 +57,7 @@ def fetch_usable(
 
 
 class UsableFetch:
-    """Fetches the batch of a key without bad samples, on the CPU; worker processes run it.
-
-    In the training process it also records the dropped samples.
-    """
+    """Fetches batches without bad samples; in the training process it also records those."""
 
     def __init__(self, source: Dataset, order: BatchSampler) -> None:
         self.source, self.order = source, order

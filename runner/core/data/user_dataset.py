@@ -16,15 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import StackDataset, Subset
 
-from runner.core.data.collate import (
-    Nest,
-    as_pair,
-    infer_sizes,
-    label_key,
-    main_leaf,
-    stack,
-    stack_plain,
-)
+from runner.core.data import collate as collation
+from runner.core.data.collate import Nest, as_pair, label_key
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.data.labels import check_id_range
 from runner.core.data.order import mix, sample_seeds
@@ -55,8 +48,7 @@ class UserDataset(Dataset):
 
     Python's, NumPy's and torch's global generators, and those that the data set keeps, are seeded
     before each sample, so augmentation depends on (seed, epoch, index) alone, and are restored
-    afterwards. As in torch's DataLoader, a data set with `__getitems__` is asked for a whole batch,
-    seeded by the batch's first sample.
+    afterwards. With `__getitems__` a whole batch is read, seeded by its first sample.
     """
 
     in_memory = False
@@ -72,9 +64,7 @@ class UserDataset(Dataset):
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
                 problem = f"{name} has no {method}, so its samples cannot be fetched by index"
-                fix = (
-                    "define __len__ and __getitem__ (a map-style data set), or __iter__ (a stream)"
-                )
+                fix = "define __len__ and __getitem__ (map-style), or __iter__ (a stream)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset, self.name = dataset, name
         self.collate = find_collate(dataset)
@@ -82,7 +72,7 @@ class UserDataset(Dataset):
         self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
         if opening.fitted is None:
             skip_bad = config.bad_samples is BadSamples.drop
-            self.sizes, inferred = infer_sizes(
+            self.sizes, inferred = collation.infer_sizes(
                 dataset, name, lambda index: self._time_samples([index])[0], skip_bad
             )
             choices = (*choices, *inferred)
@@ -182,12 +172,12 @@ class UserDataset(Dataset):
         """Return the batch of samples, which messages number as `rows`; see `fetch`."""
         if self.collate is not None:
             batch: Sequence[Nest] = self._collated(self.collate, samples, rows)
-        elif (plain := stack_plain(samples)) is not None:
+        elif (plain := collation.stack_plain(samples)) is not None:
             batch = plain
         else:
             pairs = _as_pairs(samples, rows)
             parts = zip(zip(*pairs, strict=True), ("inputs", "target"), strict=True)
-            batch = [stack(column, rows, name) for column, name in parts]
+            batch = [collation.stack(column, rows, name) for column, name in parts]
         inputs, target = (tree_map(part, self._cast) for part in batch)
         return self._checked(inputs, target, rows)
 
@@ -206,7 +196,7 @@ class UserDataset(Dataset):
 
     def _checked(self, inputs: Nest, target: Nest, rows: Sequence[int]) -> Batch:
         """Return the batch; BadSample for labels or ids out of range."""
-        limits = [("inputs", main_leaf(inputs), "vocab", self.sizes.vocab)]
+        limits = [("inputs", collation.main_leaf(inputs), "vocab", self.sizes.vocab)]
         if self.sizes.task != "regression" and isinstance(target, torch.Tensor):
             limits.append(("target", target, "classes", self.sizes.classes))
         for what, values, size, limit in limits:
@@ -293,8 +283,7 @@ def _as_pairs(samples: list[Any], indices: Sequence[int]) -> list[tuple[Nest, Ne
 
 
 def find_generators(dataset: object) -> list[Any]:
-    """Return the generators among the attributes of a data set, of the data sets it wraps, and of
-    objects in its lists, tuples and dicts; those nearest to it first.
+    """Return the generators that a data set keeps, also in wrapped ones and containers.
 
     Global generators and those of the system or of a device are left out. Reads no property.
     """

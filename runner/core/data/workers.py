@@ -39,11 +39,9 @@ from runner.core.device.memory import free_heap
 from runner.core.device.signals import END_SIGNALS
 from runner.core.errors import DataError, RunnerError, WorkerLost
 from runner.core.masking import mask_secrets
-from runner.core.parent_death import die_with_parent
-from runner.core.process_wait import describe_exit, describe_state
+from runner.core.process_wait import describe_exit, describe_state, die_with_parent
 from runner.core.record.text import summarize_error
-from runner.core.security.child_process import ChildProcess
-from runner.core.security.masked_process import MaskingState, run_masked
+from runner.core.security.child_process import ChildProcess, MaskingState, run_masked
 from runner.core.security.pickle_transfer import dumps_persistent, loads_persistent
 
 log = logging.getLogger("runner")
@@ -143,10 +141,7 @@ class Workers:
             return failed
 
     def free_memory(self) -> int:
-        """Ask every worker to free garbage and unused heap after the batches that it owes.
-
-        Return the most batches that all of them owe.
-        """
+        """Ask workers to free memory after the batches they owe; return their number."""
         for worker in range(len(self.sockets)):
             self._send(worker, FREE_MEMORY)
         return self.count * self.ahead

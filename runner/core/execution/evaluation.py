@@ -18,7 +18,7 @@ from runner.core.interfaces.hook import Evaluation
 from runner.core.interfaces.nested import tree_map
 from runner.core.interfaces.run import Run, check_run
 from runner.core.models import modes
-from runner.core.random_state import exclusive_random_state
+from runner.core.preserved_state import exclusive_random_state
 
 T = TypeVar("T")
 

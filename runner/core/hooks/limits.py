@@ -86,8 +86,7 @@ class Limits(Hook):
     def _disk_usage(self, run: Run, now: float) -> str:
         """Return the usage if two more checkpoints would exceed the limit, else "".
 
-        One may be written before the next check, and one is the run's last. Other files written
-        between two checks (logs, traces) are small and ignored.
+        One may be written before the next check, and one is the run's last.
         """
         limit, folder = self.config.disk_mb, run.folder
         due = now >= self.next_scan or self.saved_step != run.saved_step
@@ -96,9 +95,8 @@ class Limits(Hook):
         self.next_scan, self.saved_step = now + SCAN_S, run.saved_step
         run.checkpointer.wait()  # a file being written is not counted
         grown_mb = (folder_bytes(folder) - self.initial_bytes) / MB
-        checkpoint_mb = (
-            max((folder_bytes(p) for p in folder.glob("checkpoints/step_*")), default=0) / MB
-        )
+        saved = (folder_bytes(path) for path in folder.glob("checkpoints/step_*"))
+        checkpoint_mb = max(saved, default=0) / MB
         if grown_mb + 2 * checkpoint_mb <= limit:
             return ""
         size = f"{grown_mb:,.1f} MB of {limit:,.1f}, and a checkpoint takes {checkpoint_mb:,.1f}"

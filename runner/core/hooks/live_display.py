@@ -14,10 +14,7 @@ from runner.core.record.text import escape_control_chars
 
 
 def draw(live: Live, steps: tuple[int, int], counts: str, texts: Iterable[str]) -> None:
-    """Show a bar of (all, done) steps with `counts` beside it, and the texts below.
-
-    Raises OSError or ValueError if the terminal has gone.
-    """
+    """Show a bar of (all, done) steps, `counts` and texts. OSError or ValueError: it has gone."""
     header = Table.grid(padding=(0, 1), expand=True)
     header.add_column(ratio=1)
     header.add_column(no_wrap=True)

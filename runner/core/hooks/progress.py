@@ -25,10 +25,7 @@ REFRESH_S = 0.25
 
 
 class ProgressDisplay(Hook):
-    """A live display on a terminal, and periodic plain lines elsewhere.
-
-    `run.log` always gets the plain lines.
-    """
+    """A live display on a terminal, and periodic plain lines elsewhere and in `run.log`."""
 
     monitors = True
 
@@ -74,9 +71,8 @@ class ProgressDisplay(Hook):
                 self._stop()
         if now - self.last_line >= self.config.line_every_s:
             self.last_line = now
-            position = (
-                f"step {report.last:,}/{run.total_steps:,} ({report.last / run.total_steps:.0%})"
-            )
+            share = f"({report.last / run.total_steps:.0%})"
+            position = f"step {report.last:,}/{run.total_steps:,} {share}"
             line = " · ".join([position, *_report_texts(run, report), f"{left} left"])
             log.info("%s", line, extra={"live": self.live is not None})
 

@@ -18,8 +18,7 @@ from runner.core.errors import Interrupted
 from runner.core.interfaces.hook import Evaluation, Hook, Report, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record import history, hydra_files, markdown, provenance
-from runner.core.record.data_digest import DataFiles
-from runner.core.record.loaded_code import user_packages
+from runner.core.record.digests import DataFiles, user_packages
 from runner.core.record.storage import read_record
 from runner.core.schemas.monitoring import MonitoringConfig
 

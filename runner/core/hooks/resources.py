@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 
 import torch
@@ -71,14 +72,11 @@ class Resources(Hook):
         if self.config.enabled:
             self.system_monitor.open(run.device)
             self.swap_before = resources.swap_bytes()
-            kinds = {
-                "process": True,
-                "workers": run.train.pool is not None or run.validation.pool is not None,
-                "device": run.device.kind == "cuda",
-            }
-            for kind, watched in kinds.items():
-                if watched and self.config.leaks:
-                    run.leaks[kind] = LeakDetector(least=round(self.config.leak_mb * MIB))
+            has_workers = run.train.pool is not None or run.validation.pool is not None
+            on_gpu = run.device.kind == "cuda"
+            kinds = {"process": True, "workers": has_workers, "device": on_gpu}
+            for kind in (k for k in kinds if kinds[k] and self.config.leaks):
+                run.leaks[kind] = LeakDetector(least=round(self.config.leak_mb * MIB))
         yield
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
@@ -124,14 +122,12 @@ class Resources(Hook):
         elif before is None or share >= before + MIN_GROWTH:
             memory.free_caches(run.device)
             self.cleaned_share = memory.used_share(run.device)
-            message = (
-                f"{share:.0%} of the memory was in use (device.clean_above={self.clean_above:g}); "
-                f"{self.cleaned_share:.0%} after cleaning"
-            )
-            first = before is None
+            message = f"{share:.0%} of the memory was in use (device.clean_above="
+            message += f"{self.clean_above:g}); {self.cleaned_share:.0%} after cleaning"
             run.history.add(
-                "memory_cleaned", message, step=step, category="memory", action="cleaned", say=first
-            )
+                "memory_cleaned", message, step=step, category="memory", action="cleaned",
+                say=before is None,
+            )  # fmt: skip
 
     def _check_memory_limit(self, run: Run, step: int) -> Verdict | None:
         """Return STOP if memory runs out even after cleaning, and this process uses much of it."""
@@ -143,20 +139,17 @@ class Resources(Hook):
             return None
         memory_limit = self._read_memory_limit()
         # a run with a halved micro-batch stays near its own limit, where nothing is killed
-        if memory_limit.used_share <= above or (
-            memory_limit.own and run.history.counts.get("out_of_memory")
-        ):
+        is_halved = memory_limit.own and run.history.counts.get("out_of_memory")
+        if memory_limit.used_share <= above or is_halved:
             return None
         memory.free_caches(run.device)
         memory_limit = self._read_memory_limit()
         if memory_limit.used_share <= above:
             return None
         own_bytes = self.process_bytes + memory.descendant_bytes()
-        message = (
-            f"{memory_limit.used_share:.0%} of {memory_limit.name} "
-            f"({memory_limit.limit / GIB:.1f} GiB) is in use, this run holds "
-            f"{own_bytes / GIB:.1f} GiB"
-        )
+        size = f"{memory_limit.name} ({memory_limit.limit / GIB:.1f} GiB)"
+        message = f"{memory_limit.used_share:.0%} of {size} is in use"
+        message += f", this run holds {own_bytes / GIB:.1f} GiB"
         if own_bytes < MIN_OWN_SHARE * memory_limit.limit and not memory_limit.own:
             action = "the run continues: other processes use most of it"
             self._warn_once(run, "memory_short", message, step, action)
@@ -172,21 +165,19 @@ class Resources(Hook):
 
     def _report_leak(self, run: Run, kind: str, trend: Trend, step: int) -> None:
         final_size = trend.size + trend.slope * (run.total_steps - step)
-        message = (
-            f"leak: {SUBJECTS[kind]} by {trend.slope / 1e3:.1f} KB a step ({trend.low / 1e3:.1f} "
-            f"to {trend.high / 1e3:.1f}, steps {trend.first} to {trend.last}); "
-            f"{trend.size / MIB:,.0f} MiB now, {final_size / MIB:,.0f} MiB at step "
-            f"{run.total_steps}"
-        )
+        slope, low, high = (f"{x / 1e3:.1f}" for x in (trend.slope, trend.low, trend.high))
+        steps = f"{low} to {high}, steps {trend.first} to {trend.last}"
+        sizes = f"{trend.size / MIB:,.0f} MiB now, {final_size / MIB:,.0f} MiB"
+        message = f"leak: {SUBJECTS[kind]} by {slope} KB a step ({steps}); {sizes} at step "
+        message += str(run.total_steps)
         if kind in self.leaks:  # the same leak, measured again
             self.leaks[kind].message = message
             self.leaks[kind].last_step = step
             run.history.unwritten = True
             return
         action = "" if run.settings.get("debug.memory.enabled") else "debug=memory shows what grows"
-        self.leaks[kind] = run.history.add(
-            "leak", message, step=step, category="memory", action=action
-        )
+        add = partial(run.history.add, category="memory", action=action)
+        self.leaks[kind] = add("leak", message, step=step)
 
     def _warnings(self, run: Run, reading: Reading) -> Iterator[tuple[str, str]]:
         """Yield kind and text of a warning for low disk space, swapping, and a hot GPU."""

@@ -12,8 +12,7 @@ from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
 from runner.core.masking import mask_nested
 from runner.core.record import provenance
-from runner.core.record.sinks.base import RunDescription, Sink
-from runner.core.record.sinks.writer import SinkWriter
+from runner.core.record.sinks.base import RunDescription, Sink, SinkWriter
 from runner.core.security.registry import instantiate_nested
 
 KEY = "monitoring.sinks"
@@ -40,10 +39,9 @@ class Sinks(Hook):
         commit = str((provenance.git_state() or {}).get("commit", ""))
         tags = {"name": run.name, "config_hash": run.config_hash, "git_commit": commit}
         tags = {key: value for key, value in tags.items() if value}
-        label = run.folder.absolute().name
-        description = mask_nested(
-            RunDescription(run.name, label, run.folder.absolute(), dict(self.settings), tags)
-        )
+        folder = run.folder.absolute()
+        description = RunDescription(run.name, folder.name, folder, dict(self.settings), tags)
+        description = mask_nested(description)
         for writer in self.writers:
             writer.start(description, run.recorder.position())
             run.recorder.sink_writers.append(writer)

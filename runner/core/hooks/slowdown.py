@@ -42,8 +42,7 @@ class Slowdown(Hook):
     """Reports once if steps become slower, wait longer, or other processes keep the CPUs busy.
 
     The first stretch of steps is the measure of later ones; two in a row are needed. Slower steps
-    are no fault of the run while other processes take the CPUs. Costs 300 µs a stretch, and never
-    ends a run.
+    are no fault while other processes take the CPUs. Costs 300 µs a stretch; never ends a run.
     """
 
     monitors = True

@@ -41,10 +41,7 @@ def text_samples(config: RunConfig, data: Dataset) -> list[Hook]:
 
 
 class TextSamples(Hook):
-    """Continues the first tokens of the first validation samples, the same ones each time.
-
-    Drawn by a generator of its own: no random number of the run is used.
-    """
+    """Continues the first tokens of the same validation samples, by a generator of its own."""
 
     monitors = True
 

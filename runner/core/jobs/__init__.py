@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runner import rooms
+from runner.core.config.run_config import RunConfig
 from runner.core.schemas.jobs import JobKind
 
-if TYPE_CHECKING:
-    from runner.core.config.run_config import RunConfig
-
-JobMain = Callable[["RunConfig", Path], object]
+JobMain = Callable[[RunConfig, Path], object]
 """Returns a Summary if there was a run."""
 
 

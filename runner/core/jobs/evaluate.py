@@ -85,10 +85,7 @@ def build_trained(config: RunConfig, folder: Path | None, data: Dataset | None =
 
 
 def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
-    """Evaluate on the raw outputs; outputs that `sanitise` would change are recorded as a fault.
-
-    Metrics of sanitised outputs would be too good.
-    """
+    """Evaluate on the raw outputs, whose metrics stay; what `sanitise` would change is a fault."""
     if not limits.enabled:
         return evaluate(run)
 

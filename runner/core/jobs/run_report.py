@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from runner import rooms
 from runner.core.errors import StorageError, UsageError
+from runner.core.findings import Choice
 from runner.core.format import count_noun, metric, seconds, short_path, size, technique_status
 from runner.core.interfaces.hook import Cost
 from runner.core.interfaces.technique import TechniqueStatus
@@ -43,18 +44,14 @@ VERBS = {"evaluate": "evaluated", "predict": "predicted"}
 COLUMN_HEADS = ("column", "taken for", "missing cells in training rows")
 MIN_SHARE = 0.001  # of the run, below which a cost is not a number
 MAX_NOTICES = 10  # of choices about data, in the end table
-DATA_CHOICES = (
-    *("data.unknown_categories", "data.bad_samples", "data.missing"),
-    "data.trained_rows",
-)
+DATA_CHOICES = ("data.unknown_categories", "data.bad_samples", "data.missing", "data.trained_rows")
 """Choices about the data that the result of such a job depends on."""
 
 
 class RunSummaryTable:
-    """Rich renderable of a run's end: result, speed, techniques, files.
+    """Rich renderable of a run's end: result, speed, techniques, files, for 80 columns or fewer.
 
-    `verbose` adds every technique's evidence and every choice. Designed for 80 columns or fewer;
-    values are folded at the console's width, commands and the path of an export never.
+    `verbose` adds every technique's evidence and every choice. Commands are never folded.
     """
 
     def __init__(self, summary: Summary, folder: Path | None, verbose: bool = False) -> None:
@@ -73,7 +70,8 @@ class RunSummaryTable:
         if folder is not None:
             board, replay_command = _tensorboard_command(folder), _replay_command(folder, faults)
             commands = {"TensorBoard:   ": board, "replay a step: ": replay_command}
-            commands = {"written to:    ": _export_path(summary, folder), **commands}
+            export = short_path(folder / summary.export["file"]) if summary.export else ""
+            commands = {"written to:    ": export, **commands}
             self.commands = [(name, command) for name, command in commands.items() if command]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -159,9 +157,7 @@ def _sections(
         "speed": _speed_rows(summary),
         "processes": [_rank_row(rank) for rank in summary.distributed.get("ranks", ()) if full],
         "techniques": _technique_rows(summary, full_reasons),
-        "chosen automatically": [
-            (x.key, f"{x.value}: {x.reason}") for x in summary.choices if full_reasons
-        ],
+        "chosen automatically": _choice_rows(summary.choices if full_reasons else ()),
         "faults": [("skipped steps", skipped), *history.fault_rows(summary.faults, faults)],
         "debug tools": [(cost.name, _format_tool(cost, summary)) for cost in summary.tools],
         "files": [] if folder is None else _file_rows(summary, folder, full),
@@ -189,10 +185,7 @@ def _format_tool(cost: Cost, summary: Summary) -> str:
 
 
 def _technique_rows(summary: Summary, full: bool) -> TableRows:
-    """Return rows for the requested techniques, engaged ones first; if not `full`, merged.
-
-    One that failed always has its own row with the reason.
-    """
+    """Return rows of requested techniques, engaged ones first; failed ones are never merged."""
     requested = [row for row in summary.techniques if row.requested]
     states = {row.name: technique_status(vars(row)) for row in requested}
     engaged = [row for row in requested if row.engaged]
@@ -251,7 +244,7 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
     duration = f"in {seconds(summary.wall_seconds)}"
     if verb is not None:
         qualifier = f"weights of step {summary.steps:,}, " if summary.steps else ""
-        data = [(x.key, f"{x.value}: {x.reason}") for x in summary.choices if x.key in DATA_CHOICES]
+        data = _choice_rows(x for x in summary.choices if x.key in DATA_CHOICES)
         return [*rows, (verb, f"{qualifier}{duration}"), *([] if full else data)]
     untested = summary.checkpoint.best is not None and not summary.tested
     kinds = "" if full or not summary.columns else f"{_count_column_kinds(summary)} (report.md)"
@@ -261,16 +254,16 @@ def _result_rows(summary: Summary, full: bool) -> TableRows:
     if summary.resumed_step:
         amount += f", {summary.steps - summary.resumed_step:,} of the steps now"
     trained = f"{amount} {duration}{', validation included' if summary.metrics else ''}"
-    last_rows = [
-        ("no test set", OPTIMISTIC_NOTE if untested else ""),
-        ("columns", kinds),
-        ("trained", trained),
-    ]
+    rows += [("no test set", OPTIMISTIC_NOTE if untested else ""), ("columns", kinds)]
     notices = [x for x in summary.choices if x.is_notice and not full]
-    shown = [(x.key, f"{x.value}: {x.reason}") for x in notices[:MAX_NOTICES]]
+    shown = _choice_rows(notices[:MAX_NOTICES])
     others = f"{len(notices) - MAX_NOTICES:,} more in report.md"
-    last_rows += [*shown, ("notices", others if len(notices) > MAX_NOTICES else "")]
-    return rows + last_rows
+    rows += [("trained", trained), *shown]
+    return [*rows, ("notices", others if notices[MAX_NOTICES:] else "")]
+
+
+def _choice_rows(choices: Iterable[Choice]) -> TableRows:
+    return [(choice.key, f"{choice.value}: {choice.reason}") for choice in choices]
 
 
 def _format_baseline(summary: Summary) -> str:
@@ -279,10 +272,8 @@ def _format_baseline(summary: Summary) -> str:
     if any(name.lower().endswith("accuracy") for name in baseline):
         by = "the most frequent class"
     missed = unbeaten(baseline, summary.metrics, summary.monitor, summary.best)
-    values = {
-        name: f"{metric(x)}{' (not beaten)' if name in missed else ''}"
-        for name, x in baseline.items()
-    }
+    note = dict.fromkeys(missed, " (not beaten)")
+    values = {name: f"{metric(x)}{note.get(name, '')}" for name, x in baseline.items()}
     return f"{_join_metrics(values)} by {by}" if values else ""
 
 
@@ -331,7 +322,8 @@ def _speed_rows(summary: Summary) -> TableRows:
     rate, rank_note = f"{speed.samples_per_second:,.0f} samples/s", " (rank 0)" if facts else ""
     if speed.tokens_per_second is not None:
         rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
-    median, high = map(_format_ms, (speed.step_ms.p50, speed.step_ms.p95))
+    times = speed.step_ms.p50, speed.step_ms.p95
+    median, high = (f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in times)
     step = f"{median} ms median, {high} ms at the 95th percentile"
     step += f" of {count_noun(speed.step_ms.steps, 'step')}" if speed.step_ms.steps else ""
     split = speed.split if any(speed.split.values()) else {}  # an evaluation has no steps
@@ -349,10 +341,6 @@ def _speed_rows(summary: Summary) -> TableRows:
         ("processes", _format_processes(facts) if facts else ""),
         ("in all", total_peak and total_peak + _format_flops(facts)),
     ]
-
-
-def _format_ms(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _format_tf32(device: dict[str, Any]) -> str:
@@ -426,16 +414,8 @@ def _export_rows(facts: dict[str, Any]) -> TableRows:
     return [("written", written), ("beside it", ", ".join(others))]
 
 
-def _export_path(summary: Summary, folder: Path) -> str:
-    """Return the path of the exported model or the predictions; "" if there is none."""
-    return short_path(folder / summary.export["file"]) if summary.export else ""
-
-
 def _tensorboard_command(folder: Path) -> str:
-    """Return the TensorBoard command, for `outputs` if the run lies in it, to compare runs.
-
-    "" if the run wrote no events.
-    """
+    """Return the TensorBoard command, for `outputs` above the run if any; "" without events."""
     if not any(folder.glob("events.out.*")):
         return ""
     parents = [folder.absolute(), *folder.absolute().parents]

@@ -24,7 +24,7 @@ from runner.core.schemas.models import ModelConfig
 class ModelRequirements:
     """A model's class, and the tasks and sizes of data that it needs."""
 
-    module: str  # imported only if used
+    module: str  # in this folder, imported only if used
     name: str
     tasks: tuple[str, ...]
     sizes: tuple[str, ...]  # of the data, required by its constructor
@@ -50,22 +50,13 @@ KWARGS_SIZES = {"timm": ("num_classes", "in_chans"), "torchvision": ("num_classe
 """Packages with functions that take these sizes as `**kwargs`, not in their signature."""
 LARGE_MODEL = 10**8  # models of about this many weights are sized on the meta device first
 COMMON_FIELDS = {f.name for f in fields(ModelConfig)}
-LABEL_TASKS = ("classification", "regression")
+LABEL_TASKS, TEXT_TASKS = ("classification", "regression"), ("language_modelling",)
 BUILT_IN_MODELS = {
-    "mlp": ModelRequirements(
-        "runner.core.models.mlp", "MLP", LABEL_TASKS, ("in_features", "classes")
-    ),
-    "cnn": ModelRequirements(
-        "runner.core.models.cnn", "CNN", LABEL_TASKS, ("in_channels", "image_size", "classes")
-    ),
-    "gpt": ModelRequirements(
-        "runner.core.models.transformer", "GPT", ("language_modelling",), ("vocab", "sequence")
-    ),
+    "mlp": ModelRequirements("mlp", "MLP", LABEL_TASKS, ("in_features", "classes")),
+    "cnn": ModelRequirements("cnn", "CNN", LABEL_TASKS, ("in_channels", "image_size", "classes")),
+    "gpt": ModelRequirements("transformer", "GPT", TEXT_TASKS, ("vocab", "sequence")),
     "classifier": ModelRequirements(
-        "runner.core.models.transformer",
-        "TextClassifier",
-        LABEL_TASKS,
-        ("vocab", "sequence", "classes"),
+        "transformer", "TextClassifier", LABEL_TASKS, ("vocab", "sequence", "classes")
     ),
 }
 
@@ -135,7 +126,7 @@ def _build_built_in(config: ModelConfig, sizes: Sizes) -> nn.Module:
     requirements = BUILT_IN_MODELS[config.kind]
     if not requirements.fits(sizes):
         raise ConfigError("model", *_describe_misfit(config.kind, requirements, sizes))
-    factory = getattr(import_module(requirements.module), requirements.name)
+    factory = getattr(import_module(f"runner.core.models.{requirements.module}"), requirements.name)
     build = partial(factory, **options, **{k: getattr(sizes, k) for k in requirements.sizes})
     width = options["width"] << options.get("stages", 0)  # each stage doubles it
     if width**2 * max(options.get("depth", 0), options.get("blocks", 0)) > LARGE_MODEL:

@@ -20,9 +20,8 @@ class ResidualBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(channels)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-            )
+            convolution = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, channels_in, h, w] -> [batch, channels, h / stride, w / stride]."""
@@ -54,11 +53,8 @@ class CNN(nn.Module):
         side, channels_in = image_size, in_channels
         while True:
             stride = 2 if side > MAX_STAGE_SIDE else 1
-            stem += [
-                nn.Conv2d(channels_in, width, 3, stride, 1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(inplace=True),
-            ]
+            convolution = nn.Conv2d(channels_in, width, 3, stride, 1, bias=False)
+            stem += [convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
             side, channels_in = -(-side // stride), width
             if side <= MAX_STAGE_SIDE:
                 break

@@ -6,10 +6,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, over flattened inputs.
-
-    [batch, …] with `in_features` values per sample -> [batch, classes].
-    """
+    """Linear layers with ReLU between: [batch, …] of `in_features` values -> [batch, classes]."""
 
     def __init__(
         self, *, in_features: int, classes: int, width: int, depth: int, dropout: float

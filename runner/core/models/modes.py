@@ -29,8 +29,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def enter_training(model: nn.Module) -> str:
     """Put the model in training mode; parts that are in evaluation mode stay there.
 
-    A model that is in evaluation mode as a whole, as `from_pretrained` returns it, is put into
-    training mode with all its parts. Returns what to tell the user, or "".
+    One that is so as a whole, as from `from_pretrained`, is trained. Returns a note for the user.
     """
     whole = not model.training
     frozen = {} if whole else {n: m for n, m in model.named_modules() if not m.training}

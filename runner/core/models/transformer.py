@@ -48,10 +48,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, pre-normalised and residual.
-
-    Dropout applies to the residual branches.
-    """
+    """Attention and a perceptron, pre-normalised, residual; dropout on the residual branches."""
 
     def __init__(self, width: int, heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
@@ -93,11 +90,8 @@ def initialise_weights(model: nn.Module, blocks: nn.ModuleList) -> None:
 def position_embeddings(positions: nn.Embedding, length: int) -> Tensor:
     """Return the embeddings of the first `length` positions; DataError if there are fewer."""
     if length > positions.num_embeddings:
-        raise DataError(
-            f"a sequence has {length} tokens, but the model has only "
-            f"{positions.num_embeddings} positions: truncate it, or train with "
-            f"data.sequence={length}"
-        )
+        problem = f"a sequence of {length} tokens, and the model has {positions.num_embeddings}"
+        raise DataError(f"{problem} positions: truncate it, or train with data.sequence={length}")
     return positions.weight[:length]  # a slice's backward is a copy, a lookup's a scatter
 
 

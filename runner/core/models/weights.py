@@ -87,10 +87,8 @@ def load_initial_weights(
             model.load_state_dict(chosen, strict=False)  # `map_weights` has checked the names
             chosen.clear()  # before the next part is read
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = shorten(str(error), 300)
-        raise ConfigError(
-            KEY, f"{weights.path}: cannot be loaded into the model: {reason}"
-        ) from error
+        problem = f"{weights.path}: cannot be loaded into the model: {shorten(str(error), 300)}"
+        raise ConfigError(KEY, problem) from error
     choice = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", _summary(weights, mapping))
     log.info("%s: %s: %s", KEY, choice.value, choice.reason)
     return choice
@@ -110,11 +108,9 @@ def map_weights(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) 
     mapping.unused += [name for name in tensors if _matches(name, fresh)]
     for pattern in fresh:
         if not any(_matches(name, [pattern]) for name in (*mapping.fresh, *mapping.unused)):
-            raise ConfigError(
-                EXCEPT_KEY,
-                f"no parameter is named {shorten_name(pattern)} in the model or in {weights.path}",
-                f"the model has {list_names(model_state, 2 * MAX_NAMES)}",
-            )
+            problem = f"no parameter of model or {weights.path} is named {shorten_name(pattern)}"
+            fix = f"the model has {list_names(model_state, 2 * MAX_NAMES)}"
+            raise ConfigError(EXCEPT_KEY, problem, fix)
     tensors = {name: value for name, value in tensors.items() if not _matches(name, fresh)}
     tied: dict[object, list[str]] = {}
     for name, value in model_state.items():
@@ -127,9 +123,8 @@ def map_weights(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) 
     if mapping.misfits:
         raise _misfit_error(weights, mapping)
     if not mapping.sources:
-        raise ConfigError(
-            EXCEPT_KEY, f"leaves no weights in {weights.path} to load", "name fewer parts"
-        )
+        problem = f"leaves no weights in {weights.path} to load"
+        raise ConfigError(EXCEPT_KEY, problem, "name fewer parts")
     return mapping
 
 
@@ -278,9 +273,8 @@ class StoredWeights:
 
 
 def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
-    """Read weights from a file, a checkpoint, a run's best checkpoint (the newest good one if there
-    is no good best one), or a Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or
-    their shards by an index).
+    """Read weights of a file, a checkpoint, a run (its best or newest good one), or a Hugging Face
+    folder (`model.safetensors`, `pytorch_model.bin`, or their shards by an index).
 
     Raises ConfigError if there are none, SecurityError and CheckpointError if they are refused.
     """
@@ -304,9 +298,8 @@ def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
 
     opened = open_file(path, policy)
     _log_warnings(opened, path)
-    return StoredWeights(
-        path, _named_tensors(opened, path), opened.facts.sha256, opened.assessment.trust
-    )
+    tensors = _named_tensors(opened, path)
+    return StoredWeights(path, tensors, opened.facts.sha256, opened.assessment.trust)
 
 
 def _find_weight_file(folder: Path) -> Path:
@@ -334,9 +327,8 @@ def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
         raise ConfigError(KEY, f"{index}: {refusal}", COPY_FIX) from None
     tensors: dict[str, Any] = {}
     shards: list[Shard] = []
-    with rooms.find(
-        "files", "sandbox", f"{KEY}={index}"
-    )() as sandbox:  # one process for all shards
+    make_sandbox = rooms.find("files", "sandbox", f"{KEY}={index}")
+    with make_sandbox() as sandbox:  # one process for all shards
         for name in sorted(set(by_name.values())):
             path = index.parent / name
             opened = open_file(path, policy, sandbox=sandbox)
@@ -374,9 +366,8 @@ def _from_checkpoint(restored: folders.RestoredCheckpoint) -> StoredWeights:
     notes = [f"of step {restored.step:,}{folders.describe_links(restored.path)}"]
     if averaged:
         notes.append("the raw weights, not their average (optimizer.ema)")
-    return StoredWeights(
-        restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes
-    )
+    path = restored.path / MODEL
+    return StoredWeights(path, restored.model, restored.sha256, restored.trust, notes)
 
 
 def _find_state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
@@ -401,6 +392,5 @@ def list_names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
 
 def shorten_name(text: str) -> str:
     """Shorten a name to MAX_NAME_LENGTH characters, in one line."""
-    if len(text) > MAX_NAME_LENGTH:
-        text = text[: MAX_NAME_LENGTH - 1] + "…"
-    return escape_control_chars(text)
+    is_long = len(text) > MAX_NAME_LENGTH
+    return escape_control_chars(text[: MAX_NAME_LENGTH - 1] + "…" if is_long else text)

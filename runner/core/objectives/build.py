@@ -49,10 +49,7 @@ def build_objective(
     class_weights: Tensor | None = None,
     model: nn.Module | None = None,
 ) -> Objective:
-    """Construct the objective of `config`; `auto` takes the one that fits the data's task.
-
-    Raises ConfigError if it does not fit the data.
-    """
+    """Construct the objective; `auto` is that of the data's task. Raises ConfigError."""
     kind = sizes.task if config.kind == "auto" else config.kind
     if config._target_ is not None:
         kind = "custom"

@@ -133,11 +133,9 @@ class ClassificationObjective(Objective):
     def _logits(self, output: Any) -> Tensor:
         logits = model_output.logits(output)
         if logits.ndim > 1 and logits.shape[1] != self.classes:
-            problem = (
-                f"returns {logits.shape[1]} outputs a sample, but the data has {self.classes} "
-            )
+            problem = f"returns {logits.shape[1]} outputs a sample for {self.classes} classes"
             fix = "take `classes` in its constructor to size the last layer"
-            raise ConfigError("model", f"{problem}classes", fix)
+            raise ConfigError("model", problem, fix)
         return logits
 
 

@@ -41,7 +41,7 @@ class CrossEntropy:
             if self.gamma is not None:
                 return self._mean_focal(logits, target)
             weights = self.class_weights
-            if self.has_soft_targets(logits.shape, target):
+            if target.is_floating_point() and target.shape == logits.shape:  # class shares
                 return self._mean_soft(logits, target)
             return F.cross_entropy(
                 logits,
@@ -82,10 +82,6 @@ class CrossEntropy:
         # at p = 1 the derivative of a power below 1 is infinite
         return (-torch.expm1(-loss)).clamp_min(1e-12) ** self.gamma * loss
 
-    def has_soft_targets(self, shape: torch.Size, target: Tensor) -> bool:
-        """Whether the targets are class shares, [n, classes], of blended samples."""
-        return target.is_floating_point() and target.shape == shape and self.gamma is None
-
     def _mean_soft(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross-entropy with class shares as targets."""
         weights = self.class_weights
@@ -112,10 +108,7 @@ class CrossEntropy:
         return self.class_weights[torch.where(mask, target, 0).long()] * mask
 
     def weight(self, target: Tensor) -> Tensor | int:
-        """Return the divisor of the mean: the number of targets, or the sum of their weights.
-
-        A tensor if it is counted on the device.
-        """
+        """Return the number of targets or the sum of their weights, a tensor if on the device."""
         if target.is_floating_point():  # shares of classes
             weights = self.class_weights
             return len(target) if weights is None else (target @ weights).sum()

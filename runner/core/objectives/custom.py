@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runner.core.data.target_scale import TRANSFORM_KEY, in_model_unit
 from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Sizes
-from runner.core.interfaces.nested import named_leaves
+from runner.core.interfaces.nested import describe, named_leaves
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives import model_output
 from runner.core.schemas.models import ObjectiveConfig
@@ -35,9 +35,8 @@ class CustomObjective(Objective):
     """A callable (output, target) -> mean loss over the batch; `loss` is the only metric.
 
     It gets the model's output unchanged; with `elementwise`, a loss of torch.nn gets the output in
-    fp32 or better, and targets of its dtype and shape. A module's buffers (class weights) move to
-    the target's device; trainable parameters are an error, as they would not be trained. `scale`
-    transforms targets before.
+    fp32 or better, and targets of its dtype and shape, after `scale`. A module's buffers (class
+    weights) move to the target's device; trainable parameters, never trained, are an error.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class CustomObjective(Objective):
         return predicted, target.to(predicted.dtype).reshape(predicted.shape)
 
     def _mismatch_error(self, output: Any, target: Any, reason: str) -> ConfigError:
-        inputs = f"model outputs {_describe_value(output)} with targets {_describe_value(target)}"
+        inputs = f"model outputs {describe(output)} with targets {describe(target)}"
         fix = "return what it expects from model and data set, or use objective=auto"
         return ConfigError(self.key, f"{self.name} cannot compare {inputs}: {reason}", fix)
 
@@ -139,23 +138,26 @@ def build_custom(
     if not callable(loss):
         fix = "define __call__(output, target)"
         raise ConfigError(TARGET_KEY, f"{target} is not callable", fix)
-    _check_loss_arguments(loss, target, arguments)
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    keywords = "".join(f", {name}=…" for name in arguments)
+    problem = f"{target} cannot be called as loss(output, target{keywords})"
+    fix = "it takes these two and the keys added with +objective."
+    check_call(function, problem, TARGET_KEY, fix, **arguments)
     loss = partial(loss, **arguments) if arguments else loss
     scale = sizes if is_scaled else None
     return CustomObjective(loss, target, elementwise=elementwise, scale=scale)
 
 
-def _check_loss_arguments(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
-    function = loss.forward if isinstance(loss, nn.Module) else loss
+def check_call(
+    function: Callable[..., Any], problem: str, key: str, fix: str, **arguments: Any
+) -> None:
+    """Raise ConfigError unless the function takes an output, a target and the arguments."""
     try:
         inspect.signature(function).bind(None, None, **arguments)
     except ValueError:  # written in C without a signature: checked at the first call
         return
     except TypeError as error:
-        keywords = "".join(f", {name}=…" for name in arguments)
-        problem = f"{target} cannot be called as loss(output, target{keywords}): {error}"
-        fix = "it takes these two and the keys added with +objective."
-        raise ConfigError(TARGET_KEY, problem, fix) from error
+        raise ConfigError(key, f"{problem}: {error}", fix) from error
 
 
 def _first_tensor(target: Any) -> Tensor:
@@ -163,9 +165,3 @@ def _first_tensor(target: Any) -> Tensor:
     for _, tensor in named_leaves(target):
         return tensor
     raise ConfigError("data", f"the target is a {type(target).__name__} without a tensor in it")
-
-
-def _describe_value(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__

@@ -43,10 +43,9 @@ def _is_number(value: Any) -> bool:
 
 
 class ModelLossObjective(Objective):
-    """The loss in the model's output; with token targets also perplexity and accuracy.
+    """The loss in the model's output, weighted by samples or tokens; also perplexity and accuracy.
 
-    Its mean over batches is weighted by samples, or by tokens that are not ignored. `shifts` says
-    that the model compares its logits with the target of the next position.
+    `shifts` says that the model compares its logits with the target of the next position.
     """
 
     monitor = "val/loss"
@@ -138,10 +137,7 @@ class TargetInput:
 
     @classmethod
     def of(cls, model: nn.Module, key: str | None) -> TargetInput | None:
-        """Return the one for a model whose forward names the target; None for other models.
-
-        That is its `key` in the samples, else one of LABEL_KEYS.
-        """
+        """Return it for a forward that names the target, by `key` or LABEL_KEYS; else None."""
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         parameters = inspect.signature(model.forward).parameters.values()
         names = [parameter.name for parameter in parameters if parameter.kind in kinds]

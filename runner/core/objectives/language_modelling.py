@@ -92,6 +92,6 @@ class LanguageModellingObjective(Objective):
             fix = "return [batch, sequence, vocab]: a row of logits for each token"
             raise ConfigError("model", problem, fix)
         if self.vocab is not None and shape[-1] < self.vocab:
-            problem = f"returns {shape[-1]} logits a token, but the data's ids go up to "
+            problem = f"returns {shape[-1]} logits a token for {self.vocab} ids"
             fix = "take `vocab` in its constructor to size the last layer"
-            raise ConfigError("model", f"{problem}{self.vocab - 1}", fix)
+            raise ConfigError("model", problem, fix)

@@ -15,10 +15,7 @@ MAX_KEPT_VALUES = 2**22  # limit of the values in `TensorRows`: 16 MB
 
 
 def logits(output: Any) -> Tensor:
-    """Return the logits of a model's output, in fp32 or better.
-
-    They are the output itself, its `logits` (by key or attribute), or the first of a tuple.
-    """
+    """Return the output itself, its `logits` or its first item, in fp32 or better."""
     return float_logits(raw_logits(output))
 
 
@@ -55,10 +52,7 @@ def sum_float64(values: Tensor) -> Tensor:
 
 
 class TensorRows:
-    """Concatenation of tensors over batches, for metrics that are no sums; on their device.
-
-    Beyond `MAX_KEPT_VALUES` all are dropped, so that memory is bounded.
-    """
+    """Tensors over batches, on their device; beyond `MAX_KEPT_VALUES` all are dropped."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.value_count = sum(tensor.numel() for tensor in tensors)

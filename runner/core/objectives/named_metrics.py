@@ -1,26 +1,33 @@
-"""torchmetrics by name, over the whole validation set."""
+"""Metrics of `objective.metrics` by name: torchmetrics, and the user's functions and classes."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.core.device.device_errors import is_device_error, is_out_of_memory
 from runner.core.errors import ConfigError, RunnerError, install_command
 from runner.core.findings import Choice
-from runner.core.format import nearest
-from runner.core.interfaces.batch import Sizes
-from runner.core.interfaces.nested import tree_map
+from runner.core.format import count_noun, nearest
+from runner.core.interfaces.batch import Sizes, batch_size_of
+from runner.core.interfaces.nested import find_logits, named_leaves, tree_map
+from runner.core.interfaces.objective import LOWER_IS_BETTER, Objective, rises_by_name
 from runner.core.objectives import model_output
+from runner.core.objectives.custom import check_call, constructor_sizes
 from runner.core.preserved_state import float32_default
 from runner.core.record.text import describe_error
+from runner.core.schemas.models import ObjectiveConfig
+from runner.core.security.registry import construct
 
 METRICS_KEY = "objective.metrics"
 SAMPLE_ROWS = 8  # per class, or in all, of the data that a metric is tried on
@@ -28,15 +35,23 @@ Metrics = dict[str, Any]
 """torchmetrics.Metric objects by name; the package has no types."""
 
 
-class NamedMetrics:
-    """torchmetrics on class probabilities, or on values in the target's unit.
+class MetricGroup(ABC):
+    """Metrics by name; `shared`: several processes evaluate, each on its samples."""
+
+    shared = False
+
+    @abstractmethod
+    def start(self, batch: tuple[Any, Any]) -> Metrics:
+        """Return objects with `update` and `compute`, without state, for batches like this."""
+
+
+class NamedMetrics(MetricGroup):
+    """torchmetrics on class probabilities, or values in the target's unit.
 
     Targets equal to `ignored` are left out; all others have the same weight.
     """
 
     key = f"{METRICS_KEY} of torchmetrics"  # among the sums
-
-    shared = False
 
     def __init__(self, metrics: Metrics, sizes: Sizes, ignored: int | None) -> None:
         self.metrics, self.sizes, self.ignored = metrics, sizes, ignored
@@ -95,22 +110,13 @@ def unscaled_values(sizes: Sizes, output: Tensor, target: Tensor) -> tuple[Tenso
     return values.reshape(rows), target.to(dtype, copy=True).reshape(rows)
 
 
-class MetricStarter(Protocol):
-    """Makes the objects with `update` and `compute`, by name."""
-
-    shared: bool  # several processes evaluate, each on its samples
-
-    def start(self, batch: tuple[Any, Any]) -> Metrics:
-        """Return them without state, for batches like this."""
-
-
 class MetricState:
     """Objects with `update` and `compute` over batches; `+` adds to the first operand in place.
 
     Processes that share the samples keep their batches, on the CPU: states cannot be added.
     """
 
-    def __init__(self, starter: MetricStarter, batch: tuple[Any, Any]) -> None:
+    def __init__(self, starter: MetricGroup, batch: tuple[Any, Any]) -> None:
         self.starter, self.started = starter, Metrics()
         self.batches = [tree_map(batch, lambda x: x.cpu()) if starter.shared else batch]
 
@@ -125,7 +131,7 @@ class MetricState:
         return self
 
     @float32_default()
-    def compute(self, starter: MetricStarter) -> dict[str, float]:
+    def compute(self, starter: MetricGroup) -> dict[str, float]:
         """Return the metrics over all batches by name. Host sync."""
         self._update(starter)
         values = dict[str, float]()
@@ -135,7 +141,7 @@ class MetricState:
         return values
 
     @float32_default()
-    def _update(self, starter: MetricStarter) -> None:
+    def _update(self, starter: MetricGroup) -> None:
         self.started = self.started or starter.start(self.batches[0])
         for batch in self.batches:
             for name, metric in self.started.items():
@@ -168,10 +174,7 @@ def _as_number(value: Any, name: str) -> float:
 def build_named_metrics(
     names: Sequence[str], sizes: Sizes, ignored: int | None
 ) -> tuple[NamedMetrics, list[Choice]]:
-    """Construct metrics for the data's task; return them and the choices of averaging.
-
-    ConfigError for an unknown name, or if torchmetrics is not installed.
-    """
+    """Construct torchmetrics for the data's task, and choices of averaging; ConfigError."""
     classes, arguments = _metric_classes(sizes)
     metrics, choices = Metrics(), []
     for name in names:
@@ -253,3 +256,156 @@ def _samples(sizes: Sizes) -> tuple[Tensor, Tensor]:
     steps = torch.arange(SAMPLE_ROWS * classes * classes, dtype=torch.float32)
     probabilities = steps.sin().reshape(-1, classes).softmax(1)
     return (probabilities if classes > 2 else probabilities[:, 1]), target
+
+
+# -- the user's metrics ----------------------------------------------------------------------------
+
+
+class UserMetrics(MetricGroup):
+    """Means over samples of functions' values, and results of objects with `update` and `compute`.
+
+    They get output and target as a user's loss does; predictions of numbers are in the target's
+    unit and shape, float64. `remake` makes a new object, for those without `reset`.
+    """
+
+    key = f"{METRICS_KEY} of the user"  # among the sums
+
+    def __init__(
+        self, metrics: dict[str, Any], remake: dict[str, Callable[[], Any]], sizes: Sizes
+    ) -> None:
+        self.metrics, self.remake, self.sizes = metrics, remake, sizes
+        self.classes = [name for name, x in metrics.items() if _is_class_metric(x)]
+
+    def start(self, batch: tuple[Any, Any]) -> dict[str, Any]:
+        """Return the objects with `update`, without state: after `reset`, or new ones."""
+        objects: dict[str, Any] = {}
+        for name in self.classes:
+            metric = self.metrics[name]
+            if callable(reset := getattr(metric, "reset", None)):
+                reset()
+            else:
+                metric = self.remake[name]()
+            if isinstance(metric, nn.Module):
+                metric.to(next(leaf for _, leaf in named_leaves(batch[1])).device)
+            objects[name] = metric
+        return objects
+
+    def rises(self, name: str) -> bool | None:
+        """Whether a higher value is better: its `higher_is_better`, else by its name."""
+        declared = getattr(self.metrics[name], "higher_is_better", None)
+        return rises_by_name(name) if declared is None else bool(declared)
+
+    def batch_sums(self, output: Any, target: Any) -> UserMetricSums:
+        """Return a batch's addable sums; ConfigError for a function that returns no value."""
+        predicted = find_logits(output)
+        is_number = self.sizes.task == "regression" and isinstance(target, Tensor)
+        if is_number and isinstance(predicted, Tensor) and predicted.numel() == target.numel():
+            predicted = model_output.float_logits(predicted)
+            output, target = unscaled_values(self.sizes, predicted, target)
+        samples, state = batch_size_of(target), None
+        if self.classes:
+            # copies: the output of a captured graph is overwritten by its next call
+            batch = tree_map((output, target), lambda x: x.detach().clone())
+            state = MetricState(self, batch)
+        sums = dict[str, Tensor]()
+        for name, function in self.metrics.items():
+            if name not in self.classes:
+                with name_in_errors(name):
+                    sums[name] = _sample_sum(name, function(output, target), samples)
+        return UserMetricSums(sums, samples, state)
+
+
+class UserMetricSums:
+    """Sums of functions' values over samples, and the state of classes; addable."""
+
+    def __init__(self, sums: dict[str, Tensor], samples: int, state: MetricState | None) -> None:
+        self.sums, self.samples, self.state = sums, samples, state
+
+    def __add__(self, other: UserMetricSums) -> UserMetricSums:
+        sums = {name: total + other.sums[name] for name, total in self.sums.items()}
+        state = None if self.state is None or other.state is None else self.state + other.state
+        return UserMetricSums(sums, self.samples + other.samples, state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes get, on the CPU."""
+        return {**vars(self), "sums": tree_map(self.sums, lambda x: x.cpu())}
+
+    def compute(self, starter: MetricGroup) -> dict[str, float]:
+        """Return the metrics by name. Host sync."""
+        means = {name: float(total) / self.samples for name, total in self.sums.items()}
+        return means | (self.state.compute(starter) if self.state is not None else {})
+
+
+def build_metrics(
+    config: ObjectiveConfig,
+    objective: Objective,
+    sizes: Sizes,
+    resolve: Callable[[str, str], Any],
+    shared: bool,
+) -> list[Choice]:
+    """Give the objective `objective.metrics`: dotted names are the user's, others torchmetrics'.
+
+    Returns the choices made. ConfigError or SecurityError for a name that is no metric, is not
+    trusted, or is that of another metric. `shared`: several processes evaluate, each some samples.
+    """
+    groups: list[NamedMetrics | UserMetrics] = []
+    choices: list[Choice] = []
+    if names := [name for name in config.metrics if "." not in name]:
+        named, choices = build_named_metrics(names, sizes, config.ignore_index)
+        groups.append(named)
+    if dotted := [name for name in config.metrics if "." in name]:
+        taken = {*names, *(objective.metric_names() or ("accuracy", *LOWER_IS_BETTER))}
+        groups.append(build_user_metrics(dotted, sizes, resolve, taken))
+    for group in groups:
+        group.shared = shared
+    objective.named = tuple(groups)
+    return choices
+
+
+def build_user_metrics(
+    targets: Sequence[str],
+    sizes: Sizes,
+    resolve: Callable[[str, str], Any],
+    taken: Collection[str] = (),
+) -> UserMetrics:
+    """Import the functions and classes `targets`; ConfigError for one that is no metric.
+
+    A class gets the sizes of the data, and `class_names`, that its constructor names.
+    """
+    metrics: dict[str, Any] = {}
+    remake: dict[str, Callable[[], Any]] = {}
+    for target in targets:
+        name, metric = target.rpartition(".")[2], resolve(target, METRICS_KEY)
+        if name in {*metrics, *taken}:
+            raise ConfigError(METRICS_KEY, f"two metrics are called {name!r}", "rename yours")
+        if isinstance(metric, type):
+            remake[name] = partial(construct, metric, {}, constructor_sizes(sizes), METRICS_KEY)
+            try:
+                metric = remake[name]()
+            except ConfigError as error:
+                problem = f"{target}: {str(error).partition(': ')[2].partition(';')[0]}"
+                raise ConfigError(METRICS_KEY, problem, "give it a default") from None
+        if not _is_class_metric(metric):
+            fix = "define f(output, target), or a class with update(output, target) and compute()"
+            if not callable(metric):
+                raise ConfigError(METRICS_KEY, f"{target} has no update and compute", fix)
+            check_call(metric, f"{target} cannot be called as f(output, target)", METRICS_KEY, fix)
+        metrics[name] = metric
+    return UserMetrics(metrics, remake, sizes)
+
+
+def _is_class_metric(metric: Any) -> bool:
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute"))
+
+
+def _sample_sum(name: str, value: Any, samples: int) -> Tensor:
+    """Return the sum over samples of a value each, or of their mean; 0-d, float64."""
+    if isinstance(value, Real | np.ndarray):
+        value = torch.as_tensor(np.asarray(value, np.float64))
+    is_value = isinstance(value, Tensor) and not value.is_complex()
+    if not is_value or value.shape not in ((), (samples,)):
+        shape = f"shape {list(value.shape)}" if is_value else f"a {type(value).__name__}"
+        problem = f"{name} returned {shape} for {count_noun(samples, 'sample')}"
+        fix = f"return a value a sample, [{samples}], or the mean of the batch, []"
+        raise ConfigError(METRICS_KEY, problem, fix)
+    return model_output.sum_float64(value) * (1 if value.ndim else samples)

@@ -112,9 +112,8 @@ class RegressionObjective(Objective):
         def is_constant(name: str) -> bool:
             squared = totals[f"{name}_squared"] / count
             variance = squared - (totals[name] / count).square()
-            return bool(
-                (variance <= 1e-12 * squared.clamp(min=target_spread(self.sizes) ** 2)).all()
-            )
+            least = target_spread(self.sizes) ** 2
+            return bool((variance <= 1e-12 * squared.clamp(min=least)).all())
 
         return count > 1 and is_constant("prediction") and not is_constant("target")
 
@@ -133,7 +132,5 @@ def _mismatch_error(shape: torch.Size, target: Tensor) -> UsageError:
     one_row_per_target = len(shape) == 2 and shape[0] == target.numel()
     if not (one_row_per_target and target.is_floating_point()):
         return ConfigError("model", problem, fix)
-    return DataError(
-        f"data: the targets are floats, so regression, but the model {problem}; "
-        f"if they are classes, {CLASS_TARGET_FIX}; if not, {fix}"
-    )
+    problem = f"data: the targets are floats, so regression, but the model {problem}"
+    return DataError(f"{problem}; if they are classes, {CLASS_TARGET_FIX}; if not, {fix}")

@@ -19,15 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.core.masking import mask_secrets
+from runner.core.record import text as texts
 from runner.core.record.history import normalize_message
 from runner.core.record.storage import safe_opener, write_again
-from runner.core.record.text import (
-    CONTROL,
-    LONGEST_TRACE,
-    escape_control_chars,
-    escape_lines,
-    limit_length,
-)
+from runner.core.record.text import escape_control_chars, limit_length
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 LOG = "run.log"
@@ -37,10 +32,7 @@ FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
 class EscapingConsole(Console):
-    """The program's only console; it escapes markup and control characters in all text.
-
-    A closed pipe raises OSError instead of exiting the process.
-    """
+    """The only console; it escapes markup and control characters. A closed pipe raises OSError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -51,7 +43,7 @@ class EscapingConsole(Console):
 
     def render_lines(self, renderable: RenderableType, *args: Any, **options: Any) -> Any:
         """Render a cell; a Text is put on one line."""
-        if isinstance(renderable, Text) and CONTROL.search(renderable.plain):
+        if isinstance(renderable, Text) and texts.CONTROL.search(renderable.plain):
             renderable = Text(escape_control_chars(renderable.plain), renderable.style)
         return super().render_lines(renderable, *args, **options)
 
@@ -62,7 +54,7 @@ class EscapingConsole(Console):
         if isinstance(renderable, Text) and renderable.plain != mask_secrets(renderable.plain):
             renderable = Text(mask_secrets(renderable.plain), renderable.style)
         for segment in super().render(renderable, options):
-            text = segment.text if segment.control else escape_lines(segment.text)
+            text = segment.text if segment.control else texts.escape_lines(segment.text)
             yield segment if text is segment.text else Segment(text, segment.style)
 
     def on_broken_pipe(self) -> None:
@@ -71,10 +63,7 @@ class EscapingConsole(Console):
 
 
 def print_stdout(*parts: RenderableType, fold: bool = True, **options: Any) -> None:
-    """Print to stdout, without trailing blanks; in a pipe, lines are folded only if `fold`.
-
-    A closed pipe (`| head`) or a full disk is not an error.
-    """
+    """Print to stdout; a pipe gets unfolded lines unless `fold`. A closed one is no error."""
     screen = EscapingConsole()
     if not (fold or screen.is_terminal or "COLUMNS" in os.environ):
         screen.width = UNLIMITED_WIDTH
@@ -135,10 +124,9 @@ def facts_table(rows: Iterable[tuple[str, object, str]], width: int = 15) -> Tab
 
 
 def set_up_logging(level: str, folder: Path | None, screen: bool = True) -> None:
-    """Set up logging at `level` to stderr, and to `run.log` in `folder` if given.
+    """Set up logging to stderr, and to `run.log` in `folder` if given, in place of any other.
 
-    Replaces an earlier setup and any configuration of our loggers. Debug messages of other
-    libraries are dropped; a warning that differs only in numbers is logged once.
+    Debug messages of libraries are dropped; a warning that differs only in numbers is logged once.
     """
     close_logging()
     _reset_loggers()
@@ -166,21 +154,19 @@ _states: list[Any] = []  # `_logging_state` after it, and its record factory
 def _logging_state() -> tuple[Any, ...]:
     """Return what other code can change that would keep our records from our handlers."""
     root, ours = logging.getLogger(), logging.getLogger("runner")
-    attached = [handler in root.handlers for handler in _handlers]
-    levels = [handler.level for handler in _handlers]
     own = ours.disabled, ours.propagate, ours.level, len(ours.filters)
-    return attached, levels, own, root.manager.disable
+    attached = [(handler in root.handlers, handler.level) for handler in _handlers]
+    return attached, own, root.manager.disable
 
 
 def restore_logging() -> None:
     """Put our handlers back if other code has set up logging again, and say so once.
 
-    User code calls `dictConfig`, `basicConfig(force=True)` or `disable`. Its own handlers stay.
     Without `set_up_logging` nothing is changed. Costs 2 µs if nothing is to be done.
     """
     if not _handlers or _logging_state() == _states[0]:
         return
-    root, level = logging.getLogger(), _states[0][2][2]
+    root, level = logging.getLogger(), _states[0][1][2]
     _reset_loggers()
     logging.disable(logging.NOTSET)
     if not isinstance(logging.getLogRecordFactory(), _RecordFactory):
@@ -263,7 +249,7 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _prefix_lines(text: str) -> str:
-    lines = map(limit_length, limit_length(mask_secrets(text), LONGEST_TRACE).split("\n"))
+    lines = map(limit_length, limit_length(mask_secrets(text), texts.LONGEST_TRACE).split("\n"))
     return "\n".join(f"  | {escape_control_chars(line)}" for line in lines)
 
 
@@ -276,10 +262,11 @@ class _RepeatedWarningFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         key = record.name, normalize_message(record.msg)
-        is_repeat = record.levelno == logging.WARNING and key in self.warned
-        if record.levelno == logging.WARNING:
-            self.warned.add(key)
-        return not is_repeat
+        if record.levelno != logging.WARNING:
+            return True
+        is_new = key not in self.warned
+        self.warned.add(key)
+        return is_new
 
 
 class _ConsoleLog(logging.Handler):

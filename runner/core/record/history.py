@@ -155,13 +155,9 @@ class History:
 
 
 def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple[str, str]]:
-    """Return (kind, description) rows: count, first steps, message, actions.
-
-    Faults of the recorder and the checkpointer appear only in `counts`.
-    """
-    return [
-        (k, _describe_faults([f for f in faults if f.kind == k], n)) for k, n in counts.items() if n
-    ]
+    """Return (kind, description) rows; some faults, of writing, are in `counts` alone."""
+    by_kind = {kind: [fault for fault in faults if fault.kind == kind] for kind in counts}
+    return [(kind, _describe_faults(by_kind[kind], n)) for kind, n in counts.items() if n]
 
 
 def _describe_faults(faults: list[Fault], count: int) -> str:

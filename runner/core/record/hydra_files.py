@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -97,10 +97,7 @@ def has_files(folder: Path, names: Iterable[str]) -> bool:
 
 
 def read_yaml(path: Path) -> Any:
-    """Load a small YAML file. Aliases are refused, since a few bytes could expand to gigabytes.
-
-    Raises StorageError.
-    """
+    """Load a small YAML file; aliases, which could expand, are refused. StorageError."""
     try:
         data = read_record(path, MAX_YAML_BYTES)
         check_events(data)
@@ -142,29 +139,27 @@ def recorded_overrides(folder: Path) -> list[str]:
 
 def read_flat_config(folder: Path) -> dict[str, Any]:
     """Return the config in a run's folder with dotted keys; {} if it cannot be read."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-        elif path:
-            flat[path] = value
-
     try:
-        walk(read_yaml(folder / CONFIG), "")
+        return {key: value for key, value in flat_items(read_yaml(folder / CONFIG)) if key}
     except StorageError:
         return {}
-    return flat
+
+
+def flat_items(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values of nested mappings by dotted key, empty mappings too."""
+    if isinstance(tree, Mapping) and (tree or not key):
+        for name, inner in tree.items():
+            yield from flat_items(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, tree
 
 
 def hparam_columns(
     settings: Mapping[str, Any], overrides: Mapping[str, str], shared: Mapping[str, str]
 ) -> tuple[dict[str, Scalar], list[str]]:
-    """Return the HParams columns of a run, and the columns to show first.
+    """Return the HParams columns of a run, and those to show first: its own overrides.
 
-    These are its overrides, less those `shared` in its sweep. A key that is not in the flat config
-    `settings` is a group, with its value in `overrides`. Keys without a scalar have no column.
+    A key that is not in `settings` is a group, with its value in `overrides`.
     """
     override_keys = [key for key in overrides if key.partition(".")[0] not in NON_HPARAM_GROUPS]
     values = {k: settings.get(k, overrides.get(k)) for k in (*HPARAM_COLUMNS, *override_keys)}

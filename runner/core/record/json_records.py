@@ -21,7 +21,6 @@ def read_json(path: Path) -> Any:
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
-    children = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    )
+    value = [*value.values()] if isinstance(value, dict) else value
+    children = value if isinstance(value, list) else ()
     return levels > 0 and all(_is_shallow(item, levels - 1) for item in children)

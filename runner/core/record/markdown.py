@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from runner.core.masking import MARKDOWN
 from runner.core.record.text import LONGEST_TRACE, limit_length
 
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
@@ -16,7 +16,7 @@ UNPRINTABLE = re.compile(
 def escape(text: object) -> str:
     """Escape text so that it is shown literally, on one line."""
     flat = re.sub(r"\s+", " ", UNPRINTABLE.sub(" ", limit_length(str(text))))
-    return SPECIAL.sub(r"\\\1", flat)
+    return MARKDOWN.sub(r"\\\1", flat)
 
 
 def code(text: str, language: str = "") -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,17 +47,22 @@ FEW_ROWS = 100  # up to which a histogram's counts have a linear axis
 Points = Sequence[tuple[float, float]]
 
 
+@contextmanager
+def _figure(height: int, style: Mapping[str, Any]) -> Iterator[tuple[Figure, Any]]:
+    """Yield a figure so many pixels high and its canvas, in our style."""
+    with rc_context(STYLE | style), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about glyphs missing in the font
+        figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI, layout="constrained")
+        yield figure, FigureCanvasAgg(figure)
+
+
 def draw_panels(title: str, panels: Sequence[Callable[[Axes], None]]) -> tuple[str, Any]:
     """Return a figure of panels, one below the other, as SVG text and as RGB uint8.
 
     Each function draws into its axes. The SVG has neither date nor random names.
     """
-    style = STYLE | {"axes.grid.axis": "both", "font.size": 9, "svg.hashsalt": title}
-    with rc_context(style), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about glyphs missing in the font
-        size = (WIDTH / DPI, (60 + PANEL_HEIGHT * len(panels)) / DPI)
-        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-        canvas: Any = FigureCanvasAgg(figure)
+    style = {"axes.grid.axis": "both", "font.size": 9, "svg.hashsalt": title}
+    with _figure(60 + PANEL_HEIGHT * len(panels), style) as (figure, canvas):
         figure.suptitle(title, fontsize=13)
         for axes, draw in zip(figure.subplots(len(panels), squeeze=False), panels, strict=True):
             draw(axes[0])
@@ -143,11 +149,7 @@ def gradient_flow(
     Returns RGB uint8 [height, width, 3], 640 wide. Names are not parsed as mathematics. The dashed
     line at 1e-3 is the rule of thumb of CS231n for the relative update.
     """
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about glyphs missing in the font
-        size = (WIDTH / DPI, (170 + 32 * len(names)) / DPI)
-        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-        canvas: Any = FigureCanvasAgg(figure)
+    with _figure(170 + 32 * len(names), {}) as (figure, canvas):
         figure.suptitle(f"gradient flow, step {step:,}", fontsize=16)
         axes_pair: Any = figure.subplots(1, 2, sharey=True)
         panels = (("gradient norm", norms, None), ("update / weight", updates, 1e-3))

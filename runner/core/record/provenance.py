@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.module_path import __version__, python_command
-from runner.core.record.data_digest import DataFiles
-from runner.core.record.loaded_code import PROVENANCE, digest_modules
+from runner.core.record.digests import PROVENANCE, DataFiles, digest_modules
 from runner.core.record.storage import read_record, replace_text
 
 PACKAGES = "torch numpy hydra-core omegaconf safetensors tensorboard triton".split()

@@ -8,16 +8,12 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from runner.core.record.storage import (
-    LONGEST_ROW,
-    METRICS,
-    RetryingAppender,
-    make_folder,
-    safe_opener,
-)
+from runner.core.record import storage
+from runner.core.record.storage import METRICS, RetryingAppender, safe_opener
 from runner.core.schemas.monitoring import MonitoringConfig
 
 if TYPE_CHECKING:
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from runner.core.record.hydra_files import Scalar
-    from runner.core.record.sinks.writer import SinkWriter
+    from runner.core.record.sinks.base import SinkWriter
     from runner.core.record.tensorboard import TensorBoard
 
 log = logging.getLogger("runner")
@@ -71,9 +67,8 @@ class Recorder:
         if self.folder is None:
             return
         self.start_step, path = start_step, self.folder / METRICS
-        self._metrics_file = RetryingAppender(
-            lambda: _end_last_row(path) if append else _truncate_rows(path, start_step, offset)
-        )
+        prepare = partial(_prepare_rows, path, start_step, offset, append)
+        self._metrics_file = RetryingAppender(prepare)
         if self._metrics_file.descriptor < 0:  # it is retried
             self._metrics_file.size = offset or 0
         self._position = self._metrics_file.size
@@ -84,9 +79,8 @@ class Recorder:
                 is_new_run = start_step == 0  # older files are of a run without a checkpoint
                 purge_step = None if is_new_run else start_step + 1
                 self.continues_events = not is_new_run and truncate_events(self.folder, events)
-                self._events = open_event_file(
-                    self.folder, purge_step, only=is_new_run and not append
-                )
+                only = is_new_run and not append
+                self._events = open_event_file(self.folder, purge_step, only)
             except Exception as error:  # incompatible protobuf versions raise many types
                 self._warn("tensorboard", error)
 
@@ -125,7 +119,7 @@ class Recorder:
 
         path = self.folder / name
         try:
-            make_folder(path.parent)
+            storage.make_folder(path.parent)
             with open(path, "wb", opener=safe_opener) as file:
                 Image.fromarray(rgb).save(file, "PNG")
         except OSError as error:
@@ -138,10 +132,7 @@ class Recorder:
         metrics: Mapping[str, str],
         foremost: Sequence[str] = (),
     ) -> None:
-        """Start this run's row in TensorBoard's HParams tab.
-
-        `metrics` are titles of columns by tag, `foremost` the hyper-parameters shown by default.
-        """
+        """Start the HParams row: titles of columns by tag, hyper-parameters to show first."""
         self._show(lambda events: events.hparams(session, values, metrics, foremost))
 
     def end(self, status: str, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
@@ -236,22 +227,17 @@ def _encode_row(step: int, split: str, values: Mapping[str, float]) -> bytes:
         return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def _truncate_rows(path: Path, start_step: int, offset: int | None) -> Path:
-    """Truncate the rows after the checkpoint that the run resumes from; returns `path`."""
+def _prepare_rows(path: Path, start_step: int, offset: int | None, append: bool) -> Path:
+    """Truncate the rows after the resumed checkpoint, or with `append` end the last one."""
     if path.exists() and not path.is_symlink():
         with open(path, "r+b", opener=safe_opener) as file:
+            if append:  # a killed process may have left it without its line end
+                if not _is_line_end(file, file.seek(0, os.SEEK_END)):
+                    file.write(b"\n")
+                return path
             if offset is None or not _is_line_end(file, offset):
                 offset = _find_end(file, start_step)
             file.truncate(offset)
-    return path
-
-
-def _end_last_row(path: Path) -> Path:
-    """End a last row that a killed process has left without its line end; returns `path`."""
-    if path.exists() and not path.is_symlink():
-        with open(path, "r+b", opener=safe_opener) as file:
-            if not _is_line_end(file, file.seek(0, os.SEEK_END)):
-                file.write(b"\n")
     return path
 
 
@@ -266,7 +252,7 @@ def _find_end(file: BinaryIO, step: int) -> int:
     """Return the offset after the last row up to `step`, or before a damaged row."""
     end = 0
     file.seek(0)
-    while step and (line := file.readline(LONGEST_ROW)):  # at step 0 nothing is kept
+    while step and (line := file.readline(storage.LONGEST_ROW)):  # at step 0 nothing is kept
         try:
             if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break

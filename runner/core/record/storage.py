@@ -194,10 +194,7 @@ _guarded_folders: set[str] = set()
 
 
 def guard_folder(folder: Path) -> None:
-    """From now on this process writes through no link below this folder, a run's or a sweep's.
-
-    The folder itself and its parents may be links.
-    """
+    """Write through no link below this folder, a run's or a sweep's, from now on."""
     _guarded_folders.update((os.path.abspath(folder), os.path.realpath(folder)))
 
 
@@ -209,10 +206,7 @@ def link_refusal(path: Path) -> SecurityError:
 
 @contextmanager
 def open_folder(folder: Path, create: bool = False) -> Iterator[int]:
-    """Yield a descriptor of a folder, which `create` makes with its missing parents.
-
-    Raises OSError, and SecurityError for a link below a guarded folder.
-    """
+    """Yield a descriptor of a folder; SecurityError for a link below a guarded one, OSError."""
     path = Path(os.path.abspath(folder))
     root = next((p for p in (path, *path.parents) if str(p) in _guarded_folders), path)
     if create:
@@ -321,10 +315,7 @@ def write_or_log(path: Path, text: str, level: int = logging.WARNING) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for a pipe, which would block.
-
-    Use it for folders that may belong to another user.
-    """
+    """Open a file, perhaps another user's, for reading. Raises OSError, also for a pipe."""
     descriptor = os.open(path, os.O_RDONLY | NO_WAIT | os.O_CLOEXEC)
     return os.fdopen(_require_regular(descriptor, path), "rb")
 

@@ -156,10 +156,7 @@ class Summary:
         return html
 
     def write(self, folder: Path) -> None:
-        """Replace `summary.json` in `folder` atomically; NaN becomes null.
-
-        Raises StorageError if it cannot be written.
-        """
+        """Replace `summary.json` atomically; NaN becomes null. Raises StorageError."""
         write_json(folder / SUMMARY_FILE, asdict(self))
 
     def write_status(self, folder: Path) -> None:

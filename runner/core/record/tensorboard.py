@@ -15,8 +15,10 @@ from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -28,10 +30,6 @@ from runner.core.masking import mask_secrets
 from runner.core.record.hydra_files import Scalar
 from runner.core.record.storage import RetryingAppender, remove_file, safe_opener
 from runner.core.record.text import limit_length
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 PREFIX = "events.out.tfevents."
 OWN_NAME = re.compile(re.escape(PREFIX) + r"(\d{10,})\.\d+")  # time, process
@@ -98,21 +96,18 @@ class TensorBoard:
         `foremost` are flagged as differing, so that they come first.
         """
         types = {name: HPARAM_TYPES.get(type(v), HPARAM_NUMBER) for name, v in values.items()}
-        infos = [
-            api_pb2.HParamInfo(name=_clean(name), type=data_type, differs=name in foremost)
-            for name, (data_type, _) in types.items()
-        ]
-        columns = [
-            api_pb2.MetricInfo(name={"tag": stored_tag(tag)}, display_name=_clean(title))
-            for tag, title in metrics.items()
-        ]
-        experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
+        experiment = api_pb2.Experiment()
+        for name, (data_type, _) in types.items():
+            differs = name in foremost
+            experiment.hparam_infos.add(name=_clean(name), type=data_type, differs=differs)
+        for tag, title in metrics.items():
+            experiment.metric_infos.add(name={"tag": stored_tag(tag)}, display_name=_clean(title))
         self._hparams("experiment", experiment=experiment)
-        start = plugin_data_pb2.SessionStartInfo(
-            group_name=_clean(session), start_time_secs=time.time()
-        )
+        group, now = _clean(session), time.time()
+        start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=now)
         for name, value in values.items():
-            setattr(start.hparams[_clean(name)], types[name][1], _clean_value(value))
+            value = _clean(limit_length(value)) if isinstance(value, str) else value
+            setattr(start.hparams[_clean(name)], types[name][1], value)
         self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
@@ -213,10 +208,6 @@ def stored_tag(tag: str) -> str:
 def _clean(text: str) -> str:
     """Return text that protobuf accepts, without lone surrogates and secrets."""
     return mask_secrets(text).encode("utf-8", "replace").decode()
-
-
-def _clean_value(value: Scalar) -> Scalar:
-    return _clean(limit_length(value)) if isinstance(value, str) else value
 
 
 def _checksum(data: bytes) -> bytes:

@@ -100,10 +100,7 @@ def is_working_folder_removed(error: BaseException) -> bool:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return type and message on one line; of a RunnerError the message's first line.
-
-    Of a SystemExit also where it was raised: its message is an exit code.
-    """
+    """Return type and message on one line; for a SystemExit also where it was raised."""
     if isinstance(error, RunnerError):
         return limit_length(str(error).partition("\n")[0])
     if isinstance(error, SystemExit) and error.__traceback__ is not None:
@@ -181,7 +178,7 @@ def json_safe(value: Any, nonfinite: Callable[[float], Any] = lambda number: Non
 
 
 def dataclass_from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build a dataclass from JSON; keys that it does not have (newer versions) are ignored.
+    """Build a dataclass from JSON, without unknown keys (newer versions).
 
     Raises ValueError or TypeError naming the value that does not fit its type.
     """

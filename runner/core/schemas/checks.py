@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class CheckPolicy(Enum):
 
 
 @dataclass
-class SchemaConfig:
+class SchemaConfig(Bounded, key="checks.inputs.schema"):
     """The valid range of inputs; dtype and shape are those of the first batch."""
 
     low: float | None = bounded(None)  # smallest valid input value; null: no limit
@@ -28,7 +28,7 @@ class SchemaConfig:
     classes: int | None = bounded(None, min=1)  # labels must be below it; null: from the data
 
     def __post_init__(self) -> None:
-        check_bounds(self, "checks.inputs.schema")
+        super().__post_init__()
         _check_order(self, "checks.inputs.schema")
 
 
@@ -47,10 +47,9 @@ class InputsConfig:
     def __post_init__(self) -> None:
         for name in ("form", "not_finite", "range", "labels", "constant"):
             if getattr(self, name) is CheckPolicy.drop:
+                problem = "cannot be drop: batches are skipped whole"
                 fix = "use skip; data.bad_samples=drop leaves out samples that cannot be read"
-                raise ConfigError(
-                    f"checks.inputs.{name}", "cannot be drop: batches are skipped whole", fix
-                )
+                raise ConfigError(f"checks.inputs.{name}", problem, fix)
 
 
 @dataclass
@@ -70,7 +69,7 @@ class TableConfig:
 
 
 @dataclass
-class OutputsConfig:
+class OutputsConfig(Bounded, key="checks.outputs"):
     """Limits of outputs; job=evaluate counts violations, and changes no output or metric."""
 
     enabled: bool = True  # job=evaluate: report invalid outputs as a fault
@@ -79,7 +78,7 @@ class OutputsConfig:
     high: float | None = bounded(None)  # regression: largest output, same unit; null: none
 
     def __post_init__(self) -> None:
-        check_bounds(self, "checks.outputs")
+        super().__post_init__()
         _check_order(self, "checks.outputs")
 
 

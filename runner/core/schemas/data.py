@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 LIMIT_KEYS = ("most_columns", "most_expansion", "most_cell_mb")
@@ -114,7 +114,7 @@ class SplitRule(Enum):
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Bounded, key="data"):
     """Keys of every data set: splitting, order and loading."""
 
     kind: str = MISSING  # set by `data=NAME`: the built-in data set
@@ -151,7 +151,7 @@ class DataConfig:
     default_steps: int | None = None  # likewise in steps, instead of default_epochs; null: unused
 
     def __post_init__(self) -> None:
-        check_bounds(self, "data")
+        super().__post_init__()
         if self.validation_target is not None and self._target_ is None:
             raise ConfigError("data.validation_target", "needs data._target_", "leave it out")
         if self.sampler not in (None, "balanced"):
@@ -403,10 +403,9 @@ class Text(CsvFormat):
 
 @dataclass
 class Tokens(FromFiles):
-    """Token ids in `.bin` files (memory-mapped), as nanoGPT writes them.
+    """Token ids in `.bin` files (memory-mapped), as nanoGPT writes them, or text with a tokenizer.
 
-    `path` is one file, or a folder with train.bin and val.bin; with a tokenizer also text: one .txt
-    file, or train.txt and val.txt.
+    `path` is one file, or a folder with train.bin and val.bin, or train.txt and val.txt.
     """
 
     kind: str = "tokens"

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded, check_bounds
 
+TOOLS = "runner.diagnose.debug"
 OnAnomaly = Enum("OnAnomaly", ["record", "raise"])  # a class could have no member `raise`
 
 
@@ -17,26 +18,20 @@ def tool_field(path: str, config: Any) -> Any:
 
 
 @dataclass
-class CaptureConfig:
+class CaptureConfig(Bounded, key="debug.capture"):
     """Capture of bad steps for `job=replay`, in debug/captures; healthy steps cost nothing."""
 
     enabled: bool = True  # save bad steps for job=replay
     at_most: int = bounded(3, min=0)  # captures per run
     mb: float = bounded(512.0, above=0)  # MiB of disk for all captures
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "debug.capture")
-
 
 @dataclass
-class AnomalyConfig:
+class AnomalyConfig(Bounded, key="debug.anomaly"):
     """Autograd's anomaly mode, which names the operation and line of a NaN gradient."""
 
     enabled: bool = False  # name the operation and source line of a NaN gradient
     every: int | None = bounded(None, min=1)  # steps; null: each step (debug=full: debug.every)
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "debug.anomaly")
 
 
 @dataclass
@@ -49,7 +44,7 @@ class FaultThresholds:
 
 
 @dataclass
-class GradientsConfig:
+class GradientsConfig(Bounded, key="debug.gradients"):
     """Checks of each layer's gradient, weight and update: vanishing, exploding, dead units.
 
     Below a root mean square of 1e-8 the `eps` of Adam (Kingma and Ba 2015) outweighs a gradient;
@@ -67,13 +62,13 @@ class GradientsConfig:
     dead_share: float = bounded(0.25, above=0, max=1)  # share of dead units that makes a fault
 
     def __post_init__(self) -> None:
-        check_bounds(self, "debug.gradients")
+        super().__post_init__()
         for name in ("vanishing", "exploding"):
             check_bounds(getattr(self, name), f"debug.gradients.{name}")
 
 
 @dataclass
-class GradcheckConfig:
+class GradcheckConfig(Bounded, key="debug.gradcheck"):
     """Comparison of backward passes with finite differences, in float64, once at the start."""
 
     enabled: bool = False  # compare backward passes with finite differences at the start
@@ -81,12 +76,9 @@ class GradcheckConfig:
     budget_s: float = bounded(10.0, above=0)  # seconds for all checks, smallest module first
     tolerance: float = bounded(1e-3, above=0, below=1)  # relative tolerance of a gradient
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "debug.gradcheck")
-
 
 @dataclass
-class MemoryConfig:
+class MemoryConfig(Bounded, key="debug.memory"):
     """Breakdown of memory by module, and the objects that grow."""
 
     enabled: bool = False  # break down memory by module, and name growing objects
@@ -94,12 +86,9 @@ class MemoryConfig:
     every: int | None = bounded(None, min=1)
     snapshot: bool = True  # CUDA: write an allocator snapshot for pytorch.org/memory_viz
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "debug.memory")
-
 
 @dataclass
-class ProfileConfig:
+class ProfileConfig(Bounded, key="debug.profile"):
     """torch.profiler over a few steps, and a report on what limits the run's speed.
 
     Steps outside its window are not slowed down.
@@ -114,12 +103,9 @@ class ProfileConfig:
     stacks: bool = False  # record Python source lines; slows these steps considerably
     memory: bool = False  # record the allocations of operators
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "debug.profile")
-
 
 @dataclass
-class DebugConfig:
+class DebugConfig(Bounded, key="debug"):
     """Debug tools, their interval and their limits."""
 
     every: int = bounded(50, min=1)  # steps between inspections by a tool; fewer in a short run
@@ -129,19 +115,12 @@ class DebugConfig:
     timeout_s: float | None = bounded(None, above=0)  # seconds until the tools stop; null: never
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     # the tools, outermost first: for a new one see runner/diagnose/README.md
-    gradcheck: GradcheckConfig = tool_field(
-        "runner.diagnose.debug.gradcheck:GradcheckTool", GradcheckConfig
-    )
-    memory: MemoryConfig = tool_field("runner.diagnose.debug.memory:MemoryTool", MemoryConfig)
-    profile: ProfileConfig = tool_field("runner.diagnose.debug.profile:ProfileTool", ProfileConfig)
-    gradients: GradientsConfig = tool_field(
-        "runner.diagnose.debug.gradients:GradientsTool", GradientsConfig
-    )
-    anomaly: AnomalyConfig = tool_field("runner.diagnose.debug.anomaly:AnomalyTool", AnomalyConfig)
+    gradcheck: GradcheckConfig = tool_field(f"{TOOLS}.gradcheck:GradcheckTool", GradcheckConfig)
+    memory: MemoryConfig = tool_field(f"{TOOLS}.memory:MemoryTool", MemoryConfig)
+    profile: ProfileConfig = tool_field(f"{TOOLS}.profile:ProfileTool", ProfileConfig)
+    gradients: GradientsConfig = tool_field(f"{TOOLS}.gradients:GradientsTool", GradientsConfig)
+    anomaly: AnomalyConfig = tool_field(f"{TOOLS}.anomaly:AnomalyTool", AnomalyConfig)
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "debug")
 
 
 def enabled_tools(config: DebugConfig) -> list[str]:

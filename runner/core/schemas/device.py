@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 # Spins of OpenMP's threads before they sleep. Beside one busy process, a step takes nine times as
@@ -40,7 +40,7 @@ class DeviceKind(Enum):
 
 
 @dataclass
-class DeviceConfig:
+class DeviceConfig(Bounded, key="device"):
     """Device, process and determinism; null leaves a setting as the process has it."""
 
     kind: DeviceKind = DeviceKind.auto  # auto: CUDA, else MPS, else CPU
@@ -62,7 +62,7 @@ class DeviceConfig:
     priority: int | None = bounded(None, min=-20, max=19)  # niceness; null: unchanged
 
     def __post_init__(self) -> None:
-        check_bounds(self, "device")
+        super().__post_init__()
         if isinstance(self.index, str) and self.index != "auto":
             problem = f"must be a whole number, auto or null, got {self.index!r}"
             raise ConfigError("device.index", problem)
@@ -94,7 +94,7 @@ class Compression(Enum):
 
 
 @dataclass
-class DistributedConfig:
+class DistributedConfig(Bounded, key="distributed"):
     """How many processes train one model, and how they communicate."""
 
     # none: one process; ddp: a copy of the model in each; fsdp: shards of weights and states
@@ -111,7 +111,7 @@ class DistributedConfig:
     compression: Compression = Compression.none  # ddp: send gradients in bf16; none: in their dtype
 
     def __post_init__(self) -> None:
-        check_bounds(self, "distributed")
+        super().__post_init__()
         if self.kind is DistributedKind.none and self.processes not in (None, 1):
             problem = f"is {self.processes}, but distributed=none trains in one process"
             raise ConfigError("distributed.processes", problem, "use distributed=ddp or fsdp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 LEVELS = ("none", "basic", "advanced", "ultra")
@@ -72,7 +72,7 @@ class EvaluateConfig:
 
 
 @dataclass
-class PredictConfig:
+class PredictConfig(Bounded, key="predict"):
     """Output of job=predict."""
 
     format: PredictFormat = PredictFormat.csv  # file format of the predictions
@@ -82,7 +82,7 @@ class PredictConfig:
     top_k: int | None = bounded(None, min=1)  # drawn from the likeliest only; null: from all
 
     def __post_init__(self) -> None:
-        check_bounds(self, "predict")
+        super().__post_init__()
         if self.prompt == "":
             raise ConfigError("predict.prompt", "is empty", "give the first words of the text")
 
@@ -103,31 +103,25 @@ class VerifyConfig:
 
 
 @dataclass
-class ScanConfig:
+class ScanConfig(Bounded, key="scan"):
     """The files that job=scan examines."""
 
     path: str | None = None  # a file, or a folder with everything below it
     deep: bool = True  # check stored values, too, not only the structure
     rows: int = bounded(30, min=0)  # rows on the screen, worst first; scan.json has all
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "scan")
-
 
 @dataclass
-class ReplayConfig:
+class ReplayConfig(Bounded, key="replay"):
     """The captured step that job=replay repeats, and the limits."""
 
     path: str | None = None  # debug/captures/step_… folder, or a run's folder (first capture)
     attribute: bool = True  # find the techniques that cause it; one process per attempt
     timeout_s: float = bounded(300.0, above=0)  # seconds per attempt; the search gets 6 times that
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "replay")
-
 
 @dataclass
-class BenchmarkConfig:
+class BenchmarkConfig(Bounded, key="benchmark"):
     """Settings of job=benchmark: arms, budget, and what to measure besides speed."""
 
     arms: list[str] = field(default_factory=lambda: list(LEVELS))  # levels or overrides to compare
@@ -145,6 +139,3 @@ class BenchmarkConfig:
     attribute_budget_s: float = bounded(300.0, above=0)  # seconds for `attribute`
     baseline: str | None = None  # earlier benchmark.json or its folder to compare with; null: none
     tolerance: float = bounded(0.05, min=0)  # smaller relative changes are no regression
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "benchmark")

@@ -8,14 +8,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 OBJECTIVE_KINDS = ("auto", "classification", "language_modelling", "regression", "model")
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Bounded, key="model"):
     """Keys of every model; the sizes of inputs and outputs come from the data."""
 
     kind: str = MISSING  # set by `model=NAME`: the built-in model
@@ -33,7 +33,7 @@ class ModelConfig:
         if not all(self.weights_except):
             raise ConfigError("model.weights_except", "has an empty name", "e.g. [head]")
         if self._target_ is None:  # a class of the user gets none of these
-            check_bounds(self, "model")
+            super().__post_init__()
             self.check()
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ OPTIONS: dict[str, type[ModelConfig]] = {cls.kind: cls for cls in _ALL}
 
 
 @dataclass
-class ObjectiveConfig:
+class ObjectiveConfig(Bounded, key="objective"):
     """The training loss and the metrics."""
 
     # auto (by the data), classification, language_modelling, regression, or model: the model's own
@@ -132,16 +132,12 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in OBJECTIVE_KINDS:
-            raise ConfigError(
-                "objective.kind",
-                f"unknown objective {self.kind!r}",
-                f"use one of {OBJECTIVE_KINDS}",
-            )
-        check_bounds(self, "objective")
+            fix = f"use {', '.join(OBJECTIVE_KINDS)}"
+            raise ConfigError("objective.kind", f"unknown objective {self.kind!r}", fix)
+        super().__post_init__()
         weights = self.class_weights
-        numbers = isinstance(weights, list) and all(
-            type(x) in (int, float) and 0 < x < math.inf for x in weights
-        )
-        if weights not in (None, "balanced") and not numbers:
+        numbers = weights if isinstance(weights, list) else [0]
+        are_weights = all(type(x) in (int, float) and 0 < x < math.inf for x in numbers)
+        if weights not in (None, "balanced") and not are_weights:
             fix = "use balanced, null, or a number above 0 for each class: [1, 2.5]"
             raise ConfigError("objective.class_weights", f"cannot be {weights!r}", fix)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 SINKS = ("mlflow", "wandb")
 
 
 @dataclass
-class MonitoringConfig:
+class MonitoringConfig(Bounded, key="monitoring"):
     """What is recorded and displayed during a run."""
 
     every: int = bounded(10, min=1)  # steps per row of metrics.jsonl
@@ -29,7 +29,7 @@ class MonitoringConfig:
     verbose: bool = False  # at the end, print every reason and choice, as in report.md
 
     def __post_init__(self) -> None:
-        check_bounds(self, "monitoring")
+        super().__post_init__()
         for item in self.sinks:
             if not (item in SINKS if isinstance(item, str) else "_target_" in item):
                 fix = f"{'|'.join(SINKS)}, or {{_target_: package.Class}}"

@@ -13,7 +13,7 @@ from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded, check_bounds
 from runner.core.errors import ConfigError
 from runner.core.interfaces.technique import Evidence, RunBuilder, Technique
 
@@ -203,7 +203,7 @@ class Quantization(BuiltIn):
 
 
 @dataclass
-class AutoConfig:
+class AutoConfig(Bounded, key="optimization.auto"):
     """The search of `optimization=auto`, and its limits."""
 
     budget_s: float = bounded(180.0, above=0)  # search time in s; runs below twice that skip it
@@ -211,7 +211,7 @@ class AutoConfig:
     cache: bool = True  # reuse the result for the same config and machine
 
     def __post_init__(self) -> None:
-        check_bounds(self, "optimization.auto")
+        super().__post_init__()
         techniques = [name for name, _ in Optimization().techniques()] if self.without else []
         for name in self.without:
             if name not in techniques:

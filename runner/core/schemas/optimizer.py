@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 GROUP_KEYS = ("match", "lr", "weight_decay", "name", "options")
@@ -16,7 +16,7 @@ OWN_OPTIMIZER = {"name", "options"}
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Bounded, key="optimizer"):
     """Any optimizer of torch.optim; norms and biases are not decayed."""
 
     name: str = "AdamW"  # class name in torch.optim
@@ -35,7 +35,7 @@ class OptimizerConfig:
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_bounds(self, "optimizer")
+        super().__post_init__()
         if not all(self.freeze):
             raise ConfigError("optimizer.freeze", "has an empty name", "e.g. [embeddings.*]")
         for number, group in enumerate(self.groups):
@@ -84,7 +84,7 @@ class ScheduleKind(Enum):
 
 
 @dataclass
-class ScheduleConfig:
+class ScheduleConfig(Bounded, key="schedule"):
     """The learning rate over the updates of a run; its peak is `optimizer.lr`."""
 
     kind: ScheduleKind = ScheduleKind.constant  # shape of the learning rate after the warm-up
@@ -93,6 +93,3 @@ class ScheduleConfig:
     floor: float = bounded(0.0, min=0, max=1)  # cosine, linear: last rate as a share of the peak
     every: float = bounded(0.33, above=0)  # step: updates between drops; below 1: share of the run
     gamma: float = bounded(0.1, above=0)  # step: factor of each drop
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "schedule")

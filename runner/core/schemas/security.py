@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError, SecurityError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
@@ -23,16 +23,13 @@ class SecurityLevel(Enum):
 
 
 @dataclass
-class LimitsConfig:
+class LimitsConfig(Bounded, key="security.limits"):
     """Resource limits of a run, which saves and stops when it reaches one; null: no limit."""
 
     memory_mb: float | None = bounded(None, above=0)  # RAM, with data workers; null: no limit
     device_memory_mb: float | None = bounded(None, above=0)  # GPU memory; null: no limit
     disk_mb: float | None = bounded(None, above=0)  # growth of the run's folder; null: no limit
     hours: float | None = bounded(None, above=0)  # wall time since start or resume; null: no limit
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "security.limits")
 
     @property
     def has_limit(self) -> bool:
@@ -64,10 +61,8 @@ class SecurityConfig:
 
     def __post_init__(self) -> None:
         if "*" in self.trusted:
-            raise SecurityError(
-                "security.trusted: '*' is not a package; list the packages that may run, or allow "
-                "all code with security=off"
-            )
+            fix = "list the packages that may run, or allow all code with security=off"
+            raise SecurityError(f"security.trusted: '*' is not a package; {fix}")
         for name in ("allow_pickle", "pinned"):
             for digest in getattr(self, name):
                 if not SHA256.fullmatch(digest):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ class SpikeQuantity(Enum):
 
 
 @dataclass
-class SpikeConfig:
+class SpikeConfig(Bounded, key="stability.spike"):
     """A spike is a loss or gradient norm far above the median of the last `window` steps.
 
     It exceeds all three: the median plus `threshold` deviations, `ratio` times the median, and
@@ -36,14 +36,14 @@ class SpikeConfig:
     floor: float = bounded(20.0, min=0)  # floor × largest of the first `at_least` steps; 0: off
 
     def __post_init__(self) -> None:
-        check_bounds(self, "stability.spike")
+        super().__post_init__()
         if self.at_least > self.window:
             problem = f"must be ≤ stability.spike.window={self.window}, got {self.at_least}"
             raise ConfigError("stability.spike.at_least", problem)
 
 
 @dataclass
-class WatchConfig:
+class WatchConfig(Bounded, key="stability.watch"):
     """Monitoring of memory, disk, swap, GPU and speed during training; 20 µs per report."""
 
     enabled: bool = True  # monitor memory, disk, swap, GPU and speed
@@ -61,9 +61,6 @@ class WatchConfig:
     # share of the CPUs that other processes use, above which it is reported; null: never
     cpu_above: float | None = bounded(0.9, min=0, max=1)
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "stability.watch")
-
     @property
     def watches_speed(self) -> bool:
         """Whether slower steps or busy CPUs are reported."""
@@ -71,7 +68,7 @@ class WatchConfig:
 
 
 @dataclass
-class StabilityConfig:
+class StabilityConfig(Bounded, key="stability"):
     """Gradient clipping, guard, spike detection, rollbacks and monitoring."""
 
     clip_norm: float | None = 1.0  # largest gradient norm; null: no clipping
@@ -89,7 +86,7 @@ class StabilityConfig:
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
-        check_bounds(self, "stability")
+        super().__post_init__()
         if self.clip_norm is not None and not self.clip_norm > 0:  # Inf: measured, not clipped
             raise ConfigError("stability.clip_norm", f"must be > 0 or null, got {self.clip_norm}")
         if self.clip_per_group and self.clip_norm is None:

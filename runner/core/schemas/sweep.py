@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds, check_counts
+from runner.core.bounds import Bounded, bounded, check_counts
 from runner.core.errors import ConfigError
 
 JOB_VARIABLE = "RUNNER_JOB"
@@ -22,7 +22,7 @@ class StartMethod(Enum):
 
 
 @dataclass
-class SweepConfig:
+class SweepConfig(Bounded, key="sweep"):
     """How a sweep continues an earlier one, and how its jobs start."""
 
     resume: str = "auto"  # auto: newest sweep of the same command; none: a new one; or a folder
@@ -30,9 +30,6 @@ class SweepConfig:
     # seconds to measure swept optimization, techniques or debug in turns, after the sweep; null: a
     # fifth of the sweep's time, 10 to 60; 0: off
     benchmark_s: float | None = bounded(None, min=0)
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "sweep")
 
 
 def storage_path(text: str) -> str:
@@ -65,7 +62,7 @@ class Direction(Enum):
 
 
 @dataclass
-class SearchConfig:
+class SearchConfig(Bounded, key="search"):
     """`experiment=search`: a search over the keys given as intervals or choices."""
 
     sampler: Sampler = Sampler.tpe  # tpe: from earlier results; grid: every combination
@@ -82,7 +79,7 @@ class SearchConfig:
     seed: int = bounded(0, min=0)  # seed of the sampler
 
     def __post_init__(self) -> None:
-        check_bounds(self, "search")
+        super().__post_init__()
         path = None if self.storage is None else storage_path(self.storage)
         if path and ("://" in path or set("?{}") & set(path)) or path == "" != self.storage:
             problem = f"must be a file, got {self.storage!r}"
@@ -107,7 +104,7 @@ class SearchSweeperConfig:
 
 
 @dataclass
-class LauncherConfig:
+class LauncherConfig(Bounded, key="hydra.launcher"):
     """`hydra/launcher=isolated`: a new process for each job."""
 
     _target_: str = "hydra_plugins.runner_plugins.IsolatedLauncher"  # set by the option
@@ -118,4 +115,4 @@ class LauncherConfig:
 
     def __post_init__(self) -> None:
         check_counts({"hydra": {"launcher": vars(self)}})
-        check_bounds(self, "hydra.launcher")
+        super().__post_init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from runner.core.bounds import bounded, check_bounds
+from runner.core.bounds import Bounded, bounded
 from runner.core.errors import ConfigError
 
 MICRO_BATCH = "training.micro_batch"  # the key of choices
@@ -19,7 +19,7 @@ class MonitorMode(Enum):
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(Bounded, key="training"):
     """Length of the training, batch size, validation and early stopping."""
 
     steps: int | None = bounded(None, min=1)  # training steps, skipped ones included; null: epochs
@@ -38,11 +38,9 @@ class TrainingConfig:
     sanity: bool = True  # validate one batch before step 1, without a trace; not when resuming
 
     def __post_init__(self) -> None:
-        check_bounds(self, "training")
+        super().__post_init__()
         if self.steps is not None and self.epochs is not None:
-            raise ConfigError(
-                "training.steps", "is given together with training.epochs", "name one"
-            )
+            raise ConfigError("training.steps", "and training.epochs are both given", "name one")
         if self.micro_batch is not None and self.micro_batch > self.batch_size:
             problem = f"must be ≤ training.batch_size={self.batch_size}, got {self.micro_batch}"
             raise ConfigError("training.micro_batch", problem)
@@ -56,7 +54,7 @@ class TrainingConfig:
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Bounded, key="checkpoint"):
     """When to save, how many to keep, and what to continue from."""
 
     enabled: bool = True  # save checkpoints; false: keep one in memory, for rollbacks
@@ -64,6 +62,3 @@ class CheckpointConfig:
     keep: int = bounded(3, min=1)  # newest checkpoints to keep, besides the best one
     grace_s: float = bounded(20.0, above=0)  # seconds for the step to end after a signal, then exit
     resume: str = "none"  # none, auto (the unfinished run of this config), or a run or step folder
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "checkpoint")

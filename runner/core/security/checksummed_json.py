@@ -45,10 +45,7 @@ def read_manifest(folder: Path, kind: type[T]) -> T:
 
 
 def read_checksummed_json(path: Path, expected_format: int) -> dict[str, Any]:
-    """Read and verify a record of format `expected_format`.
-
-    Raises CheckpointError with the reason.
-    """
+    """Read and verify a record of `expected_format`; CheckpointError has the reason."""
     data = read_file(path)
     try:
         body = json.loads(data)
@@ -61,10 +58,8 @@ def read_checksummed_json(path: Path, expected_format: int) -> dict[str, Any]:
     if not intact:
         raise CheckpointError(f"{path}: damaged: its contents do not match its own checksum")
     if version != expected_format:
-        raise CheckpointError(
-            f"{path}: has format {version!r}, but this version of the runner reads "
-            f"{expected_format}"
-        )
+        problem = f"has format {version!r}, but this version reads {expected_format}"
+        raise CheckpointError(f"{path}: {problem}")
     fields: dict[str, Any] = body
     return fields
 

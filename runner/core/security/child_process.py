@@ -1,7 +1,7 @@
 """Processes that this one starts: their limits, signals and end. Torch-free.
 
 `ChildProcess` is any process of multiprocessing or subprocess; `RequestProcess` also answers
-requests through a pipe.
+requests through a pipe. By `run_masked` a process masks from its first line on what this one masks.
 """
 
 from __future__ import annotations
@@ -19,25 +19,20 @@ from math import inf
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
+from traceback import format_exception
+from types import TracebackType
 from typing import Any
 
 import psutil
 
-from runner.core import fork_server
+from runner.core import fork_server, process_wait
 from runner.core.device import cgroup
 from runner.core.errors import ProcessLost, UsageError, WorkerFailure
-from runner.core.parent_death import kill_group, watch_parent
-from runner.core.process_wait import (
-    ENDED,
-    STOPPED,
-    PolledClock,
-    describe_exit,
-    describe_state,
-    process_state,
-)
+from runner.core.masking import mask_secrets
+from runner.core.process_wait import ENDED, STOPPED, PolledClock, describe_state, process_state
 from runner.core.record.storage import make_folder, safe_opener
 from runner.core.schemas.device import omp_env
-from runner.core.security.masked_process import MaskingState, run_masked
+from runner.core.security.secrets import adopt_masking_state, masking_state
 
 POLL_S = 0.1
 WAIT_SLICE_S = 1.0  # of a wait for an answer
@@ -91,10 +86,7 @@ class ChildProcess:
         return code
 
     def poll(self) -> int | None:
-        """Return the exit code, after counting the time in its state.
-
-        Kills a fork server that does not report the end of the process.
-        """
+        """Return the exit code; count the time in its state. Kills a silent fork server."""
         now, code = self.clock.poll(), self.exit_code
         state = process_state(self.pid) if code is None else ""
         self._since = {state: self._since.get(state, now)}
@@ -163,7 +155,8 @@ class ChildProcess:
         code = self.exit_code
         if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
             return "oom", "was killed by the kernel: out of memory"
-        return "killed" if code is not None and code < 0 else "failed", describe_exit(code)
+        status = "killed" if code is not None and code < 0 else "failed"
+        return status, process_wait.describe_exit(code)
 
 
 class UnguardedScript(UsageError):
@@ -240,10 +233,7 @@ class RequestProcess(ChildProcess):
             raise self._exit_failure() from None
 
     def answer(self, timeout_s: float) -> Any:
-        """Wait up to `timeout_s` for the answer.
-
-        Raises WorkerFailure; the caller still has to call `end`.
-        """
+        """Wait up to `timeout_s` for the answer. After WorkerFailure the caller calls `end`."""
         clock, waited = PolledClock(WAIT_SLICE_S), 0.0
         ends = [self.pipe, self.handle.sentinel]
         while not wait(ends, max(0.0, min(WAIT_SLICE_S, timeout_s - waited))):
@@ -274,10 +264,8 @@ class RequestProcess(ChildProcess):
         code = self.wait(EXIT_TIMEOUT_S)
         if code == UNGUARDED_EXIT_CODE and not self.has_answered:
             script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
-            raise UnguardedScript(
-                f'{script.name} must do this under `if __name__ == "__main__":`, because '
-                "the measured processes import it"
-            )
+            guard = 'if __name__ == "__main__":'
+            raise UnguardedScript(f"{script.name} must do this under `{guard}`: workers import it")
         status, reason = self.describe_end()
         return WorkerFailure(status, f"it {reason}{self._log_path_text()}")
 
@@ -326,7 +314,7 @@ def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     redirect_output(child.log)
-    end_with_parent(kill_group)
+    end_with_parent(process_wait.kill_group)
     os.environ.clear()  # the fork server's may be stale; PYTHONSAFEPATH was for the start only
     os.environ.update(child.environment)
     main(child, *arguments)
@@ -337,8 +325,7 @@ def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[
 def detach(start_method: str | None = None) -> None:
     """Give a new process its own session, without the pipes of the fork server.
 
-    Its own children start by `start_method`, None for the default: forked workers have unnamed
-    locks, which a process that is killed cannot leave behind, but a fork inherits another one.
+    Its own children start by `start_method`; None, the default, forks, with unnamed locks.
     """
     os.setsid()
     fork_server.leave()
@@ -348,7 +335,7 @@ def detach(start_method: str | None = None) -> None:
 def end_with_parent(end: Callable[[], None]) -> None:
     """Call `end` in a thread of a new process when its parent ends."""
     if (parent := multiprocessing.parent_process()) is not None:
-        watch_parent(parent.sentinel, end)
+        process_wait.watch_parent(parent.sentinel, end)
 
 
 def redirect_output(log: Path | None) -> None:
@@ -364,3 +351,37 @@ def redirect_output(log: Path | None) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable()
+
+
+class MaskingState:
+    """What this process masks. Unpickled in a new process, it makes that one mask the same.
+
+    It must be the process's first argument: others may run the user's code when unpickled. It is
+    sent through the pipe that starts the process; a fork needs none.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _adopt, masking_state()
+
+
+def _adopt(*state: Any) -> MaskingState:
+    adopt_masking_state(*state)
+    sys.excepthook = _print_masked  # of errors while the other arguments are unpickled
+    return MaskingState()
+
+
+def run_masked(_: MaskingState, main: Callable[..., object], *arguments: Any) -> None:
+    """Call `main`; target of all processes that multiprocessing starts. It prints no secrets."""
+    try:
+        main(*arguments)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            raise
+        _print_masked(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _print_masked(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    sys.stderr.write(mask_secrets("".join(format_exception(kind, error, trace))))

@@ -81,9 +81,7 @@ def parse_overrides(overrides: Sequence[str], conf: Path) -> CliOverrides:
     for override in parsed if not cli.off else ():
         _check_hydra_key(override)
     if [override.key_or_group for override in parsed].count("hydra.searchpath") > 1:
-        raise SecurityError(
-            "hydra.searchpath: given twice, Hydra uses only the first; type one list"
-        )
+        raise SecurityError("hydra.searchpath: given twice, and Hydra uses one; type one list")
     for folder in cli.searchpath:
         _check_config_folder("hydra.searchpath", folder.removeprefix("file://"), cli, conf)
     return cli
@@ -130,9 +128,8 @@ def _check_hydra_key(override: Override) -> None:
     for one in value.list if isinstance(value, ChoiceSweep) else [value]:
         for path, leaf in iterate_leaves(one.text if isinstance(one, QuotedString) else one, key):
             if path.rpartition(".")[2] in FACTORY_KEYS:
-                raise SecurityError(
-                    f"{path}: {leaf} is refused: choose an option of the group, hydra/launcher=…"
-                )
+                fix = "choose an option of the group, hydra/launcher=…"
+                raise SecurityError(f"{path}: {leaf} is refused: {fix}")
             is_instantiated = is_below(key, ("hydra.launcher", "hydra.sweeper"))
             if is_instantiated and isinstance(leaf, str) and "${" in leaf:
                 raise SecurityError(f"{path}: {leaf} is refused: interpolation is not allowed")
@@ -154,10 +151,8 @@ def _check_config_folder(key: str, text: str, cli: CliOverrides, conf: Path) -> 
     if "://" in text:
         raise SecurityError(f"{key}: {text} is refused: it would import a package; name a folder")
     if cli.strict and not Path(text).resolve().is_relative_to(conf.resolve()):
-        raise SecurityError(
-            f"{key}={text}: is refused: security=strict reads no configs from other "
-            "folders; type its keys, or review it and use security=standard"
-        )
+        problem = "is refused: security=strict reads no configs from other folders"
+        raise SecurityError(f"{key}={text}: {problem}; type its keys, or use security=standard")
 
 
 def check_job_count(parsed: Sequence[Override], key: str = "") -> None:
@@ -166,10 +161,8 @@ def check_job_count(parsed: Sequence[Override], key: str = "") -> None:
     for override in parsed:
         jobs *= max(1, _count_values(override))
         if jobs > MAX_SWEEP_JOBS:
-            raise SecurityError(
-                f"{key or override.key_or_group}: a sweep of {jobs} jobs is refused, more than "
-                f"{MAX_SWEEP_JOBS}; name fewer values"
-            )
+            problem = f"a sweep of {jobs} jobs is refused, more than {MAX_SWEEP_JOBS}"
+            raise SecurityError(f"{key or override.key_or_group}: {problem}; name fewer values")
 
 
 def _count_values(override: Override) -> int:
@@ -178,9 +171,8 @@ def _count_values(override: Override) -> int:
         return len(value.list)
     if not isinstance(value, RangeSweep):
         return 1  # a glob has at most as many values as there are files
-    start, stop, step = (
-        float("nan" if n is None else n) for n in (value.start, value.stop, value.step)
-    )
+    ends = value.start, value.stop, value.step
+    start, stop, step = (float("nan" if n is None else n) for n in ends)
     count = (stop - start) / step if step else float("nan")
     if not isfinite(count):
         key = override.key_or_group

@@ -34,15 +34,8 @@ from yaml.composer import ComposerError  # type: ignore[import-untyped]
 from runner.core.errors import ConfigError, RunnerError, SecurityError
 from runner.core.record.hydra_files import YAML_LOADER, YAML_VALUE_ERRORS, check_events
 from runner.core.schemas.security import NAME, SecurityConfig, SecurityLevel
-from runner.core.security import secrets
-from runner.core.security.cli_overrides import (
-    CLI_HYDRA_KEYS,
-    FACTORY_KEYS,
-    FILE_HYDRA_KEYS,
-    CliOverrides,
-    is_below,
-    iterate_leaves,
-)
+from runner.core.security import cli_overrides, secrets
+from runner.core.security.cli_overrides import CliOverrides, is_below, iterate_leaves
 from runner.core.security.paths import check_output_path, check_subfolder
 
 MAX_CONFIG_CHARS = 1 << 16
@@ -160,14 +153,11 @@ class ConfigFileChecker:
             check_subfolder(keys[1], str(subfolder), output_folder)
         if OmegaConf.select(config, "hydra.output_subdir") is not None:
             subfolder = secrets.read_path(config, "hydra.output_subdir")
-            check_subfolder(
-                "hydra.output_subdir", str(subfolder), output_folder.joinpath(*subfolders)
-            )
+            folder = output_folder.joinpath(*subfolders)
+            check_subfolder("hydra.output_subdir", str(subfolder), folder)
         name = str(secrets.read_path(config, "hydra.job.name"))
         if not NAME.fullmatch(name.replace("-", "_")):
-            raise SecurityError(
-                f"hydra.job.name: {name!r} is refused: it becomes part of a file name"
-            )
+            raise SecurityError(f"hydra.job.name: {name!r} is refused: it names a file")
 
     def _composition_error(self, error: Exception) -> ConfigError:
         fix = "check the part below hydra against Hydra's own config"
@@ -183,23 +173,19 @@ class ConfigFileChecker:
         path = os.path.realpath(path)
         self.foreign_files.append(path)
         if self.cli.strict:
-            raise SecurityError(
-                f"{path}: is refused: security=strict reads no configs from other folders"
-            )
+            problem = "security=strict reads no configs from other folders"
+            raise SecurityError(f"{path}: is refused: {problem}")
         text = _read_text(path)
         try:
             header = ConfigSource._get_header_dict(text[:512])
         except ValueError as error:
-            raise ConfigError(
-                path, f"its first line is not a valid header: {error}", "write # @package _global_"
-            ) from error
+            problem = f"its first line is not a valid header: {error}"
+            raise ConfigError(path, problem, "write # @package _global_") from error
         config = _parse_yaml(path, text)
         self._check_hydra_choices(path, config_path, config)
         if not self.cli.off:
             check_foreign_file(path, config_path, header.get("package") or "", config)
-        return ConfigResult(
-            provider=source.provider, path=f"file://{source.path}", config=config, header=header
-        )
+        return ConfigResult(source.provider, f"file://{source.path}", config, header)
 
     def _check_hydra_choices(self, path: str, config_path: str, config: Any) -> None:
         """Raise ConfigError for an option of a Hydra group that Hydra ignores in this file."""
@@ -231,21 +217,18 @@ def check_foreign_file(path: str, group: str, package: str, config: Any) -> None
     defaults = [str(text) for pair in iterate_leaves(tree.get("defaults"), "") for text in pair]
     for text in (group, package, *(text.partition("@")[2] for text in defaults)):
         if "hydra" in WORD.findall(text):
-            raise SecurityError(
-                f"{path}: {text} is refused: a config file cannot add to Hydra's config"
-            )
-    for key, value in (
-        iterate_leaves(tree["hydra"], "hydra") if tree.get("hydra") is not None else ()
-    ):
+            problem = "a config file cannot add to Hydra's config"
+            raise SecurityError(f"{path}: {text} is refused: {problem}")
+    hydra = tree.get("hydra")
+    for key, value in () if hydra is None else iterate_leaves(hydra, "hydra"):
         is_interpolated = is_below(key, ("hydra.sweeper",)) and "${" in str(value)
-        is_factory = bool(set(key.split(".")) & set(FACTORY_KEYS))
-        if not is_below(key, FILE_HYDRA_KEYS) or is_factory or is_interpolated:
-            allowed_on_cli = is_below(key, CLI_HYDRA_KEYS) and not is_factory
+        is_factory = bool(set(key.split(".")) & set(cli_overrides.FACTORY_KEYS))
+        if not is_below(key, cli_overrides.FILE_HYDRA_KEYS) or is_factory or is_interpolated:
+            allowed_on_cli = is_below(key, cli_overrides.CLI_HYDRA_KEYS) and not is_factory
             way_out = f"if you mean it, type {key}=…" if allowed_on_cli else "leave it out"
-            raise SecurityError(
-                f"{key}: {value} is refused: a config file may only set plain values of "
-                f"{', '.join(FILE_HYDRA_KEYS)}; {way_out}"
-            )
+            names = ", ".join(cli_overrides.FILE_HYDRA_KEYS)
+            allowed = f"a config file may set plain values of {names}"
+            raise SecurityError(f"{key}: {value} is refused: {allowed}; {way_out}")
 
 
 def check_security_group(config: DictConfig, cli_security: SecurityConfig) -> None:
@@ -265,10 +248,8 @@ def check_security_group(config: DictConfig, cli_security: SecurityConfig) -> No
 
 
 def _permission_error(key: str, value: str) -> SecurityError:
-    return SecurityError(
-        f"{key}: {value} is refused: a config file cannot grant permissions; "
-        f"to allow it, type {key}={value}"
-    )
+    problem = "a config file cannot grant permissions"
+    return SecurityError(f"{key}: {value} is refused: {problem}; to allow it, type {key}={value}")
 
 
 def check_resume_paths(config: DictConfig, cli: CliOverrides) -> None:
@@ -306,9 +287,7 @@ def _read_text(path: str) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(path, f"is not text: {error}", "save it as UTF-8") from error
     if len(text) > MAX_CONFIG_CHARS:
-        raise SecurityError(
-            f"{path}: has more than {MAX_CONFIG_CHARS} characters, the limit for a config"
-        )
+        raise SecurityError(f"{path}: has more than {MAX_CONFIG_CHARS} characters, the limit")
     return text
 
 
@@ -316,10 +295,8 @@ def _parse_yaml(path: str, text: str) -> Any:
     try:
         check_events(text.encode())
     except ComposerError as error:
-        line = error.problem_mark.line + 1
-        raise SecurityError(
-            f"{path}:{line}: {error.problem} are refused: write the values"
-        ) from None
+        where = f"{path}:{error.problem_mark.line + 1}"
+        raise SecurityError(f"{where}: {error.problem} are refused: write the values") from None
     except YAMLError:
         pass  # the reader reports it
     else:
@@ -364,10 +341,9 @@ def limit_interpolations() -> None:
     def bounded(container: Container, *args: Any, **kwargs: Any) -> Any:
         _resolved["values"] += 1
         if _resolved["values"] > MAX_INTERPOLATIONS or _resolved["chars"] > MAX_RESOLVED_CHARS:
-            raise InterpolationResolutionError("too many references") from SecurityError(
-                "config: its interpolations expand beyond "
-                f"{MAX_INTERPOLATIONS} values or {MAX_RESOLVED_CHARS} characters; write the values"
-            )
+            limit = f"{MAX_INTERPOLATIONS} values or {MAX_RESOLVED_CHARS} characters"
+            refusal = SecurityError(f"config: its interpolations exceed {limit}; write the values")
+            raise InterpolationResolutionError("too many references") from refusal
         node = original(container, *args, **kwargs)
         value = None if node is None or isinstance(node, Container) else node._value()
         _resolved["chars"] += len(value) if isinstance(value, str) else 0

@@ -16,10 +16,7 @@ ARGUMENTS = re.compile(r"\w+\.(arguments|options)", re.ASCII)  # mappings that b
 
 
 def failed_interpolation(config: Any) -> tuple[str, OmegaConfBaseException] | None:
-    """Return key and error of the first interpolation of a config that fails by itself.
-
-    Others fail since they refer to it. Hydra's own section is left out.
-    """
+    """Return key and error of the first interpolation that fails by itself, but for `hydra`."""
     failures = dict[str, tuple[str, OmegaConfBaseException]]()  # raw text and error, by key
     _find_failures(config, "", failures)
     computed_last = sorted(failures.items(), key=lambda item: item[1][0].startswith("${runner."))
@@ -50,9 +47,7 @@ def _find_failures(
 def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = ()) -> None:
     """Raise SecurityError if a recorded config contains interpolations or code as a name.
 
-    Argument names must be identifiers; a mapping that is itself an argument may have any keys,
-    unless it has a `_target_`. `${oc.env:NAME}` (a masked value) is allowed if NAME is in
-    `may_read` (None: any).
+    Names of arguments are identifiers. `${oc.env:NAME}`, a masked value, may be in `may_read`.
     """
     if isinstance(value, Mapping | list | tuple):
         is_call = isinstance(value, Mapping) and ("_target_" in value or ARGUMENTS.fullmatch(key))
@@ -68,7 +63,5 @@ def check_literal(value: Any, key: str = "", may_read: Collection[str] | None = 
     elif isinstance(value, str) and may_read is not None:
         for name in REFERENCE.findall(value):
             if name not in may_read:
-                raise SecurityError(
-                    f"{key}: {value!r} is refused: it reads an environment variable; to allow it, "
-                    f"add security.environment=[{name}]"
-                )
+                fix = f"to allow it, add security.environment=[{name}]"
+                raise SecurityError(f"{key}: {value!r} is refused: it reads a variable; {fix}")

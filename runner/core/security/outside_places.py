@@ -16,15 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.core.errors import ConfigError, SecurityError
 from runner.core.masking import REFERENCE
 from runner.core.schemas.sweep import storage_path
-from runner.core.security import secrets
-from runner.core.security.cli_overrides import (
-    FACTORY_KEYS,
-    CliOverrides,
-    check_job_count,
-    is_below,
-    iterate_leaves,
-    parse_override,
-)
+from runner.core.security import cli_overrides, secrets
+from runner.core.security.cli_overrides import CliOverrides, is_below, iterate_leaves
 from runner.core.security.config_files import NO_FILE_KEYS, WORD, raw_value, select
 from runner.core.security.paths import check_output_path
 
@@ -86,19 +79,16 @@ def check_sweep_parameters(config: DictConfig) -> None:
     tree: Any = OmegaConf.to_container(parameters, resolve=False) if parameters else {}
     parsed = []
     for name, value in tree.items():
-        override = parse_override(f"{name}={value}")
+        override = cli_overrides.parse_override(f"{name}={value}")
         if override is None:
             raise ConfigError("hydra.sweeper.params", f"{name[:80]} cannot be read")
         words = WORD.findall(f"{override.key_or_group} {override.package}")
         key = override.key_or_group
         is_map = isinstance(override.value(), dict)  # of keys below this one
-        refused = any(
-            is_below(key, (k,)) or is_map and is_below(k, (key,))
-            for k in (*NO_FILE_KEYS, ADDRESS_KEY)
-        )
-        if refused or {"security", "hydra", *FACTORY_KEYS} & set(words):
-            raise SecurityError(
-                f"hydra.sweeper.params: {name} is refused: a config file cannot set it"
-            )
+        keys = (*NO_FILE_KEYS, ADDRESS_KEY)
+        refused = is_below(key, keys) or (is_map and any(is_below(k, (key,)) for k in keys))
+        if refused or {"security", "hydra", *cli_overrides.FACTORY_KEYS} & set(words):
+            problem = f"{name} is refused: a config file cannot set it"
+            raise SecurityError(f"hydra.sweeper.params: {problem}")
         parsed.append(override)
-    check_job_count(parsed, "hydra.sweeper.params")
+    cli_overrides.check_job_count(parsed, "hydra.sweeper.params")

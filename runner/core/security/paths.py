@@ -53,8 +53,7 @@ def run_tree_folders(folder: Path | None) -> list[Path]:
     """Return the folders of this run tree, in which files count as written by us.
 
     These are the output roots and, for a run in a typed folder, the nearest `outputs` above it, or
-    the folder itself. A run or sweep resumed by path may be anyone's, so its folder is not
-    included.
+    the folder itself; but not that of a run or sweep resumed by path, which may be anyone's.
     """
     origin = _run_origin.get() or _RunOrigin(None, True, output_roots())
     if folder is None or not origin.folder_typed or folder.resolve() == origin.resumed_folder:
@@ -79,9 +78,8 @@ def check_output_path(
     where = f", which is {path}" if str(path) != text else ""
     who = "security=strict" if strict else "a config"
     fix = "use a folder in there" if strict else f"if you mean it, type {key}=…"
-    raise SecurityError(
-        f"{key}: {text}{where} is refused: {who} may only write below {output_roots()[0]}; {fix}"
-    )
+    problem = f"{who} may only write below {output_roots()[0]}"
+    raise SecurityError(f"{key}: {text}{where} is refused: {problem}; {fix}")
 
 
 def check_subfolder(key: str, inner: str, folder: Path) -> None:
@@ -135,20 +133,17 @@ def restrict_run_folder(folder: Path, level: SecurityLevel) -> list[str]:
 
 
 def check_links(folder: Path, *names: str) -> None:
-    """Raise SecurityError for a link in the folder, at any depth, that leads out of it.
+    """Raise SecurityError for a link out of the folder, at any depth, and for special files.
 
-    Also for special files, since reading one may block. With `names` only links count: those on the
-    paths of these names below the folder, and in their content. A resumed folder may be another
-    user's, and files in it are written, renamed and deleted by name.
+    With `names` only links count, on the paths of these names and in their content. A resumed
+    folder may be another user's, and files in it are written, renamed and deleted by name.
     """
     root = folder.resolve()
     for path in _paths_of(folder, names) if names else _walk_paths(folder):
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not target.is_relative_to(root):
-            raise SecurityError(
-                f"{path}: refused: it is a link out of the working folder, to "
-                f"{target}; replace it by its target, or remove it"
-            )
+            problem = f"it is a link out of the working folder, to {target}"
+            raise SecurityError(f"{path}: refused: {problem}; replace or remove it")
         if not names and path.exists() and not (path.is_file() or path.is_dir()):
             raise SecurityError(f"{path}: refused: it is neither a file nor a folder; remove it")
 

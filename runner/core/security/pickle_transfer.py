@@ -22,11 +22,9 @@ def pickle_parts(parts: Mapping[str, Any]) -> bytes:
     failures = ((name, _dumps(value)) for name, value in parts.items())
     first = ((name, error) for name, error in failures if isinstance(error, Exception))
     name, cause = next(first, ("an argument", data))
-    raise UsageError(
-        f"{name} cannot be sent to another process ({type(cause).__name__}: "
-        f"{shorten(str(cause), 300)}): each arm runs in its own; use classes and functions "
-        "defined at module level, no lambda, nested function, open file or lock"
-    ) from cause
+    problem = f"{name} cannot be sent to another process ({type(cause).__name__}: "
+    fix = "use classes and functions of a module, no lambda, nested function, open file or lock"
+    raise UsageError(f"{problem}{shorten(str(cause), 300)}); {fix}") from cause
 
 
 def _dumps(value: Any) -> bytes | Exception:
@@ -41,10 +39,9 @@ def unpickle_parts(data: bytes) -> dict[str, Any]:
     try:
         parts: dict[str, Any] = pickle.loads(data)  # noqa: S301  # our own parent's
     except (AttributeError, ImportError) as error:
-        raise UsageError(
-            f"an argument cannot be rebuilt in another process: {error}; move its class to a "
-            "module (a .py file) and import it from there"
-        ) from error
+        fix = "move its class to a module (a .py file) and import it from there"
+        problem = f"an argument cannot be rebuilt in another process: {error}"
+        raise UsageError(f"{problem}; {fix}") from error
     return parts
 
 

@@ -156,10 +156,7 @@ def construct(
 
 
 def instantiate_nested(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
-    """Return the arguments with each nested `{_target_: …}` constructed, if allowed.
-
-    `_args_` are positional arguments; `_partial_: true` makes a `functools.partial`.
-    """
+    """Construct each nested `{_target_: …}`, if allowed; `_partial_: true` makes a `partial`."""
     if isinstance(arguments, Mapping):
         mapping = {k: instantiate_nested(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
         if "_target_" not in mapping:
@@ -195,10 +192,9 @@ def _check_trusted(package: str) -> None:
     if not _is_dotted_name(package):
         raise SecurityError(f"security.trusted: {package!r} is not the name of a package")
     if package.partition(".")[0] in NEVER_TRUSTED:
-        raise SecurityError(
-            f"security.trusted: {package} cannot be trusted as a whole, since it can run any code; "
-            "trust your own package, and wrap the class or function there"
-        )
+        problem = f"{package} cannot be trusted as a whole, since it can run any code"
+        fix = "wrap the class or function in a package of your own, and trust that"
+        raise SecurityError(f"security.trusted: {problem}; {fix}")
 
 
 def _untrusted_error(key: str, target: str, why: str, source: str) -> SecurityError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,15 +20,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from runner.core import masking
 from runner.core.errors import ConfigError, RunnerError, SecurityError
-from runner.core.masking import (
-    REFERENCE,
-    add_secret,
-    add_secrets,
-    known_secrets,
-    mask_secrets,
-    reference_to,
-)
+from runner.core.masking import add_secret, known_secrets, mask_secrets, reference_to
 from runner.core.record.storage import read_record, replace_text
 
 KEY = "security.environment"
@@ -71,14 +65,9 @@ def environment_access(names: Sequence[str] | None, show_names: bool = False) ->
         _access = previous
 
 
-@contextmanager
-def current_environment_access(names: Sequence[str]) -> Iterator[None]:
+def current_environment_access(names: Sequence[str]) -> AbstractContextManager[None]:
     """Keep the access in force; if there is none, allow these variables."""
-    if _access is not None:
-        yield
-        return
-    with environment_access(names):
-        yield
+    return environment_access(names) if _access is None else nullcontext()
 
 
 def permitted_variables() -> list[str] | None:
@@ -116,10 +105,8 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise SecurityError(f"{key}: {name!r} is refused: it is not a variable name")
     if _access.names is not None and name not in _access.names:
-        raise SecurityError(
-            f"{key}: {reference_to(name)} is refused: {KEY} does not list {name}; to let the "
-            f"config read it, add {KEY}=[{name}] to the command line"
-        )
+        problem = f"{key}: {reference_to(name)} is refused: {KEY} does not list {name}"
+        raise SecurityError(f"{problem}; to let the config read it, type {KEY}=[{name}]")
     _access.reads += 1
     value = os.environ.get(name)
     if value is None:
@@ -134,34 +121,30 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
 
 
 def _decode(expr: Any, _parent_: Any, _node_: Any) -> Any:
-    _check_no_secret(expr, "oc.decode", _node_)
-    return oc.decode(expr, _parent_=_parent_, _node_=_node_)
+    return oc.decode(_without_secret(expr, "oc.decode", _node_), _parent_=_parent_, _node_=_node_)
 
 
 def _create(obj: Any, _parent_: Any, _node_: Any) -> Any:
-    _check_no_secret(obj, "oc.create", _node_)
-    return oc.create(obj, _parent_=_parent_)
+    return oc.create(_without_secret(obj, "oc.create", _node_), _parent_=_parent_)
 
 
-def _check_no_secret(source: Any, resolver: str, node: Any) -> None:
-    """Refuse to parse a secret value: its parts would be secret too, but not recognised."""
+def _without_secret(source: Any, resolver: str, node: Any) -> Any:
+    """Return what may be parsed: parts of a secret value would be secret, but not recognised."""
     if _access is not None:
         for value, name in _values.items():
             if value and value in str(source):
-                raise SecurityError(
-                    f"{node._get_full_key(None)}: {resolver} of {reference_to(name)} is refused: "
-                    "resolvers cannot process a variable; use one variable for each value"
-                )
+                problem = f"{node._get_full_key(None)}: {resolver} of {reference_to(name)}"
+                raise SecurityError(f"{problem} is refused; use one variable for each value")
+    return source
 
 
 # -- folders -----------------------------------------------------------------------------------
 
 
 def read_path(config: DictConfig, key: str) -> Path:
-    """Return the path that a key holds.
+    """Return the path of a key.
 
-    Raises SecurityError if it contains a variable's value, read or typed, and ConfigError if it
-    cannot be resolved.
+    Raises SecurityError if it has a variable's value, ConfigError if it cannot be resolved.
     """
     reads_before = _access.reads if _access is not None else 0
     try:
@@ -229,10 +212,7 @@ def _mask_text(text: str) -> str:
 
 
 def mask_config(tree: Any, key: str = "") -> Any:
-    """Return a config with environment values replaced by `${oc.env:NAME}`.
-
-    Everything that is written of a config passes through this.
-    """
+    """Return a config, before it is written, with environment values as `${oc.env:NAME}`."""
     if not _masked_by_key:
         return tree
     if isinstance(tree, Mapping):
@@ -263,7 +243,7 @@ def adopt_masking_state(
     known: Mapping[str, str], masked_by_key: Mapping[str, tuple[str, str]], values: dict[str, str]
 ) -> None:
     """Mask what the parent process masks."""
-    add_secrets(known)
+    masking.add_secrets(known)
     _masked_by_key.update(masked_by_key)
     _values.update(values)
 
@@ -286,4 +266,4 @@ def mask_words(text: str) -> str:
     def replacement(match: re.Match[str]) -> str:
         return reference_to(_values[match[0]]) if match[0] in _values else match[0]
 
-    return re.sub("|".join([REFERENCE.pattern, *words]), replacement, mask_secrets(text))
+    return re.sub("|".join([masking.REFERENCE.pattern, *words]), replacement, mask_secrets(text))

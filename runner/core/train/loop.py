@@ -29,7 +29,7 @@ from runner.core.interfaces.objective import unknown_direction, unknown_metric
 from runner.core.interfaces.processes import StepLimit
 from runner.core.interfaces.run import FINISHED_ENDS, Run, check_run
 from runner.core.models.modes import enter_training
-from runner.core.random_state import exclusive_random_state
+from runner.core.preserved_state import exclusive_random_state
 from runner.core.record.console import restore_logging
 from runner.core.record.hydra_files import adopt_resumed_config, has_files, read_small_files
 from runner.core.record.summary import FINISHED_STATUSES, Summary

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from runner.core.config.run_config import UNHASHED_KEYS, RunConfig, config_hash, flatten_config
+from runner.core.config.run_config import UNHASHED_KEYS, RunConfig, WrittenConfig, config_hash
 from runner.core.device.signals import raise_on_signals
 from runner.core.errors import Interrupted, StorageError
 from runner.core.record import provenance
@@ -303,7 +303,7 @@ def _effective_config(config: RunConfig) -> dict[str, Any]:
     """Return the config keys that affect the run, as JSON-compatible values."""
     keys = {
         key: value
-        for key, value in flatten_config(config).items()
+        for key, value in WrittenConfig(config).flat().items()
         if key.partition(".")[0] not in IGNORED_KEYS and key != "checkpoint.resume"
     }
     values: dict[str, Any] = json.loads(json.dumps(keys, default=str))

@@ -15,7 +15,7 @@ from typing import Any
 from runner.core.checkpoint.manifest import MODEL, PREPROCESSING, read_manifest, shard_names
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import CheckpointError, ConfigError, StorageError
-from runner.core.record.data_digest import CHANGED_FIX, DataFiles, change_problem
+from runner.core.record.digests import CHANGED_FIX, DataFiles, change_problem
 from runner.core.record.storage import read_record
 from runner.core.record.summary import Summary
 from runner.core.record.text import shorten

@@ -24,8 +24,7 @@ from runner.core.device.signals import (
 )
 from runner.core.errors import ProcessLost
 from runner.core.process_wait import STOPPED, PolledClock, describe_state, process_state
-from runner.core.security.child_process import ChildProcess
-from runner.core.security.masked_process import MaskingState, run_masked
+from runner.core.security.child_process import ChildProcess, MaskingState, run_masked
 from runner.scale.distributed.outcome import LOST_KINDS, RankEnd, RankOutcome, RunVerdict, judge
 
 PRELOAD = ["runner.scale.distributed.preload"]  # imports torch once for all processes

@@ -1,6 +1,6 @@
 """Imported by a run's fork server, which then ends with the process that started it."""
 
-from runner.core.parent_death import die_with_parent
+from runner.core.process_wait import die_with_parent
 
 die_with_parent()  # each rank dies with the fork server
 

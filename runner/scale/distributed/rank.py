@@ -25,7 +25,7 @@ from runner.core.device.signals import interruption_before_run, raise_on_signals
 from runner.core.errors import Interrupted, NotVerified, ProcessLost, UsageError
 from runner.core.jobs import train
 from runner.core.masking import mask_secrets
-from runner.core.parent_death import die_with_parent
+from runner.core.process_wait import die_with_parent
 from runner.core.record.console import close_logging, restore_logging, set_up_logging
 from runner.core.record.storage import guard_folder, make_folder
 from runner.core.record.summary import Summary

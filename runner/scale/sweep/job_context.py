@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from runner.core.masking import add_secret, known_secrets
-from runner.core.parent_death import watch_parent
+from runner.core.process_wait import watch_parent
 from runner.core.schemas.sweep import JOB_VARIABLE
 
 ORPHAN_GRACE_S = 60.0  # for a checkpoint, after the sweep's process has ended

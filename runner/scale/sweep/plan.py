@@ -14,7 +14,7 @@ from runner.core.checkpoint.lock import is_locked
 from runner.core.checkpoint.ownership import ARCHIVE, has_lost_weights
 from runner.core.errors import SecurityError, StorageError, UsageError
 from runner.core.fork_server import START_S
-from runner.core.record.loaded_code import changed_files
+from runner.core.record.digests import changed_files
 from runner.core.record.storage import make_folder, remove_file, rename
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.scale.sweep.job_context import ORPHAN_GRACE_S

@@ -19,7 +19,7 @@ from runner.core.checkpoint.lock import is_locked
 from runner.core.device.signals import PRUNED
 from runner.core.errors import ConfigError, SecurityError, StorageError
 from runner.core.format import count_noun
-from runner.core.record.data_digest import DataFiles, change_problem
+from runner.core.record.digests import DataFiles, change_problem
 from runner.core.record.library_files import refuse_links
 from runner.core.record.storage import make_folder, safe_opener
 from runner.core.schemas.data import DataChanged

@@ -26,9 +26,8 @@ from runner.core.config.composing import compose, compose_raw, typed
 from runner.core.config.groups import CONF, default_options, group_options
 from runner.core.config.run_config import (
     RunConfig,
+    WrittenConfig,
     config_hash,
-    config_to_plain,
-    flatten_config,
     validate_config,
 )
 from runner.core.errors import ConfigError, SecurityError, UsageError
@@ -196,11 +195,11 @@ def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
     assert config_hash(compose([*alone.split(), *trusting])) == same
     hooks = ["security.trusted=[my_package]", "debug.hooks=[my_package.Mine]"]
     assert config_hash(compose(hooks)) != same
-    assert json.loads(json.dumps(config_to_plain(default))) == config_to_plain(default)
+    assert json.loads(json.dumps(WrittenConfig(default).plain())) == WrittenConfig(default).plain()
 
 
 def test_flat_names_keys_as_they_are_typed(default: RunConfig) -> None:
-    found = flatten_config(default)
+    found = WrittenConfig(default).flat()
     assert found["optimizer.lr"] == 0.001
     assert found["schedule.kind"] == "cosine"
     assert found["optimization.fused_optimizer.enabled"] is True

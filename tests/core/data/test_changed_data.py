@@ -13,7 +13,7 @@ from runner import build
 from runner.core.config.recorded import merge_recorded_overrides
 from runner.core.errors import ConfigError
 from runner.core.jobs import evaluate
-from runner.core.record.data_digest import DataFiles
+from runner.core.record.digests import DataFiles
 from runner.core.schemas.data import Text
 from runner.core.train.loop import train
 from runner.measure.verify.rerun import _check_data

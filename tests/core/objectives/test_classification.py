@@ -185,7 +185,7 @@ def test_an_output_without_logits_is_an_error(output: Any) -> None:
 @pytest.mark.parametrize(
     ("logits", "target", "error", "says"),
     [
-        ((4, 7), [0, 1, 2, 3], ConfigError, r"7 outputs a sample, but the data has 6 classes"),
+        ((4, 7), [0, 1, 2, 3], ConfigError, r"7 outputs a sample for 6 classes"),
         ((4,), [0, 1, 2, 3], ConfigError, r"model: returns \[4\] for targets of \[4\]"),
         ((4, 6), [0.0, 1.0, 2.0, 3.0], DataError, r"class indices \(int64\), got torch\.float32"),
         ((4, 6), [0, 1, 6, 3], DataError, r"target 6 is out of range: classes are 0 to 5$"),

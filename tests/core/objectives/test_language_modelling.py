@@ -62,7 +62,7 @@ def test_bits_are_per_byte_where_tokens_are_bytes(vocab: int | None, unit: str) 
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
-        ((9, 7, 20), r"20 logits a token, but the data's ids go up to 29"),
+        ((9, 7, 20), r"20 logits a token for 30 ids"),
         ((9, 30, 7), r"returns \[9, 30, 7\] for targets of \[9, 7\]"),
         ((9, 30), r"returns \[9, 30\] for targets of \[9, 7\]"),
     ],

@@ -17,7 +17,7 @@ from runner.core.errors import ConfigError, SecurityError
 from runner.core.execution.evaluation import evaluate, inference
 from runner.core.interfaces.batch import Sizes
 from runner.core.objectives.build import build_objective
-from runner.core.objectives.user_metrics import build_metrics, build_user_metrics
+from runner.core.objectives.named_metrics import build_metrics, build_user_metrics
 from runner.core.schemas.models import ObjectiveConfig
 from tests import my_package
 from tests.core.objectives.sums import CUTS

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from runner import build, compose, train
-from runner.core.record import loaded_code, provenance
-from runner.core.record.loaded_code import (
+from runner.core.record import digests, provenance
+from runner.core.record.digests import (
     changed_files,
     digest_modules,
     find_module_file,
@@ -107,7 +107,7 @@ def test_a_module_that_is_loaded_in_the_run_is_added_and_a_known_one_is_kept(fol
 def test_beyond_the_limits_sizes_are_recorded_and_compared(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded_code, "MAX_FILES", 1)
+    monkeypatch.setattr(digests, "MAX_FILES", 1)
     importlib.import_module("near_mine")
     modules = digest_modules({"near_mine"})
     assert modules == {"near_helper": sha256(folder / "near_helper.py"), "near_mine": len(MINE)}
@@ -115,7 +115,7 @@ def test_beyond_the_limits_sizes_are_recorded_and_compared(
     assert changed_files(run) == []
     (folder / "near_mine.py").write_text(MINE + "#\n")
     assert changed_files(run) == ["near_mine.py"]
-    monkeypatch.setattr(loaded_code, "MAX_BYTES", 3)
+    monkeypatch.setattr(digests, "MAX_BYTES", 3)
     assert set(map(type, digest_modules({"near_mine"}).values())) == {int}
 
 

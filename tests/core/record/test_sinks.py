@@ -24,8 +24,7 @@ from runner.core.config.composing import compose
 from runner.core.errors import ConfigError
 from runner.core.hooks import sinks as hook
 from runner.core.record.recorder import Recorder
-from runner.core.record.sinks.base import MetricsRow, RunDescription, Sink
-from runner.core.record.sinks.writer import SinkWriter
+from runner.core.record.sinks.base import MetricsRow, RunDescription, Sink, SinkWriter
 from runner.core.schemas.monitoring import MonitoringConfig
 from runner.core.train.loop import train
 

@@ -14,10 +14,10 @@ from runner.core.errors import CheckpointError, SecurityError
 from runner.core.findings import Reason, Severity
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.files.file_bytes import FileBytes
+from runner.core.security.files.file_rules import check_zip
 from runner.core.security.files.formats import FileRefusal
 from runner.core.security.files.loader import open_file
 from runner.core.security.files.policy import FileLimits, FilePolicy
-from runner.core.security.files.zip_rules import check_zip
 from runner.scan.sandbox import Sandbox
 from tests.core.security.files import benign, hostile
 from tests.core.security.files.archives import Member, archive, array

@@ -313,7 +313,7 @@ def test_another_file_than_the_one_promised_is_not_parsed(
     save_file({"w": torch.ones(2)}, path)
     opened = open_file(path, FilePolicy(STRICT), digest(path))
     assert opened.assessment.trust is Trust.CHECKED and opened.content["w"].tolist() == [1, 1]
-    monkeypatch.setattr("runner.core.security.files.loader.examine", None)
+    monkeypatch.setattr("runner.core.security.files.parsing.examine", None)
     for at in (0, 9, path.stat().st_size - 1):  # any byte
         data = bytearray(path.read_bytes())
         data[at] ^= 1

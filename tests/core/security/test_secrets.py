@@ -26,7 +26,7 @@ from runner.cli.preflight import check
 from runner.core import masking
 from runner.core.config.composing import compose, config_from_plain, typed
 from runner.core.config.groups import CONF
-from runner.core.config.run_config import config_hash, config_to_plain, flatten_config
+from runner.core.config.run_config import WrittenConfig, config_hash
 from runner.core.errors import ConfigError, SecurityError
 from runner.core.findings import Severity
 from runner.core.record import markdown
@@ -34,9 +34,9 @@ from runner.core.record.console import facts_table, print_stdout
 from runner.core.record.summary import Summary
 from runner.core.record.text import escape_control_chars, limit_length, shorten
 from runner.core.security import secrets
+from runner.core.security.child_process import MaskingState, run_masked
 from runner.core.security.files.file_bytes import FileBytes
 from runner.core.security.files.policy import FileLimits
-from runner.core.security.masked_process import MaskingState, run_masked
 from runner.scale.sweep import job_context
 from runner.scale.sweep.job_context import parent_death_pipe, take_job_context
 from runner.scan.sandbox import Sandbox
@@ -174,15 +174,15 @@ def test_a_config_is_written_with_the_name_in_place_of_the_value(
         "+optimizer.options.z=[1,p-${oc.env:SHORT}-q]", "+optimizer.options.w=seventeen",
         "+optimizer.options.k=${oc.env:KIND}",
     ])  # fmt: skip
-    written = flatten_config(config)
+    written = WrittenConfig(config).flat()
     assert written["optimizer.options.x"] == "${oc.env:MY_TOKEN}"
     assert written["optimizer.options.y"] == "${oc.env:SHORT}"
     assert written["optimizer.options.z"] == [1, "p-${oc.env:SHORT}-q"]
     assert written["optimizer.options.k"] == "${oc.env:KIND}"
     assert written["seed"] == "${oc.env:SEED}"
     assert written["optimizer.options.w"] == "seventeen"
-    assert config_to_plain(config)["model"]["kind"] == "mlp"
-    assert json.dumps(CANARY)[1:-1] not in json.dumps(config_to_plain(config))
+    assert WrittenConfig(config).plain()["model"]["kind"] == "mlp"
+    assert json.dumps(CANARY)[1:-1] not in json.dumps(WrittenConfig(config).plain())
     assert config.optimizer.options["x"] == CANARY  # in memory
 
 
@@ -195,7 +195,7 @@ def test_a_token_that_was_renewed_makes_no_other_experiment(
 
 
 def test_a_capture_is_opened_again_with_the_value_where_leave_is_given() -> None:
-    kept = config_to_plain(compose([TOKEN, LEAVE]))
+    kept = WrittenConfig(compose([TOKEN, LEAVE])).plain()
     with pytest.raises(SecurityError, match=r"security\.environment=\[MY_TOKEN\]"):
         config_from_plain(kept)
     with secrets.environment_access(["MY_TOKEN"]):

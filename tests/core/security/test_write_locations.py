@@ -210,7 +210,7 @@ def text_keys(schema: type, prefix: str) -> Iterator[str]:
 
 def test_every_key_that_names_a_place_to_write_is_in_the_list() -> None:
     keys = set(text_keys(RunConfig, "")) | set(FILE_HYDRA_KEYS)
-    for group, schemas in SCHEMAS:
+    for group, schemas in SCHEMAS.items():
         for schema in schemas.values():
             keys |= set(text_keys(schema, f"{group}."))
     keys |= set(text_keys(LauncherConfig, "hydra.launcher."))

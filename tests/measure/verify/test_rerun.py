@@ -11,8 +11,8 @@ import pytest
 from runner.core.config.run_config import config_hash
 from runner.core.errors import CheckpointError, ConfigError
 from runner.core.jobs import load_job
-from runner.core.record import data_digest
-from runner.core.record.data_digest import digest_files
+from runner.core.record import digests
+from runner.core.record.digests import digest_files
 from runner.core.record.summary import Summary
 from runner.core.schemas.jobs import JobKind
 from runner.measure.verify.rerun import compare_runs, verify_rerun
@@ -100,7 +100,7 @@ def test_a_digest_of_files_notices_bytes_names_and_sizes(
     assert digest_files([str(folder)]) == before
     (folder / "b").write_bytes(b"b" * 2999 + b"x")
     assert digest_files([str(folder)])["sha256"] != before["sha256"]
-    monkeypatch.setattr(data_digest, "MAX_FULL_BYTES", 1000)
+    monkeypatch.setattr(digests, "MAX_FULL_BYTES", 1000)
     sampled = digest_files([str(folder)])
     assert "1024 blocks" in sampled["of"]
     (folder / "b").rename(folder / "d")

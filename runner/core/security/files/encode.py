@@ -60,18 +60,16 @@ def _encode(
         pairs = [(_encode_key(key, path), item) for key, item in value.items()]
         if len(dict(pairs)) != len(pairs):
             raise TypeError(f"{path} has two keys with the same name in a checkpoint")
-        return {
-            k: _encode(item, _child_path(path, k), parents, convert_tensor) for k, item in pairs
-        }
+        rest = parents, convert_tensor
+        return {k: _encode(item, _child_path(path, k), *rest) for k, item in pairs}
     if isinstance(value, list | tuple | deque):
         items = [_encode(x, f"{path}[{i}]", parents, convert_tensor) for i, x in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
         return {_encode_key(item, path) for item in value}
-    raise TypeError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        "cannot hold; use numbers, text, tensors, or lists and dicts of them"
-    )
+    problem = f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
+    fix = "use numbers, text, tensors, or lists and dicts of them"
+    raise TypeError(f"{problem}, which a checkpoint cannot hold; {fix}")
 
 
 def _simplify(value: Any) -> Any:
@@ -119,6 +117,5 @@ def _from_numpy(value: np.ndarray, path: str) -> Tensor:
     try:  # a copy in native byte order and C order
         return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), "C"))
     except TypeError:
-        raise TypeError(
-            f"{path} is an array of {value.dtype}, which a checkpoint cannot hold; use .tolist()"
-        ) from None
+        problem = f"{path} is an array of {value.dtype}, which a checkpoint cannot hold"
+        raise TypeError(f"{problem}; use .tolist()") from None

@@ -51,10 +51,7 @@ class FileBytes:
 
     @classmethod
     def open_copy(cls, path: Path) -> Self:
-        """Copy the file; except on Linux, only open it.
-
-        Raises CheckpointError, and OutOfMemory for a file that does not fit into memory.
-        """
+        """Copy the file; except on Linux, only open it. CheckpointError or OutOfMemory."""
         if sys.platform != "linux":
             return cls.open_in_place(path)
         source = open_regular(path)

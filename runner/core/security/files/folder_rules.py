@@ -35,10 +35,7 @@ WAY_OUT = "name the weight file itself, or add the sha256 of this one to securit
 def check_folder(
     folder: Path, policy: FilePolicy, roots: Sequence[Path] | None = None
 ) -> list[Reason]:
-    """Return refusals of the files beside weights; pinned files and our own folders are exempt.
-
-    Links may lead to `roots`, by default those of the folder.
-    """
+    """Return refusals of files beside weights; links may lead to `roots`, else the folder."""
     reasons: list[Reason] = []
     for path in () if is_in_run_tree(folder, policy) else sorted(folder.iterdir()):
         try:
@@ -78,9 +75,8 @@ def _check_file(path: Path, roots: Sequence[Path]) -> None:
         try:
             read_index(path)
         except FileRefusal as refusal:  # an index of other things is not read
-            if refusal.reason.code == "index.path" or is_model_name(
-                path.name[: -len(INDEX_SUFFIX)]
-            ):
+            is_of_model = is_model_name(path.name[: -len(INDEX_SUFFIX)])
+            if refusal.reason.code == "index.path" or is_of_model:
                 raise
         return
     is_required = path.name.endswith(REQUIRED_CONFIGS)

@@ -88,11 +88,9 @@ def leads_outside(name: object) -> bool:
 
 def check_name(name: str) -> None:
     """Raise FileRefusal for names of formats that contain code or need unpickling."""
-    description = UNSUPPORTED_FORMATS.get(
-        DCP_INDEX if name == DCP_INDEX else Path(name.lower()).suffix
-    )
-    if description is not None:
-        raise FileRefusal("format.unsupported", "", f"is {description}", CONVERT)
+    suffix = DCP_INDEX if name == DCP_INDEX else Path(name.lower()).suffix
+    if suffix in UNSUPPORTED_FORMATS:
+        raise FileRefusal("format.unsupported", "", f"is {UNSUPPORTED_FORMATS[suffix]}", CONVERT)
 
 
 def identify_format(data: Data, name: str) -> str:

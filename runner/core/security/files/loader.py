@@ -20,26 +20,14 @@ from runner.core.errors import CheckpointError, SecurityError
 from runner.core.findings import Reason, Severity, Trust
 from runner.core.record.text import escape_control_chars, summarize_error
 from runner.core.schemas.security import SecurityLevel
+from runner.core.security.files import parsing, provenance
 from runner.core.security.files.encode import TIED
 from runner.core.security.files.file_bytes import FileBytes
 from runner.core.security.files.folder_rules import check_folder
 from runner.core.security.files.formats import FileRefusal, check_name, printable
-from runner.core.security.files.parsing import (
-    NEEDS_PICKLE,
-    Examination,
-    examine,
-    load_content,
-    unpickle,
-)
+from runner.core.security.files.parsing import NEEDS_PICKLE, Examination
 from runner.core.security.files.policy import FileLimits, FilePolicy
-from runner.core.security.files.provenance import (
-    Assessment,
-    FileFacts,
-    check_allowed,
-    is_in_run_tree,
-    set_trust,
-    trust_by_digest,
-)
+from runner.core.security.files.provenance import Assessment, FileFacts, check_allowed
 
 STRICT_POLICY = FilePolicy(SecurityLevel.strict)  # no pickle, even if the config allows it
 
@@ -67,10 +55,9 @@ def open_file(
 ) -> LoadedFile:
     """Check and load one file on the CPU; a foreign file has to pass the sandbox first.
 
-    If `sha256` is given, by a manifest of this run tree or an earlier check, the file must match
-    it. With `sandboxed=False` a foreign file is examined in this process without a warning, for the
-    user's own arrays. `sandbox` reuses an open one. Raises SecurityError if it is refused,
-    CheckpointError if it is missing or has changed.
+    A given `sha256`, of our manifest or an earlier check, must match. With `sandboxed=False` a
+    foreign file, the user's own arrays, is examined in this process. `sandbox` reuses an open one.
+    Raises SecurityError if it is refused, CheckpointError if it is missing or has changed.
     """
     try:
         check_name(path.name)  # before the file is read
@@ -80,14 +67,16 @@ def open_file(
     with FileBytes.open_copy(path) as data:
         if sha256 is not None and data.sha256 != sha256:
             raise damage_error(path, data.size)
-        trust = Trust.CHECKED if sha256 is not None else trust_by_digest(path, data, policy)
+        trust = Trust.CHECKED
+        if sha256 is None:
+            trust = provenance.trust_by_digest(path, data, policy)
         examination = _examine(data, path, policy, trust, sandboxed, sandbox)
         if policy.allows_pickle(data.sha256):
             _unpickle_allowed(data, examination)
         assessment.files[path.name] = FileFacts(data.sha256, data.size, examination.format)
         assessment.refuse(examination.reasons)
         if sha256 is None:
-            set_trust(assessment, path, policy)
+            provenance.set_trust(assessment, path, policy)
         elif not assessment.refused:
             assessment.trust = Trust.CHECKED
         if assessment.refused:
@@ -117,16 +106,15 @@ def _examine(
     off, foreign = policy.level is SecurityLevel.off, trust is Trust.UNTRUSTED
     if not foreign or off or not sandboxed:
         limits = FileLimits(expanded=sys.maxsize) if off else policy.limits
-        deep = trust is not Trust.CHECKED and not off
-        check_archive = foreign and not off
-        return examine(
-            data.data, data.path, path.name, limits, check_archive=check_archive, deep=deep
-        )
+        options = {"check_archive": foreign, "deep": trust is not Trust.CHECKED}
+        options = dict.fromkeys(options, False) if off else options
+        return parsing.examine(data.data, data.path, path.name, limits, **options)
     opened = nullcontext(sandbox) if sandbox is not None else rooms.find("files", "sandbox")()
     with opened as process:
         examination = Examination(*process.examine(data, path.name, policy.limits))
     if not examination.refused:
-        examination.content, examination.metadata = load_content(data.path, examination.format)
+        loaded = parsing.load_content(data.path, examination.format)
+        examination.content, examination.metadata = loaded
     return examination
 
 
@@ -137,7 +125,7 @@ def _unpickle_allowed(data: FileBytes, examination: Examination) -> None:
         return
     examination.reasons.remove(refusals[0])
     try:
-        examination.content = unpickle(data.path, examination.format)
+        examination.content = parsing.unpickle(data.path, examination.format)
     except Exception as error:  # of the file's own classes, too
         evidence = f"cannot be unpickled: {summarize_error(error)}"
         fix = "its classes must be importable under the names they were saved with"
@@ -161,7 +149,7 @@ def check_foreign_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
 
     Files loaded from it later must have the digests of the result. Raises SecurityError.
     """
-    if policy.level is SecurityLevel.off or is_in_run_tree(folder, policy):
+    if policy.level is SecurityLevel.off or provenance.is_in_run_tree(folder, policy):
         return None
     assessment: Assessment = rooms.find("files", "folder", str(folder))(folder, policy)
     check_allowed(assessment, policy)
@@ -181,8 +169,7 @@ def check_weights_folder(folder: Path, policy: FilePolicy) -> None:
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     """Load the tensors of a safetensors file on the CPU; tied names share one tensor.
 
-    Raises SecurityError if it is refused despite a matching digest, CheckpointError if it is
-    missing or has changed.
+    Raises SecurityError if it is refused, CheckpointError if it is missing or has changed.
     """
     loaded = open_file(path, STRICT_POLICY, sha256)
     tensors: dict[str, Tensor] = loaded.content
@@ -201,8 +188,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
 def read_state(path: Path, sha256: str) -> Any:
     """Load a file written by `torch.save` after `encode`, on the CPU.
 
-    Raises SecurityError if it contains more than plain data, CheckpointError if it is missing or
-    has changed.
+    Raises SecurityError if it is more than plain data, CheckpointError if missing or changed.
     """
     loaded = open_file(path, STRICT_POLICY, sha256)
     _require_format(loaded, path, "torch_zip")
@@ -210,10 +196,7 @@ def read_state(path: Path, sha256: str) -> Any:
 
 
 def read_arrays(path: Path, policy: FilePolicy) -> Any:
-    """Load a user's `.npy` as an array or `.npz` as a dict of arrays, without pickle.
-
-    Raises SecurityError if it is refused.
-    """
+    """Load a user's `.npy` as an array or `.npz` as a dict. Raises SecurityError if refused."""
     loaded = open_file(path, policy, sandboxed=False)
     _require_format(loaded, path, "npy", "npz")
     return loaded.content

@@ -158,10 +158,7 @@ def trust_by_digest(path: Path, data: FileBytes, policy: FilePolicy) -> Trust:
 
 
 def _recorded_digests(folder: Path) -> dict[str, str]:
-    """Return sha256 by file name from the folder's manifest; {} without one.
-
-    Raises CheckpointError if it is malformed, FileRefusal if it leads out of the folder.
-    """
+    """Return sha256 by file name from the manifest, or {}. CheckpointError, FileRefusal."""
     path = folder / MANIFEST
     check_link(path, link_roots(folder))
     if not path.is_file():
@@ -178,9 +175,8 @@ def _recorded_digests(folder: Path) -> dict[str, str]:
 def set_trust(assessment: Assessment, path: Path, policy: FilePolicy) -> None:
     """Set the trust of a file or folder from its digests and reasons.
 
-    `assessment.files` must be complete, keyed by path in the folder or by the single file's name. A
-    folder has the trust of its least trusted loadable file; a file that differs from the manifest
-    beside it is refused.
+    `assessment.files` has paths in the folder. A folder has the trust of its least trusted loadable
+    file; a file that differs from the manifest beside it is refused.
     """
     folder = path if path.is_dir() else path.parent
     checked = is_in_run_tree(folder, policy)
