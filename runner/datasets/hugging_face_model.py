@@ -76,9 +76,8 @@ def build_pretrained(
             )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            KEY, f"{weights.path}: cannot be loaded into the model: {reason}"
-        ) from error
+        problem = f"{weights.path}: cannot be loaded into the model: {reason}"
+        raise ConfigError(KEY, problem) from error
     trust = weights.trust.name.lower()
     reason = "; ".join([trust, *weights.notes, *_describe_loading(model, info)])
     choice = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)

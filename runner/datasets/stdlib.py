@@ -13,8 +13,7 @@ from runner.core.data.paths import suggestion
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import StdlibParts, StdlibText
 from runner.datasets.text import TextDataset, byte_sizes, cut_passages
-from runner.datasets.text_lm import ByteCodec
-from runner.datasets.tokens import TokenStream, TokenWindows
+from runner.datasets.tokens import ByteCodec, TokenStream, TokenWindows
 
 # Packages installed beside the library, and tests, which some systems omit.
 EXCLUDED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
@@ -25,13 +24,11 @@ def stdlib_text(config: StdlibText) -> TokenWindows:
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for path, text in read_stdlib():
         parts[_rank(path, config.split_seed) < config.validation].append(text)
-    train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    windows = TokenWindows(
-        TokenStream(train, "the standard library's training files"),
-        TokenStream(validation, "the standard library's validation files"),
-        vocab=256,
-        sequence=config.sequence,
-    )
+    streams = [
+        TokenStream(np.frombuffer(b"".join(part), np.uint8), f"the standard library's {name} files")
+        for part, name in zip(parts, ("training", "validation"), strict=True)
+    ]
+    windows = TokenWindows(*streams, vocab=256, sequence=config.sequence)
     windows.codec = ByteCodec()
     return windows
 

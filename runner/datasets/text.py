@@ -110,10 +110,8 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     if fitted is None:
         check_classes(classes, str(path))
         if similar := similar_labels(classes):
-            choices = (
-                *choices,
-                notice("data.path" if folder else "data.target", "labels", similar),
-            )
+            key = "data.path" if folder else "data.target"
+            choices = (*choices, notice(key, "labels", similar))
     else:
         classes = fitted.sizes.class_names
     strata = labels if opening.labelled else None
@@ -144,14 +142,8 @@ def byte_sizes(
     classes: tuple[str, ...], sequence: int, vocab: int = PADDING + 1, padding: int | None = None
 ) -> Sizes:
     """Return the sizes of labelled texts; by default ids are bytes."""
-    return Sizes(
-        "classification",
-        classes=len(classes),
-        vocab=vocab,
-        sequence=sequence,
-        class_names=classes,
-        padding=padding,
-    )
+    sizes = Sizes("classification", classes=len(classes), class_names=classes)
+    return replace(sizes, vocab=vocab, sequence=sequence, padding=padding)
 
 
 def is_binary(content: bytes) -> bool:

@@ -40,10 +40,15 @@ from runner.core.record.text import quote_for_hydra
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.registry import resolve
-from runner.datasets.continued_text import check_sampling, continue_text, prompted_run
-from runner.datasets.predict import PredictionColumns, predict_batches
+from runner.datasets.predict import (
+    PredictionColumns,
+    check_sampling,
+    continue_text,
+    predict_batches,
+    prompted_run,
+)
 from runner.datasets.tabular import UNKNOWN_CATEGORIES_KEY
-from runner.datasets.text_lm import find_codec
+from runner.datasets.tokens import find_codec
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +295,6 @@ def _plain_column(cells: Any) -> Any:
 
 
 def _is_cell(value: Any) -> bool:
-    """Whether a value is one cell of a table."""
     kinds = str | bytes | float | int | datetime.date | np.generic
     is_number = isinstance(value, Tensor) and not value.ndim
     return value is None or is_number or isinstance(value, kinds)

@@ -207,9 +207,7 @@ def main(config: RunConfig, folder: Path) -> ScanResult:
         print_stdout(render_terminal(scan, config.scan.rows), crop=False)
     files = f"{SCAN_FILE} lies in {folder}"
     if scan.interrupted:
-        so_far = (
-            f" after {len(scan.rows)} of {scan.total}; the list so far is in {folder / SCAN_FILE}"
-        )
+        so_far = f" after {len(scan.rows)} of {scan.total}; the list is in {folder / SCAN_FILE}"
         raise Interrupted(interrupts.received or signal.SIGINT, so_far)
     if scan.refused:
         raise SecurityError(f"{scan.verdict}; {files}")
@@ -228,7 +226,6 @@ def find_scan_path(name: str | None) -> Path:
 
 
 def _scan_items(path: Path, policy: FilePolicy, scan: ScanResult, config: RunConfig) -> None:
-    """Fill `scan`, one item at a time."""
     items = list(_select_items(path, policy, scan))
     scan.total = len(items)
     screen = console()

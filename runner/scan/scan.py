@@ -116,10 +116,8 @@ class Scanner:
             return self.sandbox.examine(data, path.name, limits, self.deep)
         from runner.core.security.files.parsing import examine  # imports torch, rarely needed
 
-        deep = self.deep and trust is not Trust.CHECKED
-        examination = examine(
-            data.data, data.path, path.name, limits, check_archive=False, deep=deep
-        )
+        deep, file = self.deep and trust is not Trust.CHECKED, (data.data, data.path, path.name)
+        examination = examine(*file, limits, check_archive=False, deep=deep)
         return examination.format, examination.reasons
 
 
@@ -194,9 +192,8 @@ def _walk(
         links = [name for name in folders if (folder / name).is_symlink()]
         folders[:] = [] if folder != top and prune(folder) else sorted(set(folders) - set(links))
         if folders and len(folder.relative_to(top).parts) >= MAX_DEPTH:
-            raise SecurityError(
-                f"{folder / folders[0]}: refused: it lies below {MAX_DEPTH} folders"
-            )
+            problem = f"it lies below {MAX_DEPTH} folders"
+            raise SecurityError(f"{folder / folders[0]}: refused: {problem}")
         yield folder, sorted([*files, *links])
 
 

@@ -218,7 +218,6 @@ class GradientsTool(DebugTool):
             run.history.add(FAULTS[state], text, step=step, category="numerics", say=say)
 
     def _dead_layers(self) -> DeadUnitCounts:
-        """Return the layers in which the share of dead units is a fault."""
         share, counts = self.settings.dead_share, self.dead_units.items()
         return {name: (dead, units) for name, (dead, units) in counts if dead >= share * units}
 
@@ -241,7 +240,6 @@ class GradientsTool(DebugTool):
     # -- pictures and files --------------------------------------------------------------------
 
     def _write_scalars(self, run: Run, step: int) -> None:
-        """Write scalars to TensorBoard."""
         values = {f"dead_units/{n}": dead / units for n, (dead, units) in self.dead_units.items()}
         for layer in select_weights(self.layers, MAX_CHARTS):
             for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
@@ -250,7 +248,6 @@ class GradientsTool(DebugTool):
         run.recorder.show(step, "gradients", values)
 
     def _write_files(self, run: Run) -> None:
-        """Write plot and file."""
         if run.folder is None:
             return
         if self.layers:

@@ -84,7 +84,6 @@ def _is_exception(capture: Capture) -> bool:
 
 
 def _are_finite(*numbers: float | None) -> bool:
-    """Whether all known numbers are finite."""
     return all(number is None or math.isfinite(number) for number in numbers)
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -48,11 +47,12 @@ def main(config: RunConfig, folder: Path) -> Replay:
         capture = with_weights(capture, Path(temporary), trusted)
         attempt = AttemptProcesses(capture.path, trusted, limit_s, Path(temporary) / "log")
         attribute, seconds = config.replay.attribute, 6 * limit_s
-        replay = Investigation(
-            capture, folder, attempt, trusted, attribute, seconds, capture_folder
-        ).investigate()
+        settings = attempt, trusted, attribute, seconds, capture_folder
+        replay = Investigation(capture, folder, *settings).investigate()
     try:
-        storage.write_json(folder / "replay.json", _as_dict(replay))
+        # NaN and Inf become text
+        record = {"verdict": replay.verdict, **json_safe(asdict(replay), str)}
+        storage.write_json(folder / "replay.json", record)
         storage.replace_text(folder / "replay.md", markdown_report(replay))
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror}") from error
@@ -122,18 +122,13 @@ def _send_attempt(
 # -- the report: for the terminal (80 columns), and as replay.md ----------------------------------
 
 
-def _as_dict(replay: Replay) -> dict[str, Any]:
-    """Return all results as plain values; NaN and Inf become text."""
-    return {"verdict": replay.verdict, **json_safe(asdict(replay), str)}
-
-
 def _facts(replay: Replay) -> list[tuple[str, str]]:
-    """Return the short report as (name, value) lines."""
     cause, blame = replay.found, replay.blame
     numbers = f"loss {metric(replay.loss)}, gradient norm {metric(replay.grad_norm)}"
     first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
     first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
     not_finite = "not finite: " if first else ""
+    samples = ", ".join(map(str, replay.samples[:10])) + " …" * (len(replay.samples) > 10)
     technique = "not searched" if blame is None else blame.verdict
     if cause.phase is StepPhase.weights and blame is None:
         technique += ": the fault is older than this step"
@@ -147,7 +142,7 @@ def _facts(replay: Replay) -> list[tuple[str, str]]:
         ("operation", cause.operation),
         ("line", f"{cause.line}  {cause.line.source.strip()}" if cause.line else ""),
         ("gradients", f"{not_finite}{first}"),
-        ("samples", f"{_list_numbers(replay.samples)} of the data set" if replay.samples else ""),
+        ("samples", f"{samples} of the data set" if replay.samples else ""),
         ("looked at", replay.seen),
         ("technique", technique),
         *(("note", note) for note in cause.notes),
@@ -185,14 +180,9 @@ def markdown_report(replay: Replay) -> str:
 
 
 def _describe_reproduction(replay: Replay) -> str:
-    """State whether the step is bad again, and its numbers."""
     attempt = replay.attempt
     if attempt.failed:
         return f"not known: {attempt.failed}"
     numbers = f"loss {metric(attempt.loss)}, gradient norm {metric(attempt.grad_norm)}"
     answer = f"yes{', in the same numbers' * replay.same}" if replay.reproduced else "no"
     return f"{answer}: {attempt.error or numbers}"
-
-
-def _list_numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:10])) + (" …" if len(numbers) > 10 else "")

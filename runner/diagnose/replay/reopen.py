@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
 
 from runner.core.build.build import build
 from runner.core.build.setup import Components
@@ -74,11 +71,9 @@ def reopen_run(
     """
     missing = [name for name in capture.manifest.given if getattr(components, name, None) is None]
     if missing:
-        raise UsageError(
-            f"{capture.path}: this run used its program's own "
-            f"{', '.join(missing)}; open the capture in that program: "
-            "runner.diagnose.replay.reopen.reopen_run(capture, components=Components(…))"
-        )
+        problem = f"this run used its program's own {', '.join(missing)}; open it in that program"
+        call = "runner.diagnose.replay.reopen.reopen_run(capture, components=Components(…))"
+        raise UsageError(f"{capture.path}: {problem}: {call}")
     config = config_of(capture, trusted)
     capture = _recompute_state(capture, config, components)
     if without:
@@ -87,7 +82,10 @@ def reopen_run(
         config = keep_techniques(config, names - set(without))
     with _build_run(capture, config, components) as run:
         _load_state(run, capture)
-        yield run, _move_batch(run, capture.batch)
+        move, batch = make_batch_mover(run.device.torch, pin=False, aside=False), capture.batch
+        for move_to in [*([move] if move else []), *run.placements]:
+            batch = move_to(batch)
+        yield run, batch
 
 
 reopened = reopen_run  # imported by the reproduce.py of earlier versions
@@ -145,7 +143,7 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
         run.switch_techniques(checkpoint.step + 1)
         _run_steps(run, capture)
         model, update = run.model.state_dict(), run.update.state()
-        buffers = _unsaved_buffers(run.model, model)
+        buffers = {n: buffer for n, buffer in run.model.named_buffers() if n not in model}
         other_state = {"update": update, "buffers": buffers, "random": random_state()}
         copied = Copier(reuse=False).take(model, other_state)
     manifest = replace(capture.manifest, weights=CapturedWeights.then, checkpoint=None, files={})
@@ -183,14 +181,3 @@ def _load_state(run: Run, capture: Capture) -> None:
     load_progress(run, {**deepcopy(dict(capture.progress)), "step": capture.step - 1})
     restore_random_state(capture.random)
     run.switch_techniques(capture.step)
-
-
-def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
-
-
-def _move_batch(run: Run, batch: Batch) -> Batch:
-    move = make_batch_mover(run.device.torch, pin=False, aside=False)
-    for move_to in [*([move] if move else []), *run.placements]:
-        batch = move_to(batch)
-    return batch

@@ -11,11 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner.core.build.arguments import (
-    Loss,
-    check_model_arguments,
-    move_to_device,
-)
+from runner.core.build.arguments import Loss, check_model_arguments, move_to_device
 from runner.core.errors import CheckpointError
 from runner.core.preserved_state import preserve_random_state
 from runner.core.record.text import shorten
@@ -32,8 +28,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
     `path` is the capture's folder, `model` has the same architecture (a copy gets the step's
     weights, if the capture has them), `loss_fn(output, target)` is the loop's loss. Random
     generators start from their state at the end of the previous step, the device's too if the model
-    is on the same kind of device. Raises CheckpointError, SecurityError or
-    UsageError.
+    is on the same kind of device. Raises CheckpointError, SecurityError or UsageError.
     """
     check_model_arguments("replay_step", model, loss_fn=loss_fn)
     capture = open_capture(Path(path))

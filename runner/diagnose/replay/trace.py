@@ -28,11 +28,13 @@ from runner.diagnose.replay.results import (
     Ratio,
     StepPhase,
     finiteness,
+    location_in_trace,
     non_finite_samples,
     non_finite_state,
+    raising_line,
+    read_source_line,
     tensor_stats,
 )
-from runner.diagnose.replay.source_line import location_in_trace, raising_line, read_source_line
 from runner.diagnose.replay.tracer import ModuleFrame, NonFiniteEvent, Tracer, name_arguments
 
 MAX_SAMPLES = 4096  # above this number, losses per sample are not computed
@@ -142,7 +144,6 @@ def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
 
 
 def _module_label(name: str, module: nn.Module) -> str:
-    """Format a module's name with its class."""
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
@@ -163,7 +164,6 @@ def _state_cause(phase: StepPhase, model: nn.Module, problem: str) -> Cause:
 
 
 def _exception_cause(error: Exception, tracer: Tracer) -> Cause:
-    """Describe where an exception was raised."""
     frame = tracer.backward_frame if tracer.raised is None else tracer.raised[1]
     text = one_line_error(error)
     cause = Cause(StepPhase.exception, f"outside the model: {text}")
@@ -202,10 +202,8 @@ def _find_cause(
     cause.parameters = bad_gradients
     scale = run.update.scale
     if scale is not None and cause.phase in (StepPhase.backward, StepPhase.loss):
-        cause.notes.append(
-            f"the loss was scaled by {float(scale.value):g} for float16: occasional overflows "
-            "calibrate the scale, and the update is skipped"
-        )
+        note = f"the loss was scaled by {float(scale.value):g} for float16"
+        cause.notes.append(f"{note}: an occasional overflow calibrates the scale, and is skipped")
     return cause
 
 
