@@ -253,16 +253,16 @@ def _run_and_report(
                 check_folder(folder, str(config.checkpoint.resume), trains)
             with folder_is_checked():
                 return _run_job(config, request, folder, notes)
-    except Interrupted as error:
-        restore_logging()
-        log.error("%s", error)
-        raise SystemExit(error.exit_code) from error  # Hydra does not catch it: no more jobs start
-    except KeyboardInterrupt as error:
-        untrained = config.job.kind is JobKind.train and _summary_mtime(folder) == mtime_before
-        where = " before the first step; no checkpoint is written" if untrained else ""
-        interrupted = interruption_before_run(error, where)
+    except (Interrupted, KeyboardInterrupt) as error:
+        if isinstance(error, Interrupted):
+            interrupted = error
+        else:
+            untrained = config.job.kind is JobKind.train and _summary_mtime(folder) == mtime_before
+            where = " before the first step; no checkpoint is written" if untrained else ""
+            interrupted = interruption_before_run(error, where)
         restore_logging()
         log.error("%s", interrupted)
+        # Hydra does not catch it: no more jobs start
         raise SystemExit(interrupted.exit_code) from error
     except BaseException as error:  # also SystemExit of the user's code, whatever its code
         changed = _summary_mtime(folder) != mtime_before

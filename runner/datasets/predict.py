@@ -204,7 +204,10 @@ def prompted_run(
         problem = f"needs a language model, but this one was trained on data={fitted.kind}"
         raise ConfigError("predict.prompt", problem, "leave it out")
     config = replace(config, predict=replace(config.predict, prompt="…"))
-    with build_trained(config, folder, _stand_in(fitted)) as run:
+    # a run is built with data: two samples of zeros
+    ids = torch.zeros((2, fitted.sizes.sequence or 1), dtype=torch.int64)
+    data = TensorsDataset(ids, ids, fitted.sizes, (np.arange(1), np.arange(1, 2)))
+    with build_trained(config, folder, data) as run:
         yield run
 
 
@@ -229,9 +232,3 @@ def check_sampling(prompt: Any, tokens: Any, temperature: Any, top_k: Any, seed:
     if not is_number or not 0 <= temperature < math.inf:
         raise UsageError(f"generate: temperature must be a number ≥ 0, got {temperature!r}")
     return Sampling(tokens, temperature, top_k, seed)
-
-
-def _stand_in(fitted: Preprocessing) -> Dataset:
-    """Return two samples of zeros, since a run is built with data."""
-    ids = torch.zeros((2, fitted.sizes.sequence or 1), dtype=torch.int64)
-    return TensorsDataset(ids, ids, fitted.sizes, (np.arange(1), np.arange(1, 2)))

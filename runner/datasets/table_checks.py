@@ -231,14 +231,12 @@ def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float 
         if len(sample) >= MIN_JUDGED and (values != values[0]).any():
             if table.classes is not None:
                 skill = _class_skill(values, target)
-            elif (skill := _quantity_skill(values, target)) < EXACT_SKILL and _is_time(column):
-                skill = None  # a trend over time is no leak
+            else:
+                skill = _quantity_skill(values, target)
+                is_time = column.part not in ("", "missing") or TIME_NAME.search(column.name)
+                skill = None if is_time and skill < EXACT_SKILL else skill  # a trend is no leak
         skills.append(skill)
     return skills
-
-
-def _is_time(column: Column) -> bool:
-    return column.part not in ("", "missing") or TIME_NAME.search(column.name) is not None
 
 
 def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:

@@ -128,7 +128,8 @@ def limit_cells(content: TableContent, config: CsvFormat, path: Path) -> None:
         if isinstance(config, Text) and name == config.text:
             is_cut, most = True, config.text_bytes
         parts = (getattr(chunk, "dictionary", chunk) for chunk in column.chunks)
-        if most is None or max(map(_longest, parts), default=0) <= most:
+        lengths = (compute.max(compute.binary_length(part)).as_py() or 0 for part in parts)
+        if most is None or max(lengths, default=0) <= most:
             continue
         cells = column.cast(cell_type(column))
         if is_cut:
@@ -143,12 +144,6 @@ def long_cell_error(path: Path, row: str, column: str, config: CsvFormat) -> Con
     problem = f"{path}: {row}, column {column}: the cell has more than {config.most_cell_mb:g} MB"
     fix = "shorten it, raise the limit, or data.most_cell_mb=null"
     return ConfigError("data.most_cell_mb", problem, fix)
-
-
-def _longest(texts: Any) -> int:
-    from pyarrow import compute
-
-    return compute.max(compute.binary_length(texts)).as_py() or 0
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
@@ -315,7 +310,9 @@ class _CsvFile:
             record, line_end, _ = file.peek(1).partition(b"\n")
             is_whole = line_end and record.count(b'"') % 2 == 0
             for line in (header, record if is_whole else b""):
-                check_columns(path, self._count_cells(line), config.most_columns)
+                unquoted = re.sub(b'"[^"]*"', b"", line)
+                cells = unquoted.count(self.separator.encode()) + 1
+                check_columns(path, cells, config.most_columns)
             first_cells = list[str]()
             with suppress(ArrowInvalid):  # a quote within a cell, such as 5", hides an open one
                 first_cells = self._split(record) if is_whole else []
@@ -526,12 +523,6 @@ class _CsvFile:
             if not any(separators.values()) and self.size > most_bytes:
                 raise long_cell_error(self.path, "line 1", "1", self.config)
         return b"".join(pieces)
-
-    def _count_cells(self, record: bytes) -> int:
-        separator = self.separator.encode()
-        if record.count(separator) < (self.config.most_columns or math.inf):
-            return 0  # few enough
-        return re.sub(b'"[^"]*"', b"", record).count(separator) + 1
 
     def _add_choice(self, key: str, sign: str, reason: str) -> None:
         self.choices = (*self.choices, Choice(key, sign_word(sign), reason))

@@ -25,6 +25,10 @@ BYTES = 256
 PATTERN = "*.txt"
 
 
+Read = Callable[[Path], np.ndarray]
+"""Reads the ids of a file."""
+
+
 @dataclass(frozen=True)
 class TokenStream:
     """Token ids of one split: `name` is for messages, `start` the offset of ids[0] in the file."""
@@ -116,7 +120,7 @@ def tokens(config: Tokens, opening: OpenOptions = DEFAULT_OPENING) -> TokenWindo
 
 
 def _streams(
-    config: Tokens, path: Path, opening: OpenOptions, kind: str, read: Callable[[Path], np.ndarray]
+    config: Tokens | TextLM, path: Path, opening: OpenOptions, kind: str, read: Read
 ) -> tuple[TokenStream, TokenStream]:
     """Return training and validation ids: two files of a folder, or one file and its end."""
     if path.is_dir():
@@ -190,14 +194,12 @@ def text_lm(config: TextLM, opening: OpenOptions = DEFAULT_OPENING) -> TokenWind
         ended = (t if t.endswith(b"\n") or not t else t + b"\n" for t in contents)
         return np.concatenate([np.frombuffer(text, np.uint8) for text in ended])
 
-    train, validation = path / "train.txt", path / "val.txt"
-    if not train.is_file():
-        streams = split_off_end(config, path, opening, read(path))
-    elif validation.is_file():
-        parts = [TokenStream(read(part), str(part)) for part in (train, validation)]
-        streams = (parts[0], parts[1])
+    has_train, has_validation = ((path / name).is_file() for name in ("train.txt", "val.txt"))
+    if has_train and has_validation:
+        streams = _streams(config, path, opening, "txt", read)
     else:
-        streams = split_off_end(config, train, opening, read(train))
+        source = path / "train.txt" if has_train else path
+        streams = split_off_end(config, source, opening, read(source))
     codec: TextCodec = tokenizer or ByteCodec()
     windows = TokenWindows(*streams, vocab=codec.vocab, sequence=config.sequence)
     windows.codec, windows.tokenizer = codec, tokenizer.digest if tokenizer is not None else ""

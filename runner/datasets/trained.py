@@ -193,7 +193,8 @@ class Trained(Closeable):
         with ExitStack() as stack:
             if in_memory:
                 columns = self._columns(data) if isinstance(data, Tensor) else data
-                if kind == "text" and _is_list_of(data, str):
+                is_texts = isinstance(data, list) and all(isinstance(text, str) for text in data)
+                if kind == "text" and is_texts and data:
                     columns = {getattr(self.config.data, "text", "text"): data}
                 data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
             resolve_class = partial(resolve, trusted=self.config.security.trusted_packages)
@@ -298,7 +299,3 @@ def _is_cell(value: Any) -> bool:
     kinds = str | bytes | float | int | datetime.date | np.generic
     is_number = isinstance(value, Tensor) and not value.ndim
     return value is None or is_number or isinstance(value, kinds)
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, kind) for x in value)

@@ -75,7 +75,10 @@ class Scanner:
         for name, path in item.files.items():
             loadable = is_single or is_loadable(path)
             try:
-                facts, reasons = self._examine(path) if loadable else _hash_unexamined(path)
+                if loadable:
+                    facts, reasons = self._examine(path)
+                else:
+                    facts, reasons = FileFacts(*hash_file(path), OTHER), []
             except CheckpointError as error:
                 assessment.refuse([_unopened_reason("file.unreadable", name, str(error), loadable)])
                 continue
@@ -223,10 +226,6 @@ def _unopened_reason(code: str, name: str, evidence: str, refuse: bool) -> Reaso
     """Return a refusal if it might be loaded, else a note."""
     severity = Severity.REFUSAL if refuse else Severity.NOTE
     return Reason(code, severity, name, f"{evidence}; it was not opened", COPY_FILE)
-
-
-def _hash_unexamined(path: Path) -> tuple[FileFacts, list[Reason]]:
-    return FileFacts(*hash_file(path), OTHER), []
 
 
 def _prefix_name(name: str, reason: Reason) -> Reason:

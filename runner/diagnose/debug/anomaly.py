@@ -174,7 +174,5 @@ def _describe(run: Run, cause: Cause, error: Exception | None) -> tuple[str, str
     culprit = next((f"the gradient of {name}" for name in bad), "the loss")
     if cause.phase is StepPhase.norm and culprit == "the loss":
         return cause.cause, "the gradient norm"
-    hint = "but backward produced no NaN"
-    if run.is_shared:
-        hint = "job=replay of the step's capture names the module"
-    return f"{culprit} is not finite, {hint}", culprit
+    hint = "job=replay of the step's capture may name the module"
+    return f"{culprit} is not finite; {hint}", culprit

@@ -170,14 +170,10 @@ class GradientsTool(DebugTool):
         skipped, dead = next(numbers) > 0, list(islice(numbers, len(units)))
         self.dead_units = {} if self.detector is None else self.detector.counts_by_layer(dead)
         layers = build_layers(inspection.named, list(numbers), old_norms)
-        if skipped:
-            return layers
-        return [
-            replace(layer, update_ratio=update / layer.weight_norm)
-            if layer.norm is not None and layer.weight_norm
-            else layer
-            for layer, update in zip(layers, update_norms, strict=True)
-        ]
+        for i, update in enumerate([] if skipped else update_norms):
+            if layers[i].norm is not None and (weight_norm := layers[i].weight_norm):
+                layers[i] = replace(layers[i], update_ratio=update / weight_norm)
+        return layers
 
     # -- verdicts ------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -45,7 +46,8 @@ def main(config: RunConfig, folder: Path) -> Replay:
     config_of(capture, trusted)  # check it before using the capture
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
         capture = with_weights(capture, Path(temporary), trusted)
-        attempt = AttemptProcesses(capture.path, trusted, limit_s, Path(temporary) / "log")
+        log = Path(temporary) / "log"
+        attempt = partial(attempt_in_process, capture.path, trusted, limit_s, log)
         attribute, seconds = config.replay.attribute, 6 * limit_s
         settings = attempt, trusted, attribute, seconds, capture_folder
         replay = Investigation(capture, folder, *settings).investigate()
@@ -74,28 +76,21 @@ def main(config: RunConfig, folder: Path) -> Replay:
     return replay
 
 
-@dataclass(frozen=True)
-class AttemptProcesses:
-    """Repeats a captured step, each time in its own process with the time limit `limit_s`."""
-
-    path: Path
-    trusted: Sequence[str]
-    limit_s: float
-    log: Path
-
-    def __call__(self, without: Collection[str]) -> Attempt:
-        """Repeat the step without these techniques."""
-        arguments = (self.path, list(self.trusted), sorted(without), permitted_variables())
-        process = RequestProcess(_send_attempt, arguments, self.log)
-        try:
-            process.start()
-            attempt: Attempt = process.answer(self.limit_s)
-            return attempt
-        except WorkerFailure as ended:
-            problem = f"not done within replay.timeout_s={self.limit_s:g}"
-            return Attempt(failed=problem if ended.status == "timeout" else ended.reason)
-        finally:
-            process.end()
+def attempt_in_process(
+    path: Path, trusted: Sequence[str], limit_s: float, log: Path, without: Collection[str]
+) -> Attempt:
+    """Repeat a captured step without these techniques, in a process of its own."""
+    arguments = (path, list(trusted), sorted(without), permitted_variables())
+    process = RequestProcess(_send_attempt, arguments, log)
+    try:
+        process.start()
+        attempt: Attempt = process.answer(limit_s)
+        return attempt
+    except WorkerFailure as ended:
+        problem = f"not done within replay.timeout_s={limit_s:g}"
+        return Attempt(failed=problem if ended.status == "timeout" else ended.reason)
+    finally:
+        process.end()
 
 
 def make_captured_attempt(path: Path, trusted: Sequence[str], without: Collection[str]) -> Attempt:

@@ -57,13 +57,17 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
     tracer = Tracer(run.model, _batch_tensors(batch))
     bad_gradients: list[str] = []  # parameters with a bad gradient, in backward order
 
-    def record_gradient(name: str, gradient: Tensor) -> None:
-        if finiteness(gradient) and name not in bad_gradients:
+    def record_gradient(name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and finiteness(gradient) and name not in bad_gradients:
             bad_gradients.append(name)
 
     try:
         with ExitStack() as stack:
-            _hook_gradients(run.model, stack, record_gradient)
+            for name, parameter in run.model.named_parameters():
+                if parameter.requires_grad:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    stack.callback(register(partial(record_gradient, name)).remove)
             stack.enter_context(track_modules(tracer))
             stack.enter_context(tracer)
             step = forward_backward(run, batch)
@@ -74,21 +78,6 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
         run.update.abandon()  # restores the buffers
         for parameter in run.model.parameters():
             parameter.grad = None
-
-
-def _hook_gradients(
-    model: nn.Module, stack: ExitStack, record: Callable[[str, Tensor], object]
-) -> None:
-    """Call `record(name, gradient)` for each parameter, in backward order."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-
-            def hook(p: Tensor, name: str = name) -> None:
-                if p.grad is not None:
-                    record(name, p.grad)
-
-            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            stack.callback(handle.remove)
 
 
 def find_bad_weights(model: nn.Module) -> Cause | None:
