@@ -82,16 +82,18 @@ NAMES = {
 
 MOVED = {
     "runner.benchmark.auto.resolve": "runner.measure.auto.resolve",
-    "runner.captures.reader": "runner.diagnose.replay.capture_reader",
+    "runner.captures.reader": "runner.diagnose.replay.reopen",
     "runner.composing": "runner.core.config.composing",
     "runner.config": "runner.core.config.run_config",
+    "runner.diagnose.replay.attempt": "runner.diagnose.replay.reopen",
+    "runner.diagnose.replay.capture_reader": "runner.diagnose.replay.reopen",
     "runner.errors": "runner.core.errors",
     "runner.library.debugging": "runner.diagnose.debugging",
     "runner.library.stability": "runner.loops.stability",
     "runner.models.preserved_state": "runner.core.preserved_state",
     "runner.objectives.base": "runner.core.interfaces.objective",
     "runner.record.sinks.base": "runner.core.record.sinks.base",
-    "runner.replay.attempt": "runner.diagnose.replay.attempt",
+    "runner.replay.attempt": "runner.diagnose.replay.reopen",
     "runner.replay.reopen": "runner.diagnose.replay.reopen",
 }
 """Modules by their earlier path: in users' imports, and in the reproduce.py of a run."""

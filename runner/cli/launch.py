@@ -307,8 +307,10 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
     # arms of a benchmark and runs to compare are started one by one
     single = single or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
     needed_by = f"distributed={run_config.distributed.kind.value}"
-    launch_processes = partial(rooms.find, "processes", "launch", needed_by)
-    main = load_job(run_config.job.kind) if single else launch_processes()
+    if single:
+        main = load_job(run_config.job.kind)
+    else:
+        main = rooms.find("processes", "launch", needed_by)
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None

@@ -198,9 +198,9 @@ def _check_run(
         request.config = compose([*flags.overrides, subfolder])
     if config.job.kind is JobKind.benchmark:
         # every arm composes, and the stored result to compare with exists
-        check_arms, name = rooms.find("preflight", "benchmark", "job=benchmark"), flags.config_name
-        folders = flags.config_folders
-        check_arms(config.benchmark, flags.overrides, folders, name or "config")
+        check_arms = rooms.find("preflight", "benchmark", "job=benchmark")
+        name, folders = flags.config_name or "config", flags.config_folders
+        check_arms(config.benchmark, flags.overrides, folders, name)
     if config.job.kind is JobKind.scan:
         rooms.find("preflight", "scan", "job=scan")(config.scan.path)
 

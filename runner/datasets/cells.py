@@ -203,8 +203,7 @@ def id_reason(name: str, column: Any) -> str:
 def missing_cells(values: ColumnValues) -> np.ndarray:
     """Return a boolean mask of the rows without a value."""
     if isinstance(values, TextColumn):
-        empty = np.array([not word for word in values.words])
-        return np.asarray(empty[values.codes])
+        return np.asarray(np.array([not word for word in values.words])[values.codes])
     missing: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
     return missing
 

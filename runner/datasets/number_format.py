@@ -255,6 +255,5 @@ def _warn_ambiguous(column: _EncodedColumn) -> list[Choice]:
             example = column.example(pattern)
             sign = sign_word(next(char for char in example if char in GROUP_SIGNS))
             problem = f"column {column.name!r} holds texts such as {example}; if they are numbers,"
-            reason = f"{problem} use data.{key}={sign}"
-            return [notice(f"data.{key}", "none", reason)]
+            return [notice(f"data.{key}", "none", f"{problem} use data.{key}={sign}")]
     return []

@@ -214,8 +214,7 @@ def prompted_run(
 def continue_text(run: Run, codec: TextCodec, prompt: str, sampling: Sampling) -> str:
     """Return the prompt and what the model continues it with."""
     ids = torch.tensor([codec.encode_text(prompt)], dtype=torch.int64)
-    made = generate(run, ids, sampling)[0]
-    return prompt + codec.decode(made[ids.shape[1] :].tolist())
+    return prompt + codec.decode(generate(run, ids, sampling)[0][ids.shape[1] :].tolist())
 
 
 def check_sampling(prompt: Any, tokens: Any, temperature: Any, top_k: Any, seed: Any) -> Sampling:

@@ -126,18 +126,16 @@ class TableFindings:
         if action:
             self.choices.append(Choice(f"checks.{reason.code}", choice, reason.evidence))
 
-    def add_column(
-        self, kind: str, table: CheckedTable, number: int, text: str, drop: bool
-    ) -> None:
+    def add_column(self, kind: str, table: CheckedTable, index: int, text: str, drop: bool) -> None:
         """Record a finding about a column."""
-        name, title = table.columns[number].name, table.columns[number].title
+        name, title = table.columns[index].name, table.columns[index].title
         severity = Severity.NOTE if kind == "constant" else Severity.WARNING
         key = f"{list_override(table.ignore, [name])} or " if table.ignore else ""
         condition = "if it is unknown at prediction time, " if kind == "leak" else ""
         way_out = "" if drop else f"{condition}leave it out with {key}checks.table.{kind}=drop"
         reason = Reason(f"table.{kind}", severity, f"column {title!r}", text, way_out)
         self.add(reason, "left out of the inputs" if drop else "", f"without {title}")
-        self.drop_columns += [number] if drop else []
+        self.drop_columns += [index] if drop else []
 
 
 def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:

@@ -152,11 +152,10 @@ class Trained(Closeable):
             raise UsageError(f"generate: needs a language model, but this one is for {task}")
         if self._run is None:
             with _name_arguments():
-                scope = prompted_run(self.config, self.preprocessing)
-                self._run = self._scope.enter_context(scope)
+                self._run = self._scope.enter_context(prompted_run(self.config, self.preprocessing))
         if self._codec is None:
-            digest = self.preprocessing.tokenizer
-            self._codec = find_codec(self.config.data, self._policy, digest)
+            fitted = self.preprocessing
+            self._codec = find_codec(self.config.data, self._policy, fitted.tokenizer)
         return continue_text(self._run, self._codec, prompt, sampling)
 
     def _loader(self, run: Run, source: Dataset) -> Any:
@@ -264,20 +263,19 @@ def _write_table(table: Any, folder: Path) -> Path:
         names = dict.fromkeys(name for row in table for name in row)
         table = {name: [row.get(name) for row in table] for name in names}
     if isinstance(table, Mapping):
-        columns = {}
-        for name, cells in table.items():
-            if _is_cell(cells):
-                problem = f"the column {name!r} is {cells!r}, not a list of cells"
-                raise UsageError(f"load: {problem}, as others are; for one row give no list")
-            try:
-                columns[name] = pyarrow.table({name: _plain_column(cells)}).column(0)
-            except (pyarrow.ArrowException, ValueError, TypeError) as error:
-                fix = "give all its cells as numbers, or all as texts"
-                raise UsageError(f"load: the column {name!r}: {error}; {fix}") from None
+        columns, what = {}, "the table"
         try:
+            for name, cells in table.items():
+                what = f"the column {name!r}"
+                if _is_cell(cells):
+                    problem = f"{what} is {cells!r}, not a list of cells"
+                    raise UsageError(f"load: {problem}, as others are; for one row give no list")
+                columns[name] = pyarrow.table({name: _plain_column(cells)}).column(0)
+            what = "the columns"
             table = pyarrow.table(columns)
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
-            raise UsageError(f"load: the columns do not form a table: {error}") from None
+            fix = "give all its cells as numbers, or all as texts, and columns of one length"
+            raise UsageError(f"load: {what}: {error}; {fix}") from None
     if hasattr(table, "__arrow_c_stream__"):  # pandas, polars and others
         table = pyarrow.table(table)
     if not isinstance(table, pyarrow.Table):

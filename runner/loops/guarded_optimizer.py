@@ -238,9 +238,7 @@ class GuardedOptimizer:
                 scaled_by_scaler = self.steps == 0 and value == scaler.get_scale() > 1
             elif value >= 2 and math.frexp(value)[0] == 0.5:
                 self.warned_of_scale = True
-                problem = (
-                    f"the loss's last operation multiplies it by {value:g}: clipped away again"
-                )
+                problem = f"the loss's last operation multiplies it by {value:g}"
                 log.warning("%s: %s; give the unscaled loss and scaler=", self.caller, problem)
         if scaled_by_scaler:
             problem = "loss was multiplied by the scaler's scale"

@@ -109,14 +109,12 @@ class ScanResult:
         """The verdict in one line."""
         refused, count = self.refused, _count_items(len(self.rows))
         if refused:
-            refused_count = sum(row.assessment.refused for row in refused)
-            counts = [f"{refused_count} of {count} refused"] if refused_count else []
-            if untrusted := len(refused) - refused_count:
-                of = "" if refused_count else f"of {count} "
-                level = f"which security={self.level.value} does not load"
-                counts.append(f"{untrusted} {of}UNTRUSTED, {level}")
+            kinds = Counter("refused" if row.assessment.refused else "UNTRUSTED" for row in refused)
+            counts = ", ".join(f"{kinds[kind]} of {count} {kind}" for kind in sorted(kinds)[::-1])
+            if kinds["UNTRUSTED"]:
+                counts += f", which security={self.level.value} does not load"
             first = f"{refused[0].assessment.path}: {refused[0].explain(self.level)}"
-            return escape_control_chars(f"{', '.join(counts)}; the first, {first}")
+            return escape_control_chars(f"{counts}; the first, {first}")
         if self.interrupted:
             return f"interrupted after {len(self.rows)} of {_count_items(self.total)}: no verdict"
         if not self.rows:

@@ -217,11 +217,9 @@ def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, CallArguments]
     return output
 
 
-def _detach(value: Any) -> Any:
+def _detach(nest: Any) -> Any:
     """Copy tensors with their current values and `requires_grad`."""
-    return tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value
-    )
+    return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), nest)
 
 
 def _to_double(tensor: Tensor) -> Tensor:

@@ -14,9 +14,13 @@ from runner.core.captures.manifest import list_captures
 from runner.core.config.run_config import RunConfig
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import replace_text
-from runner.diagnose.replay.attempt import has_same_numbers, is_spike
-from runner.diagnose.replay.capture_reader import Capture
-from runner.diagnose.replay.reopen import config_of, reopen_run
+from runner.diagnose.replay.reopen import (
+    Capture,
+    config_of,
+    has_same_numbers,
+    is_spike,
+    reopen_run,
+)
 from runner.diagnose.replay.results import (
     Attempt,
     Blame,
@@ -59,9 +63,7 @@ CAPTURE = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else Path({capture!r
 os.chdir({folder!r})  # where the run's command was typed: paths in its config are relative to it
 sys.path += {paths!r}
 
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.attempt import make_attempt
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import make_attempt, open_capture, reopen_run
 
 FINDING = {finding!r}
 capture = open_capture(CAPTURE)

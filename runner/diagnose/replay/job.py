@@ -25,10 +25,15 @@ from runner.core.security.child_process import ChildContext, RequestProcess
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.secrets import environment_access, permitted_variables
-from runner.diagnose.replay.attempt import make_attempt, one_line_error
-from runner.diagnose.replay.capture_reader import open_capture
 from runner.diagnose.replay.investigation import Investigation
-from runner.diagnose.replay.reopen import config_of, reopen_run, with_weights
+from runner.diagnose.replay.reopen import (
+    config_of,
+    make_attempt,
+    one_line_error,
+    open_capture,
+    reopen_run,
+    with_weights,
+)
 from runner.diagnose.replay.results import Attempt, Replay, StepPhase
 
 

@@ -14,7 +14,7 @@ from runner.core.errors import CheckpointError
 from runner.core.preserved_state import preserve_random_state
 from runner.core.record.text import shorten
 from runner.core.train.run_state import restore_random_state
-from runner.diagnose.replay.capture_reader import open_capture
+from runner.diagnose.replay.reopen import open_capture
 from runner.diagnose.replay.results import Cause
 from runner.diagnose.replay.trace import trace_step
 from runner.loops.optimize import LazyRun

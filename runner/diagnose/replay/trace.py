@@ -21,8 +21,7 @@ from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
 from runner.core.techniques import compiler
 from runner.core.train.step import forward_backward
-from runner.diagnose.replay.attempt import one_line_error
-from runner.diagnose.replay.capture_reader import Capture
+from runner.diagnose.replay.reopen import Capture, one_line_error
 from runner.diagnose.replay.results import (
     Cause,
     Ratio,
