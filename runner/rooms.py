@@ -34,8 +34,8 @@ NAMES = {
     "data": {
         "digits": "core.data.embedded:digits",
         "cancer": "core.data.embedded:cancer",
-        "stdlib_text": "datasets.stdlib:stdlib_text",
-        "stdlib_parts": "datasets.stdlib:stdlib_parts",
+        "stdlib_text": "datasets.text:stdlib_text",
+        "stdlib_parts": "datasets.text:stdlib_parts",
         "synthetic": "core.data.embedded:synthetic",
         "tabular": "datasets.tabular:tabular",
         "images": "datasets.images:ImageFolder",

@@ -87,14 +87,8 @@ def check(arguments: Arguments) -> Request:
     trusted = ", ".join(cli_overrides.security.trusted)
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
     files = ConfigFileChecker(BUILTIN_FOLDERS, cli_overrides)
-    request = Request(
-        flags,
-        is_job=is_job,
-        folder_trusted=folder_trusted,
-        notes=notes,
-        cli_overrides=cli_overrides,
-        files=files,
-    )
+    request = Request(flags, is_job=is_job, folder_trusted=folder_trusted, notes=notes)
+    request.cli_overrides, request.files = cli_overrides, files
     with secrets.redact_errors(), request.permissions():
         _check_request(request)
     request.notes += request.files.notes

@@ -276,8 +276,7 @@ def _standardise(table: Table, column: Column, values: np.ndarray, is_fitted: bo
         row = int(infinite_rows[0])
         problem = f"{values[row]:g} is an extreme outlier (standard deviation {column.deviation:g})"
         override = list_override("data.ignore", [column.name])
-        ways = [] if is_fitted else [f"leave the column out with {override}"]
-        fix = ", or ".join(["correct it", *ways])
+        fix = "correct it" + ("" if is_fitted else f", or leave the column out with {override}")
         where = f"{table.rows(row)}, column {column.title!r}"
         raise DataError(f"{table.path}: {where}: {problem}; {fix}")
     return scaled

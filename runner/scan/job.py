@@ -20,7 +20,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import Interrupted, SecurityError, UsageError
 from runner.core.findings import Reason, Severity, Trust
-from runner.core.format import size
+from runner.core.format import count_noun, size
 from runner.core.record.console import console, plain_text, print_stdout, supports_live_display
 from runner.core.record.storage import write_json
 from runner.core.record.text import escape_control_chars
@@ -107,7 +107,7 @@ class ScanResult:
     @property
     def verdict(self) -> str:
         """The verdict in one line."""
-        refused, count = self.refused, _count_items(len(self.rows))
+        refused, count = self.refused, count_noun(len(self.rows), "item")
         if refused:
             kinds = Counter("refused" if row.assessment.refused else "UNTRUSTED" for row in refused)
             counts = ", ".join(f"{kinds[kind]} of {count} {kind}" for kind in sorted(kinds)[::-1])
@@ -116,7 +116,8 @@ class ScanResult:
             first = f"{refused[0].assessment.path}: {refused[0].explain(self.level)}"
             return escape_control_chars(f"{counts}; the first, {first}")
         if self.interrupted:
-            return f"interrupted after {len(self.rows)} of {_count_items(self.total)}: no verdict"
+            total = count_noun(self.total, "item")
+            return f"interrupted after {len(self.rows)} of {total}: no verdict"
         if not self.rows:
             return f"no model or array in {escape_control_chars(self.path)}"
         trusts = Counter(row.assessment.trust for row in self.rows)
@@ -172,15 +173,12 @@ def render_terminal(scan: ScanResult, max_rows: int) -> RenderableType:
         parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
     notes = [f"not opened: {reason}" for reason in scan.skipped[:max_rows]]
     if len(scan.rows) > max_rows:
-        notes.insert(0, f"… and {_count_items(len(scan.rows) - max_rows, ' more')}, in {SCAN_FILE}")
+        more = count_noun(len(scan.rows) - max_rows, "item")
+        notes.insert(0, f"… and {more} more, in {SCAN_FILE}")
     if scan.ignored_files:
-        files = "1 file" if scan.ignored_files == 1 else f"{scan.ignored_files:,} files"
+        files = count_noun(scan.ignored_files, "file")
         notes.append(f"{files} of other kinds, which the runner does not load")
     return Group(*parts, *(plain_text(note, "dim") for note in notes))
-
-
-def _count_items(count: int, more: str = "") -> str:
-    return f"1 item{more}" if count == 1 else f"{count:,} items{more}"
 
 
 def main(config: RunConfig, folder: Path) -> ScanResult:

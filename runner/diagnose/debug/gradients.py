@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from runner.core.format import join_names
+from runner.core.format import count_noun, join_names
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig
@@ -230,8 +230,9 @@ class GradientsTool(DebugTool):
             return summarize_faults(names, self._dead_layers())
         remedy = f"lower debug.{'gradients.' if self.settings.every else ''}every"
         remedy = "train longer" if self.every == 1 else remedy
-        count = "1 check" if inspections == 1 else f"{inspections} checks"
-        return f"{count}, but a verdict needs {MIN_INSPECTIONS}: {remedy}"
+        return (
+            f"{count_noun(inspections, 'check')}, but a verdict needs {MIN_INSPECTIONS}: {remedy}"
+        )
 
     # -- pictures and files --------------------------------------------------------------------
 

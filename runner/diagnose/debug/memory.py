@@ -255,9 +255,6 @@ def _last_leak(run: Run) -> Fault | None:
     return next((f for f in reversed(run.history.faults.values()) if f.kind == "leak"), None)
 
 
-# -- growth -----------------------------------------------------------------------------------
-
-
 ObjectCounts = tuple[Counter[str], Counter[str]]
 """Number of live objects by kind, as tracked by the garbage collector; bytes of tensors."""
 

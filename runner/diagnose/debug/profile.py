@@ -132,8 +132,7 @@ def find_bottlenecks(measured: StepMeasurements) -> list[str]:
         return texts
     parts = sorted(measured.split.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
-    operators = f"{measured.operators:,.0f} operators a step, " if measured.operators else ""
-    return [f"no bottleneck: {operators}{shares}" if shares else "too few steps for a result"]
+    return [f"no bottleneck: {shares}" if shares else "too few steps for a result"]
 
 
 def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
@@ -363,7 +362,8 @@ class ProfileTool(DebugTool):
         if self.operators:
             run.recorder.text("profile/trace", self._operator_table(), step)
         if self.modules:
-            run.recorder.text("profile/modules", self._module_table(), step)
+            modules = module_table([ModuleTime(**row) for row in self.modules])
+            run.recorder.text("profile/modules", modules, step)
         record = {
             "verdicts": self.verdicts,
             "facts": asdict(self.measurements),
@@ -393,7 +393,7 @@ class ProfileTool(DebugTool):
             last = self.trace_start + self.trace_steps - 1
             parts += [f"## Steps {self.trace_start} to {last}, profiled", self._operator_table()]
         if self.modules:
-            parts += [self._module_table(), MODULES_NOTE]
+            parts += [module_table([ModuleTime(**row) for row in self.modules]), MODULES_NOTE]
         if self.trace_file:
             parts.append(f"To be opened in ui.perfetto.dev: `{self.trace_file}`")
         if self.totals.rows:
@@ -402,9 +402,6 @@ class ProfileTool(DebugTool):
             parts += ["## Sections", time_table("section", rows, collected or 1.0)]
             parts.append("Of this process; sections in data workers are not seen.")
         return "\n\n".join(parts) + "\n"
-
-    def _module_table(self) -> str:
-        return module_table([ModuleTime(**row) for row in self.modules])
 
     def _operator_table(self) -> str:
         steps = max(1, self.trace_steps)

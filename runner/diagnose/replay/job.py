@@ -15,7 +15,7 @@ from rich.text import Text
 from runner.core.captures.manifest import find_capture
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import ConfigError, NotVerified, StorageError, WorkerFailure
-from runner.core.format import metric
+from runner.core.format import join_names, metric
 from runner.core.masking import mask_nested
 from runner.core.record import markdown, provenance, storage
 from runner.core.record.console import facts_table, plain_text, print_stdout
@@ -125,9 +125,7 @@ def _send_attempt(
 def _facts(replay: Replay) -> list[tuple[str, str]]:
     cause, blame = replay.found, replay.blame
     numbers = f"loss {metric(replay.loss)}, gradient norm {metric(replay.grad_norm)}"
-    first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
-    first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
-    not_finite = "not finite: " if first else ""
+    gradients = join_names(cause.parameters, 1)
     samples = ", ".join(map(str, replay.samples[:10])) + " …" * (len(replay.samples) > 10)
     technique = "not searched" if blame is None else blame.verdict
     if cause.phase is StepPhase.weights and blame is None:
@@ -141,7 +139,7 @@ def _facts(replay: Replay) -> list[tuple[str, str]]:
         ("weights", cause.grown),
         ("operation", cause.operation),
         ("line", f"{cause.line}  {cause.line.source.strip()}" if cause.line else ""),
-        ("gradients", f"{not_finite}{first}"),
+        ("gradients", f"not finite, in this order: {gradients}" if gradients else ""),
         ("samples", f"{samples} of the data set" if replay.samples else ""),
         ("looked at", replay.seen),
         ("technique", technique),
@@ -164,16 +162,12 @@ def terminal_report(replay: Replay) -> RenderableType:
 
 def markdown_report(replay: Replay) -> str:
     """Return the same as Markdown, for replay.md; replay.json has all numbers."""
-    parts = [
-        f"# Step {replay.step} of {markdown.escape(replay.run)}",
-        f"**{markdown.escape(replay.found.cause or 'Not found.')}**",
-        markdown.table(("", ""), _facts(replay)),
-    ]
+    cause = markdown.escape(replay.found.cause or "Not found.")
+    parts = [f"# Step {replay.step} of {markdown.escape(replay.run)}", f"**{cause}**"]
+    parts.append(markdown.table(("", ""), _facts(replay)))
     if replay.advice:
-        parts += [
-            "## What to do next",
-            "\n".join(f"- {markdown.escape(step)}" for step in replay.advice),
-        ]
+        steps = "\n".join(f"- {markdown.escape(step)}" for step in replay.advice)
+        parts += ["## What to do next", steps]
     if replay.script:
         parts += ["To repeat the step:", markdown.code(f"python {replay.script}", "sh")]
     return "\n\n".join(parts) + "\n"

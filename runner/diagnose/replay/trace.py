@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.core.data.order import mix
-from runner.core.format import metric
+from runner.core.format import join_names, metric
 from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.nested import named_leaves
 from runner.core.interfaces.run import Run
@@ -85,10 +85,8 @@ def find_bad_weights(model: nn.Module) -> Cause | None:
     if not bad:
         return None
     cause = _state_cause(StepPhase.weights, model, "was not finite before the step")
-    others = [f"{what} of {owner or 'the model'}" for what, owner, _ in bad[1:6]]
-    if others:
-        more = f" and {len(bad) - 6} more" if len(bad) > 6 else ""
-        cause.notes.append(f"not finite either: {', '.join(others)}{more}")
+    if others := [f"{what} of {owner or 'the model'}" for what, owner, _ in bad[1:]]:
+        cause.notes.append(f"not finite either: {join_names(others)}")
     return cause
 
 
