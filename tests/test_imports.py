@@ -19,7 +19,7 @@ files = {name: getattr(module, "__file__", None) for name, module in sys.modules
 print("\\n" + json.dumps({name: file for name, file in files.items() if file}))
 """
 # towards 100 modules and 10,000 lines; lower them whenever less is imported
-MODULES, LINES = 162, 24_245
+MODULES, LINES = 162, 24_219
 TOOLS = (
     "jinja2",
     "matplotlib",
