@@ -220,7 +220,7 @@ WRITERS_BY_NAME = {
     "diagnose.debug.profile": "export_chrome_trace",
     "core.device.memory": "write_text",  # /proc
     "scale.distributed.launch": f"{TEMPORARY} rmdir",  # an empty folder
-    "diagnose.doctor.environment": f"{TEMPORARY} write_text",
+    "diagnose.doctor": f"{TEMPORARY} write_text",
     "datasets.export": "save",
     "diagnose.replay.job": TEMPORARY,
     "datasets.trained": TEMPORARY,

@@ -76,10 +76,8 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
             fix = "rename the file or folder, or name a link to it"
             raise UsageError(f"{escaped}: has bytes that are not UTF-8; {fix}")
     if parsed.experimental_rerun is not None:
-        raise SecurityError(
-            "--experimental-rerun: unpickles a file, which can run any code; "
-            "use checkpoint.resume=<run folder>, or the command in that run's summary.json"
-        )
+        fix = "use checkpoint.resume=<run folder>, or the command in that run's summary.json"
+        raise SecurityError(f"--experimental-rerun: unpickles a file, which can run code; {fix}")
     if parsed.cfg is not None and parsed.is_sweep:
         raise UsageError("--cfg shows one run's config: remove -m and give one value per key")
     if parsed.config_dir is not None and not Path(parsed.config_dir).is_dir():

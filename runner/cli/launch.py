@@ -105,9 +105,9 @@ def launch(request: Request) -> int:
     hydra_utils._save_config = hydra_files.save_config
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them
     os.environ.update(omp_env(os.environ))  # read when torch is imported, which nothing here does
-    if request.cli_overrides.off and request.is_sweep:
+    if request.cli_overrides.off and request.flags.is_sweep:
         sys.stderr.write(f"warning: {SECURITY_OFF_WARNING}\n")
-    for note in request.files.notes if request.flags.cfg or request.is_sweep else ():
+    for note in request.files.notes if request.flags.cfg or request.flags.is_sweep else ():
         sys.stderr.write(f"{escape_control_chars(mask_secrets(note))}\n")
     command, results = list(sys.argv), JobResults()
     resumed = paths.distrust_resumed_folder(request.resumed_run, request.folder_trusted)
@@ -253,16 +253,16 @@ def _run_and_report(
                 check_folder(folder, str(config.checkpoint.resume), trains)
             with folder_is_checked():
                 return _run_job(config, request, folder, notes)
-    except Interrupted as error:
-        restore_logging()
-        log.error("%s", error)
-        raise SystemExit(error.exit_code) from error  # Hydra does not catch it: no more jobs start
-    except KeyboardInterrupt as error:
-        untrained = config.job.kind is JobKind.train and _summary_mtime(folder) == mtime_before
-        where = " before the first step; no checkpoint is written" if untrained else ""
-        interrupted = interruption_before_run(error, where)
+    except (Interrupted, KeyboardInterrupt) as error:
+        if isinstance(error, Interrupted):
+            interrupted = error
+        else:
+            untrained = config.job.kind is JobKind.train and _summary_mtime(folder) == mtime_before
+            where = " before the first step; no checkpoint is written" if untrained else ""
+            interrupted = interruption_before_run(error, where)
         restore_logging()
         log.error("%s", interrupted)
+        # Hydra does not catch it: no more jobs start
         raise SystemExit(interrupted.exit_code) from error
     except BaseException as error:  # also SystemExit of the user's code, whatever its code
         changed = _summary_mtime(folder) != mtime_before
@@ -301,18 +301,16 @@ def _run_job(config: DictConfig, request: Request, folder: Path, notes: list[str
     data_path = getattr(run_config.data, "path", None)
     is_relative = data_path and not Path(data_path).expanduser().is_absolute()
     if HydraConfig.get().job.chdir and is_relative:
-        log.warning(
-            "hydra.job.chdir=true: data.path=%s is relative, so it is looked for in the run's "
-            "folder; type a full path", data_path,
-        )  # fmt: skip
+        problem = f"data.path={data_path} is relative, and read from the run's folder"
+        log.warning("hydra.job.chdir=true: %s; type a full path", problem)
     single = run_config.distributed.kind is DistributedKind.none
     # arms of a benchmark and runs to compare are started one by one
     single = single or run_config.job.kind in (JobKind.benchmark, JobKind.verify)
-    main = (
-        load_job(run_config.job.kind)
-        if single
-        else rooms.find("processes", "launch", f"distributed={run_config.distributed.kind.value}")
-    )
+    needed_by = f"distributed={run_config.distributed.kind.value}"
+    if single:
+        main = load_job(run_config.job.kind)
+    else:
+        main = rooms.find("processes", "launch", needed_by)
     summary = main(run_config, folder)
     if not isinstance(summary, Summary):
         return None

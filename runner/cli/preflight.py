@@ -55,16 +55,6 @@ class Request:
     files: ConfigFileChecker = field(default_factory=lambda: ConfigFileChecker(BUILTIN_FOLDERS))
 
     @property
-    def is_sweep(self) -> bool:
-        """Whether several jobs are to be run."""
-        return self.flags.is_sweep
-
-    @property
-    def names_run_folder(self) -> bool:
-        """Whether `hydra.run.dir` is given: typed, or for a continued run or a sweep's job."""
-        return any(text.startswith("hydra.run.dir=") for text in self.flags.overrides)
-
-    @property
     def arguments(self) -> list[str]:
         """The command line for Hydra."""
         return self.flags.hydra_arguments()
@@ -97,14 +87,8 @@ def check(arguments: Arguments) -> Request:
     trusted = ", ".join(cli_overrides.security.trusted)
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
     files = ConfigFileChecker(BUILTIN_FOLDERS, cli_overrides)
-    request = Request(
-        flags,
-        is_job=is_job,
-        folder_trusted=folder_trusted,
-        notes=notes,
-        cli_overrides=cli_overrides,
-        files=files,
-    )
+    request = Request(flags, is_job=is_job, folder_trusted=folder_trusted, notes=notes)
+    request.cli_overrides, request.files = cli_overrides, files
     with secrets.redact_errors(), request.permissions():
         _check_request(request)
     request.notes += request.files.notes
@@ -160,10 +144,8 @@ def _check_config_folders(run: Path, folders: Sequence[Path]) -> None:
     given = {folder.resolve() for folder in folders}
     for folder in hydra_files.read_config_folders(run):
         if folder.is_dir() and folder.resolve() not in given:
-            raise UsageError(
-                f"checkpoint.resume: {run} was run with the options in {folder}; "
-                f"add --config-dir={folder}"
-            )
+            problem = f"checkpoint.resume: {run} was run with the options in {folder}"
+            raise UsageError(f"{problem}; add --config-dir={folder}")
 
 
 def _check_run(
@@ -209,7 +191,10 @@ def _check_run(
         subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
         request.config = compose([*flags.overrides, subfolder])
     if config.job.kind is JobKind.benchmark:
-        _check_benchmark(config, flags)
+        # every arm composes, and the stored result to compare with exists
+        check_arms = rooms.find("preflight", "benchmark", "job=benchmark")
+        name, folders = flags.config_name or "config", flags.config_folders
+        check_arms(config.benchmark, flags.overrides, folders, name)
     if config.job.kind is JobKind.scan:
         rooms.find("preflight", "scan", "job=scan")(config.scan.path)
 
@@ -249,13 +234,6 @@ def _unnamed_target(path: Path) -> ConfigError:
     return ConfigError("data.target", "has no value", fix)
 
 
-def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
-    """Check that every arm composes, and that the stored result to compare with exists."""
-    name = flags.config_name or "config"
-    check_arms = rooms.find("preflight", "benchmark", "job=benchmark")
-    check_arms(config.benchmark, flags.overrides, flags.config_folders, name)
-
-
 def _resume_folder(
     request: Request, resumed: ResumedRun | None, planned: Path, config: RunConfig
 ) -> Path | None:
@@ -265,7 +243,8 @@ def _resume_folder(
         return resumed.folder
     if config.job.kind is not JobKind.train or config.checkpoint.resume != "auto":
         return None
-    if request.names_run_folder:
+    # typed, or for a continued run or a sweep's job
+    if any(text.startswith("hydra.run.dir=") for text in request.flags.overrides):
         if not any(planned.glob("checkpoints/step_*")):
             note = f"checkpoint.resume=auto: no checkpoint in {planned}; starting afresh"
             request.notes.append(note)

@@ -62,9 +62,8 @@ def _find_rank(config: DictConfig | None) -> RankInfo | None:
         place.check(config.distributed.processes)
         return place
     if place.size > 1:
-        single_process_fix = f"type job={job.name} without {place.by}"
-        trains = job is JobKind.train
-        fix = "add distributed=ddp, or start one process" if trains else single_process_fix
+        fix = "add distributed=ddp, or start one process"
+        fix = fix if job is JobKind.train else f"type job={job.name} without {place.by}"
         problem = f"is {kind.value}: {started}, and each would run the whole job"
         raise ConfigError("distributed", problem, fix)
     return None

@@ -43,7 +43,7 @@ BRACKETS = re.compile(r"(\D{0,3})\((.+)\)")  # a negative number, in accounting
 NOTATION = re.compile(  # €-1,234.5 | -1.5 kg | USD 12 | 12.5 m²
     r"(?P<sign>[+-]?)\s*(?P<prefix>[A-Z]{3}(?=\s)|[A-Z]{0,3}[$€£¥₹]|)\s*(?P<inner>[+-]?)\s*"
     r"(?P<number>\d+([.,'’ \u00a0\u202f]\d+)*([eE][+-]?\d+)?|[.,]\d+)"
-    r"\s*(?P<suffix>[^\d\s.,;:()_/+-][^\s,;:()_]{0,11}( [^\W\d_]{1,8})?|)",
+    r"\s*(?P<suffix>[^\d\s.,;:()_/+-][^\s,;:()_]{0,11}( [^\W\d_]{1,8})?|)"
 )
 """A number with a currency or per-cent sign, or a unit."""
 
@@ -65,6 +65,8 @@ class TextColumn:
     codes: np.ndarray
 
 
+Remedy = tuple[str, str]
+"""A key and its value, by which a column is read otherwise; empty: none."""
 ColumnValues = np.ndarray | TextColumn
 """A column: float64 numbers that float32 can hold, datetime64[us], or texts.
 
@@ -94,7 +96,7 @@ class ParsedColumn:
     unparsed: dict[int, str] = field(default_factory=dict)  # a text that is read as missing
     form: str = ""  # of dates that are not ISO 8601, for strptime
     note: str = ""  # what the cells look like, and were not read as; or what was changed
-    remedy: tuple[str, str] = ("", "")  # key and value that change it
+    remedy: Remedy = ("", "")  # that changes it
 
     @property
     def kind(self) -> CellKind:
@@ -126,7 +128,10 @@ def parse_column(column: Any, rules: CellRules = CellRules()) -> ParsedColumn:
     if types.is_dictionary(column.type) and not is_text(column.type.value_type):
         column = column.cast(column.type.value_type)
     values = None if kind is CellKind.texts else _typed_values(column, kind)
-    if values is not None and (kind is not CellKind.any or not _exceeds_whole(column, values)):
+    is_exact = types.is_integer(column.type) or types.is_decimal(column.type)
+    if values is not None and kind is CellKind.any and is_exact and largest(values) >= MAX_WHOLE:
+        values = None  # float64 cannot hold it
+    if values is not None:
         bad = {i: _describe_bad_number(f"{values[i]:g}", values[i]) for i in _not_float32(values)}
         return ParsedColumn(values, bad)
     try:
@@ -175,14 +180,6 @@ def _typed_values(column: Any, kind: CellKind) -> np.ndarray | None:
     return numbers if per_second == 1.0 else numbers / per_second
 
 
-def _exceeds_whole(column: Any, values: np.ndarray) -> bool:
-    """Whether an arrow column of whole or decimal numbers has one that float64 cannot hold."""
-    from pyarrow import types
-
-    is_exact = types.is_integer(column.type) or types.is_decimal(column.type)
-    return is_exact and largest(values) >= MAX_WHOLE
-
-
 def id_reason(name: str, column: Any) -> str:
     """Return why an arrow column is a row identifier: its name *and* its distinct cells; or ""."""
     import pyarrow
@@ -206,8 +203,7 @@ def id_reason(name: str, column: Any) -> str:
 def missing_cells(values: ColumnValues) -> np.ndarray:
     """Return a boolean mask of the rows without a value."""
     if isinstance(values, TextColumn):
-        empty = np.array([not word for word in values.words])
-        return np.asarray(empty[values.codes])
+        return np.asarray(np.array([not word for word in values.words])[values.codes])
     missing: np.ndarray = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values)
     return missing
 
@@ -338,9 +334,8 @@ class _TextCells:
 
     def __post_init__(self) -> None:
         missing = {*self.rules.missing}
-        self.empty = np.array(
-            [w.strip().lower() in MISSING_WORDS or w in missing for w in self.words]
-        )
+        empty = (w.strip().lower() in MISSING_WORDS or w in missing for w in self.words)
+        self.empty = np.array([*empty])
         self.counts = np.bincount(self.codes, minlength=len(self.words)) * ~self.empty
         self.present = int(self.counts.sum())
 
@@ -355,9 +350,7 @@ class _TextCells:
         return repr(min(words)[:MAX_CELL_CHARS])
 
 
-def _as_texts(
-    cells: _TextCells, note: str = "", remedy: tuple[str, str] = ("", "")
-) -> ParsedColumn:
+def _as_texts(cells: _TextCells, note: str = "", remedy: Remedy = ("", "")) -> ParsedColumn:
     stripped = tuple(word if word.strip() else "" for word in cells.words)
     return ParsedColumn(TextColumn(stripped, cells.codes), note=note, remedy=remedy)
 
@@ -370,13 +363,12 @@ class _ParsedWords:
     wrong: np.ndarray  # whether it is another text
     form: str = ""  # of dates, for strptime
     note: str = ""
-    remedy: tuple[str, str] = ("", "")
+    remedy: Remedy = ("", "")
     is_ambiguous: bool = False  # the dates fit two formats
     inexact: str = ""  # the whole number beyond 2^53
 
 
 def _parse_words(cells: _TextCells, kind: CellKind, exceptions: Sequence[str] = ()) -> _ParsedWords:
-    """Parse words as numbers or times; `exceptions` are as found by `_find_codes`."""
     words, rules = cells.words, cells.rules
     form, other_form, inexact, note, remedy = "", "", "", "", ("", "")
     if kind is CellKind.times:
@@ -425,10 +417,8 @@ def _describe_zones(cells: _TextCells, is_time: np.ndarray) -> str:
         return ""
     count, example = cells.count(with_zone), cells.example(with_zone)
     lacking = cells.example([zone is False for zone in zones])
-    return (
-        f"{count:,} of {cells.present:,} times have a time zone, such as {example}; "
-        f"those without one, such as {lacking}, are taken as UTC"
-    )
+    note = f"{count:,} of {cells.present:,} times have a time zone, such as {example}"
+    return f"{note}; others, such as {lacking}, are taken as UTC"
 
 
 def _find_codes(cells: _TextCells) -> list[str]:
@@ -453,7 +443,7 @@ def _describe_codes(cells: _TextCells, codes: Sequence[str]) -> str:
     return f"{count:,} of {cells.present:,} cells are whole numbers that {what}, such as {examples}"
 
 
-def _describe_unread(cells: _TextCells) -> tuple[str, tuple[str, str]]:
+def _describe_unread(cells: _TextCells) -> tuple[str, Remedy]:
     """Return what most cells of a text column look like, and the key and value that read them."""
     if not cells.present:
         return "", ("", "")

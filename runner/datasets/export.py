@@ -45,6 +45,7 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-3  # relative to the largest output
 INT8_TOLERANCE = 5e-2  # rounding may move a value to the next quantization level
 
+Entry = dict[str, Any]  # of an export in the summary
 ReloadedModel = Callable[[Inputs], Any]  # the exported model, loaded again
 
 
@@ -56,16 +57,14 @@ def check_export_packages(kind: ExportKind) -> None:
         raise ConfigError(EXPORT_KEY, problem, install_command("onnx"))
 
 
-def export(
-    run: Run, kind: ExportKind, folder: Path, tokenizer: str | None = None
-) -> dict[str, Any]:
+def export(run: Run, kind: ExportKind, folder: Path, tokenizer: str | None = None) -> Entry:
     """Export the evaluated model to `folder`; returns file names, bytes and largest difference.
 
     Traced on the CPU in the weights' precision, with a dynamic batch size. With a `tokenizer`
     folder, weights are exported as a folder for transformers' `from_pretrained`. Raises ConfigError
     if the format does not support the model, and StorageError.
     """
-    entry: dict[str, Any] = {"file": f"{folder.name}/{EXPORT_FILES[kind]}"}
+    entry: Entry = {"file": f"{folder.name}/{EXPORT_FILES[kind]}"}
     entry["model"] = "float" if run.quantized is None else "int8"
     try:
         with private_folder(folder) as private:  # moved from there if the export succeeds
@@ -79,7 +78,7 @@ def export(
 
 
 def _write_export(
-    run: Run, kind: ExportKind, path: Path, tokenizer: str | None, entry: dict[str, Any]
+    run: Run, kind: ExportKind, path: Path, tokenizer: str | None, entry: Entry
 ) -> None:
     preprocessing_json = run.checkpointer.preprocessing
     preprocessing = parse_preprocessing(preprocessing_json, path) if preprocessing_json else None
@@ -114,7 +113,6 @@ def _write_bytes(data: bytes, file: HashedFile) -> None:
 
 
 def _write_quantized(run: Run, path: Path) -> None:
-    """Write the int8 model's state_dict."""
     if run.quantized is None:
         evidence = run.evidence.get("quantization")
         reason = (evidence.reason if evidence else "") or "see techniques in summary.json"
@@ -153,9 +151,8 @@ def _write_traced(
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             reloaded = WRITERS[kind](model, inputs, path)
-            differences = [
-                _largest_difference(call_model(model, x), reloaded(x)) for x in (inputs, half)
-            ]
+            batches = inputs, half
+            differences = [_difference(call_model(model, x), reloaded(x)) for x in batches]
     except (OSError, RunnerError):
         raise
     except Exception as error:  # tracers raise any type
@@ -223,9 +220,8 @@ def _export_onnx(model: nn.Module, inputs: Inputs, path: Path) -> ReloadedModel:
 
     def run(inputs: Inputs) -> list[Tensor]:
         arrays = (tensor.numpy() for tensor in _tensor_leaves(inputs))
-        return [
-            torch.from_numpy(x) for x in session.run(None, dict(zip(names, arrays, strict=True)))
-        ]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
+        return [torch.from_numpy(output) for output in outputs]
 
     return run
 
@@ -241,7 +237,7 @@ def _tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _largest_difference(expected: Any, actual: Any) -> tuple[float, float]:
+def _difference(expected: Any, actual: Any) -> tuple[float, float]:
     """Return the largest difference between two outputs, and the largest value of the first."""
     expected_tensors, actual_tensors = _tensor_leaves(expected), _tensor_leaves(actual)
     expected_shapes = [tuple(x.shape) for x in expected_tensors]
@@ -349,9 +345,8 @@ def raw_inputs(preprocessing: Preprocessing, inputs: Tensor) -> tuple[Tensor, ..
         return (inputs * ((high - low) or 1.0) + low,)
     if not columns:
         return ((inputs * 255).round().to(torch.uint8),)
-    cells = dict(
-        zip(columns, torch.split(inputs.double(), [c.width for c in columns], 1), strict=True)
-    )
+    blocks = torch.split(inputs.double(), [c.width for c in columns], 1)
+    cells = dict(zip(columns, blocks, strict=True))
     categories = [cells[column].argmax(1) for column in columns if column.values]
     missing_masks = {c.name: cells[c][:, 0] > 0 for c in columns if c.part == MISSING_FLAG}
     numbers = [

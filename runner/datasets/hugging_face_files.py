@@ -86,8 +86,7 @@ def check_config(path: Path, key: str) -> None:
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise ConfigError(key, f"{path} has more than {MAX_CONFIG_BYTES >> 20} MiB")
     with suppress(OSError, ValueError, RecursionError):
-        settings = json.loads(path.read_bytes())
-        for name, number in _numbers(settings, ""):
+        for name, number in _numbers(json.loads(path.read_bytes()), ""):
             most = next(most for form, most in MAX_COUNTS.items() if re.search(form, name))
             if number > most:
                 problem = f"{path} has {shorten(name, 60)}={number:g}, more than {most:,}"

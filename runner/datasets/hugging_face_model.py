@@ -76,9 +76,8 @@ def build_pretrained(
             )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            KEY, f"{weights.path}: cannot be loaded into the model: {reason}"
-        ) from error
+        problem = f"{weights.path}: cannot be loaded into the model: {reason}"
+        raise ConfigError(KEY, problem) from error
     trust = weights.trust.name.lower()
     reason = "; ".join([trust, *weights.notes, *_describe_loading(model, info)])
     choice = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", reason)
@@ -108,8 +107,7 @@ def _apply_sizes(settings: Any, sizes: Sizes, path: str) -> None:
             raise ConfigError(KEY, f"{path} has a {name}", "name the folder of the plain model")
     max_positions = getattr(settings, "max_position_embeddings", None)
     if isinstance(max_positions, int) and (sizes.sequence or 0) > max_positions:
-        positions = f"{max_positions} positions of the model in {path}"
-        problem = f"{sizes.sequence} is more than the {positions}"
+        problem = f"{sizes.sequence} is more than the {max_positions} positions of {path}"
         raise ConfigError("data.sequence", problem, f"data.sequence={max_positions}")
     if (sizes.vocab or 0) > settings.vocab_size:
         problem = f"{path} has {settings.vocab_size} tokens, but the data's ids go up to "

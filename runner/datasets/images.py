@@ -50,6 +50,10 @@ SHEAR = 0.3
 CONTRAST = 0.9  # added to or subtracted from the factor 1
 
 
+ImageLabels = tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]
+"""Labels, class names and choices."""
+
+
 class ImageCache:
     """Decoded pixels ([height, width, channels]) in memory shared by all processes.
 
@@ -140,23 +144,14 @@ class ImageFolder(Dataset):
         if fitted is None and has_deep:
             self.pixel_range, choice = self._fit_range()
             choices = (*choices, choice)
-        features = channels * self.size**2
-        sizes = Sizes(
-            "classification",
-            features,
-            in_channels=channels,
-            image_size=self.size,
-            classes=len(class_names),
-            class_names=class_names,
-        )
+        features, classes = channels * self.size**2, len(class_names)
+        sizes = Sizes("classification", features, classes=classes, class_names=class_names)
+        sizes = replace(sizes, in_channels=channels, image_size=self.size)
         self.sizes = sizes if fitted is None else fitted.sizes
         self.cache, cache_choices = self._make_cache(channels)
         self.choices = (*choices, *rule, *cache_choices)
 
-    def _read_folders(
-        self, root: Path, opening: OpenOptions
-    ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
-        """Read a folder per class; return labels, class names and choices."""
+    def _read_folders(self, root: Path, opening: OpenOptions) -> ImageLabels:
         other_files = []
 
         def is_image(file: Path) -> bool:
@@ -172,10 +167,7 @@ class ImageFolder(Dataset):
             notes = (Choice("data.path", str(root), reason), *notes)
         return labels, names, notes
 
-    def _read_saved(
-        self, root: Path, opening: OpenOptions
-    ) -> tuple[np.ndarray, tuple[str, ...], tuple[Choice, ...]]:
-        """Read a folder written by `datasets`; return labels, class names and choices."""
+    def _read_saved(self, root: Path, opening: OpenOptions) -> ImageLabels:
         saved = SavedImages(root, opening.policy)
         self.sources, self.rows, names = saved, RowNames("row"), saved.class_names
         if not opening.labelled:
@@ -197,9 +189,8 @@ class ImageFolder(Dataset):
         if self.config.augment and max_bytes:
             sizes = self._pixel_counts(max_bytes // channels)
         cache = ImageCache(sizes, channels, max_bytes, dtype)
-        reason = (
-            f"{cache.capacity:,} of {count:,} images are decoded once, {cache.bytes / 1e6:,.0f} MB"
-        )
+        counts = f"{cache.capacity:,} of {count:,} images"
+        reason = f"{counts} are decoded once, {cache.bytes / 1e6:,.0f} MB"
         choice = Choice("data.cache_mb", self.config.cache_mb, reason)
         return cache, (choice,) if self.config.cache_mb else ()
 
@@ -271,9 +262,8 @@ class ImageFolder(Dataset):
             problem = self._describe(index, error)
             if self.config.bad_samples is BadSamples.stop:
                 problem = _join_problems({index: problem} | self._find_problems())
-            raise BadSample(
-                batch_index, problem, f"; replace or remove the file, or {DROP_FIX}"
-            ) from None
+            fix = f"; replace or remove the file, or {DROP_FIX}"
+            raise BadSample(batch_index, problem, fix) from None
 
     def _describe(self, index: int, error: Exception) -> str:
         source = self.sources[index]
@@ -426,7 +416,7 @@ def rand_augment(image: Image, rng: np.random.Generator, count: int, magnitude: 
     """Apply `count` operations, drawn with replacement, at strength `magnitude` of 30."""
     strength = magnitude / LEVELS
     for _ in range(count):
-        name = NAMES[int(rng.integers(len(NAMES)))]
+        name = [*OPERATIONS][int(rng.integers(len(OPERATIONS)))]
         sign = 1.0 if rng.random() < 0.5 else -1.0
         image = OPERATIONS[name](image, strength, sign)
     return image
@@ -465,9 +455,7 @@ OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
     "identity": lambda image, strength, sign: image,
     "shear_x": lambda image, s, sign: _affine(image, 1, sign * SHEAR * s, 0, 0, 1, 0),
     "shear_y": lambda image, s, sign: _affine(image, 1, 0, 0, sign * SHEAR * s, 1, 0),
-    "shift_x": lambda image, s, sign: _affine(
-        image, 1, 0, sign * TRANSLATION * s * image.width, 0, 1, 0
-    ),
+    "shift_x": lambda i, s, sign: _affine(i, 1, 0, sign * TRANSLATION * s * i.width, 0, 1, 0),
     "shift_y": lambda i, s, sign: _affine(i, 1, 0, 0, 0, 1, sign * TRANSLATION * s * i.height),
     "rotate": lambda image, strength, sign: image.rotate(sign * ROTATION * strength),
     "brightness": _enhancement("Brightness"),
@@ -479,7 +467,6 @@ OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
     "autocontrast": _image_op("autocontrast"),
     "equalize": _image_op("equalize"),
 }
-NAMES = tuple(OPERATIONS)
 
 
 def blend(

@@ -117,7 +117,9 @@ def convert_numbers(
                 pairs = SIGN_PAIRS if rule.declared else SIGN_PAIRS[:2]
                 decimal, thousands = _recognise_signs(column, pairs, choices)
             decimal = "," if thousands == "." else decimal
-            _remove_thousands(column, thousands)
+            if thousands:
+                signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
+                column.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
             if not decimal and thousands != ",":
                 decimal = _recognise_comma(column, separator, choices)
             if not decimal and not thousands:
@@ -128,11 +130,9 @@ def convert_numbers(
         columns[name] = pyarrow.chunked_array([column.column])
     with_comma = [name for name, form in formats.items() if form.decimal == ","]
     if with_comma and has_decimal_point and config is not None and config.decimal is None:
-        reason = (
-            f"{join_names(map(repr, has_decimal_point))} have decimal points, but "
-            f"{join_names(map(repr, with_comma))} decimal commas; if the points separate "
-            "thousands: data.thousands=point"
-        )
+        points, commas = (join_names(map(repr, x)) for x in (has_decimal_point, with_comma))
+        reason = f"{points} have decimal points, but {commas} decimal commas; "
+        reason += "if the points separate thousands: data.thousands=point"
         choices.append(notice("data.decimal", "point and comma", reason))
     return formats, tuple(choices)
 
@@ -236,14 +236,7 @@ def _recognise_comma(column: _EncodedColumn, separator: str, choices: list[Choic
     return ","
 
 
-def _remove_thousands(column: _EncodedColumn, thousands: str) -> None:
-    if thousands:
-        signs = next((s for s in (SPACES, APOSTROPHES) if thousands in s), thousands)
-        column.replace(GROUPED.format(f"[{signs}]"), f"[{signs}]", "")
-
-
 def _convert_commas(column: _EncodedColumn, path: Path) -> None:
-    """Replace decimal commas by points; DataError if there are points, too."""
     if column.count(POINT):
         problem = f"column {column.name!r} holds {column.example(POINT)}, and the decimal"
         ways = ["data.decimal=point", "data.thousands=point"]
@@ -262,6 +255,5 @@ def _warn_ambiguous(column: _EncodedColumn) -> list[Choice]:
             example = column.example(pattern)
             sign = sign_word(next(char for char in example if char in GROUP_SIGNS))
             problem = f"column {column.name!r} holds texts such as {example}; if they are numbers,"
-            reason = f"{problem} use data.{key}={sign}"
-            return [notice(f"data.{key}", "none", reason)]
+            return [notice(f"data.{key}", "none", f"{problem} use data.{key}={sign}")]
     return []

@@ -1,33 +1,45 @@
-"""job=predict: write a trained model's predictions for each sample to a file."""
+"""job=predict: predictions for each sample, or the text that a language model continues."""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Container, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from runner.core.build.arguments import check_whole_number
+from runner.core.build.trained_data import read_preprocessing
+from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.run_config import RunConfig
-from runner.core.data.dataset import Dataset
+from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import BatchLoader
-from runner.core.errors import StorageError
+from runner.core.data.preprocessing import Preprocessing
+from runner.core.errors import ConfigError, StorageError, UsageError
 from runner.core.execution.evaluation import apply_in_parts, inference
+from runner.core.execution.generate import Sampling, generate
 from runner.core.format import count_noun
-from runner.core.interfaces.batch import Sizes, call_model
+from runner.core.interfaces.batch import Sizes, TextCodec, call_model
 from runner.core.interfaces.run import Run
 from runner.core.jobs import run_report as report
 from runner.core.jobs.evaluate import build_trained
 from runner.core.objectives.model_output import class_logits, logits
 from runner.core.record.console import console, supports_live_display
-from runner.core.record.storage import remove_file, rename, safe_opener
+from runner.core.record.storage import remove_file, rename, replace_text, safe_opener
 from runner.core.record.summary import Summary
+from runner.core.record.text import escape_control_chars
 from runner.core.schemas.jobs import PredictFormat
+from runner.core.security.files.policy import FilePolicy
+from runner.core.security.paths import run_tree_folders
+from runner.core.standard_streams import write_stream
 from runner.core.train.evidence import build_summary
+from runner.datasets.tokens import find_codec
 
 log = logging.getLogger("runner")
 
@@ -37,25 +49,33 @@ PredictionColumns = dict[str, Any]  # name → numpy or Arrow array
 def main(config: RunConfig, folder: Path) -> Summary:
     """Predict with the weights of `checkpoint.resume` or `model.weights` into `folder`."""
     if config.predict.prompt is not None:
-        from runner.datasets.continued_text import continue_prompt
-
-        return continue_prompt(config, folder)
+        return _continue_prompt(config, folder)
+    kind = config.predict.format
+    path = folder / f"predictions.{kind.name}"
     with build_trained(config, folder) as run:
         run.history.load({"counts": {}, "faults": []})  # drop the faults of the training
-        kind = config.predict.format
-        path = folder / f"predictions.{kind.name}"
-        try:
+        with _named_storage_errors(path):
             rows = write_predictions(run, path, kind)
-            size = path.stat().st_size
-        except OSError as error:
-            raise StorageError(f"{path}: not written: {error.strerror or error}") from error
-        run.progress.metrics, run.techniques = {}, []  # they concern training
+            entry = {"file": path.name, "rows": rows, "bytes": path.stat().st_size}
         run.choices[:] = [choice for choice in run.choices if choice.key.startswith("data.")]
-        summary = build_summary(run, "done", job="predict")
-        summary.export = {"file": path.name, "rows": rows, "bytes": size}
-        summary.write(folder)
-        report.write_report(summary, folder)
+        return _write_summary(run, folder, entry)
+
+
+def _write_summary(run: Run, folder: Path, entry: dict[str, Any]) -> Summary:
+    run.progress.metrics, run.techniques = {}, []  # they concern training
+    summary = build_summary(run, "done", job="predict")
+    summary.export = entry
+    summary.write(folder)
+    report.write_report(summary, folder)
     return summary
+
+
+@contextmanager
+def _named_storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: not written: {error.strerror or error}") from error
 
 
 def predict_batches(run: Run, loader: BatchLoader | None = None) -> Iterator[PredictionColumns]:
@@ -144,3 +164,70 @@ def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> PredictionColumns
     predicted = np.array(names, dtype=object)[probability.argmax(1).numpy()]
     each = {f"probability {name}": probability[:, i].numpy() for i, name in enumerate(names)}
     return {"prediction": predicted, **each}
+
+
+# -- the text of a language model: `predict.prompt` and `Trained.generate` ------------------------
+
+
+def _continue_prompt(config: RunConfig, folder: Path) -> Summary:
+    """Continue `predict.prompt` with a trained language model: on stdout, in predictions.txt."""
+    options = config.predict
+    policy = FilePolicy.of(config.security, run_tree_folders(None))
+    checkpointer = Checkpointer(folder, 1, policy=policy, best_first=True)
+    fitted = read_preprocessing(config, checkpointer, {})
+    if fitted is None:
+        problem = "needs a trained language model"
+        raise ConfigError("predict.prompt", problem, "name a run: checkpoint.resume=RUN")
+    fitted.check_kind(config.data)
+    sampling = Sampling(options.tokens, options.temperature, options.top_k, config.seed)
+    path = folder / "predictions.txt"
+    with prompted_run(config, fitted, folder) as run:
+        run.history.load({"counts": {}, "faults": []})  # drop the faults of the training
+        codec = find_codec(config.data, policy, fitted.tokenizer)
+        text = continue_text(run, codec, str(options.prompt), sampling)
+        text = text.encode("utf-8", "replace").decode()
+        with _named_storage_errors(path):
+            replace_text(path, text)
+            size = path.stat().st_size
+        write_stream(sys.stdout, "\n".join(map(escape_control_chars, text.split("\n"))) + "\n")
+        run.choices.clear()
+        entry = {"file": path.name, "tokens": sampling.tokens, "bytes": size}
+        return _write_summary(run, folder, entry)
+
+
+@contextmanager
+def prompted_run(
+    config: RunConfig, fitted: Preprocessing, folder: Path | None = None
+) -> Iterator[Run]:
+    """Yield the run of a trained language model, without its data. Raises ConfigError."""
+    if fitted.sizes.task != "language_modelling":
+        problem = f"needs a language model, but this one was trained on data={fitted.kind}"
+        raise ConfigError("predict.prompt", problem, "leave it out")
+    config = replace(config, predict=replace(config.predict, prompt="…"))
+    # a run is built with data: two samples of zeros
+    ids = torch.zeros((2, fitted.sizes.sequence or 1), dtype=torch.int64)
+    data = TensorsDataset(ids, ids, fitted.sizes, (np.arange(1), np.arange(1, 2)))
+    with build_trained(config, folder, data) as run:
+        yield run
+
+
+def continue_text(run: Run, codec: TextCodec, prompt: str, sampling: Sampling) -> str:
+    """Return the prompt and what the model continues it with."""
+    ids = torch.tensor([codec.encode_text(prompt)], dtype=torch.int64)
+    return prompt + codec.decode(generate(run, ids, sampling)[0][ids.shape[1] :].tolist())
+
+
+def check_sampling(prompt: Any, tokens: Any, temperature: Any, top_k: Any, seed: Any) -> Sampling:
+    """Return how to draw a text. Raises UsageError that names the argument."""
+
+    if not isinstance(prompt, str) or not prompt:
+        raise UsageError(f"generate: prompt must be a text that is not empty, got {prompt!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise UsageError("generate: prompt has characters that are no Unicode")
+    for name, value, minimum in (("tokens", tokens, 1), ("top_k", top_k, 1), ("seed", seed, 0)):
+        if name != "top_k" or value is not None:
+            check_whole_number("generate", name, value, minimum)
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 0 <= temperature < math.inf:
+        raise UsageError(f"generate: temperature must be a number ≥ 0, got {temperature!r}")
+    return Sampling(tokens, temperature, top_k, seed)

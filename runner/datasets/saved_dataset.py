@@ -92,7 +92,12 @@ class SavedImages(Sequence[BytesIO]):
         self.path, self.column = path, table.column(images[0])
         self.kept = np.arange(len(self.column))  # rows; others are left out
         self.class_names = tuple(map(str, features[classes[0]]["names"])) if classes else ()
-        self.labels = None if not classes else _class_codes(table.column(classes[0]), path)
+        self.labels: np.ndarray | None = None
+        if classes:
+            codes = table.column(classes[0]).combine_chunks().indices
+            if codes.null_count:
+                raise DataError(f"data.path: {path}: {codes.null_count} rows have no class (-1)")
+            self.labels = codes.to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -105,14 +110,6 @@ class SavedImages(Sequence[BytesIO]):
             problem = f"row {row} has no bytes, only the path of a file"
             raise DataError(f"data.path: {self.path}: {problem}; embed the images")
         return BytesIO(content)
-
-
-def _class_codes(column: Any, path: Path) -> np.ndarray:
-    codes = column.combine_chunks().indices
-    if codes.null_count:
-        raise DataError(f"data.path: {path}: {codes.null_count} rows have no class (-1)")
-    labels: np.ndarray = codes.to_numpy().astype(np.int64)
-    return labels
 
 
 def _read_json(path: Path, key: str) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from runner.core.errors import ConfigError, DataError, with_fix
 from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Column, NumberFormat, RowNames
-from runner.core.record.column_overrides import list_value, mapping_override
+from runner.core.record.column_overrides import mapping_override
 from runner.core.schemas.data import (
     BadSamples,
     ColumnType,
@@ -69,7 +67,6 @@ IGNORE_KEY = "data.ignore"
 TARGET_KEY = "data.target"
 UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
-MAX_DROPPED = 0.5  # share of rows that advice may drop
 NUMERIC_NAME = re.compile(r"\s*[+-]?[\d.,]*\d[\d.,]*(e[+-]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -304,9 +301,7 @@ def split_values(table: Table, split_by: str, rule: SplitRule | None) -> np.ndar
         if not (missing := missing_cells(times)).any():
             return np.asarray(times[values.codes])
     word = values.words[int(missing.argmax())]
-    problem = (
-        f"column {split_by!r} holds {word[:MAX_CELL_CHARS]!r}, neither a number nor an ISO date"
-    )
+    problem = f"column {split_by!r} holds {word[:MAX_CELL_CHARS]!r}, no number or ISO date"
     fix = "write dates as 2024-05-31, or use data.split=group or random"
     raise DataError(f"data.split_by: {table.path}: {problem}; {fix}")
 
@@ -385,15 +380,12 @@ class TableProblems:
     columns: str = ""  # which are absent
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
-    avoidable: bool = True  # by other config values
     has_bad_cells: bool = False  # of a column that can be left out
 
     def __post_init__(self) -> None:
+        bad = self.config.bad_samples is BadSamples.drop
         gaps = isinstance(self.config, Tabular) and self.config.missing is Missing.drop
-        self.drops = {
-            BAD_SAMPLES_KEY: self.config.bad_samples is BadSamples.drop,
-            MISSING_KEY: gaps,
-        }
+        self.drops = {BAD_SAMPLES_KEY: bad, MISSING_KEY: gaps}
 
     def check_names(self, names: Sequence[str], trained: Sequence[str]) -> None:
         """Check the file's column `names` against the configured ones, or those `trained` on."""
@@ -411,7 +403,7 @@ class TableProblems:
                 fix = f"; {suggestion(missing[0], others, UNUSED_COLUMNS)}"
                 if self.needed.get(TARGET_KEY) in missing:
                     problem += "; job=predict needs no target"
-                self.columns, self.avoidable = f"{problem}{fix if others else ''}", False
+                self.columns = f"{problem}{fix if others else ''}"
             return
         if self.absent:  # the file is opened a second time
             return
@@ -420,9 +412,8 @@ class TableProblems:
         self.absent = [(key, name) for key, name in configured if name not in names]
         if self.absent:
             others = [name for name in names if name not in self.needed.values()]
-            near = dict.fromkeys(
-                suggestion(n, others, "its columns are") for _, n in self.absent[:MAX_EXAMPLES]
-            )
+            absent = [name for _, name in self.absent[:MAX_EXAMPLES]]
+            near = dict.fromkeys(suggestion(n, others, "its columns are") for n in absent)
             nor = join_names(f"{n!r} ({k})" for k, n in self.absent[1:])
             more = f", nor {nor}" if nor else ""
             self.columns = f"has no column {self.absent[0][1]!r}{more}; {'; '.join(near)}"
@@ -432,8 +423,6 @@ class TableProblems:
     def add_unreadable(self, types: Mapping[str, Any]) -> None:
         """Record columns whose cells are not single numbers, times or texts."""
         self.unreadable |= {name: str(arrow)[:MAX_CELL_CHARS] for name, arrow in types.items()}
-        needed = not types.keys().isdisjoint(self.needed.values())
-        self.avoidable &= not types or (isinstance(self.config, Tabular) and not needed)
 
     def add_rows(self, key: str, problems: Mapping[int, str]) -> None:
         """Record problems of rows; they are dropped if the config key `key` says so."""
@@ -458,9 +447,8 @@ class TableProblems:
             raise cause
         if not texts:
             return
-        self.avoidable &= cause is None
         text = f"{self.path}{'' if self.columns else ':'} {'; '.join(texts)}"
-        fix = self._fix(bool(rows))
+        fix = self._fix() if rows or unreadable else ""
         if self.absent:
             raise ConfigError(self.absent[0][0], text, fix)
         raise DataError(with_fix(text, fix))
@@ -492,39 +480,24 @@ class TableProblems:
     def _examples(self, rows: Mapping[int, str]) -> str:
         return examples({number: f"{self.word} {number}{rows[number]}" for number in rows})
 
-    def _fix(self, rows: bool) -> str:
-        changes = self._changes()
-        ways = ["correct them"] if rows or self.unreadable else []
-        if changes.get(MISSING_KEY) == "drop":
-            ways.append(f"fill missing values with {MISSING_KEY}=mean")
-        can_ignore = isinstance(self.config, Tabular) and not self.columns_fixed
-        if rows and can_ignore and self.has_bad_cells:
-            ways.append(f"leave out a column with {IGNORE_KEY}")
+    def _fix(self) -> str:
+        """Return the ways to read the table: its cells corrected, or the keys of the config."""
+        ways = ["correct them"]
+        if isinstance(self.config, Tabular) and not self.columns_fixed:
+            if self.has_bad_cells or self.unreadable.keys() - self.needed.values():
+                ways.append(f"leave out a column with {IGNORE_KEY}")
             if self.wrong:
-                types = {
-                    n: "date" if k is CellKind.times else "number" for n, k in self.wrong.items()
-                }
-                override = mapping_override(TYPES_KEY, types)
+                words = {CellKind.times: "date"}
+                kinds = {name: words.get(kind, "number") for name, kind in self.wrong.items()}
+                override = mapping_override(TYPES_KEY, kinds)
                 ways.append(f"read such cells as missing values with {override}")
-        if changes and self.avoidable:
-            overrides = shlex.join(f"{key}={value}" for key, value in changes.items())
-            ways.append(f"{'or ' * bool(ways)}use {overrides}")
-        return ", ".join(ways)
-
-    def _changes(self) -> dict[str, str]:
-        """Return the keys, and their values, that avoid the problems of rows and types."""
-        changes, total = dict[str, str](), max(self.total, 1)
-        if self.unreadable:
-            changes[IGNORE_KEY] = list_value([*self.ignore, *self.unreadable])
-        bad, gaps = len(self.bad) / total, len(self.gaps) / total
-        if gaps and (not self.drops[MISSING_KEY] or bad + gaps >= 1):
-            changes[MISSING_KEY] = "drop" if gaps <= self.config.most_bad else "mean"
-        if bad and not self.drops[BAD_SAMPLES_KEY]:
-            changes[BAD_SAMPLES_KEY] = "drop"
-        if bad > self.config.most_bad:
-            changes["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
-            self.avoidable &= bad <= MAX_DROPPED
-        return changes
+        if self.bad and not self.drops[BAD_SAMPLES_KEY]:
+            ways.append(f"use {BAD_SAMPLES_KEY}=drop")
+        if len(self.bad) > self.config.most_bad * self.total:
+            ways.append(f"raise data.most_bad={self.config.most_bad:g}")
+        if self.gaps:
+            ways.append(f"use {MISSING_KEY}={'' if self.drops[MISSING_KEY] else 'drop or '}mean")
+        return ", or ".join(ways)
 
 
 def _describe_numeric_names(names: Sequence[str]) -> str:

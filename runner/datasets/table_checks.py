@@ -5,23 +5,30 @@ Inputs are checked as the model gets them, in float32, over training rows.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.order import splitmix
 from runner.core.errors import DataError
 from runner.core.findings import Choice, Reason, Severity
 from runner.core.interfaces.batch import Column, RowNames
+from runner.core.interfaces.hook import Hook
+from runner.core.interfaces.run import Run
 from runner.core.record.column_overrides import list_override
-from runner.core.record.text import shorten
+from runner.core.record.storage import write_or_log
+from runner.core.record.text import json_safe, shorten
 from runner.core.schemas.checks import CheckPolicy, TableConfig
 
+TABLE_FILE = "debug/table.json"
 MIN_ROWS = 20  # fewer rows may have a constant column by chance
 MIN_JUDGED = 100  # fewer rows may have a column that predicts the label by chance
 MIN_ERRORS = 20  # fewer rows outside the most common class, likewise
@@ -36,6 +43,47 @@ SAMPLE_CELLS, SAMPLE_ROWS, MAX_COLUMNS = 1_500_000, 50_000, 2_048  # take 0.1 s
 MAX_SHOWN = 5
 MAX_CELL_CHARS = 80  # of a cell in a finding
 PERFECT = "alone predicts the target in every row: it may contain the target"
+
+
+def check_data_table(
+    data: Dataset, config: TableConfig, splits: dict[str, Dataset] | None = None
+) -> tuple[Dataset, list[Hook]]:
+    """Check a table; return it without dropped columns and rows, and hooks that record findings.
+
+    A separate validation set in `splits` is included; columns are dropped from each in place.
+    Other data is returned unchanged. Raises DataError if a finding stops the run.
+    """
+    splits = splits or {}
+    if not config.enabled or not isinstance(data, TensorsDataset) or not data.named_columns():
+        report = TableReport(None, data.choices)
+        return data, [report] if report.bad_sample_choices else []
+    inputs, target = data.inputs.numpy(), data.target.numpy()
+    table, validation_data = data, splits.get("validation")
+    validation, row_count = table.validation, len(inputs)
+
+    def name_row(index: int) -> str:
+        if index < row_count or not isinstance(validation_data, TensorsDataset):
+            return table.rows(index)
+        return f"{validation_data.rows(index - row_count)} of data.validation_path"
+
+    if isinstance(validation_data, TensorsDataset):
+        inputs = np.concatenate([inputs, validation_data.inputs.numpy()])
+        target = np.concatenate([target, validation_data.target.numpy()])
+        validation = np.arange(row_count, len(inputs))
+    classes = table.sizes.classes if table.sizes.task == "classification" else None
+    indices = table.train, validation
+    checked_table = CheckedTable(
+        inputs, target, table.named_columns(), *indices, name_row, classes, table.ignore
+    )
+    findings = check_table(checked_table, config)
+    if findings.drop_columns or len(findings.drop_rows):
+        no_rows = np.zeros(0, np.int64)
+        for name, split in splits.items():
+            if isinstance(split, TensorsDataset):
+                rows = findings.drop_rows - row_count if name == "validation" else no_rows
+                splits[name] = split.without(findings.drop_columns, rows, ())
+        table = table.without(findings.drop_columns, findings.drop_rows, findings.choices)
+    return table, [TableReport(findings, table.choices)]
 
 
 @dataclass(frozen=True)
@@ -78,18 +126,16 @@ class TableFindings:
         if action:
             self.choices.append(Choice(f"checks.{reason.code}", choice, reason.evidence))
 
-    def add_column(
-        self, kind: str, table: CheckedTable, number: int, text: str, drop: bool
-    ) -> None:
+    def add_column(self, kind: str, table: CheckedTable, index: int, text: str, drop: bool) -> None:
         """Record a finding about a column."""
-        name, title = table.columns[number].name, table.columns[number].title
+        name, title = table.columns[index].name, table.columns[index].title
         severity = Severity.NOTE if kind == "constant" else Severity.WARNING
         key = f"{list_override(table.ignore, [name])} or " if table.ignore else ""
         condition = "if it is unknown at prediction time, " if kind == "leak" else ""
         way_out = "" if drop else f"{condition}leave it out with {key}checks.table.{kind}=drop"
         reason = Reason(f"table.{kind}", severity, f"column {title!r}", text, way_out)
         self.add(reason, "left out of the inputs" if drop else "", f"without {title}")
-        self.drop_columns += [number] if drop else []
+        self.drop_columns += [index] if drop else []
 
 
 def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
@@ -142,7 +188,6 @@ def _raise_stopped(findings: TableFindings, config: TableConfig) -> None:
 
 
 def _format_value(column: Column, value: np.float32) -> str:
-    """Return a value as it was in the file."""
     if column.values:
         return repr(dict(enumerate(column.values)).get(int(value), "a category not in training"))
     return f"{value * column.deviation + column.mean:.6g}"
@@ -168,15 +213,11 @@ def _find_leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tup
         text = "alone avoids {:.2%} of the errors of always predicting the most frequent class"
     for number, skill in enumerate(skills):
         if skill is not None and skill >= limit:
-            evidence, other = text.format(_floor_share(skill)), f"{best:.1%}"
+            # rounded down to 0.01 %, so that less than all is never shown as 100 %
+            evidence, other = text.format(math.floor(skill * 1e4) / 1e4), f"{best:.1%}"
             if table.classes is not None and skill == 1:
                 evidence, other = PERFECT, f"avoids {other} of the errors"
             yield number, evidence + (f"; the next best column, {name!r}, {other}" if name else "")
-
-
-def _floor_share(skill: float) -> float:
-    """Return the share rounded down to 0.01 %, so that less than all is never shown as 100 %."""
-    return math.floor(skill * 1e4) / 1e4
 
 
 def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float | None]:
@@ -188,14 +229,12 @@ def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float 
         if len(sample) >= MIN_JUDGED and (values != values[0]).any():
             if table.classes is not None:
                 skill = _class_skill(values, target)
-            elif (skill := _quantity_skill(values, target)) < EXACT_SKILL and _is_time(column):
-                skill = None  # a trend over time is no leak
+            else:
+                skill = _quantity_skill(values, target)
+                is_time = column.part not in ("", "missing") or TIME_NAME.search(column.name)
+                skill = None if is_time and skill < EXACT_SKILL else skill  # a trend is no leak
         skills.append(skill)
     return skills
-
-
-def _is_time(column: Column) -> bool:
-    return column.part not in ("", "missing") or TIME_NAME.search(column.name) is not None
 
 
 def _class_skill(values: NDArray[Any], target: NDArray[Any]) -> float | None:
@@ -280,19 +319,51 @@ def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPol
     if not len(rows) or 2 * chance >= len(rows):
         return
     twin = table.train[np.flatnonzero(hashes[table.train] == hashes[rows[0]])[0]]
-    evidence = (
-        f"{len(rows):,} of {len(table.validation):,} validation rows "
-        f"({len(rows) / len(table.validation):.1%}) are also in training, such as "
-        f"{table.row_name(int(rows[0]))}, equal to {table.row_name(int(twin))}"
-    )
+    share = f"{len(rows):,} of {len(table.validation):,} validation rows"
+    share += f" ({len(rows) / len(table.validation):.1%})"
+    pair = f"{table.row_name(int(rows[0]))}, equal to {table.row_name(int(twin))}"
+    evidence = f"{share} are also in training, such as {pair}"
     drops = policy is CheckPolicy.drop
     if drops and len(rows) == len(table.validation):
-        raise DataError(
-            f"checks.table.shared=drop leaves no validation rows: {evidence}; "
-            "use checks.table.shared=warn, or correct the table"
-        )
+        problem = f"checks.table.shared=drop leaves no validation rows: {evidence}"
+        raise DataError(f"{problem}; use checks.table.shared=warn, or correct the table")
     way_out = "" if drops else "leave them out of validation with checks.table.shared=drop"
     reason = Reason("table.shared", Severity.WARNING, "", evidence, way_out)
     action, choice = "left out of validation", f"{len(rows):,} validation rows left out"
     findings.add(reason, action if drops else "", choice)
     findings.drop_rows = np.sort(rows) if drops else findings.drop_rows
+
+
+class TableReport(Hook):
+    """Records findings in the history and `debug/table.json`."""
+
+    def __init__(self, findings: TableFindings | None, choices: Sequence[Choice]) -> None:
+        self.findings = findings
+        self.bad_sample_choices = [choice for choice in choices if choice.key == "data.bad_samples"]
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Record the findings at the start, except those that a resumed run has already."""
+        for choice in self.bad_sample_choices:
+            # the count comes first, so that it is not cut off
+            message = f"{choice.value} as bad samples: {choice.reason}"
+            count = int(str(choice.value).partition(" ")[0].replace(",", ""))
+            self._record(run, "bad_samples", message, count=count)
+        if self.findings is not None:
+            for reason, action in zip(self.findings.reasons, self.findings.actions, strict=True):
+                severity = "info" if reason.severity is Severity.NOTE else "warning"
+                kind = reason.code.replace(".", "_")
+                self._record(run, kind, f"table: {reason}", severity, action=action)
+            if run.folder is not None:
+                path = run.folder / TABLE_FILE
+                content = json.dumps(json_safe(self.findings.facts), indent=2, allow_nan=False)
+                write_or_log(path, content + "\n")
+        yield
+
+    def _record(
+        self, run: Run, kind: str, message: str, severity: str = "warning", **details: Any
+    ) -> None:
+        if any(f.kind == kind and f.message == message for f in run.history.faults.values()):
+            return
+        step = run.progress.step
+        run.history.add(kind, message, step=step, category="data", severity=severity, **details)

@@ -73,11 +73,7 @@ Select = Callable[[Sequence[str], Mapping[str, Any]], list[str]]
 
 
 def read_content(
-    path: Path,
-    select: Select,
-    rules: Rules,
-    config: CsvFormat,
-    fitted: Preprocessing | None = None,
+    path: Path, select: Select, rules: Rules, config: CsvFormat, fitted: Preprocessing | None = None
 ) -> TableContent:
     """Read the selected columns of a csv or parquet file; `rules` say how, by name.
 
@@ -132,7 +128,8 @@ def limit_cells(content: TableContent, config: CsvFormat, path: Path) -> None:
         if isinstance(config, Text) and name == config.text:
             is_cut, most = True, config.text_bytes
         parts = (getattr(chunk, "dictionary", chunk) for chunk in column.chunks)
-        if most is None or max(map(_longest, parts), default=0) <= most:
+        lengths = (compute.max(compute.binary_length(part)).as_py() or 0 for part in parts)
+        if most is None or max(lengths, default=0) <= most:
             continue
         cells = column.cast(cell_type(column))
         if is_cut:
@@ -149,19 +146,11 @@ def long_cell_error(path: Path, row: str, column: str, config: CsvFormat) -> Con
     return ConfigError("data.most_cell_mb", problem, fix)
 
 
-def _longest(texts: Any) -> int:
-    from pyarrow import compute
-
-    return compute.max(compute.binary_length(texts)).as_py() or 0
-
-
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
     """Raise DataError if `size` bytes exceed the memory available to this process."""
     if size > (available := memory.available_bytes()):
-        raise DataError(
-            f"data.path: {path}: refused: {what} take {size:,} bytes, but only {available:,} "
-            f"are available; {fix}"
-        )
+        problem = f"{what} take {size:,} bytes, but only {available:,} are available"
+        raise DataError(f"data.path: {path}: refused: {problem}; {fix}")
 
 
 # -- csv -------------------------------------------------------------------------------------------
@@ -251,9 +240,8 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
     convert = _convert_options(file, selected, rules)
     read = partial(csv.ReadOptions, column_names=file.names)
     # if no cell holds a line break, pyarrow splits blocks faster
-    parse = partial(
-        csv.ParseOptions, delimiter=file.separator, newlines_in_values=file.has_line_breaks
-    )
+    breaks = file.has_line_breaks
+    parse = partial(csv.ParseOptions, delimiter=file.separator, newlines_in_values=breaks)
     with suppress(ArrowInvalid), file.rows() as rows:
         block_bytes = max(BLOCK_BYTES, COLUMN_BYTES * len(file.names))  # each piece has an overhead
         table = csv.read_csv(rows, read(block_size=block_bytes), parse(), convert)
@@ -266,10 +254,14 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
 
 
 def _convert_options(file: _CsvFile, selected: list[str], rules: Rules) -> Any:
-    """Return how pyarrow converts the selected columns."""
     from pyarrow import csv, string
 
-    text_columns = [name for name in selected if _is_read_as_text(rules(name))]
+    text_columns = list[str]()
+    for name in selected:  # pyarrow's own conversion would lose what these need
+        rule = rules(name)
+        has_format = rule.format is not None and rule.format != NumberFormat()
+        if rule.kind in (CellKind.texts, CellKind.times) or has_format:
+            text_columns.append(name)
     return csv.ConvertOptions(
         column_types=dict.fromkeys([*text_columns, *file.unnamed], string()),
         include_columns=[*selected, *file.unnamed],
@@ -280,12 +272,6 @@ def _convert_options(file: _CsvFile, selected: list[str], rules: Rules) -> Any:
         auto_dict_max_cardinality=MAX_ENCODED_WORDS,
         decimal_point=file.decimal,
     )
-
-
-def _is_read_as_text(rules: CellRules) -> bool:
-    """Whether pyarrow's own conversion would lose what a column's rules need."""
-    has_format = rules.format is not None and rules.format != NumberFormat()
-    return rules.kind in (CellKind.texts, CellKind.times) or has_format
 
 
 def is_blank(column: Any) -> bool:
@@ -324,7 +310,9 @@ class _CsvFile:
             record, line_end, _ = file.peek(1).partition(b"\n")
             is_whole = line_end and record.count(b'"') % 2 == 0
             for line in (header, record if is_whole else b""):
-                check_columns(path, self._count_cells(line), config.most_columns)
+                unquoted = re.sub(b'"[^"]*"', b"", line)
+                cells = unquoted.count(self.separator.encode()) + 1
+                check_columns(path, cells, config.most_columns)
             first_cells = list[str]()
             with suppress(ArrowInvalid):  # a quote within a cell, such as 5", hides an open one
                 first_cells = self._split(record) if is_whole else []
@@ -333,7 +321,11 @@ class _CsvFile:
             longest = max(range(len(self.names)), key=lambda i: len(self.names[i]))
             if len(self.names[longest]) > (config.most_cell_bytes or math.inf):
                 raise long_cell_error(path, "line 1", str(longest + 1), config)
-            self._check_separator(config.separator, header.decode())
+            other, count = _most_frequent(header.decode())
+            if config.separator and len(self.names) == 1 and count and other != self.separator:
+                problem = f"the header of {path} has no {self.separator!r}"
+                fix = f"it looks like {sign_word(other)}; leave data.separator out"
+                raise ConfigError("data.separator", problem, fix)
             if not self.disk_bytes and not self.encoding.lower().startswith("utf-16"):
                 self._check_size(path.stat().st_size - self.header_bytes)
             self._scan_rows(file, isinstance(config, Tabular))
@@ -358,9 +350,8 @@ class _CsvFile:
             if codecs.lookup(self.encoding).name != "utf-8":
                 transcoded = pyarrow.transcoding_input_stream(stream, self.encoding, "utf-8")
                 stream = scope.enter_context(transcoded)
-            if (
-                b"\r" in start and b"\n" not in start
-            ):  # lines of old Macs, which pyarrow counts as one
+            # lines of old Macs, which pyarrow counts as one
+            if b"\r" in start and b"\n" not in start:
                 content = bytearray()
                 while part := stream.read(SCAN_BYTES):
                     content += part.replace(b"\r", b"\n")
@@ -407,9 +398,7 @@ class _CsvFile:
         convert = _convert_options(self, selected, self.rules)
         read = csv.ReadOptions(column_names=self.names, block_size=len(sample) + 2)
         parse = csv.ParseOptions(
-            delimiter=self.separator,
-            newlines_in_values=True,
-            invalid_row_handler=lambda _: "skip",
+            delimiter=self.separator, newlines_in_values=True, invalid_row_handler=lambda _: "skip"
         )
         try:
             table = csv.read_csv(BufferReader(sample), read, parse, convert)
@@ -436,8 +425,11 @@ class _CsvFile:
         if b"\0" in header:
             problem = "holds NUL bytes; it may be UTF-16 without a byte order mark:"
             raise DataError(f"{self.path}: line 1 {problem} data.encoding=utf-16-le")
-        separator = sign_of(config.separator) or declared
-        self.separator = separator or self._detect_separator(header.decode())
+        self.separator, count = _most_frequent(header.decode())
+        if configured := sign_of(config.separator) or declared:
+            self.separator = configured
+        elif self.separator != ",":
+            self._add_choice("data.separator", self.separator, f"the header has {count}")
         return header
 
     def _scan_rows(self, file: io.BufferedReader, finds_codes: bool) -> None:
@@ -493,7 +485,6 @@ class _CsvFile:
         self.lines += len(lines)
 
     def _split(self, record: bytes) -> list[str]:
-        """Return the cells of a record."""
         from pyarrow import BufferReader, csv
 
         if not record.strip():
@@ -528,32 +519,10 @@ class _CsvFile:
                 break
             separators = {s: n + piece.count(s.encode()) for s, n in separators.items()}
             check_columns(self.path, max(separators.values()), self.config.most_columns)
-            if not any(separators.values()) and self.size > (
-                self.config.most_cell_bytes or math.inf
-            ):
+            most_bytes = self.config.most_cell_bytes or math.inf
+            if not any(separators.values()) and self.size > most_bytes:
                 raise long_cell_error(self.path, "line 1", "1", self.config)
         return b"".join(pieces)
-
-    def _count_cells(self, record: bytes) -> int:
-        separator = self.separator.encode()
-        if record.count(separator) < (self.config.most_columns or math.inf):
-            return 0  # few enough
-        return re.sub(b'"[^"]*"', b"", record).count(separator) + 1
-
-    def _detect_separator(self, header: str) -> str:
-        """Return the most frequent separator in the header, outside quotes."""
-        separator, count = _most_frequent(header)
-        if separator != ",":
-            self._add_choice("data.separator", separator, f"the header has {count}")
-        return separator
-
-    def _check_separator(self, configured: str | None, header: str) -> None:
-        """Raise ConfigError if the header lacks the configured separator but has another."""
-        other, count = _most_frequent(header)
-        if configured is not None and len(self.names) == 1 and count and other != self.separator:
-            problem = f"the header of {self.path} has no {self.separator!r}"
-            fix = f"it looks like {sign_word(other)}; leave data.separator out"
-            raise ConfigError("data.separator", problem, fix)
 
     def _add_choice(self, key: str, sign: str, reason: str) -> None:
         self.choices = (*self.choices, Choice(key, sign_word(sign), reason))
@@ -609,7 +578,6 @@ def _holds_code(text: bytes, separator: str) -> bool:
 
 
 def _most_frequent(header: str) -> tuple[str, int]:
-    """Return the most frequent separator outside quotes, and its count."""
     text = re.sub('"[^"]*"', "", header)
     separator = max(SEPARATORS, key=text.count)
     return separator, text.count(separator)
@@ -621,7 +589,6 @@ def _encoding(path: Path) -> str:
 
 
 def _decompress(path: Path) -> Any:
-    """Open a file as a decompressed byte stream."""
     import pyarrow
 
     return pyarrow.input_stream(str(path), _codec(path))

@@ -7,18 +7,14 @@ Missing numbers are filled in and get an input of their own; a missing text is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from runner.core.data.dataset import (
-    TensorsDataset,
-    fit_scale,
-    scale,
-)
+from runner.core.data.dataset import TensorsDataset, fit_scale, scale
 from runner.core.data.labels import (
     MAX_INTEGER_CLASSES,
     check_classes,
@@ -104,28 +100,19 @@ def tabular(config: Tabular, opening: OpenOptions = DEFAULT_OPENING) -> TensorsD
         choices = (*choices, *inferred)
     inputs, targets = torch.from_numpy(encoded), torch.from_numpy(labels)
     parts, choices = (train, validation), (*choices, *rule)
-    return TensorsDataset(
-        inputs,
-        targets,
-        sizes,
-        parts,
-        choices,
-        columns,
-        table.rows,
-        "data.ignore",
-        table.ids,
-        () if fitted is not None else (_reading(table, config.target, config),),
-    )
+    names = columns, table.rows, "data.ignore", table.ids
+    target_columns = () if fitted is not None else (_reading(table, config.target, config),)
+    return TensorsDataset(inputs, targets, sizes, parts, choices, *names, target_columns)
 
 
 def _split_rows(
     table: Table, target: ColumnValues | None, config: Tabular, opening: OpenOptions
 ) -> tuple[np.ndarray, np.ndarray, tuple[Choice, ...]]:
     """Split the rows; remove the split column from the table if it is no input."""
-    split_column_values, split_by, fitted = None, config.split_by, opening.fitted
+    split_column, split_by, fitted = None, config.split_by, opening.fitted
     choices: tuple[Choice, ...] = ()
     if split_by is not None and opening.splits_samples(config):
-        split_column_values = split_values(table, split_by, config.split)
+        split_column = split_values(table, split_by, config.split)
         if split_by in config.ignore:
             del table.columns[split_by]
         elif config.split is SplitRule.group:
@@ -136,9 +123,8 @@ def _split_rows(
     if target is not None:
         task = _infer_task(target, config)[0] if fitted is None else fitted.sizes.task
         labels = _class_labels(target)[1] if task == "classification" else None
-    train, validation, rule = split_samples(
-        opening, table.size, config, str(table.path), labels, split_column_values
-    )
+    options = opening, table.size, config, str(table.path), labels, split_column
+    train, validation, rule = split_samples(*options)
     return train, validation, (*choices, *rule)
 
 
@@ -155,11 +141,9 @@ def _move_unrepeated_to_ids(table: Table, config: Tabular) -> Iterator[Choice]:
         if len(present_codes) >= ID_ROWS and repeated < MIN_REPEATED * len(present_codes):
             table.ids[name] = pyarrow.array(values.words).take(pyarrow.array(values.codes))
             del table.columns[name]
-            reason = (
-                f"{repeated:,} of {len(present_codes):,} rows have a repeated text, too few to "
-                "learn from: not an input, but copied to predictions; to use it: "
-                f"{mapping_override(TYPES_KEY, {name: 'text'})}"
-            )
+            reason = f"{repeated:,} of {len(present_codes):,} rows have a repeated text: "
+            reason += "not an input, but copied to predictions; to use it: "
+            reason += mapping_override(TYPES_KEY, {name: "text"})
             yield notice(TYPES_KEY, f"{name}: left out", reason)
 
 
@@ -180,10 +164,8 @@ def _column_choices(columns: Sequence[Column]) -> Iterator[Choice]:
     for column in columns:
         if column.others:
             kept, total = len(column.values), len(column.values) + column.others
-            reason = f"the {kept:,} most frequent of {total:,} texts have an input each"
-            yield Choice(
-                CATEGORIES_KEY, f"{column.name}: {kept:,}", f"{reason}; the others share one"
-            )
+            reason = f"the {kept:,} most frequent of {total:,} texts have an input each; "
+            yield Choice(CATEGORIES_KEY, f"{column.name}: {kept:,}", f"{reason}others share one")
     for name, same in groupby(columns, key=lambda column: column.name):
         if parts := [column.part for column in same if column.part in DATE_PARTS]:
             reason = "varying date parts in UTC, and days since the first date"
@@ -220,13 +202,11 @@ def encode(
                 numbers = extract_part(values, column.part)
                 inputs[:, offset] = _standardise(table, column, numbers, not fill)
             offset += column.width
-    return inputs, (*choices, *_gap_choices(gaps, fill or "as in training"))
-
-
-def _gap_choices(gaps: Mapping[str, int], fill: str) -> Iterator[Choice]:
     if filled := [f"{name!r} ({count:,})" for name, count in gaps.items() if count]:
         reason = "numbers get the training rows' fill value, texts a category"
-        yield Choice(MISSING_KEY, fill, f"missing cells of {join_names(filled)}: {reason}")
+        reason = f"missing cells of {join_names(filled)}: {reason}"
+        choices.append(Choice(MISSING_KEY, fill or "as in training", reason))
+    return inputs, tuple(choices)
 
 
 def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> Iterator[Column]:
@@ -243,16 +223,13 @@ def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> 
         return
     parts = [""]
     if values.dtype.kind == "M":
-        varying = [
-            part for part in DATE_PARTS if len(np.unique(_present_values(values, part, train))) > 1
-        ]
-        parts = varying or ["days"]
+        present = {part: _present_values(values, part, train) for part in DATE_PARTS}
+        parts = [part for part, cells in present.items() if len(np.unique(cells)) > 1] or ["days"]
     column = replace(_reading(table, name, config), missing=unparsed, gaps=gaps)
     for part in parts:
         numbers = _present_values(values, part, train)
-        mean, deviation = (
-            float(x[0]) for x in fit_scale(numbers[:, None], np.arange(len(numbers)))
-        )
+        scales = fit_scale(numbers[:, None], np.arange(len(numbers)))
+        mean, deviation = (float(scale[0]) for scale in scales)
         fill = float(np.median(numbers)) if config.missing is Missing.median else mean
         yield replace(column, mean=mean, deviation=deviation, part=part, fill=fill)
     if gaps:
@@ -299,8 +276,7 @@ def _standardise(table: Table, column: Column, values: np.ndarray, is_fitted: bo
         row = int(infinite_rows[0])
         problem = f"{values[row]:g} is an extreme outlier (standard deviation {column.deviation:g})"
         override = list_override("data.ignore", [column.name])
-        ways = [] if is_fitted else [f"leave the column out with {override}"]
-        fix = ", or ".join(["correct it", *ways])
+        fix = "correct it" + ("" if is_fitted else f", or leave the column out with {override}")
         where = f"{table.rows(row)}, column {column.title!r}"
         raise DataError(f"{table.path}: {where}: {problem}; {fix}")
     return scaled
@@ -323,31 +299,26 @@ def fit_target(
         return target_array(target, target_spread(sizes)), sizes, (*choices, choice)
     names, labels = _class_labels(target)
     check_classes(names, f"data.target: {table.path}: column {config.target!r}")
-    _check_class_sizes(names, labels, config, table)
+    _check_class_sizes(names, len(labels), config, table)
     similar = similar_labels(names)
     if similar:
         choices = (*choices, notice("data.target", config.target, similar))
     return labels, Sizes(task, classes=len(names), class_names=names), choices
 
 
-def _check_class_sizes(
-    names: Sequence[str], labels: np.ndarray, config: Tabular, table: Table
-) -> None:
+def _check_class_sizes(names: Sequence[str], rows: int, config: Tabular, table: Table) -> None:
     """Raise DataError for texts as classes of about one row each, unless classes are asked for."""
-    if config.task != "auto" or len(names) <= max(MAX_INTEGER_CLASSES, len(labels) / 2):
+    if config.task != "auto" or len(names) <= max(MAX_INTEGER_CLASSES, rows / 2):
         return
     what = f"{table.path}: column {config.target!r}"
-    problem = f"has {len(names):,} classes in {len(labels):,} rows, such as {names[0][:40]!r}"
-    ways = ["name another data.target", "or keep them with data.task=classification"]
+    problem = f"has {len(names):,} classes in {rows:,} rows, such as {names[0][:40]!r}"
+    fix = "name another data.target, or keep them with data.task=classification"
     if config.target in table.notes:
         _, key, value = table.notes[config.target]
-        ways.insert(
-            0,
-            f"if they are {value if key == TYPES_KEY else 'date'}s, use "
-            f"{mapping_override(key, {config.target: value})}"
-            + (" data.thousands=comma" if GROUPED_NUMBER.search(names[0]) else ""),
-        )
-    raise DataError(f"{what} {problem}, too few rows of each; {', '.join(ways)}")
+        override = mapping_override(key, {config.target: value})
+        override += " data.thousands=comma" * bool(GROUPED_NUMBER.search(names[0]))
+        fix = f"if they are {value if key == TYPES_KEY else 'date'}s, use {override}, {fix}"
+    raise DataError(f"{what} {problem}, too few rows of each; {fix}")
 
 
 def _trained_target(
@@ -374,15 +345,13 @@ def _check_log_target(target: np.ndarray, config: Tabular, table: Table) -> None
 
 
 def _infer_task(target: ColumnValues, config: Tabular) -> tuple[str, str]:
-    """Return the task and the reason."""
     if isinstance(target, np.ndarray) and target.dtype.kind == "M":
         problem = f"column {config.target!r} holds dates, which cannot be predicted"
         raise ConfigError("data.target", problem, "name another column, or convert it to numbers")
     if isinstance(target, TextColumn):
         if config.task == "regression":
-            problem = (
-                f"column {config.target!r} holds texts such as {target.words[0][:MAX_CELL_CHARS]!r}"
-            )
+            example = target.words[0][:MAX_CELL_CHARS]
+            problem = f"column {config.target!r} holds texts such as {example!r}"
             raise ConfigError("data.task", problem, "use classification")
         return "classification", f"column {config.target!r} holds texts"
     task, reason = guess_task(target)
@@ -390,7 +359,6 @@ def _infer_task(target: ColumnValues, config: Tabular) -> tuple[str, str]:
 
 
 def _class_labels(target: ColumnValues) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the class names and the label of each row."""
     if isinstance(target, TextColumn):
         return target.words, target.codes
     distinct, labels = np.unique(target, return_inverse=True)

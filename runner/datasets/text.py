@@ -1,11 +1,14 @@
-"""Labelled texts: a csv with a text and a label column, or a folder per class."""
+"""Labelled texts: a csv with text and label columns, a folder per class, or Python's library."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sysconfig
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import cast
 
 import numpy as np
@@ -19,7 +22,7 @@ from runner.core.data.labels import (
     remap_labels,
     similar_labels,
 )
-from runner.core.data.paths import existing_path
+from runner.core.data.paths import existing_path, suggestion
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources, usable_indices
@@ -27,10 +30,11 @@ from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Batch, RowNames, Sizes
-from runner.core.schemas.data import TEXT_HEAD_BYTES, Text
+from runner.core.schemas.data import TEXT_HEAD_BYTES, StdlibParts, StdlibText, Text
 from runner.datasets.cells import TextColumn
 from runner.datasets.saved_dataset import is_saved
 from runner.datasets.table import read_table, split_values
+from runner.datasets.tokens import ByteCodec, TokenStream, TokenWindows
 
 PADDING = 256  # after the 256 bytes
 SYSTEM_SUFFIXES = {".db", ".ini", ".lnk", ".url"}  # files of file browsers, among texts
@@ -41,6 +45,8 @@ SIGNATURES = (
 """First bytes of images, sound, PDF and archives."""
 TEXT_BYTES = bytes({*range(7, 14), 27, *range(32, 127), *range(128, 256)})
 LENGTH_MULTIPLE = 8  # of a batch's length: few shapes to compile for, and what tensor cores take
+# Packages installed beside the library, and tests, which some systems omit.
+EXCLUDED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
 
 class TextDataset(Dataset):
@@ -110,10 +116,8 @@ def text(config: Text, opening: OpenOptions = DEFAULT_OPENING) -> TextDataset:
     if fitted is None:
         check_classes(classes, str(path))
         if similar := similar_labels(classes):
-            choices = (
-                *choices,
-                notice("data.path" if folder else "data.target", "labels", similar),
-            )
+            key = "data.path" if folder else "data.target"
+            choices = (*choices, notice(key, "labels", similar))
     else:
         classes = fitted.sizes.class_names
     strata = labels if opening.labelled else None
@@ -144,14 +148,8 @@ def byte_sizes(
     classes: tuple[str, ...], sequence: int, vocab: int = PADDING + 1, padding: int | None = None
 ) -> Sizes:
     """Return the sizes of labelled texts; by default ids are bytes."""
-    return Sizes(
-        "classification",
-        classes=len(classes),
-        vocab=vocab,
-        sequence=sequence,
-        class_names=classes,
-        padding=padding,
-    )
+    sizes = Sizes("classification", classes=len(classes), class_names=classes)
+    return replace(sizes, vocab=vocab, sequence=sequence, padding=padding)
 
 
 def is_binary(content: bytes) -> bool:
@@ -225,3 +223,67 @@ def _from_folders(root: Path, config: Text, opening: OpenOptions) -> LabelledTex
     usable, choices = usable_indices(bad, len(files), config)
     rows = relative_names(root, [files[number] for number in usable])
     return texts, labels[usable], names, rows, (*skipped, *choices), None
+
+
+# -- the Python standard library's own source: about 11 MB of text, found on every machine ---------
+
+
+def stdlib_text(config: StdlibText) -> TokenWindows:
+    """Open the concatenated bytes of all files; a file is wholly in one split."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for path, text in read_stdlib():
+        parts[_rank(path, config.split_seed) < config.validation].append(text)
+    streams = [
+        TokenStream(np.frombuffer(b"".join(part), np.uint8), f"the standard library's {name} files")
+        for part, name in zip(parts, ("training", "validation"), strict=True)
+    ]
+    windows = TokenWindows(*streams, vocab=256, sequence=config.sequence)
+    windows.codec = ByteCodec()
+    return windows
+
+
+def stdlib_parts(config: StdlibParts) -> TextDataset:
+    """Open passages of `config.sequence` bytes, labelled by the package they are from."""
+    if len(config.parts) < 2 or len(set(config.parts)) < len(config.parts):
+        raise ConfigError("data.parts", f"must be two or more different parts, got {config.parts}")
+    files: dict[str, list[tuple[str, bytes]]] = {}
+    for path, text in read_stdlib():
+        files.setdefault(PurePosixPath(path).parts[0].removesuffix(".py"), []).append((path, text))
+    texts: list[np.ndarray] = []
+    labels: list[int] = []
+    held_out: list[bool] = []
+    for label, part in enumerate(config.parts):
+        ranked = sorted(files.get(part, []), key=lambda f: _rank(f[0], config.split_seed))
+        if len(ranked) < 2:
+            near = suggestion(part, [n for n, sources in files.items() if len(sources) > 1], "e.g.")
+            problem = f"{part!r} has {len(ranked)} files in the standard library; 2 are needed"
+            raise ConfigError("data.parts", problem, near)
+        validation = min(max(round(len(ranked) * config.validation), 1), len(ranked) - 1)
+        for number, (_, text) in enumerate(ranked):
+            passages = cut_passages(text, config.sequence)
+            texts += passages
+            labels += [label] * len(passages)
+            held_out += [number < validation] * len(passages)
+    is_held_out = np.array(held_out)
+    parts, names = (np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)), tuple(config.parts)
+    return TextDataset(texts, np.array(labels), byte_sizes(names, config.sequence), parts)
+
+
+def read_stdlib() -> list[tuple[str, bytes]]:
+    """Return the relative path and content of each non-empty .py file, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]  # not entered
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    sources = sorted((p.relative_to(root).as_posix(), p) for p in paths if p.is_file())
+    texts = [(name, text) for name, path in sources if (text := path.read_bytes())]
+    if not texts:
+        raise DataError(f"{root}: this Python has no library source; use data=text or data=tokens")
+    return texts
+
+
+def _rank(path: str, split_seed: int) -> float:
+    """Return a hash in [0, 1) of seed and path, independent of other files."""
+    digest = hashlib.blake2b(f"{split_seed}:{path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import string
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ log = logging.getLogger("runner")
 KEY = "data.tokenizer"
 LARGE_UNKNOWN_SHARE = 0.05  # of the tokens, from which they are named
 CHUNK = 4096  # texts that are tokenized at a time
-PIECE = 1 << 16  # characters of a long text at a time, up to the end of a line
+PIECE = 1 << 16  # characters of a long text at a time, and up to the end of a line
 PIECES = 256  # of a long text that are tokenized at a time
 TRIAL_BYTES = 1 << 20  # of texts that are tokenized in the sandbox first
 PROBE = string.printable + "a" * 64 + "0" * 64 + " " * 64  # a text with common characters
@@ -82,9 +81,8 @@ class Tokenizer:
         model_limit = int(min(self.hf_tokenizer.model_max_length, 1 << 30))
         if model_limit >= sequence:
             return sequence, ()
-        return model_limit, (
-            Choice("data.sequence", model_limit, "maximum length of the tokenizer's model"),
-        )
+        reason = "maximum length of the tokenizer's model"
+        return model_limit, (Choice("data.sequence", model_limit, reason),)
 
     def encode(self, texts: Sequence[bytes], sequence: int) -> Iterator[np.ndarray]:
         """Yield the ids of each text, with special tokens, truncated to `sequence`."""
@@ -116,7 +114,8 @@ class Tokenizer:
         check_memory(path, path.stat().st_size, "its ids", "use a shorter text")
         rows = [np.zeros(0, np.int32)]
         with path.open(encoding="utf-8", errors="replace") as file:
-            pieces = iter(partial(_read_piece, file), "")
+            # pieces end with a line if one does so near
+            pieces = iter(lambda: file.read(PIECE) + file.readline(PIECE), "")
             while batch := [*islice(pieces, PIECES)]:
                 parts = self._ids(batch, add_special_tokens=False)
                 rows += [np.array(part, np.int32) for part in parts]
@@ -137,18 +136,11 @@ class Tokenizer:
 
 
 def _load_file(transformers: Any, path: Path) -> Any:
-    """Load a tokenizer.json. Raises ConfigError."""
     try:
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # tokenizers may raise any type
         problem = f"{path} cannot be read ({shorten(' '.join(str(error).split()), 200)})"
         raise ConfigError(KEY, problem, "name a tokenizer.json of Hugging Face") from error
-
-
-def _read_piece(file: TextIO) -> str:
-    """Return the next piece of a text, up to the end of a line if one is near; "" at its end."""
-    text = file.read(PIECE)
-    return text if text.endswith("\n") else text + file.readline(PIECE)
 
 
 def _try_tokenizer(path: Path, policy: FilePolicy, texts: Sequence[bytes]) -> None:
@@ -158,10 +150,8 @@ def _try_tokenizer(path: Path, policy: FilePolicy, texts: Sequence[bytes]) -> No
     step = max(1, sum(map(len, texts)) // TRIAL_BYTES)
     sample = [*texts[::step], max(texts, key=len, default=b"")[:TRIAL_BYTES]]
     decoded = [PROBE, *(text[:TRIAL_BYTES].decode("utf-8", "replace") for text in sample)]
-    with (
-        FileBytes.open_copy(path) as data,
-        rooms.find("files", "sandbox", "data.tokenizer")() as sandbox,
-    ):
+    make_sandbox = rooms.find("files", "sandbox", KEY)
+    with FileBytes.open_copy(path) as data, make_sandbox() as sandbox:
         if trust_by_digest(path, data, policy) is Trust.UNTRUSTED:
             for reason in sandbox.try_tokenizer(data, path.name, decoded):
                 raise SecurityError(escape_control_chars(f"{path}: refused: {reason}"))

@@ -1,4 +1,4 @@
-"""Windows over long token streams, and token ids in memory-mapped `.bin` files."""
+"""Windows over long token streams: ids in memory-mapped `.bin` files, and text (data=text_lm)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from runner.core.data.paths import check_link, existing_path
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.errors import BadSample, ConfigError, DataError
 from runner.core.interfaces.batch import Batch, Sizes, TextCodec
-from runner.core.schemas.data import TextLM, Tokens
+from runner.core.schemas.data import DataConfig, TextLM, Tokens
+from runner.core.security.files.policy import FilePolicy
+from runner.datasets.table_files import check_memory
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+HEAD = 1 << 20  # bytes in which a file is judged to be text, and that a tokenizer is tried on
+BYTES = 256
+PATTERN = "*.txt"
+
+
+Read = Callable[[Path], np.ndarray]
+"""Reads the ids of a file."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def tokens(config: Tokens, opening: OpenOptions = DEFAULT_OPENING) -> TokenWindo
 
 
 def _streams(
-    config: Tokens, path: Path, opening: OpenOptions, kind: str, read: Callable[[Path], np.ndarray]
+    config: Tokens | TextLM, path: Path, opening: OpenOptions, kind: str, read: Read
 ) -> tuple[TokenStream, TokenStream]:
     """Return training and validation ids: two files of a folder, or one file and its end."""
     if path.is_dir():
@@ -138,3 +147,105 @@ def map_file(path: Path, kind: np.dtype) -> np.ndarray:
         problem = f"{size:,} bytes are not a multiple of the {kind} size" if size else "is empty"
         raise DataError(f"{path}: {problem}; check data.dtype and the file")
     return np.memmap(path, dtype=kind, mode="r")
+
+
+# -- data=text_lm: text as bytes or as a tokenizer's ids -------------------------------------------
+
+
+class ByteCodec:
+    """Text as the bytes of its UTF-8."""
+
+    vocab = BYTES
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the bytes."""
+        return list(text.encode("utf-8", "surrogateescape"))  # as typed in a terminal
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def text_lm(config: TextLM, opening: OpenOptions = DEFAULT_OPENING) -> TokenWindows:
+    """Open windows of `data.sequence` tokens over a text, split as data=tokens is.
+
+    The bytes of one file are memory-mapped; those of a folder, and ids, are kept in memory.
+    """
+    path = existing_path(config.path)
+    files = text_files(path, opening.policy)
+    head = _check_text(files)
+    tokenizer = None
+    if config.tokenizer is not None:
+        from runner.datasets.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(config.tokenizer, opening.fitted, opening.policy, [head])
+    elif opening.fitted is not None and opening.fitted.tokenizer:
+        problem = "the model was trained on the ids of a tokenizer"
+        raise ConfigError("data.tokenizer", problem, "name its folder or file")
+
+    def read(source: Path) -> np.ndarray:
+        texts = text_files(source, opening.policy)
+        if tokenizer is not None:
+            return np.concatenate([tokenizer.encode_file(text) for text in texts])
+        if len(texts) == 1:
+            return map_file(texts[0], np.dtype(np.uint8))
+        check_memory(source, sum(f.stat().st_size for f in texts), "its text", "use fewer files")
+        contents = [text.read_bytes() for text in texts]  # the texts of two do not run together
+        ended = (t if t.endswith(b"\n") or not t else t + b"\n" for t in contents)
+        return np.concatenate([np.frombuffer(text, np.uint8) for text in ended])
+
+    has_train, has_validation = ((path / name).is_file() for name in ("train.txt", "val.txt"))
+    if has_train and has_validation:
+        streams = _streams(config, path, opening, "txt", read)
+    else:
+        source = path / "train.txt" if has_train else path
+        streams = split_off_end(config, source, opening, read(source))
+    codec: TextCodec = tokenizer or ByteCodec()
+    windows = TokenWindows(*streams, vocab=codec.vocab, sequence=config.sequence)
+    windows.codec, windows.tokenizer = codec, tokenizer.digest if tokenizer is not None else ""
+    return windows
+
+
+def text_files(path: Path, policy: FilePolicy | None) -> list[Path]:
+    """Return the file, or the .txt files below a folder in order of their paths."""
+    if path.is_file():
+        return [path]
+    found = sorted(path.rglob(PATTERN))
+    visible = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+    files = [check_link(file, path, policy) for file in visible if file.is_file()]
+    if not files:
+        raise ConfigError("data.path", f"{path} has no {PATTERN} file", "name a text file")
+    return files
+
+
+def find_codec(config: DataConfig, policy: FilePolicy, digest: str) -> TextCodec:
+    """Return what turns text into the ids of a trained model, without opening its data.
+
+    `digest` is that of the tokenizer it was trained with. Raises ConfigError.
+    """
+    tokenizer = getattr(config, "tokenizer", None)
+    if tokenizer is not None:
+        from runner.datasets.tokenizer import Tokenizer
+
+        loaded = Tokenizer(tokenizer, None, policy)
+        if digest not in ("", loaded.digest):
+            problem = f"{tokenizer} has a different vocabulary from the trained model's"
+            raise ConfigError("data.tokenizer", problem, "name its tokenizer")
+        return loaded
+    if config.kind in ("text_lm", "stdlib_text") and not digest:
+        return ByteCodec()
+    problem = f"is required to turn text into the ids of data={config.kind}"
+    raise ConfigError("data.tokenizer", problem, "name a tokenizer's folder, or its tokenizer.json")
+
+
+def _check_text(files: list[Path]) -> bytes:
+    """Return the head of the first file; DataError for a file that is empty or no text."""
+    for file in files:
+        with file.open("rb") as opened:
+            head = opened.read(HEAD)
+        if not head and len(files) == 1:
+            raise DataError(f"{file}: is empty; name a text file")
+        if b"\0" in head:
+            raise DataError(f"{file}: is no text in UTF-8; save it as UTF-8")
+    with files[0].open("rb") as opened:
+        return opened.read(HEAD)

@@ -40,10 +40,15 @@ from runner.core.record.text import quote_for_hydra
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.registry import resolve
-from runner.datasets.continued_text import check_sampling, continue_text, prompted_run
-from runner.datasets.predict import PredictionColumns, predict_batches
+from runner.datasets.predict import (
+    PredictionColumns,
+    check_sampling,
+    continue_text,
+    predict_batches,
+    prompted_run,
+)
 from runner.datasets.tabular import UNKNOWN_CATEGORIES_KEY
-from runner.datasets.text_lm import find_codec
+from runner.datasets.tokens import find_codec
 
 log = logging.getLogger(__name__)
 
@@ -147,11 +152,10 @@ class Trained(Closeable):
             raise UsageError(f"generate: needs a language model, but this one is for {task}")
         if self._run is None:
             with _name_arguments():
-                scope = prompted_run(self.config, self.preprocessing)
-                self._run = self._scope.enter_context(scope)
+                self._run = self._scope.enter_context(prompted_run(self.config, self.preprocessing))
         if self._codec is None:
-            digest = self.preprocessing.tokenizer
-            self._codec = find_codec(self.config.data, self._policy, digest)
+            fitted = self.preprocessing
+            self._codec = find_codec(self.config.data, self._policy, fitted.tokenizer)
         return continue_text(self._run, self._codec, prompt, sampling)
 
     def _loader(self, run: Run, source: Dataset) -> Any:
@@ -188,7 +192,8 @@ class Trained(Closeable):
         with ExitStack() as stack:
             if in_memory:
                 columns = self._columns(data) if isinstance(data, Tensor) else data
-                if kind == "text" and _is_list_of(data, str):
+                is_texts = isinstance(data, list) and all(isinstance(text, str) for text in data)
+                if kind == "text" and is_texts and data:
                     columns = {getattr(self.config.data, "text", "text"): data}
                 data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
             resolve_class = partial(resolve, trusted=self.config.security.trusted_packages)
@@ -258,20 +263,19 @@ def _write_table(table: Any, folder: Path) -> Path:
         names = dict.fromkeys(name for row in table for name in row)
         table = {name: [row.get(name) for row in table] for name in names}
     if isinstance(table, Mapping):
-        columns = {}
-        for name, cells in table.items():
-            if _is_cell(cells):
-                problem = f"the column {name!r} is {cells!r}, not a list of cells"
-                raise UsageError(f"load: {problem}, as others are; for one row give no list")
-            try:
-                columns[name] = pyarrow.table({name: _plain_column(cells)}).column(0)
-            except (pyarrow.ArrowException, ValueError, TypeError) as error:
-                fix = "give all its cells as numbers, or all as texts"
-                raise UsageError(f"load: the column {name!r}: {error}; {fix}") from None
+        columns, what = {}, "the table"
         try:
+            for name, cells in table.items():
+                what = f"the column {name!r}"
+                if _is_cell(cells):
+                    problem = f"{what} is {cells!r}, not a list of cells"
+                    raise UsageError(f"load: {problem}, as others are; for one row give no list")
+                columns[name] = pyarrow.table({name: _plain_column(cells)}).column(0)
+            what = "the columns"
             table = pyarrow.table(columns)
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
-            raise UsageError(f"load: the columns do not form a table: {error}") from None
+            fix = "give all its cells as numbers, or all as texts, and columns of one length"
+            raise UsageError(f"load: {what}: {error}; {fix}") from None
     if hasattr(table, "__arrow_c_stream__"):  # pandas, polars and others
         table = pyarrow.table(table)
     if not isinstance(table, pyarrow.Table):
@@ -290,11 +294,6 @@ def _plain_column(cells: Any) -> Any:
 
 
 def _is_cell(value: Any) -> bool:
-    """Whether a value is one cell of a table."""
     kinds = str | bytes | float | int | datetime.date | np.generic
     is_number = isinstance(value, Tensor) and not value.ndim
     return value is None or is_number or isinstance(value, kinds)
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, kind) for x in value)

@@ -59,14 +59,8 @@ class OperationTotal(SectionTotal):
         """Return a table row in the order of `HEADER`."""
         times = f"{self.seconds:.3f}", f"{self.mean * 1e3:.3f}", f"{self.longest * 1e3:.3f}"
         memory = "–" if self.memory is None else size(self.memory)
-        return (
-            self.name,
-            f"{self.calls:,}",
-            *times,
-            str(self.failures),
-            str(self.not_finite),
-            memory,
-        )
+        counts = str(self.failures), str(self.not_finite)
+        return self.name, f"{self.calls:,}", *times, *counts, memory
 
 
 HEADER = ("operation", "calls", "s", "ms a call", "longest, ms", "failures", "not finite", "memory")
@@ -123,7 +117,11 @@ class Debugger:
             problem = f"name must be a text, memory and anomaly True or False, got {name!r}"
             raise UsageError(f"debugger.context: {problem}, {memory!r}, {anomaly!r}")
         path, failed, peak = self._path(name), False, None
-        measured = self._peak_memory() if memory else nullcontext()
+        if memory and self.memory is None:
+            from runner.diagnose.memory import Memory
+
+            self.memory = Memory()
+        measured = peak_memory(self.memory.device) if memory and self.memory else nullcontext()
         self.totals.enter(path, "")
         try:
             with ExitStack() as scope:
@@ -191,9 +189,8 @@ class Debugger:
         if callable(name):
             return self.operation()(name)
         if check_finite not in (True, False, "raise"):
-            raise UsageError(
-                f"debug_operation: check_finite must be True, False or 'raise', got {check_finite}"
-            )
+            problem = f"must be True, False or 'raise', got {check_finite!r}"
+            raise UsageError(f"debug_operation: check_finite {problem}")
         _check_on("debug_operation", on)
         output_on = "raise" if check_finite == "raise" else on
         options: Any = {"memory": memory, "anomaly": anomaly, "on": on}
@@ -255,14 +252,6 @@ class Debugger:
         except (OSError, StorageError) as error:
             raise UsageError(f"debugger.export: {path} cannot be written: {error}") from error
         return path
-
-    def _peak_memory(self) -> AbstractContextManager[MemoryPeak]:
-        """Return a context that measures the peaks of the process and the fastest device."""
-        from runner.diagnose.memory import Memory
-
-        if self.memory is None:
-            self.memory = Memory()
-        return peak_memory(self.memory.device)
 
     def _add_call(
         self, path: str, seconds: float | None, failed: bool, peak: MemoryPeak | None

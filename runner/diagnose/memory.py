@@ -173,7 +173,7 @@ class Memory:
         if sampled := {name: d for name, d in self._detectors.items() if d.start is not None}:
             rows.append(("leaks", describe_leaks(sampled)))
         header = ("phase", "times", "seconds", "process", "added", "device", "added")
-        phases = [header, *(_phase_cells(phase) for phase in list(self.phases.values()))]
+        phases = [header, *map(_phase_cells, [*self.phases.values()])]
         return table_text(rows) + ("\n\n" + table_text(phases) if self.phases else "")
 
 
@@ -188,7 +188,7 @@ def system_info() -> dict[str, Any]:
     All values are JSON-compatible. Compiles a line of C++ and inspects installed packages: about a
     second.
     """
-    from runner.diagnose.doctor.job import examine_machine
+    from runner.diagnose.doctor import examine_machine
 
     return examine_machine(compose()).as_dict()
 

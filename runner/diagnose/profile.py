@@ -37,9 +37,10 @@ from runner.diagnose.debug.module_times import (
     ModuleRanges,
     ModuleTime,
     module_cells,
+    quiet_profiler,
     read_modules,
+    read_operators,
 )
-from runner.diagnose.debug.operators import is_operator, quiet_profiler
 from runner.diagnose.memory import table_text
 from runner.loops.optimize import Optimized, mean_output, stash_gradients
 
@@ -166,7 +167,11 @@ def profile_model(
             "buffer_bytes": sum(b.nbytes for b in module.buffers()),
         },
         memory=memory,
-        operators_ms=_operator_times(events.key_averages(), device),
+        operators_ms={
+            row["name"]: row["seconds"] * 1e3 / PROFILED_CALLS
+            for row in read_operators(events.key_averages(), device.kind == "cuda")[:MOST_OPERATORS]
+            if row["seconds"]
+        },
         modules=read_modules(events, device.kind == "cuda", PROFILED_CALLS),
         peak=peak,
         mfu=None if peak is None or not flops else flops / p50 / peak.flops_per_second,
@@ -190,14 +195,3 @@ def _profile_calls(run_call: Callable[[], None], module: nn.Module, device: Devi
                 run_call()
             device.synchronize()
         return profiler.events()  # type: ignore[no-untyped-call]
-
-
-def _operator_times(rows: Any, device: Device) -> dict[str, float]:
-    """Return the slowest operators of a call in ms; on a GPU by the time of their kernels."""
-    gpu = device.kind == "cuda"
-    attribute = "self_device_time_total" if gpu else "self_cpu_time_total"  # µs
-    times = {
-        row.key: getattr(row, attribute) / 1e3 / PROFILED_CALLS for row in rows if is_operator(row)
-    }
-    slowest = sorted(times.items(), key=lambda item: -item[1])[:MOST_OPERATORS]
-    return {name: ms for name, ms in slowest if ms}

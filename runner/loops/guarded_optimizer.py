@@ -174,20 +174,17 @@ class GuardedOptimizer:
             if self.steps % POISON_STEPS:
                 return
             if self.host_flag is None:
-                self.host_flag = torch.zeros(
-                    (), dtype=torch.float32, pin_memory=self.update.device.type == "cuda"
-                )
+                pinned = self.update.device.type == "cuda"
+                self.host_flag = torch.zeros((), dtype=torch.float32, pin_memory=pinned)
             poisoned = bool(self.host_flag)
             self.host_flag.copy_(buffers.are_finite().logical_not(), non_blocking=True)
             if not poisoned:
                 return
         named = buffers.model.named_buffers()
         name = next((n for n, b in named if is_statistic(n) and not b.isfinite().all()), "a buffer")
-        raise UsageError(
-            f"train_step: {name} is not finite, so every step would be skipped: another module's "
-            "step called this model with non-finite inputs; reset it (reset_running_stats) and "
-            "make that step with train_step, too"
-        )
+        problem = f"{name} is not finite, by a call outside of train_step: each step is skipped"
+        fix = "reset it (reset_running_stats), and make the step that calls it with train_step, too"
+        raise UsageError(f"train_step: {problem}; {fix}")
 
     def matches(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Whether it matches this model and optimizer, including the number of parameters."""
@@ -225,10 +222,8 @@ class GuardedOptimizer:
         try:
             scaler.unscale_(self.optimizer)
         except (RuntimeError, ValueError) as error:
-            raise UsageError(
-                f"{self.caller}: scaler: {error} Leave unscale_(), step() and update() to this "
-                "step, and keep weights in float32"
-            ) from error
+            fix = "Leave unscale_(), step() and update() to this step, and keep weights in float32"
+            raise UsageError(f"{self.caller}: scaler: {error} {fix}") from error
 
     def refuse_scaled_loss(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
         """Raise UsageError for a loss that the scaler has scaled; without one, warn once."""
@@ -243,16 +238,11 @@ class GuardedOptimizer:
                 scaled_by_scaler = self.steps == 0 and value == scaler.get_scale() > 1
             elif value >= 2 and math.frexp(value)[0] == 0.5:
                 self.warned_of_scale = True
-                log.warning(
-                    "%s: the loss's last operation multiplies it by %g: a loss scale is clipped "
-                    "away with the gradients; give the unscaled loss and scaler=",
-                    self.caller,
-                    value,
-                )
+                problem = f"the loss's last operation multiplies it by {value:g}"
+                log.warning("%s: %s; give the unscaled loss and scaler=", self.caller, problem)
         if scaled_by_scaler:
-            raise UsageError(
-                f"{self.caller}: loss was multiplied by the scaler's scale; give the unscaled loss"
-            )
+            problem = "loss was multiplied by the scaler's scale"
+            raise UsageError(f"{self.caller}: {problem}; give the unscaled loss")
 
 
 @final

@@ -89,7 +89,12 @@ def safe_inference(
     transient = _check_retries(retries, transient)
     result = InferenceResult(device=str(device_of(module)))
     result.problems += count_non_finite(batch, "inputs")[1]
-    forms = [] if like is None else _form_problems(batch, like)
+    forms = list[str]()
+    if like is not None:
+        count_samples(like, f"{CALLER}: like")
+        checks = input_checks((like, None))
+        finding = checks.form_finding(checks.checkable_tensors((batch, None)))
+        forms += [] if finding is None else [f"form: {finding.message}"]
     result.problems += forms
     start = time.perf_counter()
     with (
@@ -99,9 +104,8 @@ def safe_inference(
         modes.evaluation_mode(module),
         torch.no_grad(),
     ):
-        attempts = Attempts(retries, transient, result)
         try:
-            parts = list(_run_slices(model, batch, rows, device_of(module), attempts))
+            parts = list(_run_slices(model, batch, rows, result, retries, transient))
         except Exception as error:
             is_expected = forms or (retries and isinstance(error, transient))
             if isinstance(error, RunnerError) or not is_expected:
@@ -127,23 +131,6 @@ def safe_inference(
     return result
 
 
-@dataclass
-class Attempts:
-    """Counts transient errors of a call, up to the limit of its retries."""
-
-    limit: int
-    transient: tuple[type[Exception], ...]
-    result: InferenceResult
-
-    def take(self, error: Exception) -> bool:
-        """Whether to try again after this error; it is then counted, and its references dropped."""
-        if not isinstance(error, self.transient) or self.result.retries == self.limit:
-            return False
-        self.result.retries += 1
-        release_references(error)
-        return True
-
-
 def _check_retries(retries: Any, transient: Any) -> tuple[type[Exception], ...]:
     """Return the exception classes as a tuple. Raises UsageError."""
     check_whole_number(CALLER, "retries", retries, 0)
@@ -155,13 +142,6 @@ def _check_retries(retries: Any, transient: Any) -> tuple[type[Exception], ...]:
             problem = f"transient must be exception classes, got {transient!r}"
             raise UsageError(f"{CALLER}: {problem}")
     return tuple(classes)
-
-
-def _form_problems(batch: Inputs, like: Inputs) -> list[str]:
-    count_samples(like, f"{CALLER}: like")
-    checks = input_checks((like, None))
-    finding = checks.form_finding(checks.checkable_tensors((batch, None)))
-    return [] if finding is None else [f"form: {finding.message}"]
 
 
 def has_constant_output(output: Any, samples: int) -> bool:
@@ -187,10 +167,15 @@ def _is_constant(rows: Tensor) -> bool:
 
 
 def _run_slices(
-    model: Any, batch: Inputs, total: int, device: torch.device, attempts: Attempts
+    model: Any,
+    batch: Inputs,
+    total: int,
+    result: InferenceResult,
+    retries: int,
+    transient: tuple[type[Exception], ...],
 ) -> Iterator[tuple[Any, int]]:
     """Yield (output, number of rows) of consecutive slices that fit into memory."""
-    start, size = 0, total
+    start, size, device = 0, total, torch.device(result.device)
     with ExitStack() as scope:
         while start < total:
             rows = slice(start, min(start + size, total))
@@ -198,8 +183,11 @@ def _run_slices(
                 output = call_model(model, move_to_device(take_rows(batch, rows, total), device))
             except Exception as error:
                 if is_out_of_memory(error):
-                    size = _halve_size(error, rows.stop - start, scope, attempts.result)
-                elif not attempts.take(error):
+                    size = _halve_size(error, rows.stop - start, scope, result)
+                elif isinstance(error, transient) and result.retries < retries:
+                    result.retries += 1
+                    release_references(error)
+                else:
                     raise
             else:
                 yield output, rows.stop - start
@@ -233,10 +221,8 @@ def _concatenate(parts: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
         return torch.cat(parts)
     if all(torch.equal(part, first) for part in parts[1:]):
         return first
-    raise UsageError(
-        f"{CALLER}: the batch was split, but an output of shape {list(first.shape)} does not have "
-        "one row per sample; pass smaller batches"
-    )
+    problem = f"an output of shape {list(first.shape)} does not have one row per sample"
+    raise UsageError(f"{CALLER}: the batch was split, but {problem}; pass smaller batches")
 
 
 def count_non_finite(value: Any, name: str) -> tuple[int, list[str]]:

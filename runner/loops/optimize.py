@@ -131,8 +131,7 @@ class Optimized(Closeable):
         """Return each technique's status: requested, engaged, reason and evidence.
 
         Runs the model on the example, with gradients if the last call had them, which takes a few
-        steps' time. Without an example yet, nothing is
-        engaged.
+        steps' time. Without an example yet, nothing is engaged.
         """
         run = self.lazy.run
         if run is not None and not self.called:
@@ -166,11 +165,8 @@ def optimize_model(
     def decorate(factory: Any) -> Callable[..., Any]:
         is_class = isinstance(factory, type)
         if not callable(factory) or (is_class and not issubclass(factory, nn.Module)):
-            raise UsageError(
-                f"optimize_model: {factory!r} must be a subclass of torch.nn.Module, or a function "
-                "that returns a module"
-            )
-
+            problem = "must be a subclass of torch.nn.Module, or a function that returns a module"
+            raise UsageError(f"optimize_model: {factory!r} {problem}")
         if not is_class and _first_parameter(factory) == "model":
             return StepFunction(factory, level, device, overrides)
 
@@ -256,10 +252,11 @@ class LazyRun(Closeable):
     closed: bool = False
 
     def __post_init__(self) -> None:
+        loss = self.loss_fn or mean_output
         check_model_arguments(
             self.caller,
             self.model,
-            loss_fn=self.loss_fn or mean_output,
+            loss_fn=loss,
             optimizer=self.optimizer,
             overrides=self.overrides,
         )
@@ -268,7 +265,7 @@ class LazyRun(Closeable):
         level, steps = f"optimization={self.level}", f"training.steps={self.steps or MANY_STEPS}"
         overrides = [level, *device_overrides(device), *QUIET_OVERRIDES, steps, *self.overrides]
         self.config = compose(overrides)
-        self.objective = loss_objective(self.loss_fn or mean_output)
+        self.objective = loss_objective(loss)
         requested = [name for name, t in self.config.optimization.techniques() if t.enabled]
         self.not_applied = self.not_applicable.keys() & requested
 
@@ -361,11 +358,9 @@ def optimize_training_loop(
     if steps is not None:
         check_whole_number(caller, "steps", steps, 1)
     own = [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides]
-    refused = NOT_FOR_A_LOOP
-    where = None if folder is None else check_folder("optimize_training_loop", folder)
-    loop = TrainingLoop(
-        caller, model, level, own, device, refused, optimizer, loss_fn, steps, where
-    )
+    where = None if folder is None else check_folder(caller, folder)
+    given = optimizer, loss_fn, steps, where
+    loop = TrainingLoop(caller, model, level, own, device, NOT_FOR_A_LOOP, *given)
     if example is not None:
         loop.build_run(*as_batch(example, caller))
     return loop
@@ -427,7 +422,6 @@ class TrainingLoop(LazyRun):
 
 
 def _restore_layouts(layouts: list[tuple[Tensor, tuple[int, ...]]]) -> None:
-    """Give tensors, and their gradients, the strides that they had."""
     for tensor, strides in layouts:
         for value in (tensor, tensor.grad):
             if value is not None and value.stride() != strides:

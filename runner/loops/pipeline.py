@@ -150,10 +150,8 @@ def split_into_dataset(
 ) -> Dataset:
     """Split a data set or tensors into train and validation. Raises UsageError or DataError."""
     if isinstance(data, DataLoader | IterableDataset):
-        raise UsageError(
-            f"{caller}: data must be tensors or a data set with __len__ and __getitem__ "
-            f"(loader.dataset), got a {type(data).__name__}"
-        )
+        allowed = "tensors or a data set with __len__ and __getitem__ (loader.dataset)"
+        raise UsageError(f"{caller}: data must be {allowed}, got a {type(data).__name__}")
     if isinstance(data, tuple | list | dict):
         return _make_in_memory(caller, data, validation, config, own_loss)
     dataset = data
@@ -181,16 +179,12 @@ def _make_in_memory(
         nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(validation_tensors)]))
         train, held_out = np.split(np.arange(total), [train_count])
     else:
-        options = config.data
-        train, held_out = split(
-            train_count, options.validation, options.split_seed, "data", options.validation_fold
-        )
+        share, seed = config.data.validation, config.data.split_seed
+        train, held_out = split(train_count, share, seed, "data", config.data.validation_fold)
     for tensor in tensors(nest):
         if not tensor.ndim or len(tensor) != total:
-            raise DataError(
-                f"{caller}: data has {total:,} samples, but one of its tensors is "
-                f"{describe(tensor)}; the first dimension must be the sample in all of them"
-            )
+            problem = f"data has {total:,} samples, but one of its tensors is {describe(tensor)}"
+            raise DataError(f"{caller}: {problem}; the first dimension must be the sample in all")
     try:
         dataset = TensorDataset(*tensors(nest))
         vars(dataset)["targets"] = nest[1]  # so that labels are not read one by one
@@ -217,10 +211,8 @@ def _as_tensors(caller: str, data: Any) -> tuple[Any, Any]:
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(np.ascontiguousarray(value))
         if not isinstance(value, Tensor):
-            raise UsageError(
-                f"{caller} must be (inputs, target) as tensors or arrays, or a map-style "
-                f"data set, got {describe(value)} in it"
-            )
+            allowed = "(inputs, target) as tensors or arrays, or a map-style data set"
+            raise UsageError(f"{caller} must be {allowed}, got {describe(value)} in it")
         value = value.detach().cpu()
         return value.float() if value.dtype == torch.float64 else value
 

@@ -216,10 +216,8 @@ class Stability(Closeable):
         if self.guarded is None:
             self.guarded = self._create_guarded(model, optimizer)
         if not self.guarded.matches(model, optimizer):
-            raise UsageError(
-                f"{CALLER}: it guards another model or optimizer, or other parameters; "
-                "close it and create one per model and optimizer"
-            )
+            problem = "it guards another model or optimizer, or other parameters"
+            raise UsageError(f"{CALLER}: {problem}; close it and create one for each")
         return self.guarded
 
     def _create_guarded(self, model: nn.Module, optimizer: Optimizer) -> GuardedOptimizer:
@@ -245,7 +243,6 @@ class Stability(Closeable):
         return self.controller.anomalies.rows[-new:] if new else []
 
     def _end_step(self) -> None:
-        """Give up after too many bad steps, and apply new limits."""
         try:
             self.controller.needs_rollback(cast(Run, self))  # it has the attributes that are read
         except GaveUp as error:

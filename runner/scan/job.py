@@ -20,7 +20,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.device.signals import InterruptHandler
 from runner.core.errors import Interrupted, SecurityError, UsageError
 from runner.core.findings import Reason, Severity, Trust
-from runner.core.format import size
+from runner.core.format import count_noun, size
 from runner.core.record.console import console, plain_text, print_stdout, supports_live_display
 from runner.core.record.storage import write_json
 from runner.core.record.text import escape_control_chars
@@ -107,18 +107,17 @@ class ScanResult:
     @property
     def verdict(self) -> str:
         """The verdict in one line."""
-        refused, count = self.refused, _count_items(len(self.rows))
+        refused, count = self.refused, count_noun(len(self.rows), "item")
         if refused:
-            refused_count = sum(row.assessment.refused for row in refused)
-            counts = [f"{refused_count} of {count} refused"] if refused_count else []
-            if untrusted := len(refused) - refused_count:
-                of = "" if refused_count else f"of {count} "
-                level = f"which security={self.level.value} does not load"
-                counts.append(f"{untrusted} {of}UNTRUSTED, {level}")
+            kinds = Counter("refused" if row.assessment.refused else "UNTRUSTED" for row in refused)
+            counts = ", ".join(f"{kinds[kind]} of {count} {kind}" for kind in sorted(kinds)[::-1])
+            if kinds["UNTRUSTED"]:
+                counts += f", which security={self.level.value} does not load"
             first = f"{refused[0].assessment.path}: {refused[0].explain(self.level)}"
-            return escape_control_chars(f"{', '.join(counts)}; the first, {first}")
+            return escape_control_chars(f"{counts}; the first, {first}")
         if self.interrupted:
-            return f"interrupted after {len(self.rows)} of {_count_items(self.total)}: no verdict"
+            total = count_noun(self.total, "item")
+            return f"interrupted after {len(self.rows)} of {total}: no verdict"
         if not self.rows:
             return f"no model or array in {escape_control_chars(self.path)}"
         trusts = Counter(row.assessment.trust for row in self.rows)
@@ -174,15 +173,12 @@ def render_terminal(scan: ScanResult, max_rows: int) -> RenderableType:
         parts += [head, digest, Padding(Group(*lines), (0, 0, 0, 9))]
     notes = [f"not opened: {reason}" for reason in scan.skipped[:max_rows]]
     if len(scan.rows) > max_rows:
-        notes.insert(0, f"… and {_count_items(len(scan.rows) - max_rows, ' more')}, in {SCAN_FILE}")
+        more = count_noun(len(scan.rows) - max_rows, "item")
+        notes.insert(0, f"… and {more} more, in {SCAN_FILE}")
     if scan.ignored_files:
-        files = "1 file" if scan.ignored_files == 1 else f"{scan.ignored_files:,} files"
+        files = count_noun(scan.ignored_files, "file")
         notes.append(f"{files} of other kinds, which the runner does not load")
     return Group(*parts, *(plain_text(note, "dim") for note in notes))
-
-
-def _count_items(count: int, more: str = "") -> str:
-    return f"1 item{more}" if count == 1 else f"{count:,} items{more}"
 
 
 def main(config: RunConfig, folder: Path) -> ScanResult:
@@ -207,9 +203,7 @@ def main(config: RunConfig, folder: Path) -> ScanResult:
         print_stdout(render_terminal(scan, config.scan.rows), crop=False)
     files = f"{SCAN_FILE} lies in {folder}"
     if scan.interrupted:
-        so_far = (
-            f" after {len(scan.rows)} of {scan.total}; the list so far is in {folder / SCAN_FILE}"
-        )
+        so_far = f" after {len(scan.rows)} of {scan.total}; the list is in {folder / SCAN_FILE}"
         raise Interrupted(interrupts.received or signal.SIGINT, so_far)
     if scan.refused:
         raise SecurityError(f"{scan.verdict}; {files}")
@@ -228,7 +222,6 @@ def find_scan_path(name: str | None) -> Path:
 
 
 def _scan_items(path: Path, policy: FilePolicy, scan: ScanResult, config: RunConfig) -> None:
-    """Fill `scan`, one item at a time."""
     items = list(_select_items(path, policy, scan))
     scan.total = len(items)
     screen = console()

@@ -146,9 +146,8 @@ class Sandbox:
         pipe, deadline, text = process.handle.stdout, time.monotonic() + seconds, b""
         while not text.endswith(b"\n"):
             if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise SandboxError(
-                    "sandbox.timeout", f"examining it took more than {seconds:.1f} s"
-                )
+                problem = f"examining it took more than {seconds:.1f} s"
+                raise SandboxError("sandbox.timeout", problem)
             chunk = os.read(pipe.fileno(), MAX_ANSWER_BYTES)
             if not chunk:
                 raise _exit_failure(process)

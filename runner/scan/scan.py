@@ -75,7 +75,10 @@ class Scanner:
         for name, path in item.files.items():
             loadable = is_single or is_loadable(path)
             try:
-                facts, reasons = self._examine(path) if loadable else _hash_unexamined(path)
+                if loadable:
+                    facts, reasons = self._examine(path)
+                else:
+                    facts, reasons = FileFacts(*hash_file(path), OTHER), []
             except CheckpointError as error:
                 assessment.refuse([_unopened_reason("file.unreadable", name, str(error), loadable)])
                 continue
@@ -116,10 +119,8 @@ class Scanner:
             return self.sandbox.examine(data, path.name, limits, self.deep)
         from runner.core.security.files.parsing import examine  # imports torch, rarely needed
 
-        deep = self.deep and trust is not Trust.CHECKED
-        examination = examine(
-            data.data, data.path, path.name, limits, check_archive=False, deep=deep
-        )
+        deep, file = self.deep and trust is not Trust.CHECKED, (data.data, data.path, path.name)
+        examination = examine(*file, limits, check_archive=False, deep=deep)
         return examination.format, examination.reasons
 
 
@@ -194,9 +195,8 @@ def _walk(
         links = [name for name in folders if (folder / name).is_symlink()]
         folders[:] = [] if folder != top and prune(folder) else sorted(set(folders) - set(links))
         if folders and len(folder.relative_to(top).parts) >= MAX_DEPTH:
-            raise SecurityError(
-                f"{folder / folders[0]}: refused: it lies below {MAX_DEPTH} folders"
-            )
+            problem = f"it lies below {MAX_DEPTH} folders"
+            raise SecurityError(f"{folder / folders[0]}: refused: {problem}")
         yield folder, sorted([*files, *links])
 
 
@@ -226,10 +226,6 @@ def _unopened_reason(code: str, name: str, evidence: str, refuse: bool) -> Reaso
     """Return a refusal if it might be loaded, else a note."""
     severity = Severity.REFUSAL if refuse else Severity.NOTE
     return Reason(code, severity, name, f"{evidence}; it was not opened", COPY_FILE)
-
-
-def _hash_unexamined(path: Path) -> tuple[FileFacts, list[Reason]]:
-    return FileFacts(*hash_file(path), OTHER), []
 
 
 def _prefix_name(name: str, reason: Reason) -> Reason:

@@ -337,4 +337,6 @@ def test_flags_are_handed_over_wherever_they_were_typed() -> None:
         "--cfg=job", "--package=model", "seed=1", "name=x",
     ]  # fmt: skip
     assert ask("--cfg", "job", "data=tabular").arguments == ["--cfg=job", "data=tabular"]
-    assert ask("-m", "data=digits,stdlib_text", "model=mlp,gpt").is_sweep  # some jobs need not run
+    assert ask(
+        "-m", "data=digits,stdlib_text", "model=mlp,gpt"
+    ).flags.is_sweep  # some jobs need not run

@@ -16,7 +16,7 @@ from runner import train
 from runner.core.data.order import sample_seeds
 from runner.core.errors import ConfigError
 from runner.core.objectives.classification import ClassificationObjective
-from runner.datasets.images import NAMES, OPERATIONS, ImageCache, ImageFolder, blend, rand_augment
+from runner.datasets.images import OPERATIONS, ImageCache, ImageFolder, blend, rand_augment
 from tests import runs
 
 TYPED = ("data=images", "model=cnn", "data.image_size=16", "model.width=4", "model.stages=1")
@@ -112,7 +112,7 @@ def test_each_operation_changes_an_image_at_full_strength_and_both_modes_take_it
     pixels = draw.integers(40, 200, (24, 20, 3), np.uint8)
     for mode in ("RGB", "L"):
         image = Image.fromarray(pixels).convert(mode)
-        for name in NAMES:
+        for name in OPERATIONS:
             changed = OPERATIONS[name](image, 1.0, -1.0)
             assert (changed.mode, changed.size) == (image.mode, image.size), name
             grey = name == "color" and mode == "L"

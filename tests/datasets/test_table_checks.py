@@ -21,8 +21,12 @@ from runner.core.record.history import History
 from runner.core.record.summary import Summary
 from runner.core.schemas.checks import CheckPolicy, TableConfig
 from runner.core.schemas.data import Cancer, SplitRule, Tabular
-from runner.datasets.table_checks import TableFindings, _repeated_skill, _repeated_variance
-from runner.datasets.table_report import check_data_table
+from runner.datasets.table_checks import (
+    TableFindings,
+    _repeated_skill,
+    _repeated_variance,
+    check_data_table,
+)
 from runner.datasets.tabular import tabular
 
 

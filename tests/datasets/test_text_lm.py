@@ -149,11 +149,11 @@ def test_a_run_without_samples_trains_to_the_same_bits(tmp_path: Path) -> None:
     [
         ({"prompt": ""}, "prompt must be a text"),
         ({"prompt": 3}, "prompt must be a text"),
-        ({"tokens": 0}, "tokens must be an int ≥ 1"),
+        ({"tokens": 0}, "tokens must be a whole number ≥ 1"),
         ({"temperature": -1.0}, "temperature must be a number ≥ 0"),
         ({"temperature": float("nan")}, "temperature must be a number ≥ 0"),
-        ({"top_k": 0}, "top_k must be None or an int ≥ 1"),
-        ({"seed": -1}, "seed must be an int ≥ 0"),
+        ({"top_k": 0}, "top_k must be a whole number ≥ 1"),
+        ({"seed": -1}, "seed must be a whole number ≥ 0"),
     ],
 )
 def test_arguments_that_make_no_sense_are_named(

@@ -16,7 +16,7 @@ from torch._C._autograd import DeviceType
 from runner import optimize, profile_model, system_info
 from runner.core.errors import UsageError
 from runner.core.techniques.flops import data_sheet, peak_flops
-from runner.diagnose import profile
+from runner.diagnose.debug.module_times import read_operators
 
 
 class Attends(nn.Module):
@@ -150,10 +150,11 @@ def test_system_info_is_what_the_doctor_sees() -> None:
 def test_on_a_gpu_the_time_of_a_kernel_counts_once() -> None:
     def row(key: str, kind: DeviceType, device_us: float) -> Any:
         return SimpleNamespace(
-            key=key, device_type=kind, is_user_annotation=False, self_device_time_total=device_us
-        )
+            key=key, device_type=kind, is_user_annotation=False, self_device_time_total=device_us,
+            count=3,
+        )  # fmt: skip
 
     rows = [row("aten::mm", DeviceType.CPU, 6000), row("cuLaunchKernel", DeviceType.CPU, 6000)]
     rows.append(row("ampere_sgemm_128x64", DeviceType.CUDA, 6000))
-    gpu: Any = SimpleNamespace(kind="cuda")
-    assert profile._operator_times(rows, gpu) == {"aten::mm": 2.0}
+    operators = read_operators(rows, on_gpu=True)
+    assert operators == [{"name": "aten::mm", "calls": 3, "seconds": 6e-3}]

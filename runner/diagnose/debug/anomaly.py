@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.errors import GaveUp
@@ -141,7 +140,9 @@ def _trace(run: Run) -> Cause:
 
     Of several processes each repeats its own part alone, as one may end early.
     """
-    if run.shards is not None or any(map(_needs_others, run.model.modules())):
+    # a BatchNorm with a forward of its own normalises by the batch of all processes
+    norms = (module for module in run.model.modules() if isinstance(module, _BatchNorm))
+    if run.shards is not None or any("forward" in vars(norm) for norm in norms):
         return Cause(StepPhase.nowhere, "")
     gradients = [parameter.grad for parameter in run.model.parameters()]
     run.update.abandon()  # the buffers are again those before the step
@@ -151,11 +152,6 @@ def _trace(run: Run) -> Cause:
     finally:
         for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
-
-
-def _needs_others(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm that normalises by the batch of all processes."""
-    return isinstance(module, _BatchNorm) and "forward" in vars(module)
 
 
 def _describe(run: Run, cause: Cause, error: Exception | None) -> tuple[str, str]:
@@ -178,7 +174,5 @@ def _describe(run: Run, cause: Cause, error: Exception | None) -> tuple[str, str
     culprit = next((f"the gradient of {name}" for name in bad), "the loss")
     if cause.phase is StepPhase.norm and culprit == "the loss":
         return cause.cause, "the gradient norm"
-    hint = "but backward produced no NaN"
-    if run.is_shared:
-        hint = "job=replay of the step's capture names the module"
-    return f"{culprit} is not finite, {hint}", culprit
+    hint = "job=replay of the step's capture may name the module"
+    return f"{culprit} is not finite; {hint}", culprit

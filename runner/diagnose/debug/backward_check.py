@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from runner.diagnose.replay.source_line import location_in_trace, read_source_line
+from runner.diagnose.replay.results import location_in_trace, read_source_line
 
 TRACE_KEY = "traceback_"  # of a node's metadata, where autograd's anomaly mode stores its stack
 Report = Callable[[str], None]
@@ -142,7 +139,6 @@ def _search(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _nodes(roots: Any) -> list[Any]:
-    """Return every node of the graph below the roots."""
     tensors = [roots] if isinstance(roots, Tensor) else list(roots)
     waiting: list[Any] = [t.grad_fn for t in tensors if getattr(t, "grad_fn", None) is not None]
     nodes = dict.fromkeys(waiting)

@@ -63,10 +63,8 @@ class GradientCheck:
     def sentence(self) -> str:
         """The fault as a sentence for the history."""
         label = f"{self.name} ({self.of})" if self.name != self.of else self.name
-        return (
-            f"{label}: its backward is not the derivative of its forward; "
-            f"the gradient of {self.where} is wrong: {self.reason}"
-        )
+        problem = f"{label}: its backward is not the derivative of its forward"
+        return f"{problem}; the gradient of {self.where} is wrong: {self.reason}"
 
 
 def check_model_gradients(
@@ -219,15 +217,12 @@ def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, CallArguments]
     return output
 
 
-def _detach(value: Any) -> Any:
+def _detach(nest: Any) -> Any:
     """Copy tensors with their current values and `requires_grad`."""
-    return tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value
-    )
+    return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), nest)
 
 
 def _to_double(tensor: Tensor) -> Tensor:
-    """Convert floats to float64 on the CPU; complex numbers to complex128."""
     if tensor.is_complex():
         return tensor.to("cpu", torch.complex128)
     return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.cpu()
@@ -253,7 +248,6 @@ def _check_module(
     config: GradcheckConfig,
     deadline: float,
 ) -> GradientCheck:
-    """Return the check with its result, within the budget."""
     start = time.monotonic()
     if start > deadline:
         return replace(check, reason=f"budget_s={config.budget_s:g} was used up")
@@ -267,9 +261,7 @@ def _check_module(
     return replace(check, result=result, where=where, reason=reason, seconds=seconds)
 
 
-def _find_mismatch(
-    module: nn.Module, arguments: CallArguments, tolerance: float
-) -> tuple[str, str]:
+def _find_mismatch(module: nn.Module, arguments: CallArguments, rtol: float) -> tuple[str, str]:
     """Return the leaf with a wrong gradient, and the numbers; ("", "") if all are right."""
     tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.requires_grad]
     leaves = {f"input {i}" if i else "input": tensor for i, tensor in enumerate(tensors)}
@@ -312,7 +304,7 @@ def _find_mismatch(
         try:
             # torch would add the whole Jacobian to its message, which may not fit into memory
             with mock.patch(SLOW_MODE, lambda *_: "", create=True):
-                gradcheck(compute_scaled, values, eps=eps, atol=atol, rtol=tolerance, **options)
+                gradcheck(compute_scaled, values, eps=eps, atol=atol, rtol=rtol, **options)
             return "", ""
         except GradcheckError as error:
             text = str(error)
@@ -368,9 +360,8 @@ class GradcheckTool(DebugTool):
         unchanged = run.model.parameters()
         with self.count_inspection(), preserve_state(*roots, device=device, safe=unchanged):
             batch = run.train.peek()  # the host waits for it
-            self.checks = check_model_gradients(
-                run.model, batch, run.objective, config, name, train=True
-            )
+            given = run.model, batch, run.objective, config, name
+            self.checks = check_model_gradients(*given, train=True)
         self._report(run)
         yield
 
@@ -397,9 +388,7 @@ class GradcheckTool(DebugTool):
         checks = [asdict(check) for check in self.checks]
         self.write_json(run.folder, FILE, {"seconds": round(self.seconds, 3), "checks": checks})
         if wrong and ends_run:
-            raise NotVerified(
-                f"debug.gradcheck: {'; '.join(check.sentence for check in wrong)}; "
-                "if intended (a detach, a straight-through estimator): "
-                f"debug.gradcheck.skip=[{wrong[0].name}]; "
-                "debug.on_anomaly=record trains anyway"
-            )
+            sentences = "; ".join(check.sentence for check in wrong)
+            fix = f"if intended: debug.gradcheck.skip=[{wrong[0].name}]"
+            fix += ", or debug.on_anomaly=record, which trains anyway"
+            raise NotVerified(f"debug.gradcheck: {sentences}; {fix}")

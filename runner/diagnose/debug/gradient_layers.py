@@ -88,9 +88,6 @@ class Layer:
         return [self.name, *cells, self.state.value]
 
 
-# -- numbers ----------------------------------------------------------------------------------
-
-
 def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
     """Return statistics [STATISTICS, len(gradients)], fp32, on the first's device; no sync."""
     values = [_real_values(gradient) for gradient in gradients]
@@ -279,9 +276,6 @@ def check_gradients(
         numbers = torch.cat([part.to(parts[0].device) for part in parts]).tolist()  # waits
     layers = build_layers(named, numbers[len(named) :], numbers[: len(named)])
     return GradientReport(classify_layers(layers, config or GradientsConfig(), optimized=optimized))
-
-
-# -- plot ---------------------------------------------------------------------------------------
 
 
 def select_weights(layers: Sequence[Layer], limit: int) -> list[Layer]:

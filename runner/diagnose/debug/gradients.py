@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from runner.core.format import join_names
+from runner.core.format import count_noun, join_names
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig
@@ -170,14 +170,10 @@ class GradientsTool(DebugTool):
         skipped, dead = next(numbers) > 0, list(islice(numbers, len(units)))
         self.dead_units = {} if self.detector is None else self.detector.counts_by_layer(dead)
         layers = build_layers(inspection.named, list(numbers), old_norms)
-        if skipped:
-            return layers
-        return [
-            replace(layer, update_ratio=update / layer.weight_norm)
-            if layer.norm is not None and layer.weight_norm
-            else layer
-            for layer, update in zip(layers, update_norms, strict=True)
-        ]
+        for i, update in enumerate([] if skipped else update_norms):
+            if layers[i].norm is not None and (weight_norm := layers[i].weight_norm):
+                layers[i] = replace(layers[i], update_ratio=update / weight_norm)
+        return layers
 
     # -- verdicts ------------------------------------------------------------------------------
 
@@ -218,7 +214,6 @@ class GradientsTool(DebugTool):
             run.history.add(FAULTS[state], text, step=step, category="numerics", say=say)
 
     def _dead_layers(self) -> DeadUnitCounts:
-        """Return the layers in which the share of dead units is a fault."""
         share, counts = self.settings.dead_share, self.dead_units.items()
         return {name: (dead, units) for name, (dead, units) in counts if dead >= share * units}
 
@@ -235,13 +230,13 @@ class GradientsTool(DebugTool):
             return summarize_faults(names, self._dead_layers())
         remedy = f"lower debug.{'gradients.' if self.settings.every else ''}every"
         remedy = "train longer" if self.every == 1 else remedy
-        count = "1 check" if inspections == 1 else f"{inspections} checks"
-        return f"{count}, but a verdict needs {MIN_INSPECTIONS}: {remedy}"
+        return (
+            f"{count_noun(inspections, 'check')}, but a verdict needs {MIN_INSPECTIONS}: {remedy}"
+        )
 
     # -- pictures and files --------------------------------------------------------------------
 
     def _write_scalars(self, run: Run, step: int) -> None:
-        """Write scalars to TensorBoard."""
         values = {f"dead_units/{n}": dead / units for n, (dead, units) in self.dead_units.items()}
         for layer in select_weights(self.layers, MAX_CHARTS):
             for chart, value in (("norm", layer.norm), ("update_ratio", layer.update_ratio)):
@@ -250,7 +245,6 @@ class GradientsTool(DebugTool):
         run.recorder.show(step, "gradients", values)
 
     def _write_files(self, run: Run) -> None:
-        """Write plot and file."""
         if run.folder is None:
             return
         if self.layers:

@@ -13,22 +13,24 @@ import torch
 
 from runner.core.errors import StorageError, UsageError
 from runner.core.record import markdown
+from runner.core.record.folder_argument import check_folder
 from runner.core.record.library_files import private_folder
 from runner.core.record.storage import make_folder, replace_text
 from runner.diagnose.debug.module_times import (
     MODULES_NOTE,
     ModuleRanges,
+    is_kernel,
     module_table,
+    quiet_profiler,
     read_modules,
+    read_operators,
 )
-from runner.diagnose.debug.operators import is_kernel, quiet_profiler
 from runner.diagnose.debug.profile import (
     LARGE_MODULE_SHARE,
     LARGE_OPERATOR_SHARE,
     MAX_OPERATORS,
     StepMeasurements,
     operator_totals,
-    read_operators,
     time_table,
 )
 from runner.diagnose.debug.sections import SectionTotals
@@ -62,12 +64,9 @@ def trace_loop(folder: str | os.PathLike[str], totals: SectionTotals) -> Iterato
 
 def _make_target(folder: str | os.PathLike[str]) -> Path:
     """Return the folder, which is made if it is missing."""
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise UsageError(f"debugger.trace: folder must be a path, got {folder!r}")
-    target = Path(folder)
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        kind = "a link" if target.is_symlink() else "a file"
-        raise UsageError(f"debugger.trace: {target} is {kind}; name a folder")
+    target = check_folder("debugger.trace", folder)
+    if target.is_symlink():
+        raise UsageError(f"debugger.trace: {target} is a link; name a folder")
     try:
         make_folder(target)
     except OSError as error:
@@ -96,9 +95,8 @@ def _report(profiler: Any, seconds: float) -> str:
     on_gpu = any(map(is_kernel, totals))
     operators = read_operators(totals, on_gpu)
     modules = read_modules(profiler.events() or (), on_gpu, steps=1)
-    measured = StepMeasurements(
-        step_ms=seconds * 1e3, **operator_totals(operators, modules, steps=1)
-    )
+    of_operators = operator_totals(operators, modules, steps=1)
+    measured = StepMeasurements(step_ms=seconds * 1e3, **of_operators)
     rows = [(row["name"], row["calls"], row["seconds"]) for row in operators[:MAX_OPERATORS]]
     parts = ["# Profile", "\n".join(f"- {markdown.escape(text)}" for text in _verdicts(measured))]
     if operators:

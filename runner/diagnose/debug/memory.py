@@ -255,9 +255,6 @@ def _last_leak(run: Run) -> Fault | None:
     return next((f for f in reversed(run.history.faults.values()) if f.kind == "leak"), None)
 
 
-# -- growth -----------------------------------------------------------------------------------
-
-
 ObjectCounts = tuple[Counter[str], Counter[str]]
 """Number of live objects by kind, as tracked by the garbage collector; bytes of tensors."""
 
@@ -469,15 +466,13 @@ def write_oom_report(run: Run, reason: str, breakdown: MemoryBreakdown | None = 
 
 def _oom_page(run: Run, reason: str, breakdown: MemoryBreakdown | None) -> str:
     room = resources.tightest_memory_limit()
-    limit_text = (
-        f"Limit: {room.limit / MIB:,.0f} MiB ({markdown.escape(room.name)}); "
-        f"{room.left / MIB:,.0f} MiB free after the step was aborted."
-    )
+    limit = f"Limit: {room.limit / MIB:,.0f} MiB ({markdown.escape(room.name)}); "
+    limit += f"{room.left / MIB:,.0f} MiB free after the step was aborted."
     if run.device.kind != "cpu":
-        limit_text += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
+        limit += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
     title = "## By module, MiB"
     if breakdown is not None:
         title += f", at step {breakdown.step} with {count_noun(breakdown.samples, 'sample')}"
     table = (breakdown or measure_breakdown(run)).table()
-    lines = ["# Out of memory", "", markdown.escape(reason), "", limit_text, "", title, "", table]
-    return "\n".join(lines) + "\n"
+    parts = ["# Out of memory", markdown.escape(reason), limit, title, table]
+    return "\n\n".join(parts) + "\n"

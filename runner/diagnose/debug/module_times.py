@@ -1,4 +1,4 @@
-"""Operator time by module, from a profiler's events: forward, backward and stalls in Python.
+"""Time by operator and by module, from a profiler's events: forward, backward, stalls in Python.
 
 While `ModuleRanges` records, each call of a module is a range in the trace. A backward operator
 belongs to the module that made its autograd node: the forward operator with the node's sequence
@@ -7,6 +7,8 @@ number on the node's thread, or the last one before it, lies in that module's ra
 
 from __future__ import annotations
 
+import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,8 +21,18 @@ from torch import nn
 from torch._C._autograd import DeviceType
 
 from runner.core.record import markdown
-from runner.diagnose.debug.operators import PYTHON_ROW, SMALL_OPERATOR_US, is_operator
 
+SMALL_OPERATOR_US = 20.0  # step time per operator; a call takes 5 to 15
+LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
+COMPILED_GRAPH = "compiled graph"
+# rows of a trace that are calls of the GPU's runtime or driver, or the profiler's own work
+RUNTIME_ROW = re.compile(
+    r"(cuda|cu|hip|hsa)[A-Z_]\w*$|ProfilerStep|Activity Buffer Request$|Buffer Flush$"
+    r"|Command Buffer Full$|Lazy Function Loading$|Runtime Triggered Module Loading$"
+    r"|Instrumentation$|Resource$"
+)
+# rows of `debug.profile.stacks`: Python functions, and calls of modules
+PYTHON_ROW = re.compile(r".*\.py\(\d+\): |<.*>|nn\.Module: |\w[\w.]*\(\d+\): ")
 RANGE_PREFIX = "module "  # of a module's name in a trace
 ROOT, REST, COMPILED = "(model)", "(rest)", "compiled"
 LOOKUP = "TorchDynamo Cache Lookup"  # before a call of compiled code
@@ -33,6 +45,53 @@ MODULES_NOTE = (
     f"the loss, the optimizer and what else is outside of modules; {COMPILED} all compiled parts."
 )
 HEADER = ("module", "calls", "forward ms", "backward ms", "share")
+
+
+def is_operator(event: Any) -> bool:
+    """Whether a profiler's row is an operator: no kernel, and no call that launches one or waits.
+
+    The time of a kernel is that of the operator that launched it.
+    """
+    is_on_host = event.device_type == DeviceType.CPU and not event.is_user_annotation
+    is_python = PYTHON_ROW.match(event.key) is not None
+    return is_on_host and not is_python and RUNTIME_ROW.match(event.key) is None
+
+
+def is_kernel(event: Any) -> bool:
+    """Whether a profiler's row is work of an accelerator."""
+    return event.device_type != DeviceType.CPU and not event.is_user_annotation
+
+
+def read_operators(rows: Iterable[Any], on_gpu: bool) -> list[dict[str, Any]]:
+    """Return the operators among a profiler's rows by self time, on a GPU that of their kernels."""
+    self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
+    operators = [
+        {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
+        for e in rows
+        if is_operator(e)
+    ]
+    return sorted(operators, key=lambda row: -row["seconds"])
+
+
+def operator_name(key: str) -> str:
+    """Return an operator's name; that of a compiled graph is shortened."""
+    call = re.match(r"^## Call CompiledFxGraph (\S+) ##$", key)
+    return f"{COMPILED_GRAPH} {call[1][:8]}" if call else key
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep torch.profiler from logging its start and stop to stderr, unless the user set that."""
+    was_unset = LOG_LEVEL_VARIABLE not in os.environ
+    os.environ.setdefault(LOG_LEVEL_VARIABLE, "6")
+    try:
+        yield
+    finally:
+        if was_unset:
+            os.environ.pop(LOG_LEVEL_VARIABLE, None)
+
+
+# -- by module -----------------------------------------------------------------------------------
 
 
 @dataclass

@@ -23,20 +23,17 @@ from runner.core.train.step import overrides_event
 from runner.core.train.timing import PHASES
 from runner.diagnose.debug.module_times import (
     COMPILED,
+    COMPILED_GRAPH,
     MODULES_NOTE,
     REST,
+    SMALL_OPERATOR_US,
     ModuleRanges,
     ModuleTime,
-    module_table,
-    read_modules,
-)
-from runner.diagnose.debug.operators import (
-    COMPILED_GRAPH,
-    SMALL_OPERATOR_US,
     is_kernel,
-    is_operator,
-    operator_name,
+    module_table,
     quiet_profiler,
+    read_modules,
+    read_operators,
 )
 from runner.diagnose.debug.sections import SectionTotals, collect
 from runner.diagnose.debug.tool import DebugTool
@@ -122,9 +119,8 @@ class StepMeasurements:
     @property
     def waits_for_data(self) -> bool:
         """Whether waiting for data dominates; never for data in memory."""
-        return (
-            self.host_bound and not self.in_memory and self.split.get("data", 0.0) > DATA_WAIT_SHARE
-        )
+        share = self.split.get("data", 0.0)
+        return self.host_bound and not self.in_memory and share > DATA_WAIT_SHARE
 
 
 def find_bottlenecks(measured: StepMeasurements) -> list[str]:
@@ -136,21 +132,16 @@ def find_bottlenecks(measured: StepMeasurements) -> list[str]:
         return texts
     parts = sorted(measured.split.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
-    operators = f"{measured.operators:,.0f} operators a step, " if measured.operators else ""
-    return [f"no bottleneck: {operators}{shares}" if shares else "too few steps for a result"]
+    return [f"no bottleneck: {shares}" if shares else "too few steps for a result"]
 
 
 def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
-    small = measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
+    small = measured.operators >= MANY_OPERATORS
+    small = small and measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
     operator, share = measured.operator, measured.operator_share
     if measured.stall_share > LARGE_OPERATOR_SHARE:
         yield _stall_text(measured)
-    elif (
-        measured.host_bound
-        and small
-        and measured.operators >= MANY_OPERATORS
-        and not measured.waits_for_data
-    ):
+    elif small and measured.host_bound and not measured.waits_for_data:
         fix = "a larger training.batch_size"
         if "whole_step" not in {*measured.techniques, *measured.not_applied}:
             fix = "optimization.whole_step.enabled=true"
@@ -159,10 +150,8 @@ def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
     elif measured.python_share > LARGE_OPERATOR_SHARE:
         yield _stall_text(measured)
     elif share > LARGE_OPERATOR_SHARE and WAIT_ROW.match(operator):
-        yield (
-            f"waiting for the other processes takes {measured.operator_ms:.3g} ms a step "
-            f"({operator}): the slowest one, or the network, is the limit"
-        )
+        times = f"{measured.operator_ms:.3g} ms a step ({operator})"
+        yield f"waiting for the other processes takes {times}: the slowest or the network limits"
     elif share > LARGE_OPERATOR_SHARE and not measured.waits_for_data:
         may_help = "amp" not in measured.techniques and not operator.startswith(COMPILED_GRAPH)
         fix = "; 16 bits may help: optimization.amp.enabled=true" if may_help else ""
@@ -177,18 +166,14 @@ def _stall_text(measured: StepMeasurements) -> str:
     if measured.stall_share > measured.python_share / 2:
         place = f"forward, in {measured.stalls_text()}"
     share = max(measured.python_share, measured.stall_share)
-    return (
-        f"{share:.0%} of step time is spent in Python outside of torch's operators, most in "
-        f"{place}: debug.profile.stacks=true shows where in the trace"
-    )
+    text = f"{share:.0%} of step time is spent in Python outside of torch's operators"
+    return f"{text}, most in {place}: debug.profile.stacks=true shows where in the trace"
 
 
 def _phase_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
     split = measured.split if measured.host_bound else {}
     if (share := split.get("data", 0.0)) > DATA_WAIT_SHARE:
-        fix = f"raise data.workers (now {measured.workers})"
-        if measured.workers >= measured.cores:
-            fix = f"all {measured.cores} cores fetch already; make samples cheaper to read"
+        fix = f"raise data.workers (now {measured.workers}), or make samples cheaper to read"
         if measured.in_memory:
             fix = "the data is in memory; use a larger training.batch_size"
         yield f"{share:.0%} of step time waits for data: {fix}"
@@ -196,10 +181,9 @@ def _phase_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
         fix = "raise monitoring.every and debug.every"
         yield f"{share:.0%} of step time is spent between steps, in hooks and the record: {fix}"
     if (share := split.get("optimizer", 0.0)) > LONG_PHASE_SHARE:
-        fix = "optimization.fused_optimizer.enabled=true"
-        if "fused_optimizer" in measured.techniques:
-            fix = "a larger training.batch_size needs fewer updates"
-        yield f"the optimizer takes {share:.0%} of a step: {fix}"
+        is_fused = "fused_optimizer" in measured.techniques
+        fix = "" if is_fused else "optimization.fused_optimizer.enabled=true, or "
+        yield f"the optimizer takes {share:.0%} of a step: {fix}a larger training.batch_size"
 
 
 class ProfileTool(DebugTool):
@@ -210,8 +194,8 @@ class ProfileTool(DebugTool):
     """
 
     name: ClassVar[str] = "profile"
-    SAVED = ("named_step", "trace_file", "trace_start", "trace_steps", "operators", "busy")
-    SAVED_LATER = ("modules",)  # not in checkpoints of earlier versions
+    # checkpoints of earlier versions lack `modules`
+    SAVED = "named_step trace_file trace_start trace_steps operators busy modules".split()
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
@@ -237,14 +221,11 @@ class ProfileTool(DebugTool):
     def state(self) -> dict[str, Any]:
         """Return the trace, and the step after which a window opens, also for one that is open."""
         next_step = self.window.first if self.window is not None else self.next_step
-        names = (*self.SAVED, *self.SAVED_LATER)
-        return {"next_step": next_step, **{name: getattr(self, name) for name in names}}
+        return {"next_step": next_step, **{name: getattr(self, name) for name in self.SAVED}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Profile the same steps, or none again."""
         for name in ("next_step", *self.SAVED):
-            setattr(self, name, state[name])
-        for name in self.SAVED_LATER:
             setattr(self, name, state.get(name, getattr(self, name)))
 
     @contextmanager
@@ -373,9 +354,6 @@ class ProfileTool(DebugTool):
             not_applied=sorted(row.name for row in run.unapplied_techniques if row.requested),
         )
 
-    def _operator_seconds(self) -> float:
-        return float(sum(row["seconds"] for row in self.operators))
-
     def _write_results(self, run: Run, collected: float) -> None:
         """Write the final verdict to TensorBoard and two files."""
         self._update_verdicts(run)
@@ -384,7 +362,8 @@ class ProfileTool(DebugTool):
         if self.operators:
             run.recorder.text("profile/trace", self._operator_table(), step)
         if self.modules:
-            run.recorder.text("profile/modules", self._module_table(), step)
+            modules = module_table([ModuleTime(**row) for row in self.modules])
+            run.recorder.text("profile/modules", modules, step)
         record = {
             "verdicts": self.verdicts,
             "facts": asdict(self.measurements),
@@ -401,10 +380,9 @@ class ProfileTool(DebugTool):
 
     def markdown(self, collected: float) -> str:
         """Return the report as Markdown; sections were collected for `collected` seconds."""
+        shares = {PHASE_NAMES.get(k, k): v for k, v in self.measurements.split.items() if v}
         split = [("a step", f"{self.measurements.step_ms:.3g} ms")]
-        split += [
-            (PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.measurements.split.items() if v
-        ]
+        split += [(name, f"{share:.1%}") for name, share in shares.items()]
         parts = [
             "# Profile",
             "\n".join(f"- {markdown.escape(text)}" for text in self.verdicts),
@@ -415,27 +393,21 @@ class ProfileTool(DebugTool):
             last = self.trace_start + self.trace_steps - 1
             parts += [f"## Steps {self.trace_start} to {last}, profiled", self._operator_table()]
         if self.modules:
-            parts += [self._module_table(), MODULES_NOTE]
+            parts += [module_table([ModuleTime(**row) for row in self.modules]), MODULES_NOTE]
         if self.trace_file:
             parts.append(f"To be opened in ui.perfetto.dev: `{self.trace_file}`")
         if self.totals.rows:
-            rows = [
-                (f"{t.name} {t.category}".strip(), float(t.calls), t.seconds)
-                for t in self.totals.by_time()
-            ]
+            totals = self.totals.by_time()
+            rows = [(f"{t.name} {t.category}".strip(), float(t.calls), t.seconds) for t in totals]
             parts += ["## Sections", time_table("section", rows, collected or 1.0)]
             parts.append("Of this process; sections in data workers are not seen.")
         return "\n\n".join(parts) + "\n"
 
-    def _module_table(self) -> str:
-        return module_table([ModuleTime(**row) for row in self.modules])
-
     def _operator_table(self) -> str:
-        """Return a table of the slowest operators by self time."""
         steps = max(1, self.trace_steps)
-        slowest = self.operators[:MAX_OPERATORS]
-        rows = [(row["name"], row["calls"] / steps, row["seconds"] / steps) for row in slowest]
-        return time_table("operator", rows, self._operator_seconds() / steps or 1.0)
+        rows = [(r["name"], r["calls"] / steps, r["seconds"] / steps) for r in self.operators]
+        total_s = sum(seconds for *_, seconds in rows)
+        return time_table("operator", rows[:MAX_OPERATORS], total_s or 1.0)
 
 
 def time_table(heading: str, rows: Iterable[tuple[str, float, float]], total_s: float) -> str:
@@ -515,17 +487,6 @@ class ProfilerWindow:
         return read_modules(events or (), on_gpu, self.recorded)
 
 
-def read_operators(rows: Iterable[Any], on_gpu: bool) -> list[dict[str, Any]]:
-    """Return the operators among a profiler's rows by self time, on a GPU that of their kernels."""
-    self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
-    operators = [
-        {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
-        for e in rows
-        if is_operator(e)
-    ]
-    return sorted(operators, key=lambda row: -row["seconds"])
-
-
 def operator_totals(
     operators: Sequence[Mapping[str, Any]], modules: Sequence[ModuleTime], steps: int
 ) -> dict[str, Any]:
@@ -539,12 +500,9 @@ def operator_totals(
         "stalls": {row.module: row.stall_ms for row in stalls},
     }
     if operators:
-        largest = operators[0]
-        totals["operator"], totals["operator_ms"] = (
-            largest["name"],
-            largest["seconds"] / steps * 1e3,
-        )
-        totals["operator_share"] = largest["seconds"] / (seconds or 1.0)
+        longest_s = operators[0]["seconds"]
+        totals["operator"], totals["operator_ms"] = operators[0]["name"], longest_s / steps * 1e3
+        totals["operator_share"] = longest_s / (seconds or 1.0)
     if own:
         totals["module"], totals["module_ms"] = own[0].module, own[0].total_ms
         totals["module_share"] = own[0].share

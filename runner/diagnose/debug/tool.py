@@ -38,9 +38,7 @@ class DebugTool(Hook):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        guards: dict[str, Callable[[Any], Any]] = dict.fromkeys(
-            (*Hook.EVENTS, "cost"), _guard_event
-        )
+        guards: dict[str, Any] = dict.fromkeys((*Hook.EVENTS, "cost"), _guard_event)
         guards |= {"due": _guard_due, "session": _guard_context, "around": _guard_context}
         for name in set(guards) & set(vars(cls)):
             setattr(cls, name, guards[name](vars(cls)[name]))
@@ -161,10 +159,8 @@ class DebugTool(Hook):
             return
         self.failure = f"{type(error).__name__}: {error}".partition("\n")[0]
         message, step = f"debug tool {self.name}: {self.failure}", run.progress.step
-        action = "tool disabled, the run continues"
-        run.history.add(
-            "tool_failed", message, step=step, category="code", action=action, error=error
-        )
+        history, action = run.history, "tool disabled, the run continues"
+        history.add("tool_failed", message, step=step, category="code", action=action, error=error)
 
 
 def _step_seconds(stopwatch: Stopwatch) -> dict[int, float]:

@@ -14,9 +14,13 @@ from runner.core.captures.manifest import list_captures
 from runner.core.config.run_config import RunConfig
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import replace_text
-from runner.diagnose.replay.attempt import has_same_numbers, is_spike
-from runner.diagnose.replay.capture_reader import Capture
-from runner.diagnose.replay.reopen import config_of, reopen_run
+from runner.diagnose.replay.reopen import (
+    Capture,
+    config_of,
+    has_same_numbers,
+    is_spike,
+    reopen_run,
+)
 from runner.diagnose.replay.results import (
     Attempt,
     Blame,
@@ -26,12 +30,7 @@ from runner.diagnose.replay.results import (
     StepPhase,
     largest_weight,
 )
-from runner.diagnose.replay.trace import (
-    explain_spike,
-    find_bad_weights,
-    trace_compiled,
-    trace_step,
-)
+from runner.diagnose.replay.trace import explain_spike, find_bad_weights, trace_compiled, trace_step
 
 log = logging.getLogger("runner")
 
@@ -64,9 +63,7 @@ CAPTURE = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else Path({capture!r
 os.chdir({folder!r})  # where the run's command was typed: paths in its config are relative to it
 sys.path += {paths!r}
 
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.attempt import make_attempt
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import make_attempt, open_capture, reopen_run
 
 FINDING = {finding!r}
 capture = open_capture(CAPTURE)
@@ -96,7 +93,8 @@ class Investigation:
         capture, manifest = self.capture, self.capture.manifest
         log.info("replay: step %d of %s, unchanged", manifest.step, manifest.name)
         baseline = self.make_attempt(())
-        self.techniques = baseline.techniques or self._enabled()
+        enabled = (n for n, t in self._config().optimization.techniques() if t.enabled)
+        self.techniques = baseline.techniques or [*enabled]
         blame = None
         if self.searches_techniques and baseline.bad and not self._has_bad_weights():
             blame = TechniqueSearch(baseline, self.make_attempt, seconds=self.budget_s).search()
@@ -122,20 +120,13 @@ class Investigation:
         self._write_script(replay, without)
         return replay
 
-    def _enabled(self) -> list[str]:
-        """Return all techniques that the config enables."""
-        techniques = self._config().optimization.techniques()
-        return [name for name, technique in techniques if technique.enabled]
-
     def _config(self) -> RunConfig:
         return config_of(self.capture, self.trusted)
 
     def _has_bad_weights(self) -> bool:
         """Whether weights were non-finite before the step, so that an earlier step is at fault."""
-        with reopen_run(self.capture, trusted=self.trusted, without=COMPILING_TECHNIQUES) as (
-            run,
-            _,
-        ):
+        off = COMPILING_TECHNIQUES
+        with reopen_run(self.capture, trusted=self.trusted, without=off) as (run, _):
             return find_bad_weights(run.model) is not None
 
     def _trace(self, blame: Blame | None) -> tuple[Cause, str, list[str]]:
@@ -175,9 +166,8 @@ class Investigation:
         return [rewriting, []] if rewriting else [[]]
 
     def _write_script(self, replay: Replay, without: Sequence[str]) -> None:
-        finding = (
-            "" if replay.found.phase is StepPhase.nowhere else mask_secrets(replay.found.cause)
-        )
+        is_found = replay.found.phase is not StepPhase.nowhere
+        finding = mask_secrets(replay.found.cause) if is_found else ""
         try:
             capture = Path(replay.capture)
             path = write_script(self.folder, capture, finding, self.trusted, without)
@@ -255,8 +245,9 @@ class TechniqueSearch:
         self.deadline = time.monotonic() + seconds
         self.trials: list[ReplayAttempt] = []
         self.attempts: dict[frozenset[str], Attempt] = {}
+        rank = {name: number for number, name in enumerate(SEARCH_ORDER)}
         candidates = [name for name in baseline.techniques if name not in OUTSIDE_THE_STEP]
-        self.names = sorted(candidates, key=lambda name: (_search_rank(name), name))
+        self.names = sorted(candidates, key=lambda name: (rank.get(name, -1), name))
 
     def search(self) -> Blame:
         """Search for the techniques to blame, and return the verdict."""
@@ -324,7 +315,3 @@ class TechniqueSearch:
         self, verdict: str, culprits: Collection[str] = (), single_causes: Collection[str] = ()
     ) -> Blame:
         return Blame(verdict, list(culprits), list(single_causes or culprits), self.trials)
-
-
-def _search_rank(name: str) -> int:
-    return SEARCH_ORDER.index(name) if name in SEARCH_ORDER else -1

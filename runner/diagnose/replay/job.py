@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -15,7 +15,7 @@ from rich.text import Text
 from runner.core.captures.manifest import find_capture
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import ConfigError, NotVerified, StorageError, WorkerFailure
-from runner.core.format import metric
+from runner.core.format import join_names, metric
 from runner.core.masking import mask_nested
 from runner.core.record import markdown, provenance, storage
 from runner.core.record.console import facts_table, plain_text, print_stdout
@@ -25,10 +25,15 @@ from runner.core.security.child_process import ChildContext, RequestProcess
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.secrets import environment_access, permitted_variables
-from runner.diagnose.replay.attempt import make_attempt, one_line_error
-from runner.diagnose.replay.capture_reader import open_capture
 from runner.diagnose.replay.investigation import Investigation
-from runner.diagnose.replay.reopen import config_of, reopen_run, with_weights
+from runner.diagnose.replay.reopen import (
+    config_of,
+    make_attempt,
+    one_line_error,
+    open_capture,
+    reopen_run,
+    with_weights,
+)
 from runner.diagnose.replay.results import Attempt, Replay, StepPhase
 
 
@@ -46,13 +51,15 @@ def main(config: RunConfig, folder: Path) -> Replay:
     config_of(capture, trusted)  # check it before using the capture
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
         capture = with_weights(capture, Path(temporary), trusted)
-        attempt = AttemptProcesses(capture.path, trusted, limit_s, Path(temporary) / "log")
+        log = Path(temporary) / "log"
+        attempt = partial(attempt_in_process, capture.path, trusted, limit_s, log)
         attribute, seconds = config.replay.attribute, 6 * limit_s
-        replay = Investigation(
-            capture, folder, attempt, trusted, attribute, seconds, capture_folder
-        ).investigate()
+        settings = attempt, trusted, attribute, seconds, capture_folder
+        replay = Investigation(capture, folder, *settings).investigate()
     try:
-        storage.write_json(folder / "replay.json", _as_dict(replay))
+        # NaN and Inf become text
+        record = {"verdict": replay.verdict, **json_safe(asdict(replay), str)}
+        storage.write_json(folder / "replay.json", record)
         storage.replace_text(folder / "replay.md", markdown_report(replay))
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror}") from error
@@ -74,28 +81,21 @@ def main(config: RunConfig, folder: Path) -> Replay:
     return replay
 
 
-@dataclass(frozen=True)
-class AttemptProcesses:
-    """Repeats a captured step, each time in its own process with the time limit `limit_s`."""
-
-    path: Path
-    trusted: Sequence[str]
-    limit_s: float
-    log: Path
-
-    def __call__(self, without: Collection[str]) -> Attempt:
-        """Repeat the step without these techniques."""
-        arguments = (self.path, list(self.trusted), sorted(without), permitted_variables())
-        process = RequestProcess(_send_attempt, arguments, self.log)
-        try:
-            process.start()
-            attempt: Attempt = process.answer(self.limit_s)
-            return attempt
-        except WorkerFailure as ended:
-            problem = f"not done within replay.timeout_s={self.limit_s:g}"
-            return Attempt(failed=problem if ended.status == "timeout" else ended.reason)
-        finally:
-            process.end()
+def attempt_in_process(
+    path: Path, trusted: Sequence[str], limit_s: float, log: Path, without: Collection[str]
+) -> Attempt:
+    """Repeat a captured step without these techniques, in a process of its own."""
+    arguments = (path, list(trusted), sorted(without), permitted_variables())
+    process = RequestProcess(_send_attempt, arguments, log)
+    try:
+        process.start()
+        attempt: Attempt = process.answer(limit_s)
+        return attempt
+    except WorkerFailure as ended:
+        problem = f"not done within replay.timeout_s={limit_s:g}"
+        return Attempt(failed=problem if ended.status == "timeout" else ended.reason)
+    finally:
+        process.end()
 
 
 def make_captured_attempt(path: Path, trusted: Sequence[str], without: Collection[str]) -> Attempt:
@@ -122,18 +122,11 @@ def _send_attempt(
 # -- the report: for the terminal (80 columns), and as replay.md ----------------------------------
 
 
-def _as_dict(replay: Replay) -> dict[str, Any]:
-    """Return all results as plain values; NaN and Inf become text."""
-    return {"verdict": replay.verdict, **json_safe(asdict(replay), str)}
-
-
 def _facts(replay: Replay) -> list[tuple[str, str]]:
-    """Return the short report as (name, value) lines."""
     cause, blame = replay.found, replay.blame
     numbers = f"loss {metric(replay.loss)}, gradient norm {metric(replay.grad_norm)}"
-    first = ", ".join(cause.parameters[:1]) + " first" * bool(cause.parameters)
-    first += f" and {len(cause.parameters) - 1} more" if cause.parameters[1:] else ""
-    not_finite = "not finite: " if first else ""
+    gradients = join_names(cause.parameters, 1)
+    samples = ", ".join(map(str, replay.samples[:10])) + " …" * (len(replay.samples) > 10)
     technique = "not searched" if blame is None else blame.verdict
     if cause.phase is StepPhase.weights and blame is None:
         technique += ": the fault is older than this step"
@@ -146,8 +139,8 @@ def _facts(replay: Replay) -> list[tuple[str, str]]:
         ("weights", cause.grown),
         ("operation", cause.operation),
         ("line", f"{cause.line}  {cause.line.source.strip()}" if cause.line else ""),
-        ("gradients", f"{not_finite}{first}"),
-        ("samples", f"{_list_numbers(replay.samples)} of the data set" if replay.samples else ""),
+        ("gradients", f"not finite, in this order: {gradients}" if gradients else ""),
+        ("samples", f"{samples} of the data set" if replay.samples else ""),
         ("looked at", replay.seen),
         ("technique", technique),
         *(("note", note) for note in cause.notes),
@@ -169,30 +162,21 @@ def terminal_report(replay: Replay) -> RenderableType:
 
 def markdown_report(replay: Replay) -> str:
     """Return the same as Markdown, for replay.md; replay.json has all numbers."""
-    parts = [
-        f"# Step {replay.step} of {markdown.escape(replay.run)}",
-        f"**{markdown.escape(replay.found.cause or 'Not found.')}**",
-        markdown.table(("", ""), _facts(replay)),
-    ]
+    cause = markdown.escape(replay.found.cause or "Not found.")
+    parts = [f"# Step {replay.step} of {markdown.escape(replay.run)}", f"**{cause}**"]
+    parts.append(markdown.table(("", ""), _facts(replay)))
     if replay.advice:
-        parts += [
-            "## What to do next",
-            "\n".join(f"- {markdown.escape(step)}" for step in replay.advice),
-        ]
+        steps = "\n".join(f"- {markdown.escape(step)}" for step in replay.advice)
+        parts += ["## What to do next", steps]
     if replay.script:
         parts += ["To repeat the step:", markdown.code(f"python {replay.script}", "sh")]
     return "\n\n".join(parts) + "\n"
 
 
 def _describe_reproduction(replay: Replay) -> str:
-    """State whether the step is bad again, and its numbers."""
     attempt = replay.attempt
     if attempt.failed:
         return f"not known: {attempt.failed}"
     numbers = f"loss {metric(attempt.loss)}, gradient norm {metric(attempt.grad_norm)}"
     answer = f"yes{', in the same numbers' * replay.same}" if replay.reproduced else "no"
     return f"{answer}: {attempt.error or numbers}"
-
-
-def _list_numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:10])) + (" …" if len(numbers) > 10 else "")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
-from runner.core.build.arguments import (
-    Loss,
-    check_model_arguments,
-    move_to_device,
-)
+from runner.core.build.arguments import Loss, check_model_arguments, move_to_device
 from runner.core.errors import CheckpointError
 from runner.core.preserved_state import preserve_random_state
 from runner.core.record.text import shorten
-from runner.diagnose.replay.capture_reader import open_capture
+from runner.core.train.run_state import restore_random_state
+from runner.diagnose.replay.reopen import open_capture
 from runner.diagnose.replay.results import Cause
 from runner.diagnose.replay.trace import trace_step
 from runner.loops.optimize import LazyRun
@@ -32,8 +27,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
     `path` is the capture's folder, `model` has the same architecture (a copy gets the step's
     weights, if the capture has them), `loss_fn(output, target)` is the loop's loss. Random
     generators start from their state at the end of the previous step, the device's too if the model
-    is on the same kind of device. Raises CheckpointError, SecurityError or
-    UsageError.
+    is on the same kind of device. Raises CheckpointError, SecurityError or UsageError.
     """
     check_model_arguments("replay_step", model, loss_fn=loss_fn)
     capture = open_capture(Path(path))
@@ -59,9 +53,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
                 if (before := device_random_state(device)) is not None:
                     scope.callback(set_device_random_state, device, before)
                 set_device_random_state(device, device_state)
-            torch.set_rng_state(capture.random["torch"])
-            random.setstate(capture.random["python"])
-            np.random.set_state(capture.random["numpy"])
+            restore_random_state(capture.random)
             return trace_step(run, move_to_device((inputs, target), run.device.torch))
         finally:
             lazy.close()

@@ -14,25 +14,26 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.core.data.order import mix
-from runner.core.format import metric
+from runner.core.format import join_names, metric
 from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.nested import named_leaves
 from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
 from runner.core.techniques import compiler
 from runner.core.train.step import forward_backward
-from runner.diagnose.replay.attempt import one_line_error
-from runner.diagnose.replay.capture_reader import Capture
+from runner.diagnose.replay.reopen import Capture, one_line_error
 from runner.diagnose.replay.results import (
     Cause,
     Ratio,
     StepPhase,
     finiteness,
+    location_in_trace,
     non_finite_samples,
     non_finite_state,
+    raising_line,
+    read_source_line,
     tensor_stats,
 )
-from runner.diagnose.replay.source_line import location_in_trace, raising_line, read_source_line
 from runner.diagnose.replay.tracer import ModuleFrame, NonFiniteEvent, Tracer, name_arguments
 
 MAX_SAMPLES = 4096  # above this number, losses per sample are not computed
@@ -55,13 +56,17 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
     tracer = Tracer(run.model, _batch_tensors(batch))
     bad_gradients: list[str] = []  # parameters with a bad gradient, in backward order
 
-    def record_gradient(name: str, gradient: Tensor) -> None:
-        if finiteness(gradient) and name not in bad_gradients:
+    def record_gradient(name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and finiteness(gradient) and name not in bad_gradients:
             bad_gradients.append(name)
 
     try:
         with ExitStack() as stack:
-            _hook_gradients(run.model, stack, record_gradient)
+            for name, parameter in run.model.named_parameters():
+                if parameter.requires_grad:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    stack.callback(register(partial(record_gradient, name)).remove)
             stack.enter_context(track_modules(tracer))
             stack.enter_context(tracer)
             step = forward_backward(run, batch)
@@ -74,31 +79,14 @@ def trace_step(run: Run, batch: Batch, track_modules: TrackModules = Tracer.trac
             parameter.grad = None
 
 
-def _hook_gradients(
-    model: nn.Module, stack: ExitStack, record: Callable[[str, Tensor], object]
-) -> None:
-    """Call `record(name, gradient)` for each parameter, in backward order."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-
-            def hook(p: Tensor, name: str = name) -> None:
-                if p.grad is not None:
-                    record(name, p.grad)
-
-            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            stack.callback(handle.remove)
-
-
 def find_bad_weights(model: nn.Module) -> Cause | None:
     """Return the cause if weights or buffers were non-finite before the step; else None."""
     bad = non_finite_state(model)
     if not bad:
         return None
     cause = _state_cause(StepPhase.weights, model, "was not finite before the step")
-    others = [f"{what} of {owner or 'the model'}" for what, owner, _ in bad[1:6]]
-    if others:
-        more = f" and {len(bad) - 6} more" if len(bad) > 6 else ""
-        cause.notes.append(f"not finite either: {', '.join(others)}{more}")
+    if others := [f"{what} of {owner or 'the model'}" for what, owner, _ in bad[1:]]:
+        cause.notes.append(f"not finite either: {join_names(others)}")
     return cause
 
 
@@ -142,7 +130,6 @@ def _sample_losses(run: Run, batch: Batch) -> dict[int, float]:
 
 
 def _module_label(name: str, module: nn.Module) -> str:
-    """Format a module's name with its class."""
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
@@ -163,7 +150,6 @@ def _state_cause(phase: StepPhase, model: nn.Module, problem: str) -> Cause:
 
 
 def _exception_cause(error: Exception, tracer: Tracer) -> Cause:
-    """Describe where an exception was raised."""
     frame = tracer.backward_frame if tracer.raised is None else tracer.raised[1]
     text = one_line_error(error)
     cause = Cause(StepPhase.exception, f"outside the model: {text}")
@@ -202,10 +188,8 @@ def _find_cause(
     cause.parameters = bad_gradients
     scale = run.update.scale
     if scale is not None and cause.phase in (StepPhase.backward, StepPhase.loss):
-        cause.notes.append(
-            f"the loss was scaled by {float(scale.value):g} for float16: occasional overflows "
-            "calibrate the scale, and the update is skipped"
-        )
+        note = f"the loss was scaled by {float(scale.value):g} for float16"
+        cause.notes.append(f"{note}: an occasional overflow calibrates the scale, and is skipped")
     return cause
 
 

@@ -33,12 +33,13 @@ from runner.diagnose.replay.results import (
     FINITE,
     INF,
     NAN,
+    SourceLocation,
     TensorStats,
+    current_location,
     finiteness,
     non_finite_samples,
     tensor_stats,
 )
-from runner.diagnose.replay.source_line import SourceLocation, current_location
 
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 """Operations that return uninitialised memory."""
@@ -131,7 +132,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return root if root is not None and (root.operation or root.batch_tensor) else None
 
     def _assign(self, tensor: Tensor, event: NonFiniteEvent) -> None:
-        """Assign the tensor's non-finite values to the event."""
         self.origins.setdefault(_storage_key(tensor), []).append((event, _positions(tensor)))
 
     def _find(self, tensor: Tensor) -> NonFiniteEvent | None:
@@ -240,7 +240,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(self.stack) and self.stack[-1].node is node
 
     def _owner(self) -> Owner:
-        """Return the owner of the running operation."""
         node = _current_node()
         if self.forced_owner is not None:
             frame, location = self.forced_owner

@@ -21,8 +21,7 @@ from runner.core.checkpoint.manifest import read_manifest
 from runner.core.config.groups import CONF
 from runner.core.interfaces.run import Run
 from runner.core.train.step import forward_backward
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import open_capture, reopen_run
 from tests import forks
 
 ARCHIVE = Path(__file__).parent / "earlier_version.tar.xz"

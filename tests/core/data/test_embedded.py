@@ -19,7 +19,7 @@ from runner.core.schemas.data import (
     Synthetic,
     SyntheticForm,
 )
-from runner.datasets.stdlib import read_stdlib, stdlib_parts, stdlib_text
+from runner.datasets.text import read_stdlib, stdlib_parts, stdlib_text
 
 
 def test_digits_are_ink_from_0_to_1_and_ten_classes() -> None:

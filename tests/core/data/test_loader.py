@@ -18,7 +18,7 @@ from runner.core.data.loader import BatchLoader
 from runner.core.errors import ConfigError, DataError
 from runner.core.schemas.data import DataConfig, Digits, Images, StdlibText
 from runner.datasets.images import ImageFolder
-from runner.datasets.stdlib import stdlib_text
+from runner.datasets.text import stdlib_text
 
 Load = Callable[..., BatchLoader]
 Same = Callable[[Any, Any], bool]

@@ -21,8 +21,7 @@ from runner.core.data.split import split_classes, split_groups, split_times
 from runner.core.errors import ConfigError, DataError
 from runner.core.jobs import evaluate
 from runner.core.record import storage
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import open_capture, reopen_run
 from tests import runs
 
 TABLE = ("data=tabular", "data.target=y", "model=mlp", "model.width=8", "optimization=none")

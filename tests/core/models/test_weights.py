@@ -27,8 +27,7 @@ from runner.core.models.weights import KEY, Shard, StoredWeights, load_initial_w
 from runner.core.record.summary import Summary
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.files.policy import FilePolicy
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import open_capture, reopen_run
 
 QUIET = """data=cancer model.width=8 optimization=none monitoring.progress=false training.steps=6
  schedule=constant device.threads=1""".split()

@@ -19,8 +19,7 @@ from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.train.step import forward_backward
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import open_capture, reopen_run
 from tests.diagnose.captures.captured_runs import Taker, forge
 
 from . import steps

@@ -14,7 +14,7 @@ from runner.core.captures.manifest import list_captures
 from runner.core.checkpoint.manifest import to_checksummed_json
 from runner.core.interfaces.hook import Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run
-from runner.diagnose.replay.capture_reader import Capture, open_capture
+from runner.diagnose.replay.reopen import Capture, open_capture
 from tests import runs
 
 TRUSTED = ["my_package", "captured_models"]

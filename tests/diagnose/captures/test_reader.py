@@ -12,7 +12,7 @@ import torch
 from runner.core.captures.manifest import list_captures
 from runner.core.errors import CheckpointError, SecurityError
 from runner.core.security.files.file_bytes import hash_file
-from runner.diagnose.replay.capture_reader import open_capture
+from runner.diagnose.replay.reopen import open_capture
 from tests.core.security.planted import Mark
 from tests.diagnose.captures.captured_runs import forge
 

@@ -12,8 +12,7 @@ import torch
 from runner.core.captures.manifest import CapturedWeights, list_captures
 from runner.core.errors import ConfigError, SecurityError
 from runner.core.train.step import forward_backward
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.reopen import reopen_run, with_weights
+from runner.diagnose.replay.reopen import open_capture, reopen_run, with_weights
 from tests.diagnose.captures.captured_runs import SKIPPED, TRUSTED, Taker, forge, taken, trained
 
 CASES = {

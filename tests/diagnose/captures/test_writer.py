@@ -11,8 +11,7 @@ import torch
 from runner import train
 from runner.core.captures.manifest import CapturedWeights, list_captures
 from runner.core.train.step import forward_backward
-from runner.diagnose.replay.capture_reader import open_capture
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import open_capture, reopen_run
 from tests import runs
 from tests.diagnose.captures.captured_runs import OURS, TRUSTED, Taker, trained
 

@@ -272,7 +272,7 @@ def test_a_trace_needs_a_folder_and_no_other_profiler(tmp_path: Path) -> None:
     for folder, problem in (
         (tmp_path / "file", "is a file"),
         (tmp_path / "link", "is a link"),
-        ("", "must be a path"),
+        ("", "must be the name of a folder"),
         (3, "must be a path"),
     ):
         with pytest.raises(UsageError, match=problem), Debugger().trace(folder):  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from runner.core.build.setup import Components
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig
-from runner.diagnose.debug.operators import is_operator, operator_name
+from runner.diagnose.debug.module_times import is_operator, operator_name
 from runner.diagnose.debug.profile import (
     ProfilerWindow,
     ProfileTool,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.diagnose.replay.job import AttemptProcesses, make_captured_attempt
+from runner.diagnose.replay import job
 from tests.diagnose.replay.replays import HERE, Captured, capture_first
 
 
@@ -20,10 +20,10 @@ def _own_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are made in this process, which takes a tenth of the time."""
 
-    def attempt(self: AttemptProcesses, without: Any) -> Any:
-        return make_captured_attempt(self.path, self.trusted, without)
+    def attempt(path: Path, trusted: Any, limit_s: float, log: Path, without: Any) -> Any:
+        return job.make_captured_attempt(path, trusted, without)
 
-    monkeypatch.setattr(AttemptProcesses, "__call__", attempt)
+    monkeypatch.setattr(job, "attempt_in_process", attempt)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,7 @@ from runner.core.errors import GaveUp
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.run import Run
 from runner.diagnose.replay import job
-from runner.diagnose.replay.capture_reader import Capture, open_capture
-from runner.diagnose.replay.reopen import reopen_run
+from runner.diagnose.replay.reopen import Capture, open_capture, reopen_run
 
 HERE = Path(__file__).parent
 TRUSTED = ["faulty_models", "seeded_models"]

@@ -15,7 +15,7 @@ import pytest
 from runner.core.errors import NotVerified
 from runner.core.record.summary import Summary
 from runner.diagnose.replay.investigation import BAD_EXIT_CODE
-from runner.diagnose.replay.job import AttemptProcesses
+from runner.diagnose.replay.job import attempt_in_process
 from runner.diagnose.replay.results import StepPhase
 from tests import runs
 from tests.diagnose.replay.replays import AMP, OVERRIDES, POISON, ROWS, Captured, line_of, replay
@@ -115,7 +115,7 @@ def test_an_attempt_that_hangs_is_ended_with_all_that_it_started(
 ) -> None:
     path, note = captured(POISON, "+model.part=hangs"), tmp_path / "pid"
     monkeypatch.setenv("FAULTY_HANGS", str(note))
-    result = AttemptProcesses(path, ["faulty_models"], 30, tmp_path / "log")([])
+    result = attempt_in_process(path, ["faulty_models"], 30, tmp_path / "log", [])
     assert "not done within replay.timeout_s=30" in result.failed
     started = int(note.read_text())
     assert not psutil.pid_exists(started) or psutil.Process(started).status() == "zombie"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runner.core.format import metric
 from runner.core.train.step import forward_backward
-from runner.diagnose.replay.attempt import make_attempt
+from runner.diagnose.replay.reopen import make_attempt
 from runner.diagnose.replay.results import StepPhase
 from runner.diagnose.replay.trace import explain_spike, trace_compiled, trace_step
 from runner.diagnose.replay.tracer import Tracer

@@ -18,9 +18,17 @@ from runner.core.errors import NotVerified, StorageError
 from runner.core.record.console import EscapingConsole
 from runner.core.schemas.optimization import Optimization
 from runner.core.techniques import compiler
-from runner.diagnose.doctor import environment
-from runner.diagnose.doctor.environment import GIB, MIB, CheckStatus, DoctorCheck
-from runner.diagnose.doctor.job import DoctorReport, examine_machine, main, render_doctor_report
+from runner.diagnose import doctor
+from runner.diagnose.doctor import (
+    GIB,
+    MIB,
+    CheckStatus,
+    DoctorCheck,
+    DoctorReport,
+    examine_machine,
+    main,
+    render_doctor_report,
+)
 from tests import runs
 
 
@@ -90,15 +98,15 @@ def test_the_worst_check_is_the_status_and_text_in_brackets_is_shown_as_it_is(re
 
 
 def test_python_and_packages_are_compared_with_what_the_project_needs():
-    supported = environment.read_requirements()[1]
+    supported = doctor.read_requirements()[1]
     versions = ((3, 11, 0), (3, 14, 0), (3, 10, 9))
-    checks = [environment.check_python(version, supported).status for version in versions]
+    checks = [doctor.check_python(version, supported).status for version in versions]
     assert checks == [CheckStatus.ok, CheckStatus.fail, CheckStatus.fail]
-    check = environment.check_packages(["no-such-package-zz>=2", "numpy>=9999", "torch>=2.11"])
+    check = doctor.check_packages(["no-such-package-zz>=2", "numpy>=9999", "torch>=2.11"])
     assert check.status is CheckStatus.fail
     assert "numpy>=9999 is needed, found" in check.finding
     assert check.fix == "pip install 'no-such-package-zz>=2' 'numpy>=9999'"
-    assert environment.check_packages([]).status is CheckStatus.warn
+    assert doctor.check_packages([]).status is CheckStatus.warn
 
 
 def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
@@ -108,7 +116,7 @@ def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
         (tmp_path / name).chmod(0o755)
     works, broken = tmp_path / "works", tmp_path / "broken"
     good, bad, absent = (
-        next(iter(environment.check_compilers("cpu", environ)))
+        next(iter(doctor.check_compilers("cpu", environ)))
         for environ in ({"CXX": str(works)}, {"CXX": str(broken)}, {"PATH": str(tmp_path)})
     )
     assert good.status is CheckStatus.ok and good.finding == f"{works}: my compiler 1.2"
@@ -121,7 +129,7 @@ def test_a_compiler_that_tells_its_version_but_compiles_nothing_is_no_compiler(t
     path = tmp_path / "c++"
     path.write_text(f'#!/bin/sh\ntest "$1" = --version && echo 12.2 && exit 0\n{end}\n')
     path.chmod(0o755)
-    check = next(iter(environment.check_compilers("cpu", {"CXX": str(path)})))
+    check = next(iter(doctor.check_compilers("cpu", {"CXX": str(path)})))
     assert check.status is CheckStatus.warn and "compile" in check.finding
     assert ("cc1plus" in check.finding) == ("cc1plus" in end)
 
@@ -129,52 +137,52 @@ def test_a_compiler_that_tells_its_version_but_compiles_nothing_is_no_compiler(t
 @pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30), "loop/cache"])
 def test_a_cache_folder_that_cannot_exist_is_a_warning(tmp_path, name):
     (tmp_path / "loop").symlink_to("loop")
-    check = environment.check_compile_cache({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name)})
+    check = doctor.check_compile_cache({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name)})
     assert check.status is CheckStatus.warn and "cannot be written" in check.finding
 
 
 def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, monkeypatch):
     monkeypatch.delenv(compiler.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    check = environment.check_compile_cache(os.environ)
+    check = doctor.check_compile_cache(os.environ)
     assert not any(tmp_path.iterdir())
     with ExitStack() as scope:
         compiler.prepare(scope)
         assert check.finding == os.environ[compiler.CACHE_VARIABLE]
     Path(check.finding).chmod(0o777)  # a run does not use code that others may have written
-    assert environment.check_compile_cache(os.environ).status is CheckStatus.warn
+    assert doctor.check_compile_cache(os.environ).status is CheckStatus.warn
     (tmp_path / "file").write_text("")
     taken = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "cache")}
-    check = environment.check_compile_cache(taken)
+    check = doctor.check_compile_cache(taken)
     assert check.status is CheckStatus.warn and "TORCHINDUCTOR_CACHE_DIR" in check.fix
 
 
 def test_an_outputs_folder_is_checked_but_not_made(tmp_path):
     outputs = tmp_path / "outputs"
-    assert environment.check_disk(outputs / "runs").finding.endswith(str(Path("outputs") / "runs"))
+    assert doctor.check_disk(outputs / "runs").finding.endswith(str(Path("outputs") / "runs"))
     assert not outputs.exists()
     outputs.write_text("a file")
-    assert environment.check_disk(outputs / "runs").status is CheckStatus.fail
+    assert doctor.check_disk(outputs / "runs").status is CheckStatus.fail
 
 
 def test_a_shortage_is_a_warning_with_a_fix(monkeypatch, report):
     names = {"shared memory", "memory", "open files", "load"}
     assert names <= {check.name for check in report.checks}
-    monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: 64 * MIB)
-    monkeypatch.setattr(environment.memory, "available_bytes", lambda: GIB - 1)
+    monkeypatch.setattr(doctor.memory, "shared_memory_bytes", lambda: 64 * MIB)
+    monkeypatch.setattr(doctor.memory, "available_bytes", lambda: GIB - 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * GIB, 8 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "getloadavg", lambda: (4.1, 0.0, 0.0))
     gpu = SimpleNamespace(kind="cuda", torch=torch.device("cuda"))
-    short = list(environment.check_limits(gpu))
+    short = list(doctor.check_limits(gpu))
     assert {check.name for check in short} == {*names, "GPU memory"}
     assert all(check.status is CheckStatus.warn and check.fix for check in short)
-    monkeypatch.setattr(environment.memory, "shared_memory_bytes", lambda: None)
-    monkeypatch.setattr(environment.memory, "available_bytes", lambda: GIB)
+    monkeypatch.setattr(doctor.memory, "shared_memory_bytes", lambda: None)
+    monkeypatch.setattr(doctor.memory, "available_bytes", lambda: GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 8 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (4.0, 0.0, 0.0))
-    assert {(check.status, check.fix) for check in environment.check_limits(gpu)} == {
+    assert {(check.status, check.fix) for check in doctor.check_limits(gpu)} == {
         (CheckStatus.ok, "")
     }

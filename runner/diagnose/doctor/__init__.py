@@ -1,1 +1,0 @@
-"""Checks of `job=doctor`: packages, environment, and links between processes."""
