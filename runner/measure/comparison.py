@@ -16,11 +16,7 @@ from runner.core.interfaces.objective import rises_by_name
 from runner.core.record.hydra_files import read_flat_config
 from runner.core.record.text import json_safe
 from runner.measure.benchmark.result import BenchmarkResult
-from runner.measure.comparison_row import (
-    SUMMARY_PATHS,
-    ComparisonRow,
-    text_at,
-)
+from runner.measure.comparison_row import SUMMARY_PATHS, ComparisonRow, text_at
 from runner.measure.naming import compares_speed
 from runner.measure.replicates import merge_replicates
 
@@ -148,6 +144,7 @@ def compare_arms(result: BenchmarkResult, folder: Path | None) -> Comparison:
             arm.name,
             arm.folder or "",
             arm,
+            claim=arm.claim,
         )
         for arm in result.arms
     ]

@@ -99,7 +99,7 @@ class ComparisonRow:
     measured: ArmResult | None = None  # in a benchmark
     judged_on: str = ""  # data (and objective): metrics are comparable only if equal
     workload: str = ""  # device, data and model
-    claim: str = ""  # of a sweep's row measured in turns: faster | slower | same | ""
+    claim: str = ""  # measured in turns: faster | slower | same | ""
     device: str = ""  # the GPUs that a sweep assigned to it
     # for a configuration that ran several times; see `Comparison.by_configuration`
     averaged_over: str = ""  # what the mean is taken over: `3 seeds`

@@ -48,7 +48,6 @@ MAX_OVERRUN = 1.5  # times the budget; a measurement still running then is stopp
 ROUND_S, FINAL_S = 10.0, 6.0  # seconds of measuring: maximum of a round, minimum of a final
 ROUND_HALF_WIDTH, FINAL_HALF_WIDTH = 0.05, 0.02  # target half-widths of the intervals
 MIN_TURN_STEPS = 3  # however slow
-MIN_COMPILE_RUN_S = 30.0  # seconds; in shorter runs candidates that compile are not tried
 MIN_SAVING_RATIO = 10.0  # time that a candidate saves over the time of its parity check
 
 CheckParity = Callable[[Arm, Mapping[str, Any], float], ParityVerdict]
@@ -166,12 +165,9 @@ class Search:
             return result
         result.chosen, result.techniques = chosen.name, chosen.techniques
         low, high = chosen.final_interval or (0.0, 0.0)
-        processes = "one process each, so without variation between processes"
-        if chosen.final_processes > 1:
-            processes = f"{chosen.final_processes} processes of each"
         result.reason = (
             f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
-            f"{chosen.final_blocks} blocks, {processes}), "
+            f"{chosen.final_blocks} blocks, processes of each: {chosen.final_processes}), "
             f"{chosen.gain:.2f} times over {self.steps:,} steps "
             f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
         )
@@ -190,9 +186,6 @@ class Search:
         measuring_s = max(FINAL_S, min_blocks(self.options.alpha) * arms * turn_s)
         return max(0.0, self._remaining_s() - measuring_s - arms * self.start_s)
 
-    def _seconds_until_stop(self) -> float:
-        return max(0.0, self._remaining_s(MAX_OVERRUN))
-
     # -- rounds and final ----------------------------------------------------------------------
 
     def _run_rounds(self) -> list[Candidate]:
@@ -200,18 +193,13 @@ class Search:
 
         They are the best `FINALISTS`, and the best one that does not compile: it always starts.
         """
-        none_s = self.steps * self.step_s
-        for row in self.candidates:
-            if row.compiles and none_s < MIN_COMPILE_RUN_S:
-                row.why = f"compiling does not pay back in a run of {none_s:.0f} s"
         # the plainest, then the largest first of those that start fast, then of the others
         order = {row.name: (row.compiles, -len(row.techniques)) for row in self.candidates[1:]}
         queue = sorted(self.candidates, key=lambda row: order.get(row.name, (False, -math.inf)))
-        queue, measured = [row for row in queue if not row.why], []
+        measured = []
         while group := self._next_group(queue):
             queue = [row for row in queue if row not in group]
-            seconds = min(ROUND_S, max(0.0, self._remaining_s()))
-            round_ = self._measure(group, seconds)
+            round_ = self._measure(group, min(ROUND_S, max(0.0, self._remaining_s())))
             for row in group:
                 if row.state == "measured":
                     ratio = row.round_ratio = round_.measurements.estimates[row.name].ratio
@@ -240,14 +228,17 @@ class Search:
 
     def _measure(self, rows: Sequence[Candidate], seconds: float, final: bool = False) -> Round:
         """Measure `none` and `rows` in the same blocks, in new processes; a final has a control."""
-        settings = replace(self.options.settings, narrow=FINAL_HALF_WIDTH)
-        if not final:
-            settings = replace(settings, narrow=ROUND_HALF_WIDTH, processes=1)
+        narrow, processes = ROUND_HALF_WIDTH, 1
+        if final:
+            narrow, processes = FINAL_HALF_WIDTH, self.options.settings.processes
+        settings = replace(self.options.settings, narrow=narrow, processes=processes)
 
         def limit_s(name: str) -> float | None:
             if name == NONE:
                 return None
-            return self._seconds_until_stop() if final else self._seconds_until_final()
+            if final:
+                return max(0.0, self._remaining_s(MAX_OVERRUN))
+            return self._seconds_until_final()
 
         options = replace(self.options, settings=settings, start_limit_s=limit_s)
         names = [NONE, *([CONTROL_ARM] if final else []), *(row.name for row in rows)]
@@ -264,8 +255,8 @@ class Search:
             self.step_s = median(turn.median_ms for turn in turns) / 1e3
         for row in rows:
             row.state, row.why = "measured", ""
-            if row.name in round_.failures:
-                row.state, row.why = "ended", round_.describe_failure(row.name).partition(": ")[2]
+            if failure := round_.failures.get(row.name):
+                row.state, row.why = "ended", f"{failure.status}: {failure.reason}"
             row.extra_seconds = max(0.0, starts.get(row.name, 0.0) - self.start_s)
             if row.compiles and row.name in starts:
                 self.compiling_s = row.extra_seconds
@@ -296,10 +287,9 @@ class Search:
             if none_s > row.run_seconds(none_s, low) and row.gain > 1 + self.noise_floor:
                 faster.append((row.gain, row))
         limit = EQUAL_GAIN_SHARE * max((gain for gain, _ in faster), default=0.0)
-        tied = [row for gain, row in faster if gain >= limit]  # of these the plainest is first
-        tied.sort(key=lambda row: (row.compiles, len(row.techniques)))
-        slower = sorted((x for x in faster if x[0] < limit), key=lambda x: -x[0])
-        for row in [*tied, *(row for _, row in slower)]:
+        # of those that tie the plainest is first
+        faster.sort(key=lambda x: (-min(x[0], limit), x[1].compiles, len(x[1].techniques)))
+        for _, row in faster:
             if self._passes_parity(row, round_):
                 for other in rows:
                     if other.state == "measured":
@@ -311,13 +301,13 @@ class Search:
     def _passes_parity(self, row: Candidate, round_: Round) -> bool:
         """Check numerical parity, within a time limit that depends on how much the row saves."""
         saved_s = self.steps * self.step_s * (1 - 1 / (row.gain or 1.0))
-        limit_s = max(self._seconds_until_stop(), saved_s / MIN_SAVING_RATIO)
+        limit_s = max(0.0, self._remaining_s(MAX_OVERRUN), saved_s / MIN_SAVING_RATIO)
         self.options.announce(f"{row.name}: checking parity, for {limit_s:.0f} s at most")
         choices = collect_choices(round_.results.get(row.name))
         verdict = self.check_parity(self.arms[row.name], choices, limit_s)
         row.parity, row.parity_reason = verdict.parity, verdict.reason
-        self.options.announce(f"{row.name}: parity: {row.parity or 'not known'} ({verdict.reason})")
+        outcome = f"parity: {row.parity or 'not known'} ({row.parity_reason})"
+        self.options.announce(f"{row.name}: {outcome}")
         if row.parity in (None, "FAIL"):
-            wrong = "wrong" if row.parity else "not known"
-            row.state, row.why = "out", f"its numbers are {wrong}: {row.parity_reason}"
+            row.state, row.why = "out", outcome
         return row.state != "out"

@@ -23,7 +23,6 @@ from runner.core.record.text import escape_control_chars as escape
 from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm, check_budget, reference_arm
 from runner.measure.benchmark.blocks import INTERRUPTED, Turn, WorkerResults, WorkerSetup
-from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.parity_checker import ParityChecker, ParityVerdict
 from runner.measure.benchmark.result import (
     DONE,
@@ -33,6 +32,7 @@ from runner.measure.benchmark.result import (
     BenchmarkResult,
     Control,
     Load,
+    machine_facts,
 )
 from runner.measure.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.measure.benchmark.statistics import (

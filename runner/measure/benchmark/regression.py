@@ -16,8 +16,7 @@ from runner.core.errors import ConfigError, StorageError
 from runner.core.record.text import escape_control_chars as escape
 from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import compose_arms
-from runner.measure.benchmark.machine import machine_differences, machine_facts
-from runner.measure.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
+from runner.measure.benchmark.result import DONE, ArmResult, BenchmarkResult, Load, machine_facts
 from runner.measure.benchmark.statistics import (
     ONE_PROCESS_NOISE,
     Estimate,
@@ -29,6 +28,9 @@ KEY = "benchmark.baseline"
 PARITY_ORDER = ("exact", "explained by precision", "FAIL")  # best to worst
 MEMORY_NOISE_BYTES = 16 << 20  # more than the memory of two equal runs differs by
 QUIET_LOAD = 0.05  # share of CPUs used by others, up to which absolute times are judged
+
+FACTS = "cpu cores memory_gib platform device device_name device_memory_gib threads".split()
+"""Facts that must be equal for two machines to be comparable; the torch version is not one."""
 
 ArmPair = tuple[ArmResult, ArmResult]  # (current, baseline)
 
@@ -73,12 +75,12 @@ def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkR
         return None
     try:
         baseline = BenchmarkResult.read(Path(settings.baseline))
+        for number, arm in enumerate(baseline.arms):
+            if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
+                damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
+                raise StorageError(f"{settings.baseline} is damaged: {damage}")
     except StorageError as error:
         raise ConfigError(KEY, escape(str(error)), "name a benchmark.json or its folder") from error
-    for number, arm in enumerate(baseline.arms):
-        if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
-            damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
-            raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
     _check_machine(baseline, machine_facts())
     stored_names = [arm.name for arm in baseline.arms]
     if not set(stored_names) & set(names):
@@ -88,7 +90,12 @@ def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkR
 
 
 def _check_machine(baseline: BenchmarkResult, current: dict[str, Any]) -> None:
-    differences = machine_differences(current, baseline.machine)
+    was = baseline.machine
+    differences = [
+        f"{key.replace('_', ' ')} is {current[key]}, was {was[key]}"
+        for key in FACTS
+        if key in current and key in was and current[key] != was[key]
+    ]
     if differences:
         problem = f"was measured on another machine: {escape('; '.join(differences))}"
         raise ConfigError(KEY, problem, "measure a new baseline on this machine")
@@ -106,8 +113,7 @@ def compare_with_baseline(
         result.notes.append(escape(f"torch is {torch}, was {baseline_torch}"))
     for arm, baseline_arm in pairs:
         if arm.status != DONE and baseline_arm.status == DONE:
-            failure = escape(f"{arm.name} ended: {arm.status}: {arm.reason}")
-            result.regressions.append(failure)
+            result.regressions.append(escape(f"{arm.name} ended: {arm.status}: {arm.reason}"))
     _compare_times(current, baseline, pairs, settings.tolerance, result)
     for arm, baseline_arm in pairs:
         result.regressions += map(escape, _compare_results(arm, baseline_arm, settings.tolerance))
@@ -125,14 +131,13 @@ def _pair_arms(
         if baseline_arm is None:
             result.notes.append(escape(f"{arm.name} is not in the baseline"))
             continue
-        values = {"its overrides": " ".join(arm.overrides), **arm.config}
-        stored = {"its overrides": " ".join(baseline_arm.overrides), **baseline_arm.config}
+        values = {"its command": " ".join(arm.overrides), **arm.config}
+        stored = {"its command": " ".join(baseline_arm.overrides), **baseline_arm.config}
         keys = (key for key in values if key in stored and values[key] != stored[key])
         if (key := next(keys, None)) is None:
             pairs.append((arm, baseline_arm))
             continue
-        verb, past = ("are", "were") if key == "its overrides" else ("is", "was")
-        difference = f"{key} {verb} {values[key]}, {past} {stored[key]}"
+        difference = f"{key} is {values[key]}, was {stored[key]}"
         result.notes.append(escape(f"{arm.name} is not compared: {difference}"))
     result.notes += [escape(f"{name} is only in the baseline") for name in unpaired]
     return pairs
@@ -171,8 +176,7 @@ def _compare_times(
     disturbance = _describe_disturbance(current.load, baseline.load)
     own = {a.name: unpaired_ratio(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
     common = len({_direction(one, limit) for one in own.values()}) == 1 < len(own)
-    text = _describe_all_arms(own[reference]) if common else ""
-    _add_change(result, limit, reference, own[reference], disturbance, text=text)
+    _add_change(result, limit, reference, own[reference], disturbance, of_all_arms=common)
     for arm, baseline_arm in timed:
         if arm is reference_pair[0]:
             continue
@@ -198,8 +202,8 @@ def _describe_disturbance(current: Load, baseline: Load) -> str:
     if current.others is None or baseline.others is None:
         return "the machine's load is unknown"
     if max(current.others, baseline.others) > QUIET_LOAD:
-        text = f"other processes used {current.others:.0%} of the CPUs"
-        return f"{text} (baseline: {baseline.others:.0%})"
+        shares = f"{current.others:.0%} of the CPUs (baseline: {baseline.others:.0%})"
+        return f"other processes used {shares}"
     return ""
 
 
@@ -210,13 +214,6 @@ def _direction(change: Estimate, limit: float) -> int:
     return -int(change.low > 1 and change.ratio > 1 + limit)
 
 
-def _describe_all_arms(change: Estimate) -> str:
-    return (
-        f"all arms took {1 / change.ratio:.2f} times as long per sample ({1 / change.high:.2f} to "
-        f"{1 / change.low:.2f}, by the reference); the machine or shared code changed"
-    )
-
-
 def _add_change(
     result: BaselineComparison,
     limit: float,
@@ -224,11 +221,11 @@ def _add_change(
     change: Estimate,
     exemption: str,
     relative_to: str = "",
-    text: str = "",
+    of_all_arms: bool = False,
 ) -> None:
     """Add a regression if the time grew by more than the limit; a note if it has an exemption.
 
-    `relative_to` is the arm it is a ratio to; `text` replaces the sentence.
+    `relative_to` is the arm it is a ratio to.
     """
     has_interval = math.isfinite(change.half_width)
     interval = [change.low, change.high] if has_interval else None
@@ -240,12 +237,13 @@ def _add_change(
         return
     direction = _direction(change, limit)
     factor, low, high = (1 / ratio for ratio in (change.ratio, change.high, change.low))
-    if not text and direction > 0:
-        text = (
-            f"{name} takes {factor - 1:.1%} more time per sample{suffix} ({low - 1:.1%} to "
-            f"{high - 1:.1%}; up to {limit:.1%} is no regression)"
-        )
-    text = text or f"{name} takes {1 - factor:.1%} less time{suffix}"
+    text = f"{name} takes {1 - factor:.1%} less time{suffix}"
+    if of_all_arms:
+        text = f"all arms took {factor:.2f} times as long per sample ({low:.2f} to {high:.2f}, by "
+        text += "the reference); the machine or shared code changed"
+    elif direction > 0:
+        text = f"{name} takes {factor - 1:.1%} more time per sample{suffix} ({low - 1:.1%} to "
+        text += f"{high - 1:.1%}; up to {limit:.1%} is no regression)"
     if direction > 0 and not exemption:
         result.regressions.append(text)
     elif direction:
