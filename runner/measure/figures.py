@@ -97,23 +97,16 @@ def draw_bars(bars: Sequence[Bar], description: str, floor: float = 0.0) -> Mark
     high = max([high, *(min(end, high * MAX_REACH) for end in ends)])
     margin = max(high / low, MIN_AXIS) ** 0.04
     scale = Scale(low / margin, high * margin, log=True)
-    items = [
-        tag(
-            "li",
-            tag("span", bar.label, class_="label"),
-            tag("span", bar.text, class_="value"),
-            _draw_bar(bar, floor, scale),
-            class_=f"bar {bar.kind}",
-        )
-        for bar in bars
-    ]
-    tick_labels = []
+    items, tick_labels = [], []
+    for bar in bars:
+        label, value = tag("span", bar.label, class_="label"), tag("span", bar.text, class_="value")
+        drawing = _draw_bar(bar, floor, scale)
+        items.append(tag("li", label, value, drawing, class_=f"bar {bar.kind}"))
     for tick in scale.ticks():
         position = scale(tick)
         anchor = "start" if position < 0.06 else "end" if position > 0.94 else "middle"
-        tick_labels.append(
-            tag("text", f"{tick_label(tick)}×", x=f"{position:.3%}", y=15, text_anchor=anchor)
-        )
+        place = {"x": f"{position:.3%}", "y": 15, "text_anchor": anchor}
+        tick_labels.append(tag("text", f"{tick_label(tick)}×", **place))
     axis = tag("svg", *tick_labels, class_="axis", height=22, **HIDDEN_ATTRIBUTES)
     bar_list = tag("ul", *items, class_="bars", aria_label=description)
     return join(bar_list, tag("div", axis, class_="bar-axis"))
@@ -155,11 +148,10 @@ def draw_series(
 
 
 def _draw_legend_sample(series: Series) -> Markup:
-    """Draw the legend sample of a series."""
     sample = tag("line", x1=-18, x2=18, **line_style(series))
     marker = draw_marker(series) if series.scattered else sample
     size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
-    return tag("svg", marker, **size, **series.colour, aria_hidden="true", focusable="false")
+    return tag("svg", marker, **size, **series.colour, **HIDDEN_ATTRIBUTES)
 
 
 def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
@@ -181,15 +173,13 @@ def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
     verdicts_by_name = {row.name: verdicts.verdict(row, comparison) for row in rows}
     if comparison.reference in verdicts_by_name:
         verdicts_by_name[comparison.reference] = "reference"
-    bars = [_speed_bar(row, verdicts_by_name[row.name]) for row in rows]
+    bars = []
+    for row in rows:
+        verdict, interval = verdicts_by_name[row.name], row.speedup_interval
+        text = ", ".join(filter(None, (format.times_interval(row.speedup, interval), verdict)))
+        kind = BAR_KINDS.get(verdict or ("unclear" if interval else ""), "unclear")
+        bars.append(Bar(row.name, row.speedup, interval, text, kind))
     yield Figure("Speed", about, [("", "", draw_bars(bars, "speed-up of each row", floor))])
-
-
-def _speed_bar(row: ComparisonRow, verdict: str) -> Bar:
-    ratio = format.times_interval(row.speedup, row.speedup_interval)
-    text = ", ".join(filter(None, (ratio, verdict)))
-    kind = BAR_KINDS.get(verdict or ("unclear" if row.speedup_interval else ""), "unclear")
-    return Bar(row.name, row.speedup, row.speedup_interval, text, kind)
 
 
 def _memory_figure(comparison: Comparison) -> Iterator[Figure]:
@@ -263,9 +253,8 @@ def _build_series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[S
     """Return a curve per row, or per configuration if it ran with several seeds or folds."""
     series = []
     for style, row in enumerate(comparison.by_configuration.rows):
-        points, band = average_curves(
-            [curves[x] for x in row.run_names or [row.name] if x in curves]
-        )
+        own_curves = [curves[x] for x in row.run_names or [row.name] if x in curves]
+        points, band = average_curves(own_curves)
         if points:
             text = f"to {format.metric(points[-1][1])}"
             series.append(Series(row.name, points, style, text, band))
@@ -296,9 +285,9 @@ def read_losses(comparison: Comparison) -> dict[str, Curve]:
 
 
 def _loss_curve(row: ComparisonRow, root: Path | None) -> Curve:
-    if root is not None and row.folder:
-        if curve := read_curves(root / row.folder).get("train/loss"):
-            return curve
+    recorded = read_curves(root / row.folder) if root is not None and row.folder else {}
+    if curve := recorded.get("train/loss"):
+        return curve
     first_losses = row.measured.losses if row.measured else []  # of the first steps
     return [(i, loss) for i, loss in enumerate(first_losses, 1) if format.finite(loss) is not None]
 
@@ -326,8 +315,9 @@ def _attribution_figure(comparison: Comparison, floor: float) -> Iterator[Figure
     ):
         effects = [e for e in attribution.effects if getattr(e, side) is not None]
         if bars := [_effect_bar(effect, side, floor) for effect in effects]:
-            drawing = draw_bars(bars, f"{heading}, each technique", floor)
-            charts.append((heading, f": {note}", drawing))
+            charts.append(
+                (heading, f": {note}", draw_bars(bars, f"{heading}, by technique", floor))
+            )
     about = "Bars right of the vertical line save time, bars left of it cost time; the axis is "
     about += "logarithmic. A whisker without an end mark goes on beyond it."
     if attribution.stopped:

@@ -86,24 +86,20 @@ def render_html(comparison: Comparison) -> str:
     style, script = (
         (TEMPLATES / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
-    return (
-        _jinja_environment()
-        .get_template("comparison.html")
-        .render(
-            **_template_context(comparison),
-            policy=_content_security_policy(style, script),
-            style=Markup(style),  # noqa: S704  # a file of ours
-            script=Markup(script),  # noqa: S704  # a file of ours
-            figures=build_figures(comparison),
-        )
+    template = _jinja_environment().get_template("comparison.html")
+    return template.render(
+        **_template_context(comparison),
+        policy=_content_security_policy(style, script),
+        style=Markup(style),  # noqa: S704  # a file of ours
+        script=Markup(script),  # noqa: S704  # a file of ours
+        figures=build_figures(comparison),
     )
 
 
 def render_markdown(comparison: Comparison) -> str:
     """Return the text of `comparison.md`, with GitHub tables."""
-    return (
-        _jinja_environment().get_template("comparison.md").render(**_template_context(comparison))
-    )
+    template = _jinja_environment().get_template("comparison.md")
+    return template.render(**_template_context(comparison))
 
 
 def _content_security_policy(style: str, script: str) -> str:
@@ -118,9 +114,9 @@ def _content_security_policy(style: str, script: str) -> str:
 
 def _finalize(value: object) -> str:
     """Return printable text of limited length; the limit is that of commands."""
-    return (
-        value if isinstance(value, Markup) else printable(limit_length(str(value), LONGEST_TRACE))
-    )
+    if isinstance(value, Markup):
+        return value
+    return printable(limit_length(str(value), LONGEST_TRACE))
 
 
 def _cell_texts(row: Sequence[Any]) -> list[str]:

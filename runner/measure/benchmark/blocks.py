@@ -246,16 +246,15 @@ class _BlockRunner:
     def _describe_stop(self, over_budget: bool) -> str:
         measurements, rule = self.measurements, self.rule
         measurements.precise = self._is_precise()
+        budget = f"the budget of {rule.budget_s:g} s"
         if measurements.precise:
             left = " of the remaining arms" if measurements.failures else ""
             return f"every ratio{left} is known to within {100 * rule.target_half_width:g} %"
         if self.overdrawn:
-            return (
-                f"the budget of {rule.budget_s:g} s was too small for the {self.min_blocks} blocks "
-                f"that an interval needs; they took {measurements.seconds:.1f} s"
-            )
+            needed = f"the {self.min_blocks} blocks that an interval needs"
+            return f"{budget} was too small for {needed}; they took {measurements.seconds:.1f} s"
         if over_budget or len(measurements.launch_starts) < rule.processes:
-            return f"the budget of {rule.budget_s:g} s is spent"
+            return f"{budget} is spent"
         if rule.processes > 1:
             return f"all {rule.processes} processes of each arm are measured"
         return f"all {measurements.blocks} planned blocks are measured"

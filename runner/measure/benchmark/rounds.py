@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runner.core.device.signals import raised_signals
 from runner.core.errors import WorkerFailure
+from runner.core.format import times_interval
 from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import (
@@ -129,27 +131,23 @@ def run_round(
             def on_analysis(measurements: Measurements) -> None:
                 options.announce(_describe_progress(measurements, budget_s))
 
-            def relaunch(names: Sequence[str], within_s: float) -> dict[str, WorkerFailure]:
-                return _relaunch_arms(pool, names, within_s, options, result)
-
-            block_s = settings.block_s
             result.measurements = run_blocks(
-                pool.turn, active, base_arm, rule, block_s, seed, clock, on_analysis, relaunch
-            )
+                pool.turn, active, base_arm, rule, settings.block_s, seed, clock, on_analysis,
+                partial(_relaunch_arms, pool, options, result),
+            )  # fmt: skip
             for name, failure in result.measurements.failures.items():
                 result.record_failure(name, failure)
         if result.measurements.stop_reason != INTERRUPTED:
-            ended = {*result.failures, *result.results}
-            unfinished = [name for name in active if name not in ended]
+            unfinished = [name for name in active if name not in result.failures]
             for name, failure in _finish_arms(pool, unfinished, result).items():
                 result.record_failure(name, failure)
     return result
 
 
 def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, WorkerFailure]:
-    """Finish these arms and store their results; return those that ended early instead."""
+    """Finish the arms without results, and store these; return those that ended early instead."""
     failures = {}
-    for name in names:
+    for name in [name for name in names if name not in result.results]:
         try:
             result.results[name] = pool.finish(name)
         except WorkerFailure as error:
@@ -158,11 +156,11 @@ def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[
 
 
 def _relaunch_arms(
-    pool: WorkerPool, names: Sequence[str], within_s: float, options: MeasureOptions, result: Round
+    pool: WorkerPool, options: MeasureOptions, result: Round, names: Sequence[str], within_s: float
 ) -> dict[str, WorkerFailure]:
     """Restart these arms in new processes; keep the first results. See `run_blocks`."""
     deadline = options.clock() + within_s
-    failures = _finish_arms(pool, [name for name in names if name not in result.results], result)
+    failures = _finish_arms(pool, names, result)
     pool.renew()
     for name in [name for name in names if name not in failures]:
         left_s = max(0.0, deadline - options.clock())
@@ -176,7 +174,10 @@ def _relaunch_arms(
 
 
 def _describe_progress(measurements: Measurements, budget_s: float) -> str:
-    ratios = [f"{name} {_format_estimate(ratio)}" for name, ratio in measurements.estimates.items()]
+    ratios = []
+    for name, one in measurements.estimates.items():
+        interval = one.interval if one.half_width < MAX_LOGGED_WIDTH else None
+        ratios.append(f"{name} {times_interval(one.ratio, interval)}")
     elapsed = f"{measurements.seconds:.0f} of {budget_s:g} s"
     launch = f"process {len(measurements.launch_starts)} of each arm"
     return " · ".join([f"block {measurements.blocks}", launch, elapsed, *ratios])
@@ -185,9 +186,3 @@ def _describe_progress(measurements: Measurements, budget_s: float) -> str:
 def ending_signal() -> int:
     """Return the signal that ended a measurement; for use within `raise_on_signals`."""
     return raised_signals[0] if raised_signals else signal.SIGINT
-
-
-def _format_estimate(estimate: Estimate) -> str:
-    if estimate.half_width < MAX_LOGGED_WIDTH:
-        return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
-    return f"{estimate.ratio:.2f}×"

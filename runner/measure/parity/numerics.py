@@ -81,9 +81,8 @@ def apply_numerics(target: Numerics, run: Run) -> Iterator[None]:
     with ExitStack() as scope:
         numerics.set_fp32_precision(dict(target.fp32_precision), scope)
         if target.autocast_dtype is not None:
-            run.contexts.append(
-                partial(torch.autocast, run.device.kind, dtype=target.autocast_dtype)
-            )
+            dtype = target.autocast_dtype
+            run.contexts.append(partial(torch.autocast, run.device.kind, dtype=dtype))
         if target.loss_scale is not None:
             run.update.scale = LossScaler(target.loss_scale, run.update.device)
         yield
@@ -108,13 +107,13 @@ def double_model(model: nn.Module) -> None:
 
 def to_fp64(value: Any) -> Any:
     """Convert all floats in a nest of tensors to fp64, and complex numbers to two of them."""
-    return tree_map(value, _widen)
 
+    def widen(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.complex128)
+        return tensor.double() if tensor.is_floating_point() else tensor
 
-def _widen(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return tree_map(value, widen)
 
 
 def perturb_weights(model: nn.Module, seed: int) -> None:
@@ -134,5 +133,4 @@ def perturb_weights(model: nn.Module, seed: int) -> None:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return name.replace("bfloat", "bf").replace("float", "fp")
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

@@ -7,7 +7,7 @@ the same precision and steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,8 +154,7 @@ class PlainRuns:
             total_batches = run.validation.steps_per_epoch
         self.omissions = list(self.window_and_omissions[1])
         if self.validation_batches != total_batches:
-            text = f"validation batches after the first {self.validation_batches}"
-            self.omissions.append(text)
+            self.omissions.append(f"validation batches after the first {self.validation_batches}")
         return record
 
     def record_run(self, run: Run, **options: Any) -> Trajectory:
@@ -171,26 +170,20 @@ class PlainRuns:
         numerics: Numerics | None = None,
         perturbed: bool = False,
     ) -> Trajectory:
-        with ExitStack() as stack:
-            run = stack.enter_context(self.open_run(config, dropout_off))
-            if numerics is not None:
-                stack.enter_context(apply_numerics(numerics, run))
-            return self.record_run(run, update=False, perturbed=perturbed)
+        with self.open_run(config, dropout_off) as run:
+            with nullcontext() if numerics is None else apply_numerics(numerics, run):
+                return self.record_run(run, update=False, perturbed=perturbed)
 
     def distances(self, record: Trajectory, truth: Trajectory) -> Distances:
         """Compare losses, norms, gradients, buffers and outputs of two records."""
         starts = [self.trajectory.state_before(step) for step in range(self.window.steps)]
         distances = compare_steps(record.steps, truth.steps, starts)
         compare_outputs(distances, record.outputs, truth.outputs)
-        if record.gradients_hidden:
-            self._raise_floors(distances)
+        for key, differences in distances.steps.items():
+            if record.gradients_hidden and key.kind is ErrorKind.gradient:
+                floor = INFERRED_GRADIENT_ERROR * max(each.size for each in differences)
+                differences[:] = [x._replace(floor=max(floor, x.floor)) for x in differences]
         return distances
-
-    def _raise_floors(self, distances: Distances) -> None:
-        for key, steps in distances.steps.items():
-            if key.kind is ErrorKind.gradient:
-                floor = INFERRED_GRADIENT_ERROR * max(step.size for step in steps)
-                steps[:] = [step._replace(floor=max(floor, step.floor)) for step in steps]
 
     def record(self, dropout_off: bool, micro_batch: int | None) -> PlainRecord:
         """Return the plain runs for a micro-batch size, with or without dropout; cached."""

@@ -183,11 +183,9 @@ def load_state(model: nn.Module, state: TrajectoryState, averaged_run: Run | Non
             if not torch.equal(buffer, value.to(buffer)):
                 buffer.copy_(value)
     if averaged_run is not None and averaged_run.update.average:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for p, average in zip(
-            averaged_run.update.parameters, averaged_run.update.average, strict=True
-        ):
-            average.copy_(state.average[names[p]])  # type: ignore[index]
+        names, update = {id(p): name for name, p in model.named_parameters()}, averaged_run.update
+        for p, average in zip(update.parameters, update.average, strict=True):
+            average.copy_(state.average[names[id(p)]])
 
 
 def _record_step(run: Run, batch: Batch, trajectory: Trajectory) -> StepRecord:
@@ -277,10 +275,9 @@ def _record_outputs(run: Run, max_batches: int | None, fp64: bool) -> list[Any]:
 
     def limited_batches(start: int) -> Iterator[Batch]:
         for number, batch in enumerate(all_batches(start)):
-            sizes = (t.numel() for t in tree_leaves(outputs) if isinstance(t, Tensor))
-            if number == (max_batches or MAX_OUTPUT_BATCHES):
-                return
-            if max_batches is None and sum(sizes) > MAX_OUTPUT_VALUES:
+            size = sum(t.numel() for t in tree_leaves(outputs) if isinstance(t, Tensor))
+            is_full = max_batches is None and size > MAX_OUTPUT_VALUES
+            if is_full or number == (max_batches or MAX_OUTPUT_BATCHES):
                 return
             yield to_fp64(batch) if fp64 else batch
 
@@ -335,8 +332,7 @@ def _to_host(value: Tensor) -> Tensor:
 STEPS = 40
 MIN_STEPS = 6  # however large the model
 MAX_WEIGHT_STEPS = 2**26  # weights times steps; four numbers per weight and step on the host: 1 GB
-MAX_FLOPS = {"cpu": 2e11}  # of all steps together; a few seconds per run
-ACCELERATOR_MAX_FLOPS = 2e13
+MAX_FLOPS, ACCELERATOR_MAX_FLOPS = 2e11, 2e13  # of all steps together; a few seconds per run
 
 
 @dataclass(frozen=True)
@@ -356,8 +352,7 @@ def choose_window(run: Run, requested: int | None) -> tuple[StepWindow, list[str
     per_epoch, reason = run.train.steps_per_epoch, ""
     steps = requested or affordable_steps(run)
     if requested is None and steps < STEPS:
-        weights = sum(parameter.numel() for parameter in run.model.parameters())
-        reason = f": {weights:,} weights, {step_flops(run) / 1e9:,.1f} GFLOP a step"
+        reason = f": {_weights(run):,} weights, {step_flops(run) / 1e9:,.1f} GFLOP a step"
     update = 0 if run.progress.step else first_update(run.update.factors, steps)
     batch = update
     if per_epoch > steps:  # else every window contains the end of an epoch
@@ -378,10 +373,13 @@ def first_update(factors: Sequence[float], steps: int) -> int:
 
 def affordable_steps(run: Run) -> int:
     """Return the number of steps to make: `STEPS`, or fewer for a large model."""
-    weights = sum(parameter.numel() for parameter in run.model.parameters())
-    max_flops = MAX_FLOPS.get(run.device.kind, ACCELERATOR_MAX_FLOPS)
+    max_flops = MAX_FLOPS if run.device.kind == "cpu" else ACCELERATOR_MAX_FLOPS
     steps_by_flops = int(max_flops / max(step_flops(run), 1))
-    return max(MIN_STEPS, min(STEPS, MAX_WEIGHT_STEPS // max(weights, 1), steps_by_flops))
+    return max(MIN_STEPS, min(STEPS, MAX_WEIGHT_STEPS // max(_weights(run), 1), steps_by_flops))
+
+
+def _weights(run: Run) -> int:
+    return sum(parameter.numel() for parameter in run.model.parameters())
 
 
 def step_flops(run: Run) -> float:
@@ -393,5 +391,4 @@ def step_flops(run: Run) -> float:
     with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         with modes.evaluation_mode(run.model):  # keeps statistics, allows a single sample
             forward_flops, _ = count_flops(lambda: call_model(run.forward, sample))
-    weights = sum(parameter.numel() for parameter in run.model.parameters())
-    return 3.0 * batch_size_of(target) * max(forward_flops, 2 * weights)
+    return 3.0 * batch_size_of(target) * max(forward_flops, 2 * _weights(run))

@@ -87,14 +87,10 @@ def format_result(result: VerificationResult) -> RenderableType:
         (heading, lines), tables = _describe_parity(result), [Text(), _parity_table(result.rows)]
     elif isinstance(result, DistributedEquality):
         (heading, lines), tables = _describe_equality(result), [Text(), _distance_table(result)]
+    elif isinstance(result, RerunEquality):
+        heading, lines = _describe_rerun(result)
     else:
-        heading, lines = (
-            _describe_rerun(result)
-            if isinstance(result, RerunEquality)
-            else _describe_resume(result)
-        )
-        counts = ", ".join(f"{count} {kind} values" for kind, count in result.compared.items())
-        lines.insert(0, ("compared", counts))
+        heading, lines = _describe_resume(result)
     text = verdict_text(result)
     rows = [("verdict", text, "bold red" if text == "FAIL" else "green")]
     rows += [(name, value, "bold red" if name == "culprit" else "") for name, value in lines]
@@ -116,24 +112,28 @@ def _describe_parity(result: Parity) -> tuple[str, Lines]:
     return f"parity over {count_noun(result.steps, 'step')}", lines
 
 
+def _compared(result: ResumeEquality | RerunEquality) -> tuple[str, str]:
+    counts = (f"{count} {kind} values" for kind, count in result.compared.items())
+    return "compared", ", ".join(counts)
+
+
 def _describe_resume(result: ResumeEquality) -> tuple[str, Lines]:
     process = f"process {result.rank} of {result.processes}" if result.processes > 1 else "it"
-    lines = [("techniques", ", ".join(result.techniques) or "none")]
+    often = "twice" if len(result.cuts) > 1 else f"after step {result.killed}"
+    starts = " and ".join(map(str, result.cuts or [result.cut]))
+    lines = [_compared(result), ("techniques", ", ".join(result.techniques) or "none")]
     lines += [("differs", name) for name in result.differing[:10]]
     lines += [("likely cause", result.cause)] if result.cause else []
-    return (
-        f"{result.steps} uninterrupted steps, compared with {process} killed "
-        f"{'twice' if len(result.cuts) > 1 else f'after step {result.killed}'} and resumed from "
-        f"{' and '.join(map(str, result.cuts or [result.cut]))}"
-    ), lines
+    steps = f"{result.steps} uninterrupted steps"
+    return f"{steps}, compared with {process} killed {often} and resumed from {starts}", lines
 
 
 def _describe_rerun(result: RerunEquality) -> tuple[str, Lines]:
-    lines = []
+    lines = [_compared(result)]
     if result.differing:
         first = f"{result.differing[0]}: was {result.was}, now {result.now}"
-        lines = [("first", first), ("differ", f"{len(result.differing)} values")]
-        lines += [("likely cause", result.cause)]
+        lines += [("first", first), ("differ", f"{len(result.differing)} values")]
+        lines.append(("likely cause", result.cause))
     lines += [("changed", change) for change in result.changes]
     lines += [("note", note) for note in result.notes]
     return f"{result.run}: {result.steps} steps, trained again", lines

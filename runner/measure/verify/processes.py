@@ -77,15 +77,12 @@ class RunProbe(Hook):
     def _write(self, run: Run) -> None:
         if run.folder is None or not run.writes:
             return
-        module_types = {type(module).__name__ for module in run.model.modules()}
-        silenced = next(
-            (t.silenced for _, t in run.techniques if isinstance(t, ReferencePrecision)), 0
-        )
+        precisions = [t for _, t in run.techniques if isinstance(t, ReferencePrecision)]
         facts = {
             "parameters": [n for n, _ in run.model.named_parameters(remove_duplicate=False)],
             "techniques": [name for name, _ in run.techniques if name != PRECISION_TECHNIQUE],
-            "batchnorm": any("BatchNorm" in name for name in module_types),
-            "dropout": silenced > 0,
+            "batchnorm": any("BatchNorm" in type(m).__name__ for m in run.model.modules()),
+            "dropout": any(technique.silenced for technique in precisions),
             "draws": self.has_drawn,
         }
         replace_text(run.folder / FACTS_FILE, json.dumps(facts))

@@ -108,8 +108,8 @@ def compare_runs(
     keys, notes = differing_keys(metrics, new_metrics), list[str]()
     names, was, now = [str(key) for key in keys], "", ""
     if keys:
-        first = [repr(v[keys[0]]) if keys[0] in v else "missing" for v in (metrics, new_metrics)]
-        was, now = first
+        both = metrics, new_metrics
+        was, now = (repr(v[keys[0]]) if keys[0] in v else "missing" for v in both)
     digests, new_digests = _digests(recorded), _digests(repeated)
     step = max(digests.keys() & new_digests.keys(), default=None)
     if step is None:
@@ -124,15 +124,13 @@ def compare_runs(
         notes.append("the run has no digest of its data: changed data would not be detected")
     counts = {"metric": len(metrics), "weights": int(step is not None)}
     cause = (changes or [UNEXPLAINED])[0] if names else ""
-    return RerunEquality(
-        str(recorded), summary.steps, counts, names, was, now, changes, cause, notes
-    )
+    values = counts, names, was, now, changes, cause, notes
+    return RerunEquality(str(recorded), summary.steps, *values)
 
 
 def find_run(path: Path) -> Path:
     """Return the folder of the named run, or of the run with the named checkpoint."""
-    candidates = [path, *path.resolve().parents[:2]]
-    for folder in candidates:
+    for folder in (path, *path.resolve().parents[:2]):
         if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
             return folder
     raise CheckpointError(f"checkpoint.resume: {path} has no summary.json and metrics.jsonl")
@@ -144,8 +142,7 @@ def _digests(run: Path) -> dict[int, str]:
     for step, path in saved_steps(run).items():
         with suppress(CheckpointError):
             files = read_manifest(path).files
-            names = shard_names(files) or [MODEL]
-            digests[step] = " ".join(files[name].sha256 for name in names)
+            digests[step] = " ".join(files[x].sha256 for x in shard_names(files) or [MODEL])
     return digests
 
 

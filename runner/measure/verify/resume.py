@@ -138,11 +138,8 @@ def name_differences(
 
     The run was resumed at each of `cuts`.
     """
-    keys = [
-        key
-        for key in differing_keys(expected, resumed)
-        if key.step not in cuts or not key.name.startswith(OPTIMIZER_OPTIONS)
-    ]
+    keys = differing_keys(expected, resumed)
+    keys = [x for x in keys if x.step not in cuts or not x.name.startswith(OPTIMIZER_OPTIONS)]
     if not keys:
         return [], ""
     before = [cut for cut in cuts if cut <= keys[0].step]
@@ -150,15 +147,13 @@ def name_differences(
 
 
 def _likely_cause(first: ValueKey, resume_step: int) -> str:
+    fix = "try device.deterministic=true"
     if first.step < resume_step or (first.step == resume_step and first.kind == "metric"):
-        return (
-            f"the runs differ before step {resume_step}, where one was resumed: the steps are "
-            "nondeterministic; try device.deterministic=true"
-        )
+        where = f"before step {resume_step}, where one was resumed"
+        return f"the runs differ {where}: the steps are nondeterministic; {fix}"
     if first.step == resume_step:
         return f"{first.name} is not restored to its value in the checkpoint of step {resume_step}"
     return (
         "all parts of the checkpoint were restored, so the cause is state outside it (an attribute "
-        "of the model, a technique, a data set or a hook), or nondeterministic steps "
-        "(try device.deterministic=true)"
+        f"of the model, a technique, a data set or a hook), or nondeterministic steps ({fix})"
     )
