@@ -43,7 +43,8 @@ MAX_TURN_S = 0.25
 
 def compare_sweep(session: SweepSession, ended: bool) -> Comparison:
     """Write and print a sweep's comparison, also of modes measured in turns if it has `ended`."""
-    discard_outdated_speed(session)
+    if session.has_run:  # the figures of an earlier process are outdated
+        remove_file(session.folder / FOLDER / FILE)
     comparison = compare_folders([session.folder])
     write_comparison(comparison, session.folder)
     try:
@@ -56,20 +57,13 @@ def compare_sweep(session: SweepSession, ended: bool) -> Comparison:
     return comparison
 
 
-def discard_outdated_speed(session: SweepSession) -> None:
-    """Delete the figures of an earlier process if a job has run since."""
-    if session.has_run:
-        remove_file(session.folder / FOLDER / FILE)
-
-
 def measure_configurations(session: SweepSession, comparison: Comparison) -> bool:
     """Measure the configurations in turns and store the figures; False if there are none.
 
     Raises Interrupted; any other error is logged, as it is none of the jobs'.
     """
-    if session.search_plan is not None or not session.composed:
-        return False
-    if read_measured_speed(session.folder) is not None:
+    is_measured = read_measured_speed(session.folder) is not None
+    if is_measured or session.search_plan is not None or not session.composed:
         return False
     try:
         settings = typed(session.composed[0][1].copy()).sweep
@@ -124,8 +118,7 @@ def _measure(
         job, composed = jobs[row.folder]
         name = names[configuration_key(row)]
         if (group := engagement(row)) not in arms:
-            config = _arm_config(composed, row)
-            if config is None:
+            if (config := _arm_config(composed, row)) is None:
                 continue
             arms[group] = Arm(name, config, list(row.overrides), row.command)
             limits[name] = job.seconds  # to start and compile
@@ -135,8 +128,8 @@ def _measure(
     from runner.measure.benchmark.engine import measure
 
     ordered = list(arms.values())
-    plain = [x for x in ordered if overrides_by_key(x.overrides).get("optimization") == "none"]
-    reference = (plain or ordered)[0]
+    plain = (x for x in ordered if overrides_by_key(x.overrides).get("optimization") == "none")
+    reference = next(plain, ordered[0])
     settings = BenchmarkConfig(
         reference=reference.name,
         budget_s=budget_s,

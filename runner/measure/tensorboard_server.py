@@ -107,17 +107,15 @@ def _name_runs(runs: Sequence[Path]) -> dict[str, Path]:
 
 def _label_runs(members: Sequence[Path]) -> dict[Path, str]:
     """Label the runs of an experiment by their differing overrides; "" for a single run."""
+    if len(members) == 1:
+        return {members[0]: ""}
     runs = [run for run in members if run.name != TENSORBOARD_RUN]
     overrides = [
         [t for t in recorded_overrides(run) if _config_group(t) not in NON_HPARAM_GROUPS]
         for run in runs
     ]
-    is_single = len(members) == 1
-    labels = [""] * len(runs) if is_single else name_rows(overrides, [run.name for run in runs])
-    comparison_labels = {
-        run: "" if is_single else TENSORBOARD_RUN for run in members if run.name == TENSORBOARD_RUN
-    }
-    return {**dict(zip(runs, labels, strict=True)), **comparison_labels}
+    labels = dict(zip(runs, name_rows(overrides, [run.name for run in runs]), strict=True))
+    return {**labels, **{run: TENSORBOARD_RUN for run in members if run not in labels}}
 
 
 def _config_group(override: str) -> str:

@@ -15,6 +15,7 @@ from runner.core.device import numerics
 from runner.core.interfaces.nested import tree_map
 from runner.core.interfaces.run import Run
 from runner.core.optim.optimizer_step import LossScaler
+from runner.core.techniques.model_calls import enter_contexts
 
 ROUNDOFF = {
     torch.float64: 2.0**-53,
@@ -55,9 +56,7 @@ class Numerics:
 
 def read_numerics(run: Run) -> Numerics:
     """Return the precision in which `run` computes."""
-    with ExitStack() as stack:
-        for context in run.contexts:
-            stack.enter_context(context())
+    with enter_contexts(run.contexts):
         autocast_enabled = torch.is_autocast_enabled(run.device.kind)
         autocast = torch.get_autocast_dtype(run.device.kind) if autocast_enabled else None
     switches = numerics.read_fp32_precision().items()

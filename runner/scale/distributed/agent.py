@@ -120,10 +120,8 @@ class Agent:
         codes = {rank: (p.exit_code or 0) if p.pid else not_started for rank, p in pairs}
         if self.server_lost:  # a process that was done had only its exit code to report
             codes |= {rank: 0 for rank, outcome in outcomes.items() if outcome.kind == "done"}
-        ends = [
-            RankEnd(rank, name, codes[rank], rank in self.aborted_at, outcomes.get(rank))
-            for rank, name in names.items()
-        ]
+        aborted = self.aborted_at
+        ends = [RankEnd(r, x, codes[r], r in aborted, outcomes.get(r)) for r, x in names.items()]
         killed = self.server_lost and any(end.code for end in ends)
         problem = "the fork server was killed, and the processes with it" if killed else ""
         return judge(ends, self.received_signal or 0, self.problem or problem)
@@ -180,7 +178,7 @@ class Agent:
             if rank not in self.aborted_at and now > self._hang_deadline(rank, outcomes):
                 self.aborted_at[rank] = now
                 process.send_signal(signal.SIGABRT)  # it writes its stacks
-            if rank in self.aborted_at and now > self.aborted_at[rank] + ABORT_S:
+            if now > self.aborted_at.get(rank, now) + ABORT_S:
                 process.kill()
         overdue = now > (self._signal_time or 0.0) + SIGNAL_REPEAT_S
         if self.received_signal and not self._signal_repeated and overdue:
@@ -202,26 +200,20 @@ class Agent:
             all_trained = len(outcomes) == len(self.processes)
             wait_s = self.timeout_s if all_trained and not another_hung else END_S
             if self.uses_nccl:  # after an error of its own a process reports it, and may save
-                wait_s = min(wait_s, END_S if self._has_silent_failure(outcomes) else SAVE_S)
+                wait_s = min(wait_s, END_S if self._has_silent_failure() else SAVE_S)
             limits.append(self._failure_time + wait_s)
         return min(limits)
 
-    def _has_silent_failure(self, outcomes: Mapping[int, RankOutcome]) -> bool:
+    def _has_silent_failure(self) -> bool:
         """Whether a process was killed, or noticed that another one was."""
-        silent = "running", *LOST_KINDS
-        return any(
-            end.failed and (end.rank not in outcomes or outcomes[end.rank].kind in silent)
-            for end in self._ends()
-        )
+        silent = "", "running", *LOST_KINDS
+        return any(end.failed and end.kind in silent for end in self._ends())
 
     def _ends(self) -> list[RankEnd]:
         """Return how the processes that have ended so far did so."""
         codes = {rank: p.exit_code for rank, p in self.processes.items() if p.pid}
-        return [
-            RankEnd(rank, "", code, outcome=RankOutcome.read(self.outcome_folder, rank))
-            for rank, code in codes.items()
-            if code is not None
-        ]
+        folder, ended = self.outcome_folder, {r: x for r, x in codes.items() if x is not None}
+        return [RankEnd(r, "", x, outcome=RankOutcome.read(folder, r)) for r, x in ended.items()]
 
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:

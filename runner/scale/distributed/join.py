@@ -81,11 +81,9 @@ def join_from_program(
     """
     place = detect_rank()
     if place is None:
-        kind = config.distributed.kind.value
-        raise UsageError(
-            f"distributed={kind}: this process was not launched as one of several; start with "
-            "`torchrun --nproc-per-node 2 program.py` (or srun), or leave distributed out"
-        )
+        problem = "this process was not launched as one of several"
+        fix = "start with `torchrun --nproc-per-node 2 program.py` (or srun), or leave it out"
+        raise UsageError(f"distributed={config.distributed.kind.value}: {problem}; {fix}")
     place.check(config.distributed.processes)
     world = join_world(config, place, scope)
     return world, world.broadcast_choice(lambda: folder)

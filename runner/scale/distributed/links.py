@@ -33,10 +33,9 @@ class LinkReport:
 
     def checks(self) -> Iterator[DoctorCheck]:
         """Yield checks of sums, cores and devices."""
-        all_right = self.wrong == 0
-        text = "sums are right" if all_right else f"{self.wrong} sums are wrong"
+        text = f"{self.wrong} sums are wrong" if self.wrong else "sums are right"
         fix = "run nccl-tests, or try distributed.backend=gloo"
-        yield DoctorCheck.of("all-reduce", all_right, text, fix, CheckStatus.fail)
+        yield DoctorCheck.of("all-reduce", not self.wrong, text, fix, CheckStatus.fail)
         local_ranks = [facts for facts in self.ranks if facts["host"] == self.ranks[0]["host"]]
         cores, cpu = usable_cores(), local_ranks[0]["device"] == "cpu"
         text = f"{len(local_ranks)} processes on {cores} cores"

@@ -51,15 +51,13 @@ class RankOutcome:
         """Return the outcome of a process that this error ends."""
         if isinstance(error, RestartRequired):
             return cls(rank, "restart", str(error), 1, error.choices)
-        if isinstance(error, Interrupted):
-            return cls(rank, "interrupted", str(error), error.exit_code)
-        if isinstance(error, RunnerError):
-            kind = "error"
-            if isinstance(error, ProcessLost):
-                kind = "hung" if error.hung else "lost"
-            return cls(rank, kind, str(error), error.exit_code)
-        text, file, number = describe_error(error)
-        return cls(rank, "error", f"{text} ({file}:{number})", 1)
+        if not isinstance(error, RunnerError):
+            text, file, number = describe_error(error)
+            return cls(rank, "error", f"{text} ({file}:{number})", 1)
+        kind = "interrupted" if isinstance(error, Interrupted) else "error"
+        if isinstance(error, ProcessLost):
+            kind = "hung" if error.hung else "lost"
+        return cls(rank, kind, str(error), error.exit_code)
 
     def as_json(self) -> str:
         """Return the outcome as text for another process."""
@@ -199,10 +197,9 @@ def _describe_lost_process(ends: Sequence[RankEnd]) -> str:
         if end.code < 0 and not end.killed:
             hint = MEMORY_HINT if end.code == -signal.SIGKILL else ""
             return f"{end.name} {describe_exit(end.code)}{hint}"
-    for end in ends:
-        if end.failed and not end.killed and end.kind in ("", "running"):
-            return f"{end.name} {describe_exit(end.code)} during the run"
-    for end in ends:
+    for end in sorted(ends, key=lambda end: end.killed):
         if end.killed:
             return f"{end.name} was killed: no answer within distributed.timeout_s"
+        if end.failed and end.kind in ("", "running"):
+            return f"{end.name} {describe_exit(end.code)} during the run"
     return next(end.outcome.message for end in ends if end.outcome and end.outcome.exit_code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from statistics import mean
 from time import perf_counter
@@ -16,6 +16,7 @@ from runner.core.device import memory
 from runner.core.interfaces.hook import Evaluation, Hook
 from runner.core.interfaces.run import Run
 from runner.core.techniques.flops import peak_flops
+from runner.core.techniques.model_calls import enter_contexts
 from runner.core.train.timing import Stopwatch
 from runner.scale.distributed.world import World, world_of
 
@@ -130,9 +131,7 @@ def _mfu(flops: Mapping[str, float | None]) -> float | None:
 
 def _matmul_dtype(run: Run) -> torch.dtype:
     """Return the dtype of matrix products in a step."""
-    with ExitStack() as stack:
-        for context in run.contexts:
-            stack.enter_context(context())
+    with enter_contexts(run.contexts):
         if torch.is_autocast_enabled(run.device.kind):
             return torch.get_autocast_dtype(run.device.kind)
     return next(run.model.parameters()).dtype

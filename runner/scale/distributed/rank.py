@@ -126,9 +126,9 @@ def run_rank(
         set_up_logging(config.monitoring.log_level, None, screen=False)
     else:
         _set_up_rank_logging(config, folder, place)
-    if folder is not None and _is_only_process(place):
-        config = replace(config, distributed=DistributedConfig())
-        return train.main(config, folder, components)
+        if _is_only_process(place):
+            config = replace(config, distributed=DistributedConfig())
+            return train.main(config, folder, components)
     with ExitStack() as stack:
         world = join_world(config, place, stack)
         run_folder, resume = world.broadcast_choice(lambda: (folder, config.checkpoint.resume))
@@ -147,10 +147,8 @@ def run_rank(
             return None
         try:
             if components is None:
-                components = (
-                    world.broadcast_choice(lambda: train.resolve_components(config, run_folder))
-                    or Components()
-                )
+                resolve = partial(train.resolve_components, config, run_folder)
+                components = world.broadcast_choice(resolve) or Components()
             return train.main(config, run_folder, replace(components, world=world))
         except ProcessLost as lost:
             if world.has_stalled_device:  # the interpreter's own exit could wait for the device
@@ -172,15 +170,13 @@ def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
     with ExitStack() as scope:
         device = select(config_for_rank(config, world.place).device, scope)
         links = examine_links(world, device.torch)
-        failure: NotVerified | None = None
-        if world.is_rank_zero:
-            try:
+        try:
+            if world.is_rank_zero:
                 rooms.find("job", "doctor", "job=doctor")(config, folder, links)
-            except NotVerified as error:
-                failure = error
+        except NotVerified:
+            world.barrier()
+            raise
         world.barrier()
-        if failure is not None:
-            raise failure
 
 
 def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> None:

@@ -64,9 +64,8 @@ def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo | None:
         if int(env.get("SLURM_NTASKS", 0)) > 1 and "SLURM_STEP_ID" in env:
             return _on_loopback(_read_slurm(env))
     except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"environment variables of a distributed run are incomplete: {error}"
-        ) from None
+        subject = "environment variables of a distributed run"
+        raise UsageError(f"{subject} are incomplete: {error}") from None
     return None
 
 
@@ -113,10 +112,5 @@ def _first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list such as `node[1-3,7]`, by scontrol."""
     if "[" not in nodes and "," not in nodes:
         return LOOPBACK if nodes == socket.gethostname() else nodes
-    names = subprocess.run(  # noqa: S603  # a list of nodes, and no shell
-        ["scontrol", "show", "hostnames", nodes],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return names.stdout.split()[0]
+    command = ["scontrol", "show", "hostnames", nodes]
+    return subprocess.check_output(command, text=True).split()[0]  # noqa: S603  # no shell

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.checkpoint.shards import has_rows
 from runner.core.checkpoint.snapshot import DTYPES
-from runner.core.errors import ConfigError, UsageError
+from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Batch, slice_rows
 from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.optim.origin import is_torch_class
@@ -117,13 +117,9 @@ class Shards:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict, with this process's rows of sharded weights."""
-        state = self.model.state_dict(keep_vars=True).items()
-        return {
-            name: self.local_rows[self._indices[id(value)]].detach()
-            if name in self.names
-            else value
-            for name, value in state
-        }
+        state = self.model.state_dict(keep_vars=True)
+        rows = {name: self.local_rows[self._indices[id(state[name])]] for name in self.names}
+        return {**state, **{name: own.detach() for name, own in rows.items()}}
 
     @torch.no_grad()
     def load(self, model: Mapping[str, Any]) -> None:
@@ -132,9 +128,8 @@ class Shards:
         if model.keys() != state.keys():
             differing = sorted(model.keys() ^ state.keys())
             raise KeyError(f"the model's weights differ: {differing[0]}")
-        self.model.load_state_dict(
-            {n: v for n, v in model.items() if n not in self.names}, strict=False
-        )
+        others = {name: value for name, value in model.items() if name not in self.names}
+        self.model.load_state_dict(others, strict=False)
         for name in self.names:
             number = self._indices[id(state[name])]
             self.local_rows[number].copy_(self.row_ranges[number].select(model[name]))
@@ -203,12 +198,11 @@ class FsdpTechnique(Technique):
             from runner.scale.distributed.batchnorm import synchronise_batchnorm
 
             synchronise_batchnorm(builder)
-        mesh = init_device_mesh(builder.device.kind, (world.size,))
         kind = builder.device.kind
         with enter_contexts(builder.contexts):
             bf16 = torch.is_autocast_enabled(kind)
             bf16 = bf16 and torch.get_autocast_dtype(kind) is torch.bfloat16
-        self.modules_in_bf16 = shard(model, mesh, bf16)
+        self.modules_in_bf16 = shard(model, init_device_mesh(kind, (world.size,)), bf16)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
         world.validation_forward = _ValidationForward(model, world)
@@ -234,18 +228,16 @@ class FsdpTechnique(Technique):
             rows_left = max(0, len(weight) - shards.world.rank * rows_per_rank)
             expected_bytes += min(rows_per_rank, rows_left) * row_bytes
         moved = shards.count_moved()
-        return Evidence(
-            not moved,
-            f"{moved} weights are not in the memory that is updated" if moved else "",
-            {
-                "sharded_bytes": sum(t.nbytes for t in tensors_kept),
-                "predicted_bytes": expected_bytes,
-                **count_collectives(run),
-                "whole_bytes": full_bytes,
-                "modules": self.modules,
-                "modules_in_16_bits": self.modules_in_bf16,
-            },
-        )
+        problem = f"{moved} weights are not in the memory that is updated" if moved else ""
+        evidence = {
+            "sharded_bytes": sum(t.nbytes for t in tensors_kept),
+            "predicted_bytes": expected_bytes,
+            **count_collectives(run),
+            "whole_bytes": full_bytes,
+            "modules": self.modules,
+            "modules_in_16_bits": self.modules_in_bf16,
+        }
+        return Evidence(not moved, problem, evidence)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> int:
@@ -297,8 +289,6 @@ def _check_shardable(builder: RunBuilder) -> None:
     if cls.__name__ not in ELEMENTWISE or not is_torch_class(cls):
         problem = f"{cls.__name__} may need whole weights, but fsdp shards them"
         raise ConfigError("optimizer", problem, "use AdamW, or distributed=ddp")
-    if builder.forward is not builder.model:
-        raise UsageError("distributed: a technique has replaced the model's forward; disable it")
     for name, weight in builder.model.named_parameters():
         if weight.ndim == 0 or weight.dtype not in DTYPES:
             problem = f"fsdp cannot shard {name}, {list(weight.shape)} of {weight.dtype}"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.core.errors import ConfigError, ProcessLost, RunnerError, UsageError
+from runner.core.format import join_names
 from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
 from runner.core.security.pickle_transfer import dumps_persistent
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _world_numbers = count()  # numbers the worlds of this process, as in every other process
 
-MAX_NAMED = 3  # weights listed in a message
 STACKS_SHARE = 0.8  # share of the timeout after which a process writes its stacks
 
 
@@ -74,9 +74,8 @@ class World:
         timeout = timedelta(seconds=config.timeout_s)
         backends = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
         if dist.is_initialized():
-            raise UsageError(
-                "distributed: this process already has a process group; let build create it"
-            )
+            problem = "this process already has a process group"
+            raise UsageError(f"distributed: {problem}; let build create it")
         with self._timed_collective():
             self.store = open_store(place, timeout)
             # separate from earlier attempts, and from earlier runs of this process
@@ -139,8 +138,7 @@ class World:
 
         If its part, or the `own` samples left of it, are too few, some are empty.
         """
-        part = self.local_slice(samples)
-        return self._split_part(part, samples, micro_batch, own)
+        return self._split_part(self.local_slice(samples), samples, micro_batch, own)
 
     def _split_part(self, part: slice, samples: int, micro_batch: int, own: int) -> list[slice]:
         own = min(own, part.stop - part.start)
@@ -184,9 +182,8 @@ class World:
 
     def unsupported_reason(self, technique: str) -> str | None:
         """Return why a technique does not work with this kind of training; None if it does."""
-        if self.config.kind is not DistributedKind.fsdp:
-            return None
-        return FSDP_UNSUPPORTED.get(technique)
+        is_sharded = self.config.kind is DistributedKind.fsdp
+        return FSDP_UNSUPPORTED.get(technique) if is_sharded else None
 
     def checkpoint_commit(self) -> CheckpointCommitProtocol | None:
         """Return the object that coordinates checkpoints of shards; None without shards."""
@@ -238,10 +235,7 @@ class World:
         """
         missing = [name for name, weight in self.trained_weights if weight.grad is None]
         if missing:
-            more = ", …" if len(missing) > MAX_NAMED else ""
-            problem = (
-                f"is false, but the loss does not depend on {', '.join(missing[:MAX_NAMED])}{more}"
-            )
+            problem = f"is false, but the loss does not depend on {join_names(missing)}"
             fix = "set it to true, or leave them out of the model"
             raise ConfigError("distributed.unused_parameters", problem, fix)
 
@@ -434,11 +428,9 @@ def _refuse_device_tensors(call: str, value: object) -> None:
 
     def check_device(each: Any) -> None:  # pickle calls it before it pickles an object
         if isinstance(each, Tensor) and each.device.type != "cpu":
-            shape = f"of shape {[*each.shape]} on {each.device}"
-            raise UsageError(
-                f"{call}: a tensor {shape} would arrive on the sender's device; "
-                "pass tensors on the CPU, or reduce them by all_reduce_sum"
-            )
+            problem = f"a tensor of shape {[*each.shape]} would arrive on {each.device}"
+            fix = "pass tensors on the CPU, or reduce them by all_reduce_sum"
+            raise UsageError(f"{call}: {problem}; {fix}")
 
     dumps_persistent(value, check_device)
 

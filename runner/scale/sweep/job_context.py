@@ -60,8 +60,7 @@ def take_job_context() -> JobContext:
         return JobContext()
     try:
         message = json.loads(_read_stdin())
-        overrides = [str(o) for o in message["overrides"]]
-        secrets = [str(name) for name in message["secrets"]]
+        overrides, secrets = (list(map(str, message[key])) for key in ("overrides", "secrets"))
         context = JobContext(overrides, message["folder_trusted"] is True, secrets)
     except (ValueError, LookupError, TypeError, RecursionError):
         return JobContext()

@@ -97,8 +97,8 @@ def _log_earlier_jobs(session: SweepSession, plans: Sequence[JobPlan]) -> None:
     if session.earlier_jobs:
         names = ", ".join(job.folder for job in session.earlier_jobs)
         log.info("no longer part of the sweep, kept unchanged: %s", names)
-    counts = Counter(tuple(plan.job.overrides) for plan in plans)
-    if doubled := [" ".join(overrides) for overrides, times in counts.items() if times > 1]:
+    counts = Counter(" ".join(plan.job.overrides) for plan in plans)
+    if doubled := [overrides for overrides, times in counts.items() if times > 1]:
         log.warning("typed more than once, and run as often: %s", join_names(doubled))
     total, done = len(plans), sum(plan.done for plan in plans)
     continued = sum(plan.continues for plan in plans)

@@ -89,11 +89,10 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
 
     Waits at most their grace period; a job that is still locked then reports that itself.
     """
-    deadline, logged = time.monotonic() + ORPHAN_GRACE_S + POLL_S, False
+    deadline = time.monotonic() + ORPHAN_GRACE_S + POLL_S
+    if any(is_locked(folder / job.folder) for job in jobs):
+        log.info("waiting for jobs of the previous sweep to end")
     while time.monotonic() < deadline and any(is_locked(folder / job.folder) for job in jobs):
-        if not logged:
-            log.info("waiting for jobs of the previous sweep to end")
-        logged = True
         time.sleep(POLL_S)
 
 
@@ -119,11 +118,9 @@ class Planner:
     def match(self, plan: JobPlan) -> JobPlan:
         """Set the plan's folder, and its record if an earlier job is continued."""
         job = plan.job
-        same = (other for other in self.unmatched if other.overrides == job.overrides)
-        others = (
-            other for other in self.unmatched if tuple(other.overrides) not in self._requested
-        )
-        equal = (other for other in others if other.hash == job.hash != "")
+        same = (x for x in self.unmatched if x.overrides == job.overrides)
+        others = (x for x in self.unmatched if tuple(x.overrides) not in self._requested)
+        equal = (x for x in others if x.hash == job.hash != "")
         earlier = next(chain(same, equal), None)
         if earlier is None:
             job.folder = self._free_folder(job.folder)
@@ -143,12 +140,9 @@ class Planner:
 
     def _free_folder(self, name: str) -> str:
         """Return `name`, or the lowest number that is free as a folder."""
-        folder = next(
-            name
-            for name in chain([name], map(str, count()))
-            if name not in self._taken_folders and not (self.folder / name).exists()
-        )
-        self._taken_folders.add(folder)
+        names, taken = chain([name], map(str, count())), self._taken_folders
+        folder = next(x for x in names if x not in taken and not (self.folder / x).exists())
+        taken.add(folder)
         return folder
 
 

@@ -117,12 +117,10 @@ class Schedule:
             if plan.replaces:
                 archive_job(self.folder, job.folder)
             process = None if error_text else self.start(plan)
-        except OSError as error:
+        except (OSError, ProcessLost) as error:
             error_text = f"could not be started: {error}"
-        except ProcessLost as lost:
-            error_text = f"could not be started: {lost}"
-            if self._may_repeat(job):
-                log.warning("%s: %s; tried again", job.title, lost)
+            if isinstance(error, ProcessLost) and self._may_repeat(job):
+                log.warning("%s: %s; tried again", job.title, error)
                 self.retrying.appendleft(plan)
                 return
         if process is None:
@@ -199,8 +197,7 @@ class Schedule:
                 process.request_end(signal.SIGTERM, "interrupted", self.stop_reason, GRACE_S)
 
     def _interrupt_jobs(self, number: int) -> None:
-        self.stop_reason = "the sweep was interrupted"
-        jobs = count_noun(len(self.running), "job")
+        self.stop_reason, jobs = "the sweep was interrupted", count_noun(len(self.running), "job")
         log.warning("stopping %s; interrupt again to kill at once", jobs)
         # after Ctrl-C a person can press it again; other senders of signals cannot
         grace_s = float("inf") if number == signal.SIGINT else GRACE_S

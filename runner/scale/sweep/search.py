@@ -113,8 +113,7 @@ class TrialJobs:
         """Take over the trials that an earlier process of this sweep left unfinished."""
         self.unfinished = self.study.unfinished_trials()
         self._record_ended_jobs()
-        trial_count = len(self.study.trials())
-        if trial_count:
+        if trial_count := len(self.study.trials()):
             target, unfinished = self.study.plan.settings.trials, len(self.unfinished)
             text = f"{trial_count - unfinished} of {target} trials are done"
             text += f", {unfinished} that were cut off are run again" if unfinished else ""
@@ -144,8 +143,7 @@ class TrialJobs:
 
     def on_poll(self, plan: JobPlan) -> None:
         """Report the trial's validations, and ask it to stop if it is pruned."""
-        running = self.running[plan.job.number]
-        folder = self.folder / plan.job.folder
+        running, folder = self.running[plan.job.number], self.folder / plan.job.folder
         for value in self._new_values(running, folder / METRICS):
             running.validations += 1
             reason = self.study.report(running.trial, running.validations, value)
@@ -203,18 +201,16 @@ class TrialJobs:
         """Return the monitored metric; None, with the job's status set, if it is not comparable."""
         if job.status not in FINISHED_STATUSES:
             return None
-        metric, folder = self.study.plan.metric, self.folder / job.folder
+        metric = self.study.plan.metric
         try:
-            summary = Summary.read(folder)
+            summary = Summary.read(self.folder / job.folder)
+            value, problem = summary.monitored, f"{metric} is {summary.monitored}: not comparable"
+            if summary.monitor != metric:
+                problem = f"its run monitors {summary.monitor or 'nothing'}, not {metric}"
+            elif value is not None and math.isfinite(value):
+                return value
         except StorageError as error:
-            job.status, job.reason = "failed", str(error)
-            return None
-        value = summary.monitored
-        if summary.monitor == metric and value is not None and math.isfinite(value):
-            return value
-        problem = f"{metric} is {value}: not comparable"
-        if summary.monitor != metric:
-            problem = f"its run monitors {summary.monitor or 'nothing'}, not {metric}"
+            problem = str(error)
         job.status, job.reason = "failed", problem
         return None
 

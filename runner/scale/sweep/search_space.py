@@ -92,8 +92,7 @@ def read_space(overrides: Sequence[str], search: SearchConfig) -> SearchSpace:
     by_key = {o.key: o for o in map(parse_override, overrides)}
     varied = {key: o for key, o in by_key.items() if o.parsed.is_sweep_override()}
     if not varied:
-        fix = f"give a range of values: {EXAMPLE}"
-        raise ConfigError("search", "there is nothing to vary", fix)
+        raise ConfigError("search", "there is nothing to vary", f"give a range: {EXAMPLE}")
     shared = [str(o) for k, o in by_key.items() if k not in varied and not _is_search_setting(o)]
     if search.metric is not None:
         shared.append(f"training.monitor={search.metric}")
@@ -153,15 +152,14 @@ def resolve_metric(config: RunConfig) -> tuple[str, bool]:
     Raises ConfigError if that depends on the data or on a user-defined metric, and if
     `search.direction` contradicts what is known of the metric.
     """
-    search, requested = config.search, config.search.metric or config.training.monitor
+    direction, requested = config.search.direction, config.search.metric or config.training.monitor
     metric = requested or _default_metric(config)
-    rises = _known_direction(config, metric)
-    maximize = search.direction is Direction.maximize
-    if search.direction is not Direction.auto and rises in (None, maximize):
-        return metric, maximize
-    if search.direction is not Direction.auto:
+    rises, maximize = _known_direction(config, metric), direction is Direction.maximize
+    if direction is not Direction.auto:
+        if rises in (None, maximize):
+            return metric, maximize
         better = "higher" if rises else "lower"
-        problem = f"{search.direction.name} contradicts {metric}, of which {better} is better"
+        problem = f"{direction.name} contradicts {metric}, of which {better} is better"
         fix = f"leave it out, or change it with {MODE}={'max' if maximize else 'min'}"
         raise ConfigError("search.direction", problem, fix)
     own_metric = bool(requested and config.objective._target_) and _typed_mode(config) is None
@@ -191,11 +189,10 @@ def _known_direction(config: RunConfig, metric: str) -> bool | None:
 
 def trial_mode(config: RunConfig, metric: str, maximize: bool) -> list[str]:
     """Return the override that trials need to have the search's direction, if any."""
-    if _typed_mode(config) is None and (
-        config.training.monitor_mode is not None or _known_direction(config, metric) is None
-    ):
-        return [f"{MODE}={'max' if maximize else 'min'}"]
-    return []
+    is_known = config.training.monitor_mode is None and _known_direction(config, metric) is not None
+    if _typed_mode(config) is not None or is_known:
+        return []
+    return [f"{MODE}={'max' if maximize else 'min'}"]
 
 
 def _default_metric(config: RunConfig) -> str:
