@@ -52,7 +52,6 @@ def _process_count(row: ComparisonRow) -> float | None:
 
 
 def _break_even_text(row: ComparisonRow) -> str:
-    """Return the number of steps after which compiling is paid back, as text."""
     measured = row.measured
     if measured is None or measured.speedup is None or (measured.compile_seconds or 0.0) < 0.1:
         return format.NONE  # it did not compile
@@ -60,7 +59,6 @@ def _break_even_text(row: ComparisonRow) -> str:
 
 
 def _parity_text(row: ComparisonRow) -> str:
-    """Return the parity verdict, shortened for a table cell."""
     text, other = row.parity or format.NONE, row.other_work
     if text == "explained by precision":
         text = row.low_precision or "rounding"

@@ -151,7 +151,6 @@ def _find_rows(folder: Path, notes: list[str], depth: int) -> Iterator[Compariso
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders that may hold runs, numbered ones in numeric order."""
     folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     visible = [p for p in folders if not p.name.startswith(".") and p.name not in NOT_RUNS]
     return sorted(visible, key=lambda p: (len(p.name) if p.name.isdigit() else 99, p.name))
@@ -242,10 +241,8 @@ def _read_run_row(folder: Path, overrides: list[str]) -> ComparisonRow:
     if status == "running" and not is_locked(folder):
         steps = number_at(summary, "steps") or 0
         status, reason = "killed", f"its process is gone; the last record is of step {steps:,.0f}"
-    settings = read_flat_config(folder) or {
-        "data.name": text_at(summary, "name"),
-        **overrides_by_key(overrides),
-    }
+    settings = {"data.name": text_at(summary, "name"), **overrides_by_key(overrides)}
+    settings = read_flat_config(folder) or settings
     row = replace(row, status=status, reason=reason, summary=summary)
     row.command = text_at(summary, "command") or row.command
     row.judged_on = _metric_key(settings, text_at(summary, "monitor"))
@@ -282,21 +279,14 @@ def _loss_options(settings: Mapping[str, Any]) -> Iterator[str]:
 def _workload_key(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Return a key that is equal for runs whose speeds can be compared."""
     device = text_at(summary, "device", "kind"), text_at(summary, "device", "name")
-    parts = {
-        key: str(value)
-        for key, value in sorted(settings.items())
-        if key.partition(".")[0] in ("data", "model")
-        and key.removeprefix("data.") not in LOADING_KEYS
-    }
+    keys = [key for key in sorted(settings) if key.partition(".")[0] in ("data", "model")]
+    parts = {x: str(settings[x]) for x in keys if x.removeprefix("data.") not in LOADING_KEYS}
     return f"{device} {parts}"
 
 
 def _name_rows(rows: list[ComparisonRow], root: Path) -> list[ComparisonRow]:
-    """Return the rows with names, and with folders relative to `root`."""
     folders = [os.path.relpath(row.folder, root) if row.folder else "" for row in rows]
     row_names = name_rows([row.overrides for row in rows], folders)
     row_names = [root.name if name == os.curdir else name for name in row_names]
-    return [
-        replace(row, name=name, folder=folder)
-        for row, name, folder in zip(rows, row_names, folders, strict=True)
-    ]
+    named = zip(rows, row_names, folders, strict=True)
+    return [replace(row, name=name, folder=folder) for row, name, folder in named]

@@ -170,12 +170,10 @@ def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += f" The {MAX_BARS // 2} fastest and as many of the slowest of {len(rows)}."
         rows.sort(key=lambda row: row.speedup or 0.0, reverse=True)
         rows = rows[: MAX_BARS // 2] + rows[-MAX_BARS // 2 :]
-    verdicts_by_name = {row.name: verdicts.verdict(row, comparison) for row in rows}
-    if comparison.reference in verdicts_by_name:
-        verdicts_by_name[comparison.reference] = "reference"
     bars = []
     for row in rows:
-        verdict, interval = verdicts_by_name[row.name], row.speedup_interval
+        is_reference, interval = row.name == comparison.reference, row.speedup_interval
+        verdict = "reference" if is_reference else verdicts.verdict(row, comparison)
         text = ", ".join(filter(None, (format.times_interval(row.speedup, interval), verdict)))
         kind = BAR_KINDS.get(verdict or ("unclear" if interval else ""), "unclear")
         bars.append(Bar(row.name, row.speedup, interval, text, kind))
@@ -194,10 +192,8 @@ def _memory_figure(comparison: Comparison) -> Iterator[Figure]:
     if len(points) < 2 or max(peaks) < MIN_MEMORY_RATIO * min(peaks):
         return
     on_device = any(row.number("peak_device_bytes") for row in comparison.rows)
-    about = (
-        f"Peak of the {'device' if on_device else 'process'}'s memory against samples per second: "
-        "lower right is better. Both axes begin at 0."
-    )
+    about = f"Peak memory of the {'device' if on_device else 'process'} against samples per second"
+    about += ": lower right is better. Both axes begin at 0."
     if len(points) > MAX_BARS:
         about += f" The {MAX_BARS} fastest of {len(points)}."
         points = sorted(points, key=lambda series: series.points[0][0], reverse=True)[:MAX_BARS]
@@ -212,19 +208,15 @@ def _validation_figure(comparison: Comparison) -> Iterator[Figure]:
     monitor, root = comparison.monitor, comparison.root
     if not monitor or root is None:
         return
-    curves = {
-        row.name: read_curves(root / row.folder, [monitor]).get(monitor, [])
-        for row in comparison.rows
-        if row.finished and row.folder
-    }
-    series = _build_series(comparison, {key: x for key, x in curves.items() if len(x) > 1})
-    if series:
+    rows = [row for row in comparison.rows if row.finished and row.folder]
+    read = {row.name: read_curves(root / row.folder, [monitor]).get(monitor, []) for row in rows}
+    curves = {name: curve for name, curve in read.items() if len(curve) > 1}
+    if series := _build_series(comparison, curves):
         yield _curve_figure("Validation", f"{monitor} at each validation.", series, monitor)
 
 
 def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
-    series = _build_series(comparison, read_losses(comparison))
-    if not series:
+    if not (series := _build_series(comparison, read_losses(comparison))):
         return
     curves = {one.label: list(one.points) for one in series[:MAX_CURVES]}
     top = loss_axis_limit(comparison.by_configuration, curves)
@@ -326,11 +318,9 @@ def _attribution_figure(comparison: Comparison, floor: float) -> Iterator[Figure
 
 
 def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
-    """Return the bar of a technique's speedup; `side` is `added` or `removed`."""
     value, interval = getattr(effect, side), getattr(effect, f"{side}_interval")
-    is_significant = (
-        interval is not None and abs(value - 1) > floor and (interval[0] > 1 or interval[1] < 1)
-    )
-    kind = "unclear" if not is_significant else "faster" if value > 1 else "slower"
+    kind = "unclear"
+    if interval is not None and abs(value - 1) > floor and (interval[0] > 1 or interval[1] < 1):
+        kind = "faster" if value > 1 else "slower"
     text = format.times_interval(value, interval)
     return Bar(effect.name.replace("_", " "), value, interval, text, kind)

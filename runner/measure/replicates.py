@@ -80,7 +80,6 @@ def _describe_replicates(rows: list[ComparisonRow]) -> str:
 
 
 def _estimates(rows: list[ComparisonRow]) -> dict[str, MeanEstimate]:
-    """Return estimates by column key, of values that all rows have."""
     estimates = {}
     for key in SUMMARY_PATHS:
         values = [value for row in rows if (value := row.number(key) or 0.0) > 0]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import link_refusal, make_folder, replace_text
@@ -122,16 +122,11 @@ def _draw_histogram(axes: Any, title: str, groups: Mapping[str, list[float]]) ->
 
 def _points(rows: Rows, name: str, split: str | None = None) -> list[tuple[float, float]]:
     """Return step and value of the rows with a finite value; only those of `split` if given."""
-    chosen = [row for row in rows if split is None or row.get("split") == split]
-    return [
-        (row["step"], float(row[name]))
-        for row in chosen
-        if _is_number(row.get("step")) and _is_number(row.get(name))
-    ]
+    chosen = (row for row in rows if split is None or row.get("split") == split)
+    pairs = ((row.get("step"), row.get(name)) for row in chosen)
+    return [(x, float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a number that matplotlib can draw."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_DRAWN
-    )
+    return type(value) in (int, float) and abs(value) <= MAX_DRAWN

@@ -97,9 +97,8 @@ def require_runs(folder: Path) -> list[Path]:
     """Return the folders of the runs in a folder, or that folder; UsageError if there is none."""
     if runs := list(find_runs(folder)):
         return runs
-    raise UsageError(
-        f"{folder}: no run in it; name a folder of a run, or of several such as a sweep"
-    )
+    fix = "name a folder of a run, or of several such as a sweep"
+    raise UsageError(f"{folder}: no run in it; {fix}")
 
 
 def is_run(folder: Path) -> bool:

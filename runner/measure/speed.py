@@ -110,7 +110,6 @@ def _may_differ_between_arms(key: str) -> bool:
 
 
 def _arm_text(overrides: Sequence[str]) -> str:
-    """Return an arm as it is typed: the name of a level, or overrides."""
     level = overrides[0].removeprefix("optimization=")
     return level if len(overrides) == 1 and level.isidentifier() else shlex.join(overrides)
 

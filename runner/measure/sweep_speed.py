@@ -95,12 +95,9 @@ def select_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     configurations = {tuple(x.get(key) for key in measured) for x in overrides}
     if not measured or not MIN_CONFIGURATIONS <= len(configurations) <= MAX_CONFIGURATIONS:
         return []
-    others = [key for key in varied if key not in measured]
-    return [
-        row
-        for row, x in zip(rows, overrides, strict=True)
-        if row.finished and all(x.get(key) == overrides[0].get(key) for key in others)
-    ]
+    others = [tuple(x.get(key) for key in varied if key not in measured) for x in overrides]
+    pairs = zip(rows, others, strict=True)
+    return [row for row, values in pairs if row.finished and values == others[0]]
 
 
 def _measure(
@@ -164,7 +161,6 @@ def _arm_config(composed: DictConfig, row: ComparisonRow) -> RunConfig | None:
 def _with_members(
     result: BenchmarkResult, members: Sequence[tuple[ComparisonRow, str, str]]
 ) -> BenchmarkResult:
-    """Return the result with an arm for each configuration, also those that were not measured."""
     arms = []
     for row, name, measured_name in members:
         arm = replace(result.arm(measured_name), name=name, overrides=list(row.overrides))

@@ -71,7 +71,6 @@ class ComparisonScreen:
 
 
 def _fit_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
-    """Return a table of as many columns as fit; long names are folded, never cut."""
     chosen = select_columns(comparison)
     while True:
         table = _build_table(comparison, chosen, NAME_WIDTH)
@@ -120,8 +119,7 @@ def _failure_lines(comparison: Comparison) -> Iterator[Text]:
 def _note_lines(comparison: Comparison) -> list[Text]:
     notes, benchmark = list(comparison.notes), comparison.benchmark
     if benchmark is not None:
-        stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
-        how = f"{verdicts.describe_measurement(benchmark)}{stopped}"
+        how = ", ".join(filter(None, (verdicts.describe_measurement(benchmark), benchmark.stopped)))
         if comparison.kind == "sweep":
             how = f"the speed-up is measured in turns, other columns in each run: {how}"
         notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
@@ -195,7 +193,6 @@ def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _overlaps_others(comparison: Comparison, best: ComparisonRow) -> bool:
-    """Whether the interval of the run's configuration overlaps that of another one."""
     merged = [row for row in comparison.by_configuration.rows if BEST_KEY in row.estimates]
     own = [row.estimates[BEST_KEY].interval for row in merged if best.name in row.run_names]
     others = [row.estimates[BEST_KEY].interval for row in merged if best.name not in row.run_names]

@@ -132,7 +132,6 @@ def _warnings(comparison: Comparison) -> Iterator[Sentence]:
 
 
 def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
-    """Yield the results of the comparison with a baseline, and of the attribution."""
     if comparison.benchmark is None:
         return
     baseline, attribution = comparison.benchmark.baseline or {}, comparison.benchmark.attribution
@@ -213,7 +212,6 @@ def _describe_unfaster(
 
 
 def _conclude_runs(comparison: Comparison) -> list[str]:
-    """Return sentences on the best monitored metric and on speed."""
     if comparison.search is not None:
         return _conclude_search(comparison.search, comparison.rows)
     texts, count = [*_describe_speed(comparison), *_describe_best(comparison)], len(comparison.rows)
@@ -248,15 +246,14 @@ def _describe_speed(comparison: Comparison) -> list[str]:
         return texts
     if not differ_in_speed(comparison.rows):
         return []
-    groups: dict[str, list[ComparisonRow]] = {}
+    groups: dict[str, dict[str, float]] = {}  # by what engaged, the step times by name
     for row in comparison.rows:
-        if row.finished and row.number("step_ms"):
-            groups.setdefault(engagement(row), []).append(row)
+        if row.finished and (step_ms := row.number("step_ms")):
+            groups.setdefault(engagement(row), {})[row.name] = step_ms
     texts = []
-    for rows in groups.values():
-        steps = sorted(row.number("step_ms") or 0.0 for row in rows)
-        span = " to ".join(dict.fromkeys((rate(steps[0]), rate(steps[-1]))))
-        texts.append(f"{join_names([row.name for row in rows])} {span} ms")
+    for steps in groups.values():
+        span = " to ".join(dict.fromkeys(map(rate, (min(steps.values()), max(steps.values())))))
+        texts.append(f"{join_names(steps)} {span} ms")
     shares = [number_at(r.summary, "throughput", "other_cpu_share") for r in comparison.rows]
     known_shares = [x for x in shares if x is not None]
     load = f"up to {share(max(known_shares))}" if known_shares else "an unknown share"
@@ -306,7 +303,7 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
     ordered = sorted(estimates.items(), key=lambda item: item[1].mean)
     texts = []
     for name, best in ordered[:1] + ordered[1:][-1:]:
-        bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
+        bounds = f"95 %: {' to '.join(map(metric, best.interval))}"
         label = f", {name}" if len(grouped.rows) > 1 else ""
         texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
     kinds = [row.averaged_over for row in grouped.rows if row.title in estimates]
@@ -335,9 +332,9 @@ def describe_unclaimed(benchmark: BenchmarkResult) -> str:
 
 def _describe_noise(benchmark: BenchmarkResult) -> str:
     """Format how noisy the machine was, for a headline; "" if it was quiet."""
-    parts = []
-    if (benchmark.load.others or 0.0) > HIGH_LOAD:
-        parts.append(f"other processes used {share(benchmark.load.others)} of the CPUs")
-    if (benchmark.noise_floor or 0.0) > HIGH_NOISE_FLOOR:
-        parts.append(f"noise floor ± {share(benchmark.noise_floor)}")
+    parts, others, floor = [], benchmark.load.others or 0.0, benchmark.noise_floor or 0.0
+    if others > HIGH_LOAD:
+        parts.append(f"other processes used {share(others)} of the CPUs")
+    if floor > HIGH_NOISE_FLOOR:
+        parts.append(f"noise floor ± {share(floor)}")
     return f", on an unsteady machine ({', '.join(parts)})" if parts else ""

@@ -32,7 +32,7 @@ from runner.core.interfaces.batch import call_model
 from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
 from runner.core.record import provenance
-from runner.core.record.storage import make_folder, replace_text, user_cache
+from runner.core.record.storage import user_cache, write_or_log
 from runner.core.record.text import dataclass_from_json, escape_control_chars, json_safe
 from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
 from runner.core.schemas.jobs import BenchmarkConfig
@@ -337,11 +337,7 @@ def _write(path: Path, content: str | SearchResult) -> None:
     """Replace the file's text, a result as JSON; an OSError is logged, not raised."""
     if not isinstance(content, str):
         content = json.dumps(json_safe(asdict(content)), indent=1, default=str) + "\n"
-    try:
-        make_folder(path.parent)
-        replace_text(path, content)
-    except OSError as error:
-        log.warning("%s: not written: %s", path, error.strerror)
+    write_or_log(path, content)
 
 
 def to_yaml(optimization: Optimization, reason: str) -> str:

@@ -1,8 +1,7 @@
 """The search of `optimization=auto`: successive halving of one space, then a duel with `none`.
 
-Groups of candidates are measured beside `none`, and the best by the time of the whole run, set-up
-included, again in a final, because the best of many measurements is biased upwards (winner's
-curse). The winner's numbers have to be right.
+Groups of candidates are measured beside `none`, and the best by the time of the whole run again in
+a final, as the best of many measurements is biased upwards. The winner's numbers have to be right.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ from runner.measure.benchmark.result import NEGLIGIBLE
 from runner.measure.benchmark.rounds import MeasureOptions, Round, run_round
 from runner.measure.benchmark.statistics import min_blocks
 
+COMPILE_TECHNIQUES = ("compile", "whole_step", "cuda_graphs")  # each needs the one before
 AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "precision": ((), ("tf32",), ("amp",), ("tf32", "amp")),
-    "graph": (
-        (),
-        ("compile",),
-        ("compile", "whole_step"),
-        ("compile", "whole_step", "cuda_graphs"),
-    ),
+    "graph": tuple(COMPILE_TECHNIQUES[:count] for count in range(4)),
     "layout": ((), ("channels_last",), ("attention",), ("channels_last", "attention")),
 }
 FREE_TECHNIQUES = ("system", "fused_optimizer", "pipeline")
 """In every candidate: they cost nothing and change numbers only by rounding."""
-COMPILE_TECHNIQUES = frozenset({"compile", "whole_step", "cuda_graphs"})
 MAX_CANDIDATES = 16
 EQUAL_GAIN_SHARE = 0.98  # of the best gain; candidates above it tie, and the plainest wins
 NONE = "none"
@@ -78,7 +72,7 @@ class Candidate:
     @property
     def compiles(self) -> bool:
         """Whether it has to compile, so that it starts slowly."""
-        return not COMPILE_TECHNIQUES.isdisjoint(self.techniques)
+        return not {*COMPILE_TECHNIQUES}.isdisjoint(self.techniques)
 
     def run_seconds(self, none_seconds: float, ratio: float) -> float:
         """Return the seconds of the whole run for a step speedup `ratio`, with extra set-up."""
@@ -158,10 +152,9 @@ class Search:
         )
         if chosen is None:
             untried = sum(row.state == "not tried" for row in self.candidates)
-            result.reason = (
-                f"no candidate was faster than none beyond noise over {self.steps:,} steps "
-                f"({untried} of {len(self.candidates)} candidates were not tried)"
-            )
+            tried = f"{untried} of {len(self.candidates)} candidates were not tried"
+            over = f"over {self.steps:,} steps"
+            result.reason = f"no candidate was faster than none beyond noise {over} ({tried})"
             return result
         result.chosen, result.techniques = chosen.name, chosen.techniques
         low, high = chosen.final_interval or (0.0, 0.0)

@@ -78,10 +78,9 @@ def compose_arms(
         except ConfigError as error:
             raise ConfigError(KEY, f"{escape(name)}: {error}") from error
         if config.distributed.kind is not DistributedKind.none:
-            kind = config.distributed.kind.value
-            problem = f"arm {escape(name)} has {kind}, but arms are compared as single processes"
-            is_own = any(_override_key(text).startswith("distributed") for text in arm_overrides)
-            fix = "a sweep (-m) shows the seconds of distributed runs"
+            is_own = any(key.startswith("distributed") for key in keys)
+            problem = f"arms are compared as single processes, but {escape(name)} has several"
+            fix = "leave distributed out; a sweep (-m) shows the seconds of distributed runs"
             raise ConfigError(KEY if is_own else "distributed", problem, fix)
         # a recipe may ask for the benchmark
         has_recipe = any(parse_override(one).key == "experiment" for one in merged)
@@ -140,7 +139,6 @@ def check_budget(settings: BenchmarkConfig, arms: int) -> None:
 
 
 def _parse_arm(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
-    """Split an arm as typed into its name and its overrides."""
     match, escaped = NAMED_ARM.fullmatch(text.strip()), escape(text)
     try:
         words = shlex.split(match["rest"] if match else text)

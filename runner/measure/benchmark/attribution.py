@@ -92,10 +92,9 @@ def _run_rounds(
         imprecise_rounds += not round_.measurements.precise
     if not imprecise_rounds:
         return "every ratio is precise enough" if groups else "there was nothing to measure"
-    return (
-        f"the budget is spent (benchmark.attribute_budget_s={budget_s:g}): {imprecise_rounds} "
-        f"of {len(groups)} rounds ended before every ratio was precise enough"
-    )
+    rounds = f"{imprecise_rounds} of {len(groups)} rounds"
+    budget = f"the budget is spent (benchmark.attribute_budget_s={budget_s:g})"
+    return f"{budget}: {rounds} ended before every ratio was precise enough"
 
 
 def _read_effect(
@@ -171,7 +170,6 @@ def _explain_not_measured(
 
 
 def _copy_technique(arm: Arm, source: Arm, name: str, arm_name: str) -> Arm:
-    """Return `arm` with the setting of technique `name` copied from `source`."""
     config = copy(arm.config)
     config.optimization = deepcopy(arm.config.optimization)
     config.optimization.level, config.optimization.strict = "custom", False

@@ -123,6 +123,16 @@ class Measurements:
     launch_starts: list[int] = field(default_factory=lambda: [0])  # the first block of each launch
     precise: bool = False  # every interval is as narrow as the target
 
+    def ratio(self, over: Sequence[str], under: Sequence[str], by: str) -> Estimate:
+        """Return the times per sample of `over` divided by those of `under`, at arm `by`'s alphas.
+
+        With several arms on a side it is the ratio of the products, by block.
+        """
+        times = {n: [turn.per_sample_ms for turn in self.turns[n]] for n in (*over, *under)}
+        sides = [times[n] for n in over], [times[n] for n in under]
+        alphas = self.alphas.get(by, 0.0), self.launch_alphas.get(by, 0.0)
+        return paired_ratio(*sides, alphas[0], self.launch_starts, alphas[1])
+
     @property
     def processes(self) -> int:
         """Number of processes per arm behind the intervals, over arms that have not ended."""
@@ -144,13 +154,11 @@ def run_blocks(
 
     `relaunch(names, within_s)` restarts the arms in new processes and returns those that failed to
     start; it raises TimeoutError if the time runs out. Without it each arm has one process.
-
-    An arm whose turn raises WorkerFailure leaves, keeping its turns; the others continue. Without
-    the reference, or with it alone, no ratios are estimated: times are gathered up to the first
-    analysis. Ctrl-C is not raised: the measurements so far are returned with the intervals of the
-    last analysis and `stop_reason="interrupted"`.
-
     `on_analysis` receives the measurements so far at every analysis.
+
+    An arm whose turn raises WorkerFailure leaves, keeping its turns. Without the reference, or with
+    it alone, only times are gathered, up to the first analysis. Ctrl-C is not raised: what was
+    measured is returned with the intervals of the last analysis and `stop_reason="interrupted"`.
     """
     measurements = Measurements({name: [] for name in names}, {})
     if relaunch is None:
@@ -346,12 +354,7 @@ class _BlockRunner:
 
     def _estimate(self, name: str) -> Estimate:
         measurements = self.measurements
-        base, times = (
-            [turn.per_sample_ms for turn in measurements.turns[n]] for n in (self.reference, name)
-        )
-        alpha = measurements.alphas.get(name, 0.0)
-        launch_alpha = measurements.launch_alphas.get(name, 0.0)
-        return paired_ratio([base], [times], alpha, measurements.launch_starts, launch_alpha)
+        return measurements.ratio([self.reference], [name], name)
 
     def _is_comparable(self, name: str) -> bool:
         """Whether it shares a block with the reference, and the reference has not ended."""

@@ -255,7 +255,6 @@ class _Benchmark:
             row.claim = classify_ratio(estimate, self._noise_floor())
 
     def _fill_setup(self, row: ArmResult, setup: WorkerSetup) -> None:
-        """Set the set-up times, and the number of steps after which they are paid back."""
         row.setup_seconds, row.compile_seconds = setup.setup_seconds, setup.compile_seconds
         # the first process also waits for torch to be read from disk, so the faster start is used
         names = self.reference.name, self.control
@@ -339,7 +338,6 @@ def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
 
 
 def _describe_noise(load: Load, control: Control | None) -> Iterator[str]:
-    """Yield notes on load or noise that hides small differences."""
     if load.others is not None and load.others > NOISY_LOAD:
         yield f"noisy machine: other processes used {load.others:.0%} of the CPUs"
     if control is not None and not control.interval[0] <= 1 <= control.interval[1]:

@@ -69,7 +69,6 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult:
 
 
 def _hydra_arguments() -> tuple[Sequence[str], Sequence[Path], str]:
-    """Return Hydra's task overrides, additional config folders, and config name."""
     if not HydraConfig.initialized():
         return [], [], "config"
     hydra_config = HydraConfig.get()
@@ -82,7 +81,6 @@ def _hydra_arguments() -> tuple[Sequence[str], Sequence[Path], str]:
 def _measure_attribution(
     result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
 ) -> list[RunnerError]:
-    """Measure the techniques of the last arm's level one by one."""
     level, reference = arms[-1], reference_arm(arms, config.benchmark)
     level_result = result.arm(level.name)
     if level_result.status != DONE:
@@ -112,7 +110,6 @@ def _measure_attribution(
 def _compare_with_baseline(
     result: BenchmarkResult, stored: BenchmarkResult, config: RunConfig
 ) -> list[RunnerError]:
-    """Compare with the baseline; returns regressions as an error."""
     try:
         baseline = regression.compare_with_baseline(result, stored, config.benchmark)
     except RunnerError as error:  # e.g. another device, known only after a run was built

@@ -129,7 +129,6 @@ def _check_importable(*objects: Any) -> None:
 
 
 def _techniques_by_name(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Technique]:
-    """Return the techniques by dotted name, enabled."""
     named: dict[str, Technique] = {}
     for given in techniques:
         kind = given if isinstance(given, type) else type(given)
@@ -144,7 +143,6 @@ def _techniques_by_name(techniques: Sequence[type[Technique] | Technique]) -> di
 
 
 def _technique_arm(technique: Technique, target: str, arms: Sequence[Arm]) -> Arm:
-    """Return the arm of the plain run with that technique."""
     name = type(technique).__name__
     if any(arm.name == name for arm in arms):
         raise UsageError(f"{CALLER}: two arms are named {name}; rename the class")

@@ -177,18 +177,18 @@ def _compare_times(
     own = {a.name: unpaired_ratio(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
     common = len({_direction(one, limit) for one in own.values()}) == 1 < len(own)
     _add_change(result, limit, reference, own[reference], disturbance, of_all_arms=common)
-    for arm, baseline_arm in timed:
-        if arm is reference_pair[0]:
+    for pair in timed:
+        if pair is reference_pair:
             continue
-        baseline_speedups, speedups = (
+        speedups, baseline_speedups = (
             [a / b for a, b in zip(one.per_sample_ms, base.per_sample_ms, strict=False)]
-            for one, base in zip((baseline_arm, arm), reversed(reference_pair), strict=True)
+            for one, base in zip(pair, reference_pair, strict=True)
         )
-        exemption = ""
-        if not disturbance and own[arm.name].ratio >= 1 / (1 + limit):
+        name, exemption = pair[0].name, ""
+        if not disturbance and own[name].ratio >= 1 / (1 + limit):
             exemption = "its own time is within the limit"
         change = unpaired_ratio(baseline_speedups, speedups, alpha)
-        _add_change(result, limit, arm.name, change, exemption, relative_to=reference)
+        _add_change(result, limit, name, change, exemption, relative_to=reference)
 
 
 def _noise_floor(result: BenchmarkResult) -> float:
@@ -251,7 +251,6 @@ def _add_change(
 
 
 def _compare_results(current: ArmResult, baseline: ArmResult, tolerance: float) -> Iterator[str]:
-    """Yield a sentence for peak memory that grew, and for parity that got worse."""
     for key, owner in (("peak_process_bytes", "process"), ("peak_device_bytes", "device")):
         peak, was = getattr(current, key), getattr(baseline, key)
         if peak and was and peak - was > max(MEMORY_NOISE_BYTES, was * tolerance):

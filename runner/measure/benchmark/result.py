@@ -156,10 +156,7 @@ class BenchmarkResult:
 
     def arm(self, name: str) -> ArmResult:
         """Return the arm of that name. Raises KeyError."""
-        for arm in self.arms:
-            if arm.name == name:
-                return arm
-        raise KeyError(name)
+        return {arm.name: arm for arm in self.arms}[name]
 
     @property
     def claim_threshold(self) -> float | None:

@@ -26,7 +26,7 @@ from runner.measure.benchmark.blocks import (
     WorkerSetup,
     run_blocks,
 )
-from runner.measure.benchmark.statistics import CONFIDENCE, Estimate, paired_ratio
+from runner.measure.benchmark.statistics import CONFIDENCE, Estimate
 from runner.measure.benchmark.workers.pool import WorkerPool
 
 log = logging.getLogger("runner")
@@ -65,15 +65,12 @@ class Round:
 
         None if an arm has no blocks, or there are too few for an interval.
         """
-        measurements, names = self.measurements, [*over, *under]
-        series = [[t.per_sample_ms for t in measurements.turns.get(name, [])] for name in names]
-        if not all(series):
+        turns = self.measurements.turns
+        if not all(turns.get(name) for name in (*over, *under)):
             return None
-        shortest = min(names, key=lambda name: len(measurements.turns[name]))
-        alpha = measurements.alphas[shortest]  # all arms share the analyses
-        launch_alpha, starts = measurements.launch_alphas[shortest], measurements.launch_starts
-        above, below = series[: len(over)], series[len(over) :]
-        estimate = paired_ratio(above, below, alpha, starts, launch_alpha)
+        # all arms share the analyses
+        shortest = min((*over, *under), key=lambda name: len(turns[name]))
+        estimate = self.measurements.ratio(over, under, shortest)
         return None if math.isinf(estimate.half_width) else estimate
 
     def describe_failure(self, *names: str) -> str:

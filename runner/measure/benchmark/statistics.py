@@ -17,9 +17,9 @@ import numpy as np
 from runner.measure.benchmark.result import NEGLIGIBLE
 
 CONFIDENCE = 0.95
+# noise floor where each arm had one process: if processes differ by 2 % (standard deviation),
+# their ratios differ by 2.8 %, and 99 % of those lie within this
 ONE_PROCESS_NOISE = 0.07
-"""Noise floor where each arm had one process: if processes differ by 2 % (standard deviation),
-their ratios differ by 2.8 %, and 99 % of those lie within this."""
 LARGEST_LOG = 700.0  # largest argument whose exp is a finite float
 COARSE_NOISE = 0.05  # above this noise floor the machine is too noisy to call arms the same
 
@@ -169,9 +169,8 @@ class AlphaSpending:
     """Exact alpha spending over interim analyses (Lan, DeMets 1983).
 
     The interval for a median misses when too few or too many blocks lie below the true value, as
-    with tosses of a fair coin. So the probability that an analysis is the first to miss can be
-    computed exactly, and each analysis takes the narrowest interval that keeps all of them within
-    their total alpha.
+    with tosses of a fair coin. So the probability that an analysis is the first to miss is exact,
+    and each takes the narrowest interval that keeps all of them within their total alpha.
     """
 
     def __init__(self, alpha: float = 1 - CONFIDENCE) -> None:

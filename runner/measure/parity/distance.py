@@ -304,7 +304,6 @@ def _ratio(error: float, size: float) -> float:
 
 
 def _percentile_90(values: list[float]) -> float:
-    """Return the 90th percentile; of fewer than ten values the maximum."""
     if len(values) < 10 or not all(map(math.isfinite, values)):
         return max(values)
     return quantiles(values, n=10)[-1]

@@ -40,20 +40,17 @@ from runner.measure.parity.numerics import (
     read_numerics,
 )
 from runner.measure.parity.trajectory import (
-    StepWindow,
     Trajectory,
     choose_window,
     record_trajectory,
 )
 
-SAME_ROUNDING_FACTOR = 8.0
-"""Factor on the plain run's error at the same reduced precision: equal roundings, differently
-correlated."""
+SAME_ROUNDING_FACTOR = 8.0  # on the plain run's error at the same precision, correlated otherwise
 SUMMATION_ORDER_FACTOR = 64.0
 """Factor on the error in fp32, where only the order of summation differs: adding n terms in
 sequence has sqrt(n / log2 n) times the error of a tree (Higham 1993), 64 for n = 65,536."""
+# of one inferred from a moment, at beta1=0.9, relative to the largest gradient
 INFERRED_GRADIENT_ERROR = 32 * ROUNDOFF[torch.float32]
-"""Relative to the largest gradient: error of one inferred from a moment, at beta1=0.9."""
 
 
 def copy_components(
@@ -126,42 +123,34 @@ class PlainRuns:
         return self._randomness[dropout_off]
 
     @cached_property
-    def window_and_omissions(self) -> tuple[StepWindow, list[str]]:
-        """The steps to compare, and what they omit."""
-        with self.open_run(self.baseline) as run:
-            return choose_window(run, self.requested_steps)
-
-    @property
-    def window(self) -> StepWindow:
-        """The steps to compare."""
-        return self.window_and_omissions[0]
-
-    @cached_property
     def trajectory(self) -> Trajectory:
-        """The baseline's trajectory; if it has a clip norm, some of its steps are clipped."""
+        """The baseline's trajectory; if it has a clip norm, some of its steps are clipped.
+
+        Also sets `window`, the steps to compare, and `omissions`, what they leave out.
+        """
+        with self.open_run(self.baseline) as run:
+            self.window, self.omissions = choose_window(run, self.requested_steps)
+            total_batches = run.validation.steps_per_epoch
         record = self._record_baseline()
         norms, limit = [float(s.grad_norm) for s in record.steps], self.baseline.stability.clip_norm
         if limit is not None and 0 < max(norms) <= limit:
             self.clip_norm = median(norms)
             record = self._record_baseline()
+        self.validation_batches = len(record.outputs)
+        if self.validation_batches != total_batches:
+            self.omissions.append(f"validation batches after the first {self.validation_batches}")
         return record
 
     def _record_baseline(self) -> Trajectory:
         with self.open_run(self.baseline) as run:
             self.numerics = read_numerics(run)
-            record = record_trajectory(run, self.window)
-            self.validation_batches = len(record.outputs)
-            total_batches = run.validation.steps_per_epoch
-        self.omissions = list(self.window_and_omissions[1])
-        if self.validation_batches != total_batches:
-            self.omissions.append(f"validation batches after the first {self.validation_batches}")
-        return record
+            return record_trajectory(run, self.window)
 
     def record_run(self, run: Run, **options: Any) -> Trajectory:
         """Make the baseline's steps with another run, each from the baseline's weights."""
-        return record_trajectory(
-            run, self.window, self.trajectory, validation_batches=self.validation_batches, **options
-        )
+        reference = self.trajectory  # recorded first
+        options["validation_batches"] = self.validation_batches
+        return record_trajectory(run, self.window, reference, **options)
 
     def _record_plain(
         self,

@@ -192,15 +192,15 @@ def _record_step(run: Run, batch: Batch, trajectory: Trajectory) -> StepRecord:
     """Make a full step; gradients inside one graph are inferred from the optimizer's moments."""
     before = _copy_weights(run)
     capture = TrajectoryCapture(before)
-    gradients_hidden = run.step_graph is not None and run.step_graph.takes(batch)
-    moments = _copy_moments(run) if gradients_hidden else {}
-    step = make_finite_step(run, batch, [] if gradients_hidden else [capture])
-    gradients = _infer_gradients(run, step, moments) if gradients_hidden else capture.gradients
-    trajectory.gradients_hidden |= gradients_hidden
-    loss, norm, moved = _to_host(step.loss), _to_host(step.grad_norm), capture.moved
-    hidden = frozenset(update_names(run) if gradients_hidden else ())
-    if gradients_hidden:
+    if run.step_graph is None or not run.step_graph.takes(batch):
+        step = make_finite_step(run, batch, [capture])
+        gradients, moved, hidden = capture.gradients, capture.moved, frozenset[str]()
+    else:
+        trajectory.gradients_hidden, moments = True, _copy_moments(run)
+        step = make_finite_step(run, batch, [])
+        gradients, hidden = _infer_gradients(run, step, moments), frozenset(update_names(run))
         moved = {n: x for n, x in _moved_weights(run, before).items() if n not in hidden}
+    loss, norm = _to_host(step.loss), _to_host(step.grad_norm)
     return StepRecord(loss, norm, gradients, snapshot(run), moved, hidden)
 
 
@@ -248,9 +248,8 @@ def _infer_gradients(run: Run, step: Step, moments: dict[Tensor, tuple[Tensor, T
     if update.clip is not None or not all(g.get("betas") or g.get("momentum") for g in groups):
         return {}
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    clip_ratio = 1.0
-    if update.clip_norm is not None:
-        clip_ratio = max(float(step.grad_norm) / update.clip_norm, 1.0)
+    limit = update.clip_norm
+    clip_ratio = 1.0 if limit is None else max(float(step.grad_norm) / limit, 1.0)
     gradients: Tensors = {}
     for group in groups:
         adam = "betas" in group

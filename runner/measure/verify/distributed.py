@@ -33,16 +33,12 @@ from runner.scale.distributed.launch import count_processes
 from runner.scale.distributed.rank_info import detect_rank
 
 STEPS = 10
-ROUNDING_FACTOR = 100.0
-"""Factor on the effect of one rounding of each weight, in fp64. Measured with 2 processes: ≤ 2."""
-COARSE_FACTOR = 10_000.0
-"""The same factor if the model does not run in fp64: kernels depend on the batch size."""
-PRECISION_FACTOR = 10.0
-"""Factor on the single process's distance from fp64."""
-MIN_LIMIT = 1e-12
-"""Limit of a value that shows no rounding in the steps made."""
-OWN_MINIMUM = PRECISION_FACTOR * 2.0**-23
-"""The same limit in the run's own precision: roundings of fp32."""
+# factors on the effect of one rounding of each weight: in fp64, where with 2 processes 2 was
+# measured, and of a model that does not run in fp64, since kernels depend on the batch size
+ROUNDING_FACTOR, COARSE_FACTOR = 100.0, 10_000.0
+PRECISION_FACTOR = 10.0  # on the single process's distance from fp64
+# limits of a value that shows no rounding in the steps made: in fp64, and in the run's precision
+MIN_LIMIT, OWN_MINIMUM = 1e-12, PRECISION_FACTOR * 2.0**-23
 ROUNDING_TECHNIQUES = "tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split()
 """Techniques that change rounding or lack fp64 kernels: own precision only."""
 OPTIMIZER_OPTIONS = "optimizer.param_groups."  # are given by the config
@@ -310,10 +306,8 @@ def likely_cause(
 ) -> str:
     """Return the likely cause of the first value beyond its limit."""
     if facts["draws"]:
-        return (
-            "the model draws random numbers other than dropout's in training, different in each "
-            "process: not comparable; disable them to compare the rest"
-        )
+        how = "the model draws random numbers other than dropout's, different in each process"
+        return f"{how}: not comparable; disable them to compare the rest"
     if facts["batchnorm"] and not distributed.sync_batchnorm:
         part = "BatchNorm normalises by each process's own part of the batch"
         return f"{part}: distributed.sync_batchnorm=false"

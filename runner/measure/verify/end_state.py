@@ -79,9 +79,8 @@ def read_end_state(folder: Path, checkpoint_steps: Iterable[int] | None = None) 
 
 def _sort_key(key: ValueKey) -> tuple[int, int]:
     """Sort key: by step, training metrics, then checkpoint, then validation."""
-    if key.kind != "metric":
-        return key.step, 1
-    return key.step, 0 if key.name.startswith("train/") else 2
+    after = 0 if key.name.startswith("train/") else 2
+    return key.step, after if key.kind == "metric" else 1
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
@@ -109,9 +108,7 @@ def _checkpoint_values(
         kind = "parameter" if name in parameters or not parameters else "buffer"
         yield ValueKey(step, kind, name), value
     for part, content in state["update"].items():
-        if part == "names":
-            continue
-        for path, value in _leaves(content, part):
+        for path, value in _leaves(content, part) if part != "names" else ():
             yield ValueKey(step, UPDATE_KINDS.get(part, "optimizer"), path), value
     for part, content in state.items():
         if part == "update" or part in IGNORED_STATE:

@@ -179,7 +179,6 @@ def train_in_processes(
 
 
 def _start_logged(config: RunConfig, folder: Path, given: Components, place: RankInfo) -> None:
-    """Process entry: redirect output to a log file, then train."""
     with suppress(OSError):
         redirect_output(folder / LOG_FILE)
     run_rank_process(config, folder, given, place)

@@ -137,7 +137,6 @@ def find_run(path: Path) -> Path:
 
 
 def _digests(run: Path) -> dict[int, str]:
-    """Return the digests of the weight files by checkpoint step."""
     digests = {}
     for step, path in saved_steps(run).items():
         with suppress(CheckpointError):
@@ -147,7 +146,6 @@ def _digests(run: Path) -> dict[int, str]:
 
 
 def _find_changes(recorded: Path, repeated: Path) -> list[str]:
-    """Return the recorded facts that differ between the runs."""
     then, now = dict(_read_facts(recorded)), dict(_read_facts(repeated))
     keys = [key for key in then if key in now and then[key] != now[key]]
     keys.sort(key=lambda key: CHANGE_KINDS.index(key.partition(" ")[0]))
@@ -156,7 +154,6 @@ def _find_changes(recorded: Path, repeated: Path) -> list[str]:
 
 
 def _read_facts(run: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the recorded facts on which results may depend."""
     with suppress(StorageError):
         summary = Summary.read(run)
         yield "device", summary.device.get("name")

@@ -200,14 +200,14 @@ class Agent:
             all_trained = len(outcomes) == len(self.processes)
             wait_s = self.timeout_s if all_trained and not another_hung else END_S
             if self.uses_nccl:  # after an error of its own a process reports it, and may save
-                wait_s = min(wait_s, END_S if self._has_silent_failure() else SAVE_S)
+                wait_s = min(wait_s, END_S if self._has_silent_failure(outcomes) else SAVE_S)
             limits.append(self._failure_time + wait_s)
         return min(limits)
 
-    def _has_silent_failure(self) -> bool:
+    def _has_silent_failure(self, outcomes: Mapping[int, RankOutcome]) -> bool:
         """Whether a process was killed, or noticed that another one was."""
-        silent = "", "running", *LOST_KINDS
-        return any(end.failed and end.kind in silent for end in self._ends())
+        silent, failed = ("running", *LOST_KINDS), (end.rank for end in self._ends() if end.failed)
+        return any(rank not in outcomes or outcomes[rank].kind in silent for rank in failed)
 
     def _ends(self) -> list[RankEnd]:
         """Return how the processes that have ended so far did so."""

@@ -85,7 +85,6 @@ def _read_summary(config: RunConfig, folder: Path) -> Summary | None:
 
 
 def _run_as_rank_zero(config: RunConfig, folder: Path, place: RankInfo) -> Summary | None:
-    """Train as rank 0, started by torchrun or SLURM."""
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
     store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
     try:

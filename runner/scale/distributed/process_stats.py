@@ -130,7 +130,6 @@ def _mfu(flops: Mapping[str, float | None]) -> float | None:
 
 
 def _matmul_dtype(run: Run) -> torch.dtype:
-    """Return the dtype of matrix products in a step."""
     with enter_contexts(run.contexts):
         if torch.is_autocast_enabled(run.device.kind):
             return torch.get_autocast_dtype(run.device.kind)

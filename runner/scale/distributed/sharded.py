@@ -29,7 +29,7 @@ from runner.core.optim.origin import is_torch_class
 from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.techniques.probe import repeated_blocks
-from runner.scale.distributed.collectives import count_collectives
+from runner.scale.distributed.parallel import count_collectives
 from runner.scale.distributed.world import World, world_of
 
 if TYPE_CHECKING:
@@ -284,7 +284,6 @@ def _row_range(weight: DTensor) -> RowRange:
 
 
 def _check_shardable(builder: RunBuilder) -> None:
-    """Raise ConfigError for models and optimizers that cannot be sharded."""
     cls = builder.optimizer_class
     if cls.__name__ not in ELEMENTWISE or not is_torch_class(cls):
         problem = f"{cls.__name__} may need whole weights, but fsdp shards them"

@@ -428,9 +428,9 @@ def _refuse_device_tensors(call: str, value: object) -> None:
 
     def check_device(each: Any) -> None:  # pickle calls it before it pickles an object
         if isinstance(each, Tensor) and each.device.type != "cpu":
-            problem = f"a tensor of shape {[*each.shape]} would arrive on {each.device}"
+            problem = f"a tensor of shape {[*each.shape]} on {each.device} would arrive on the"
             fix = "pass tensors on the CPU, or reduce them by all_reduce_sum"
-            raise UsageError(f"{call}: {problem}; {fix}")
+            raise UsageError(f"{call}: {problem} sender's device; {fix}")
 
     dumps_persistent(value, check_device)
 

@@ -27,10 +27,8 @@ PRELOAD = [
     "runner.scale.sweep.fork",
 ]
 """Modules that every job needs; this module is last."""
-DYNAMO = "torch._dynamo"
-"""Also imported by the compiler and by torch's non-fused optimizers; takes a second."""
-CAN_FORK = fork_server.can_fork()
-"""Whether the fork server could fork safely after its imports; a child cannot tell."""
+DYNAMO = "torch._dynamo"  # also imported by the compiler and torch's optimizers; takes a second
+CAN_FORK = fork_server.can_fork()  # safely after the server's imports; a child cannot tell
 
 
 StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], ChildProcess]
@@ -41,12 +39,9 @@ def spawn_job(
     command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
 ) -> ChildProcess:
     """Start a job by its command, without a shell. Raises OSError."""
-    return ChildProcess(
-        subprocess.Popen(  # noqa: S603  # our own interpreter
-            command, stdin=stdin, stdout=output, stderr=output, start_new_session=True,
-            env=environment,
-        )
-    )  # fmt: skip
+    streams: Any = {"stdin": stdin, "stdout": output, "stderr": output}
+    options = {**streams, "start_new_session": True, "env": environment}
+    return ChildProcess(subprocess.Popen(command, **options))  # noqa: S603  # our own interpreter
 
 
 def fork_job(
@@ -81,7 +76,6 @@ def _detach_descriptors(*descriptors: Any) -> tuple[int, ...]:
 def _run_job(
     command: list[str], environment: dict[str, str], folder: str, descriptors: tuple[int, int]
 ) -> None:
-    """Become the job that `command` starts."""
     detach()
     stdin, output = descriptors
     for descriptor, number in ((stdin, 0), (output, 1), (output, 2)):

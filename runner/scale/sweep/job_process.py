@@ -194,7 +194,6 @@ class JobProcess:
         return ("oom" if OUT_OF_MEMORY.search(reason) else "failed"), reason
 
     def _describe_error(self, code: int) -> str:
-        """Return the printed error; else describe the exit code and the last line."""
         line = self.last_line()
         if line.startswith("error"):
             return line

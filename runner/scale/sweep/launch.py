@@ -93,7 +93,6 @@ class PlannedJobs:
 
 
 def _log_earlier_jobs(session: SweepSession, plans: Sequence[JobPlan]) -> None:
-    """Log what earlier processes did."""
     if session.earlier_jobs:
         names = ", ".join(job.folder for job in session.earlier_jobs)
         log.info("no longer part of the sweep, kept unchanged: %s", names)
@@ -112,7 +111,6 @@ def _log_earlier_jobs(session: SweepSession, plans: Sequence[JobPlan]) -> None:
 
 
 def _result(job: Job, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
-    """Return the result for the sweeper: the run's monitored value."""
     run_folder = folder / job.folder
     result = JobReturn(job.overrides, config, working_dir=str(run_folder), task_name="runner")
     result.status, result.return_value = JobStatus.COMPLETED, None

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -139,7 +140,6 @@ class Planner:
         return plan
 
     def _free_folder(self, name: str) -> str:
-        """Return `name`, or the lowest number that is free as a folder."""
         names, taken = chain([name], map(str, count())), self._taken_folders
         folder = next(x for x in names if x not in taken and not (self.folder / x).exists())
         taken.add(folder)
@@ -147,10 +147,9 @@ class Planner:
 
 
 def _has_finished(folder: Path) -> bool:
-    try:
+    with suppress(StorageError):
         return Summary.read(folder).finished
-    except StorageError:
-        return False
+    return False
 
 
 def can_continue(plan: JobPlan, folder: Path) -> bool:

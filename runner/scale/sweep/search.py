@@ -17,7 +17,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.device.signals import PRUNED, request_stop, take_stop_request
 from runner.core.errors import StorageError, UsageError, install_command
 from runner.core.record.hydra_files import overrides_by_key
-from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular, replace_text
+from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular, write_or_log
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import json_safe
 from runner.core.schemas.sweep import LauncherConfig, SearchSweeperConfig
@@ -172,21 +172,17 @@ class TrialJobs:
 
     def write_record(self) -> None:
         """Write `search.json`, from which the page is made; an OSError is logged."""
-        try:
-            text = json.dumps(json_safe(self.study.as_record()), indent=2, allow_nan=False)
-            replace_text(self.folder / SEARCH_FILE, text + "\n")
-        except OSError as error:
-            log.warning("%s is not written: %s", SEARCH_FILE, error.strerror or error)
+        text = json.dumps(json_safe(self.study.as_record()), indent=2, allow_nan=False)
+        write_or_log(self.folder / SEARCH_FILE, text + "\n")
 
     def _plan_trial(self, trial: Trial) -> JobPlan:
         """Return the job of a trial: a new one, or the one that an earlier process started."""
         from runner.scale.sweep.study import COMMAND_ATTR, JOB_ATTR
 
-        sweep = self.starter.sweep
-        overrides = self.study.plan.space.overrides(trial.params)
+        sweep, overrides = self.starter.sweep, self.study.plan.space.overrides(trial.params)
         earlier_jobs = [job for job in sweep.jobs if job.overrides == overrides]
-        last_number = max((job.number for job in sweep.jobs), default=-1)
-        number = earlier_jobs[0].number if earlier_jobs else last_number + 1
+        number = 1 + max((job.number for job in sweep.jobs), default=-1)
+        number = earlier_jobs[0].number if earlier_jobs else number
         plan = plan_job(self.compose(overrides), overrides, number)
         Planner(self.folder, earlier_jobs, [overrides]).match(plan)
         others = [job for job in sweep.jobs if job not in earlier_jobs]

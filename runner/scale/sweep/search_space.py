@@ -68,8 +68,7 @@ def parameter_text(parameter: Any) -> str:
     """Describe the values of a parameter."""
     if isinstance(parameter, CategoricalDistribution):
         return ", ".join(map(str, parameter.choices))
-    by = ", by its logarithm" if parameter.log else ""
-    return f"{parameter.low:g} to {parameter.high:g}{by}"
+    return f"{parameter.low:g} to {parameter.high:g}{', by its logarithm' * parameter.log}"
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,8 @@ def _parse_parameter(override: CliOverride, sampler: Sampler) -> BaseDistributio
     key = override.key
     value: Any = override.parsed.value()
     if key in REPLICATE_KEYS:
-        problem = "is not a hyperparameter: the best value would be chance"
         fix = f"set one value; then compare the best command over {key}=0,1,2"
-        raise ConfigError(key, problem, fix)
+        raise ConfigError(key, "is not a hyperparameter: the best value would be chance", fix)
     if isinstance(value, IntervalSweep):
         return _parse_interval(f"{override.sign}{key}", value, sampler)
     if "log" in value.tags:
@@ -135,9 +133,8 @@ def _parse_interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDis
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         raise ConfigError(key, "an interval needs two ends", f"{key}=interval(1,10)")
     if not low < high or (log and low <= 0):
-        above = " and above 0, for its logarithm" if log else ""
-        problem = f"an interval from {low:g} to {high:g}"
-        raise ConfigError(key, problem, f"give the lower end first{above}")
+        fix = "give the lower end first, with log above 0"
+        raise ConfigError(key, f"an interval from {low:g} to {high:g}", fix)
     if sampler is Sampler.grid:
         fix = f"name its values, {key}=choice({low:g},{high:g}), or use search=tpe"
         raise ConfigError(key, "search=grid has no intervals", fix)

@@ -157,8 +157,7 @@ def active_session(session: SweepSession) -> Iterator[SweepSession]:
 
 def current_session() -> SweepSession:
     """Return the active session. UsageError if not started by `python -m runner`."""
-    session = _CURRENT.get()
-    if session is None:
+    if (session := _CURRENT.get()) is None:
         problem = "hydra/launcher=isolated: is for `python -m runner -m …`"
         raise UsageError(f"{problem}; use another launcher here")
     return session

@@ -200,7 +200,6 @@ def _storage(path: Path) -> Any:
 
 
 def _sampler(kind: Sampler, seed: int) -> Any:
-    """Return a sampler; equal seeds and trials give equal values."""
     if kind is Sampler.tpe:  # running trials count as bad, so that parallel ones spread out
         return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     return optuna.samplers.RandomSampler(seed=seed)
