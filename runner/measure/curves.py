@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from runner.core.format import finite
@@ -38,10 +39,9 @@ def read_curves(folder: Path, names: Sequence[str] = LOSSES[:1]) -> dict[str, Cu
 
 
 def _read_row(line: bytes, split: str, curves: dict[str, dict[float, float]]) -> None:
-    try:
+    row = None
+    with suppress(ValueError, RecursionError):
         row = json.loads(line)
-    except (ValueError, RecursionError):
-        return
     if not isinstance(row, dict) or row.get("split") != split:
         return
     step = finite(row.get("step"))

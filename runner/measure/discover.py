@@ -22,8 +22,7 @@ from runner.core.record.hydra_files import (
     recorded_overrides,
 )
 from runner.core.record.json_records import read_json
-from runner.core.record.summary import SUMMARY_FILE as SUMMARY_FILE
-from runner.core.record.summary import Summary
+from runner.core.record.summary import SUMMARY_FILE, Summary
 from runner.core.schemas.data import LOADING_KEYS
 from runner.core.schemas.models import ObjectiveConfig
 from runner.measure.benchmark.result import FILE as BENCHMARK_FILE

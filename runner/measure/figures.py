@@ -140,18 +140,14 @@ def draw_series(
     description = "; ".join(f"{item.label}: {item.text}" for item in series)
     attributes = {"role": "img", "aria_label": description}
     plot = tag("div", draw_plot(series, scales, (y_title, x_title), **attributes), class_="plot")
-    legend = [
-        tag("li", _draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
-        for x in series
-    ]
+    legend, size = [], {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
+    for item in series:
+        line = tag("line", x1=-18, x2=18, **line_style(item))
+        marker = draw_marker(item) if item.scattered else line
+        sample = tag("svg", marker, **size, **item.colour, **HIDDEN_ATTRIBUTES)
+        texts = tag("span", item.label), tag("span", item.text, class_="value")
+        legend.append(tag("li", sample, *texts))
     return join(plot, tag("ul", *legend, class_="legend"))
-
-
-def _draw_legend_sample(series: Series) -> Markup:
-    sample = tag("line", x1=-18, x2=18, **line_style(series))
-    marker = draw_marker(series) if series.scattered else sample
-    size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
-    return tag("svg", marker, **size, **series.colour, **HIDDEN_ATTRIBUTES)
 
 
 def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:

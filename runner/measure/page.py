@@ -238,8 +238,7 @@ def _effects_table(attribution: Attribution) -> dict[str, Any]:
             for key in ("added", "removed", "interaction")
         ]
         sizes = map(format.size, (effect.added_memory_bytes, effect.removed_memory_bytes))
-        texts = [effect.name.replace("_", " "), *ratios, *sizes, effect.note or format.NONE]
-        lines.append(texts)
+        lines.append([effect.name.replace("_", " "), *ratios, *sizes, effect.note or format.NONE])
     return _table("techniques", [*header, "memory, added", "memory, within", "note"], lines, "")
 
 
@@ -273,8 +272,7 @@ def _techniques_context(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
                 cells.append(_cell("● engaged" if status == "engaged" else format.NONE))
                 continue
             reasons.setdefault((title, reason), []).append(arm)
-            note = f" {list(reasons).index((title, reason)) + 1}"
-            cells.append(_cell(f"○ {status}", note=note))
+            cells.append(_cell(f"○ {status}", note=f" {list(reasons).index((title, reason)) + 1}"))
         if any(cell["text"] != format.NONE for cell in cells):
             lines.append([title, *cells])
         else:

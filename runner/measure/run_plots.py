@@ -69,8 +69,7 @@ def _memory(rows: Mapping[str, Rows]) -> Iterator[Panel]:
     for label, name in names.items():
         # one is drawn, too: how many there are depends on the time
         if points := _points(rows["metrics"], name, "system"):
-            lines = {label: points}
-            yield partial(_draw_lines, title=label, lines=lines, marks={}, from_zero=True)
+            yield partial(_draw_lines, title=label, lines={label: points}, marks={}, from_zero=True)
 
 
 def _gradient_norms(rows: Mapping[str, Rows]) -> Iterator[Panel]:

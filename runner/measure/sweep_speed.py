@@ -66,13 +66,11 @@ def measure_configurations(session: SweepSession, comparison: Comparison) -> boo
     if is_measured or session.search_plan is not None or not session.composed:
         return False
     try:
-        settings = typed(session.composed[0][1].copy()).sweep
-        budget_s = settings.benchmark_s
+        budget_s = typed(session.composed[0][1].copy()).sweep.benchmark_s
         if budget_s is None:
             total_s = sum(job.seconds for job, _ in session.composed)
             budget_s = min(max(TIME_SHARE * total_s, MIN_BUDGET_S), MAX_BUDGET_S)
-        rows = select_rows(comparison.rows) if budget_s else []
-        result = _measure(session, rows, budget_s)
+        result = _measure(session, select_rows(comparison.rows) if budget_s else [], budget_s)
         if result is not None:
             result.write(session.folder / FOLDER)
         return result is not None

@@ -220,16 +220,11 @@ def _select(config: RunConfig, given: Components) -> SearchResult:
     seconds = estimate.steps * estimate.step_seconds
     if seconds < MIN_RUN_BUDGETS * auto.budget_s:
         free = [name for name in FREE_TECHNIQUES if name not in estimate.exclusions]
-        return SearchResult(
-            " ".join(free) or NONE,
-            free,
-            f"the run takes about {seconds:.2g} s at none, too short for a search of "
-            f"optimization.auto.budget_s={auto.budget_s:g} (from "
-            f"{MIN_RUN_BUDGETS * auto.budget_s:g} s): only free techniques are enabled, by rule",
-            steps=estimate.steps,
-            none_ms=1e3 * estimate.step_seconds,
-            left_out=estimate.exclusions,
-        )
+        budget = f"budget_s={auto.budget_s:g} (from {MIN_RUN_BUDGETS * auto.budget_s:g} s)"
+        reason = f"the run takes about {seconds:.2g} s at none, too short for a search of "
+        reason += f"optimization.auto.{budget}: only free techniques are enabled, by rule"
+        result = SearchResult(" ".join(free) or NONE, free, reason, estimate.steps)
+        return replace(result, none_ms=1e3 * estimate.step_seconds, left_out=estimate.exclusions)
     result = _run_search(config, given, estimate)
     parity_known = all(row.parity is not None or not row.parity_reason for row in result.tried)
     if path is not None and parity_known:

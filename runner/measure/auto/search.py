@@ -94,8 +94,7 @@ def make_candidates(excluded: Collection[str]) -> list[Candidate]:
 
 def sort_techniques(names: Iterable[str]) -> list[str]:
     """Sort technique names by order of application."""
-    chosen = set(names)
-    return [name for name, _ in Optimization().techniques() if name in chosen]
+    return [name for name, _ in Optimization().techniques() if name in set(names)]
 
 
 @dataclass
@@ -235,8 +234,7 @@ class Search:
 
         options = replace(self.options, settings=settings, start_limit_s=limit_s)
         names = [NONE, *([CONTROL_ARM] if final else []), *(row.name for row in rows)]
-        arms = [self.arms[name] for name in names]
-        round_ = run_round(arms, NONE, seconds, self.seed, options)
+        round_ = run_round([self.arms[name] for name in names], NONE, seconds, self.seed, options)
         if round_.measurements.stop_reason == INTERRUPTED:
             raise KeyboardInterrupt
         if NONE in round_.failures:
@@ -258,12 +256,10 @@ class Search:
     def _run_final(self, rows: Sequence[Candidate]) -> Candidate | None:
         """Measure `rows` against `none` and its control, of which the worse ratio counts.
 
-        Returns the first by rank that passes parity. The measurement may use all of the budget;
-        parity is checked within `MAX_OVERRUN` times the budget.
+        Returns the first by rank that passes parity, checked within `MAX_OVERRUN` times the budget.
         """
         starts_s = (2 + len(rows)) * self.start_s + sum(row.extra_seconds for row in rows)
-        seconds = max(FINAL_S, self._remaining_s() - starts_s)
-        round_ = self._measure(rows, seconds, final=True)
+        round_ = self._measure(rows, max(FINAL_S, self._remaining_s() - starts_s), final=True)
         if (control := round_.ratio([NONE], [CONTROL_ARM])) is not None:
             self.noise_floor = max(self.noise_floor, control.ratio - 1, 1 / control.ratio - 1)
         none_s, faster = self.steps * self.step_s, []

@@ -1,7 +1,6 @@
 """Speedup of each technique of a level: added alone to the reference, and left out of the level.
 
-Techniques that did not engage in the level are listed but not measured. The three intervals of all
-measured techniques hold jointly at 95 % (Bonferroni).
+The three intervals of all techniques that engage in the level hold jointly at 95 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ def attribute(
 ) -> Attribution:
     """Measure the techniques of `level` one by one, alone and within the level.
 
-    `summary` is the summary of a finished run of the level; `floor` the noise floor of its
-    benchmark, inf where unknown. The rounds share `benchmark.attribute_budget_s` evenly. A trial
-    that fails leaves a note at its effect. Ctrl-C is not raised: the measurements so far are
-    returned, with `stopped` set to `interrupted`.
+    `summary` is that of a finished run of the level; `floor` the noise floor of its benchmark, inf
+    where unknown. The rounds share `benchmark.attribute_budget_s`. A trial that fails leaves a note
+    at its effect. After Ctrl-C the measurements so far are returned, `stopped` is `interrupted`.
     """
     by_name, trials = plan_trials(level, reference, summary)
     alpha, effects = bonferroni_alpha(INTERVALS_PER_TECHNIQUE * len(trials)), [*by_name.values()]
@@ -214,15 +212,14 @@ def summarize_effects(effects: Sequence[Effect], level: str, floor: float) -> li
             groups[nothing if removed == "same" else unknown].append(e.name)
     harmful.sort(key=lambda e: e.removed or 1.0)
     useful.sort(key=lambda pair: -max(pair[0].added or 0.0, pair[0].removed or 0.0))
-    lines = [_describe_harm(e, level) for e in harmful] + [text for _, text in useful]
+    lines = []
+    for e in harmful:
+        ratio, (low, high) = e.removed or 1.0, e.removed_interval or (1.0, 1.0)
+        bounds = f"{100 / high - 100:.1f} to {share(1 / low - 1)}"
+        gain = f"{share(1 / ratio - 1)} faster without {e.name} here (95 %: {bounds})"
+        lines.append(f"{level} is {gain}: drop it")
+    lines += [text for _, text in useful]
     return lines + [f"{text}: {', '.join(names)}" for text, names in groups.items() if names]
-
-
-def _describe_harm(effect: Effect, level: str) -> str:
-    removed, (low, high) = effect.removed or 1.0, effect.removed_interval or (1.0, 1.0)
-    bounds = f"{100 / high - 100:.1f} to {share(1 / low - 1)}"
-    gain = f"{share(1 / removed - 1)} faster without {effect.name} here (95 %: {bounds})"
-    return f"{level} is {gain}: drop it"
 
 
 def _describe_gain(ratio: float | None, interval: Interval, label: str) -> str:

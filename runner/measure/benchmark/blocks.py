@@ -35,7 +35,6 @@ INTERIM_BLOCKS = (*(quarter << double for double in range(1, 8) for quarter in r
 
 # -- what an arm's process sends: plain data, pickled through a pipe -------------------------------
 
-
 FINISH = "finish"  # other requests: the seconds of a turn, and None to leave at once
 
 
@@ -91,8 +90,7 @@ Relaunch = Callable[[Sequence[str], float], dict[str, WorkerFailure]]
 class StoppingRule:
     """When to stop: all intervals are narrow, the budget is spent, or all launches are done.
 
-    The budget is overdrawn only for the `min_blocks` (six at 5 %) that an interval requires, and
-    only if `overdraws`.
+    Only if `overdraws` it exceeds the budget, for the `min_blocks` that an interval requires.
     """
 
     target_half_width: float  # of every interval, as a share of the ratio
@@ -353,8 +351,7 @@ class _BlockRunner:
         return self.widest_half_width
 
     def _estimate(self, name: str) -> Estimate:
-        measurements = self.measurements
-        return measurements.ratio([self.reference], [name], name)
+        return self.measurements.ratio([self.reference], [name], name)
 
     def _is_comparable(self, name: str) -> bool:
         """Whether it shares a block with the reference, and the reference has not ended."""

@@ -77,11 +77,10 @@ def measure(
 ) -> BenchmarkResult:
     """Start every arm, measure them in blocks, check parity, and return the result.
 
-    The arms are compared with `settings.reference`, or the first arm. With a `folder` the runs are
-    recorded in it and `benchmark.json` is written, also if arms failed; a failed arm is a row.
-    With `start_limits`, seconds for single arms to start, the budget is never exceeded.
-    Ignores `attribute` and `baseline` of the settings. Raises ConfigError, and
-    `BenchmarkInterrupted` on Ctrl-C and SIGTERM after writing the result so far.
+    The arms are compared with `settings.reference`, or the first one. With a `folder` the runs and
+    `benchmark.json` are written there, also if arms failed, which are rows. With `start_limits`,
+    seconds for single arms to start, the budget is never exceeded. `attribute` and `baseline` are
+    ignored. Raises ConfigError, and `BenchmarkInterrupted` after writing the result so far.
     """
     reference = reference_arm(arms, settings)
     check_budget(settings, len(arms))
@@ -177,7 +176,7 @@ class _Benchmark:
             stopped=measurements.stop_reason or "no arm could be measured",
             machine=machine_facts([row.summary for row in rows]),
             load=load,
-            notes=[*self._notes(), *_describe_noise(load, control)],
+            notes=list(self._notes(load, control)),
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
@@ -267,8 +266,8 @@ class _Benchmark:
         saved_s = row.step_ms / 1e3 * (row.speedup - 1)  # per step, for the same number of samples
         row.break_even_steps = max(0, math.ceil((setup_s - plain_s) / saved_s))
 
-    def _notes(self) -> Iterator[str]:
-        """Yield what restricts the comparison: other work, ended arms, and single processes."""
+    def _notes(self, load: Load, control: Control | None) -> Iterator[str]:
+        """Yield what restricts the comparison: other work, ended arms, single processes, noise."""
         measurements, started = self.round.measurements, self.round.setups
         yield from describe_differences([x for x in self.arms if x.name in started], self.reference)
         if self._compared == MEAN:
@@ -284,6 +283,11 @@ class _Benchmark:
             key = "benchmark.budget_s" if self.settings.processes > 1 else "benchmark.processes"
             limit = f"no difference within {ONE_PROCESS_NOISE:.0%} is claimed"
             yield f"each arm was measured in one process, so {limit}; raise {key} for several"
+        if load.others is not None and load.others > NOISY_LOAD:
+            yield f"noisy machine: other processes used {load.others:.0%} of the CPUs"
+        if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
+            ratio = times_interval(control.ratio, control.interval)
+            yield f"the reference against itself measured {ratio} instead of 1"
 
 
 def _effective_config(config: RunConfig) -> dict[str, Any]:
@@ -337,21 +341,10 @@ def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
     return Load(median(map(median, blocks.values())) if blocks else None)
 
 
-def _describe_noise(load: Load, control: Control | None) -> Iterator[str]:
-    if load.others is not None and load.others > NOISY_LOAD:
-        yield f"noisy machine: other processes used {load.others:.0%} of the CPUs"
-    if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
-        ratio = times_interval(control.ratio, control.interval)
-        yield f"the reference against itself measured {ratio} instead of 1"
-
-
 def other_work(arm: Arm, reference: Arm) -> list[str]:
     """Return the parts of `WORK_KEYS` in which the arm differs from the reference."""
-    return [
-        part
-        for part, key in WORK_KEYS.items()
-        if attrgetter(key)(arm.config) != attrgetter(key)(reference.config)
-    ]
+    a, b = arm.config, reference.config
+    return [part for part, key in WORK_KEYS.items() if attrgetter(key)(a) != attrgetter(key)(b)]
 
 
 def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:

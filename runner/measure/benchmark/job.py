@@ -36,8 +36,7 @@ ERROR_PRIORITY = (Interrupted, StorageError, SweepFailed, RunnerError)
 def main(config: RunConfig, folder: Path) -> BenchmarkResult:
     """Measure, print the table, write the files; then raise any error.
 
-    Interrupted, StorageError, SweepFailed (an arm failed) and Regression are raised only after
-    everything is written and printed.
+    Only then it raises Interrupted, StorageError, SweepFailed (an arm failed) or Regression.
     """
     settings = config.benchmark
     arms = compose_arms(settings, *_hydra_arguments())

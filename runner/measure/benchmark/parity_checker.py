@@ -31,9 +31,8 @@ class ParityVerdict:
 class ParityChecker:
     """One process that judges several arms and computes each plain run only once.
 
-    The context manager ends the process and its children; a process that died or timed out is
-    replaced at the next arm. `given` (`setup.Components`) is pickled; `timeout_s` applies to one
-    verdict.
+    Leaving the context ends it and its children; one that died or timed out is replaced. `given`
+    (`setup.Components`) is pickled; `timeout_s` is for one verdict.
     """
 
     def __init__(self, timeout_s: float, given: Any = None) -> None:

@@ -68,8 +68,8 @@ def check_arms(
 def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:
     """Load the result that `benchmark.baseline` names; None if it is not set.
 
-    Raises ConfigError before anything is measured: no such file, damaged, from another machine (its
-    device is compared only later, by `compare_with_baseline`), or none of the arms `names`.
+    Raises ConfigError before anything is measured: no such file, damaged, from another machine, or
+    none of the arms `names`.
     """
     if settings.baseline is None:
         return None
@@ -91,11 +91,8 @@ def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkR
 
 def _check_machine(baseline: BenchmarkResult, current: dict[str, Any]) -> None:
     was = baseline.machine
-    differences = [
-        f"{key.replace('_', ' ')} is {current[key]}, was {was[key]}"
-        for key in FACTS
-        if key in current and key in was and current[key] != was[key]
-    ]
+    keys = (key for key in FACTS if key in current and key in was and current[key] != was[key])
+    differences = [f"{key.replace('_', ' ')} is {current[key]}, was {was[key]}" for key in keys]
     if differences:
         problem = f"was measured on another machine: {escape('; '.join(differences))}"
         raise ConfigError(KEY, problem, "measure a new baseline on this machine")
@@ -156,8 +153,7 @@ def _compare_times(
     """Compare the reference by its own time, the other arms by their speedup over it.
 
     A speedup has the noise floor of its session, so a ratio of two has both. If an arm's own time
-    is not longer, a lower speedup means that the reference got faster, which is no regression. That
-    rule needs a quiet machine.
+    is not longer (on a quiet machine), a lower speedup means that the reference got faster.
     """
     timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
     if current.compared != baseline.compared:  # an arm with data workers came or went

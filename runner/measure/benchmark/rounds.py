@@ -97,11 +97,10 @@ def run_round(
 ) -> Round:
     """Measure these arms in the same blocks; one that ends early is recorded, the others continue.
 
-    Each arm has several successive processes (`StoppingRule`); `results` and the record are those
-    of the first. The budget covers measuring and later starts. `result` is filled in as it goes,
-    for callers that are interrupted. Without the reference nothing is measured, or with
-    `needs_reference=False` only times. On Ctrl-C while measuring, `measurements.stop_reason` is
-    `interrupted` and no arm has results.
+    Each arm has several processes (`StoppingRule`); `results` and the record are those of the
+    first. The budget covers measuring and later starts. `result` is filled in as it goes, for
+    callers that are interrupted. Without the reference nothing is measured, or with
+    `needs_reference=False` only times. After Ctrl-C `measurements.stop_reason` is `interrupted`.
     """
     result, settings, clock = result or Round(), options.settings, options.clock
     with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
@@ -125,11 +124,9 @@ def run_round(
                 overdraws=options.overdraws,
             )  # fmt: skip
 
-            def on_analysis(measurements: Measurements) -> None:
-                options.announce(_describe_progress(measurements, budget_s))
-
             result.measurements = run_blocks(
-                pool.turn, active, base_arm, rule, settings.block_s, seed, clock, on_analysis,
+                pool.turn, active, base_arm, rule, settings.block_s, seed, clock,
+                partial(_announce_progress, options, budget_s),
                 partial(_relaunch_arms, pool, options, result),
             )  # fmt: skip
             for name, failure in result.measurements.failures.items():
@@ -170,14 +167,16 @@ def _relaunch_arms(
     return failures
 
 
-def _describe_progress(measurements: Measurements, budget_s: float) -> str:
+def _announce_progress(
+    options: MeasureOptions, budget_s: float, measurements: Measurements
+) -> None:
     ratios = []
     for name, one in measurements.estimates.items():
         interval = one.interval if one.half_width < MAX_LOGGED_WIDTH else None
         ratios.append(f"{name} {times_interval(one.ratio, interval)}")
     elapsed = f"{measurements.seconds:.0f} of {budget_s:g} s"
     launch = f"process {len(measurements.launch_starts)} of each arm"
-    return " · ".join([f"block {measurements.blocks}", launch, elapsed, *ratios])
+    options.announce(" · ".join([f"block {measurements.blocks}", launch, elapsed, *ratios]))
 
 
 def ending_signal() -> int:

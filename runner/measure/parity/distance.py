@@ -143,8 +143,7 @@ class Distances:
         """Return the combined norm of all tensors of each kind, by step."""
         norms: dict[ErrorKind, list[float]] = {}
         for key, steps in self.steps.items():
-            sums = norms.get(key.kind, [0.0] * len(steps))
-            pairs = zip(sums, steps, strict=False)
+            pairs = zip(norms.get(key.kind, [0.0] * len(steps)), steps, strict=False)
             norms[key.kind] = [math.hypot(total, step.size) for total, step in pairs]
         return norms
 
@@ -295,8 +294,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _roundoff(tensor: Tensor) -> float:
-    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    return ROUNDOFF.get(dtype, 0.0)
+    return ROUNDOFF.get(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype, 0.0)
 
 
 def _ratio(error: float, size: float) -> float:

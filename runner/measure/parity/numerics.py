@@ -127,8 +127,7 @@ def perturb_weights(model: nn.Module, seed: int) -> None:
             values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             if values.is_floating_point():
                 sign = torch.randint(0, 2, values.shape, generator=noise) * 2 - 1
-                step = 2 * ROUNDOFF.get(values.dtype, 0.0)
-                values.mul_(1 + step * sign.to(values))
+                values.mul_(1 + 2 * ROUNDOFF.get(values.dtype, 0.0) * sign.to(values))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -199,10 +199,9 @@ class PlainRuns:
         else:
             for own_step, true_step in zip(baseline.steps, truth.steps, strict=True):
                 own_step.gradients = {}  # large, and no longer needed
-                true_step.gradients = {
-                    n: g.to(torch.complex64 if g.is_complex() else torch.float32)
-                    for n, g in true_step.gradients.items()
-                }
+                for name, gradient in true_step.gradients.items():
+                    dtype = torch.complex64 if gradient.is_complex() else torch.float32
+                    true_step.gradients[name] = gradient.to(dtype)
         tolerances = {self.numerics: Tolerance(errors, SUMMATION_ORDER_FACTOR)}
         return PlainRecord(truth or baseline, truth is not None, baseline, tolerances)
 

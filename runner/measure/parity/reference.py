@@ -222,8 +222,7 @@ class ParityReference:
         actual = start.parameters | start.buffers
         for name, value in (expected_start.parameters | expected_start.buffers).items():
             if name in actual:
-                key = TensorKey(ErrorKind.parameter, name)
-                distances.add(key, actual[name], value, floor=0.0)
+                distances.add(TensorKey(ErrorKind.parameter, name), actual[name], value, floor=0.0)
 
     def _compare_updates(self, candidate: _CandidateRun) -> tuple[list[ParityRow], bool]:
         """Compare changes of weights and averages with plain updates from the same gradients.
@@ -286,8 +285,7 @@ def _computation_order(row: ParityRow) -> tuple[bool, int, int]:
 
 def _find_omissions(candidate: _CandidateRun, rows: list[ParityRow]) -> Iterator[str]:
     """Yield where a fault could go unnoticed for this candidate."""
-    gradient = ErrorKind.gradient.name
-    coarse = max((row.bound for row in rows if row.kind == gradient), default=0.0)
+    coarse = max((row.bound for row in rows if row.kind == ErrorKind.gradient.name), default=0.0)
     if coarse > COARSE_BOUND:
         yield f"gradients off by less than {coarse:.0%}, the size of rounding errors"
     if not candidate.updates_known:

@@ -307,16 +307,14 @@ def replay_updates(
     enter_training(run.model)
     for number, step in enumerate(gradient_source.steps):
         start = reference.state_before(number)
-        moved = replace(start, parameters=start.parameters | step.moved)
-        load_state(run.model, moved)
+        load_state(run.model, replace(start, parameters=start.parameters | step.moved))
         run.update.begin()
         for name, parameter in run.model.named_parameters():
             gradient = step.gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter, copy=True)
         weight = run.update.parameters[0]
         dtype = weight.dtype.to_real() if weight.is_complex() else weight.dtype
-        loss = step.loss.to(weight.device, dtype)
-        run.update.apply(*run.update.measure(loss))
+        run.update.apply(*run.update.measure(step.loss.to(weight.device, dtype)))
         run.progress.step += 1
         yield snapshot(run)
 

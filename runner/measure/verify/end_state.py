@@ -73,8 +73,7 @@ def read_end_state(folder: Path, checkpoint_steps: Iterable[int] | None = None) 
         if checkpoint_steps is None or step in checkpoint_steps:
             restored = load_checkpoint(path)
             values |= dict(_checkpoint_values(step, restored.model, restored.state, parameters))
-    ordered = sorted(values, key=_sort_key)
-    return EndState({key: values[key] for key in ordered}, facts)
+    return EndState({key: values[key] for key in sorted(values, key=_sort_key)}, facts)
 
 
 def _sort_key(key: ValueKey) -> tuple[int, int]:

@@ -180,11 +180,10 @@ def _describe_rerun(result: RerunEquality) -> tuple[str, Lines]:
 
 
 def _describe_equality(result: DistributedEquality) -> tuple[str, Lines]:
-    lines = []
+    lines = [("note", note) for note in result.notes]
     if result.first:
         off = f"off by {result.distance:.1e} of its size, rounding explains {result.limit:.1e}"
-        lines = [("first", f"{result.first}: {off}"), ("likely cause", result.cause)]
-    lines += [("note", note) for note in result.notes]
+        lines[:0] = [("first", f"{result.first}: {off}"), ("likely cause", result.cause)]
     how = f"by {result.processes} processes ({result.how}) and by one"
     return f"{result.steps} steps {how}", lines
 
@@ -286,8 +285,7 @@ def compare_resumed(
         purpose = f"the killed run, resumed from step {resume_step}"
         probe = RunProbe(save_again=True, save_at=save_at)
         train_in_processes(config, resumed, probe, purpose=purpose)
-        values = read_end_state(resumed).values
-        names, cause = name_differences(expected.values, values, cuts)
+        names, cause = name_differences(expected.values, read_end_state(resumed).values, cuts)
     except RunnerError as error:
         if error.exit_code != CheckpointError.exit_code:
             raise

@@ -173,9 +173,9 @@ def train_in_processes(
     except AttemptLost as lost:
         if not probe.kill_at or "SIGKILL" not in str(lost):
             raise UsageError(f"the verified run ended early: {lost}") from None
-    else:
-        if probe.kill_at:
-            raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")
+        return
+    if probe.kill_at:
+        raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")
 
 
 def _start_logged(config: RunConfig, folder: Path, given: Components, place: RankInfo) -> None:

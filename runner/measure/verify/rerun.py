@@ -117,15 +117,19 @@ def compare_runs(
     elif digests[step] != new_digests[step]:
         names.append(f"weights at step {step}")
         was, now = was or digests[step], now or new_digests[step]
-    changes = _find_changes(recorded, repeated)
+    then, today = dict(_read_facts(recorded)), dict(_read_facts(repeated))
+    changed = [key for key in then if key in today and then[key] != today[key]]
+    changed.sort(key=lambda key: CHANGE_KINDS.index(key.partition(" ")[0]))
+    values = ((key, shorten(str(then[key]), 80), shorten(str(today[key]), 80)) for key in changed)
+    changes = [f"{key}: was {old}, now {new}" for key, old, new in values]
     if config_hash != summary.config_hash:
         changes.insert(0, "config: changed by typed overrides or by this version's defaults")
-    if not any(key.startswith("data") for key, _ in _read_facts(recorded)):
+    if not any(key.startswith("data") for key in then):
         notes.append("the run has no digest of its data: changed data would not be detected")
     counts = {"metric": len(metrics), "weights": int(step is not None)}
     cause = (changes or [UNEXPLAINED])[0] if names else ""
-    values = counts, names, was, now, changes, cause, notes
-    return RerunEquality(str(recorded), summary.steps, *values)
+    found = counts, names, was, now, changes, cause, notes
+    return RerunEquality(str(recorded), summary.steps, *found)
 
 
 def find_run(path: Path) -> Path:
@@ -143,14 +147,6 @@ def _digests(run: Path) -> dict[int, str]:
             files = read_manifest(path).files
             digests[step] = " ".join(files[x].sha256 for x in shard_names(files) or [MODEL])
     return digests
-
-
-def _find_changes(recorded: Path, repeated: Path) -> list[str]:
-    then, now = dict(_read_facts(recorded)), dict(_read_facts(repeated))
-    keys = [key for key in then if key in now and then[key] != now[key]]
-    keys.sort(key=lambda key: CHANGE_KINDS.index(key.partition(" ")[0]))
-    rows = ((key, shorten(str(then[key]), 80), shorten(str(now[key]), 80)) for key in keys)
-    return [f"{key}: was {was}, now {new}" for key, was, new in rows]
 
 
 def _read_facts(run: Path) -> Iterator[tuple[str, Any]]:

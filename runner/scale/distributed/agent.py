@@ -55,10 +55,9 @@ class Agent:
     ) -> None:
         """`outcome_folder` is the folder in which processes write their outcomes.
 
-        A process has `grace_s` to end after a signal. With `uses_nccl`, processes that remain may
-        wait for their device forever, and have nothing to save. The fork server has `start_s` for
-        its imports. `trains` returns whether training has begun; before that nothing is saved after
-        a signal.
+        A process has `grace_s` to end after a signal; before training (`trains`) it saves nothing.
+        With `uses_nccl`, processes that remain may wait for their device forever, and have nothing
+        to save. The fork server has `start_s` for its imports.
         """
         self.uses_nccl, self.start_s, self.trains = uses_nccl, start_s, trains
         self.outcome_folder, self.timeout_s, self.grace_s = outcome_folder, timeout_s, grace_s

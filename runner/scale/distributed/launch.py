@@ -46,9 +46,8 @@ RUN_STOPPED = "run_stopped"  # all processes were stopped and continued; restart
 def main(config: RunConfig, folder: Path) -> Summary | None:
     """Train with several processes; under torchrun or SLURM this is already one of them.
 
-    Returns the summary written by rank 0; None for job=doctor. Raises the error of the process that
-    failed, with its exit code; ProcessLost after more than `distributed.restarts` losses; and
-    Interrupted.
+    Returns rank 0's summary; None for job=doctor. Raises the error of the process that failed, with
+    its exit code, ProcessLost after more than `distributed.restarts` losses, and Interrupted.
     """
     place = detect_rank()
     if place is not None:

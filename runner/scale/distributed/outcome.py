@@ -1,7 +1,6 @@
 """How the processes of a run end, and which end caused the others.
 
-A process reports its end by a file to its agent, or under torchrun and SLURM by the store to the
-other processes. An exit code would not say enough.
+A process reports its end by a file to its agent, or by the store under torchrun and SLURM.
 """
 
 from __future__ import annotations
@@ -97,11 +96,10 @@ class SharedOutcomes:
 
     def find_error(self) -> ProcessLost | None:
         """Return the error that ended another process, if already published; else None."""
-        try:
+        with suppress(RuntimeError):
             _, cause = self._read_outcomes(0.0)
-        except RuntimeError:
-            return None
-        return None if cause is None or cause.kind != "error" else _lost_error(cause)
+            return _lost_error(cause) if cause is not None and cause.kind == "error" else None
+        return None
 
     def name_cause(self, error: ProcessLost) -> ProcessLost:
         """Return the error with the lost process and its reason, if published in time."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,8 +18,7 @@ from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.schemas.device import Compression, DistributedKind
 from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.cost import forward_cost
-from runner.core.techniques.probe import OperatorObserver
-from runner.core.train.step import forward_backward
+from runner.scale.distributed.process_stats import count_collectives
 from runner.scale.distributed.world import refuse_lost, world_of
 
 if TYPE_CHECKING:
@@ -30,14 +27,6 @@ if TYPE_CHECKING:
     from runner.scale.distributed.world import World
 
 NamedTechniques = list[tuple[str, Technique]]
-COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "broadcast_": "broadcast",
-}
-"""Collective by name of the dispatcher's operator."""
 
 
 def parallelise(builder: RunBuilder) -> NamedTechniques:
@@ -178,41 +167,3 @@ def bf16_compress(state: Any, bucket: Any) -> Any:
 
 
 bf16_compress.__annotations__.clear()  # DDP compares annotations with classes; these are strings
-
-
-def count_collectives(run: Run) -> dict[str, dict[str, int]]:
-    """Count the calls of each collective in a step, and the bytes of their results.
-
-    All processes make the step on the current batch, without the update: forward and backward of
-    every micro-batch, and the sum for the step's decision.
-    """
-    calls: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-
-    def count_call(operator: Any, output: Any) -> None:
-        namespace, _, name = operator.name().partition("::")
-        if namespace == "c10d":
-            name = COLLECTIVES.get(name, name)
-            calls[name] += 1
-            sizes[name] += _output_bytes(output)
-
-    compiled = run.compilation is not None
-    parameters = [*run.model.parameters(), *run.update.parameters]
-    gradients = [parameter.grad for parameter in parameters]
-    phase_seconds = dict(run.stopwatch.phase_seconds)
-    try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            with OperatorObserver(count_call):
-                forward_backward(run, run.train.at(run.progress.step))
-    finally:
-        run.update.abandon()
-        run.stopwatch.phase_seconds = phase_seconds  # this step does not count
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-    return {"collectives": dict(calls), "collective_bytes": dict(sizes)}
-
-
-def _output_bytes(output: Any) -> int:
-    if isinstance(output, Tensor):
-        return output.nbytes
-    return sum(map(_output_bytes, output)) if isinstance(output, list | tuple) else 0

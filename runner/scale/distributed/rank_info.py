@@ -41,14 +41,9 @@ class RankInfo:
 
     def environ(self) -> dict[str, str]:
         """Return the variables that torchrun sets, for user code."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
+        names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+        values = self.rank, self.size, self.local_rank, self.local_size, self.address, self.port
+        return dict(zip(names, map(str, values), strict=True))
 
 
 def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo | None:
@@ -59,8 +54,7 @@ def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo | None:
     env = os.environ if environ is None else environ
     try:
         if int(env.get("WORLD_SIZE", 0)) > 0 and "RANK" in env:
-            place = _read_torchrun(env)
-            return _on_loopback(place, "LOCAL_WORLD_SIZE" in env)
+            return _on_loopback(_read_torchrun(env), "LOCAL_WORLD_SIZE" in env)
         if int(env.get("SLURM_NTASKS", 0)) > 1 and "SLURM_STEP_ID" in env:
             return _on_loopback(_read_slurm(env))
     except (KeyError, ValueError) as error:

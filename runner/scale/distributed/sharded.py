@@ -1,7 +1,6 @@
 """FSDP2: each process has a shard of every weight, gradient and optimizer state.
 
-Blocks are gathered for their forward and again for their backward. Otherwise, and for the update, a
-process has only its rows, which the optimizer gets as plain tensors.
+Blocks are gathered for forward and backward. Else a process has only its rows, as plain tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from runner.core.optim.origin import is_torch_class
 from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.techniques.probe import repeated_blocks
-from runner.scale.distributed.parallel import count_collectives
+from runner.scale.distributed.process_stats import count_collectives
 from runner.scale.distributed.world import World, world_of
 
 if TYPE_CHECKING:
@@ -155,7 +154,6 @@ class Shards:
         """Return the results of `compute` on each micro-batch of this process's `own` samples.
 
         `own` is at most its part of `samples`; it is smaller if samples were left out.
-
         `compute` is called equally often by all processes, since each provides its shards; a call
         without samples of its own gets a stand-in, and its result is dropped.
         """
@@ -181,8 +179,7 @@ class FsdpTechnique(Technique):
     """Shards the repeated blocks one by one, and the rest of the model as one more unit.
 
     Of several micro-batches only the last backward sends gradients; until then a process holds
-    those of the whole model. With `distributed.no_sync=false`, or after an out-of-memory restart,
-    each backward sends, and a process holds only its rows' gradients.
+    those of the whole model, but for `distributed.no_sync=false` and after out of memory.
     """
 
     modules: int = 0
@@ -205,7 +202,7 @@ class FsdpTechnique(Technique):
         self.modules_in_bf16 = shard(model, init_device_mesh(kind, (world.size,)), bf16)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
-        world.validation_forward = _ValidationForward(model, world)
+        world.validation_forward = partial(_validate_forward, model, world)
         if world.config.no_sync and MICRO_BATCH not in builder.recorded:  # else memory has run out
             world.no_sync = partial(_without_reduction, model)
 
@@ -252,18 +249,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> int:
     return count
 
 
-class _ValidationForward:
-    """The model for validation; gathered weights are freed, since the weights will change."""
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self.model, self.world = model, world
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.world.translate_lost():
-            output = self.model(*args, **kwargs)
-        model: Any = self.model
-        model.reshard()
-        return output
+def _validate_forward(model: Any, world: World, *args: Any, **kwargs: Any) -> Any:
+    """Call the model for validation; gathered weights are freed, since the weights will change."""
+    with world.translate_lost():
+        output = model(*args, **kwargs)
+    model.reshard()
+    return output
 
 
 @contextmanager

@@ -86,8 +86,7 @@ class World:
             )
         # own client: a waiting collective holds up other callers
         client: Any = self.store
-        outcomes = PrefixStore(prefix, client.clone())
-        self._outcomes = SharedOutcomes(outcomes, self.rank, self.size)
+        self._outcomes = SharedOutcomes(PrefixStore(prefix, client.clone()), self.rank, self.size)
         self._write(RankOutcome(self.rank, "running"))
 
     @property
@@ -221,12 +220,10 @@ class World:
         self._check_gradients()
         local_bad, local_square = update.local_part()
         veto = update.zero if veto is None else veto.to(loss.device)
-        parts = [loss, veto, local_bad, local_square]
-        stacked = torch.stack([p.to(loss.dtype) for p in parts])
+        stacked = torch.stack([p.to(loss.dtype) for p in [loss, veto, local_bad, local_square]])
         total, vetoed, bad, squares = self.all_reduce_sum(stacked)
         norm, skipped = update.measure(total, None if self.shards is None else squares.sqrt())
-        vetoed_or_bad = ((vetoed + bad) > 0).to(skipped.dtype)
-        return total, norm, torch.maximum(skipped, vetoed_or_bad)
+        return total, norm, torch.maximum(skipped, ((vetoed + bad) > 0).to(skipped.dtype))
 
     def _check_gradients(self) -> None:
         """Raise ConfigError if a trained weight has no gradient, since DDP would wait for it.
@@ -320,8 +317,8 @@ class World:
     def has_stalled_device(self) -> bool:
         """Whether the device may wait for a lost process forever: NCCL's kernels have no end.
 
-        Then nothing may wait for the device or save what it holds, which may be part of a sum. The
-        process ends at once, and all restart from the last checkpoint.
+        Then nothing may wait for it or save what it holds, maybe part of a sum. All restart at
+        once.
         """
         return self.lost and self.backend == "nccl"
 

@@ -1,7 +1,6 @@
 """Start jobs of a sweep as forks of a process that has imported torch and the runner.
 
-Like a spawned job, it has its own session, environment, output and module path. The shared memory
-is read-only for all (copy-on-write).
+Like a spawned job, it has its own session, environment, output and module path.
 """
 
 from __future__ import annotations

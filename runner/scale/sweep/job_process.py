@@ -163,7 +163,9 @@ class JobProcess:
 
     def end_status(self) -> tuple[str, str]:
         """Return status and reason, from exit code, summary, report and log, after `close`."""
-        code, summary = self.process.exit_code or 0, self._summary()
+        code, summary = self.process.exit_code or 0, None
+        with suppress(StorageError):
+            summary = Summary.read(self.folder) if self.wrote_summary else None
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
         lost = self.process.has_lost_server() and not self.requested_status
@@ -199,11 +201,6 @@ class JobProcess:
             return line
         note = "; its files could not be written" if code == StorageError.exit_code else ""
         return f"it exited with code {code}{note}; printed last: {line or 'nothing'}"
-
-    def _summary(self) -> Summary | None:
-        with suppress(StorageError):
-            return Summary.read(self.folder) if self.wrote_summary else None
-        return None
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:

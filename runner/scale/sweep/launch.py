@@ -62,8 +62,7 @@ def launch_jobs(
         sweep.jobs += [plan.job for plan in plans]
         _log_earlier_jobs(session, plans)
         try:
-            source = PlannedJobs(plans)
-            Schedule(sweep, session.folder, settings, starter.start, source).run()
+            Schedule(sweep, session.folder, settings, starter.start, PlannedJobs(plans)).run()
         finally:
             session.composed += [(plan.job, job_config) for plan, job_config in composed]
             session.has_run |= not all(plan.done for plan in plans)

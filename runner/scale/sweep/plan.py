@@ -100,8 +100,7 @@ def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
 class Planner:
     """Matches each requested job with the job of an earlier process that it continues.
 
-    That is the job with the same overrides or, among jobs that are no longer requested, the same
-    hash.
+    That is the job with the same overrides or, of those no longer requested, the same hash.
     """
 
     def __init__(
@@ -121,8 +120,7 @@ class Planner:
         job = plan.job
         same = (x for x in self.unmatched if x.overrides == job.overrides)
         others = (x for x in self.unmatched if tuple(x.overrides) not in self._requested)
-        equal = (x for x in others if x.hash == job.hash != "")
-        earlier = next(chain(same, equal), None)
+        earlier = next(chain(same, (x for x in others if x.hash == job.hash != "")), None)
         if earlier is None:
             job.folder = self._free_folder(job.folder)
             return plan

@@ -150,16 +150,13 @@ class Schedule:
                 self._record_end(plan, process, may_retry=not self.stop_reason)
                 continue
             self.source.on_poll(plan)
-            self._report_stop(plan.job, process.stop_notice())
+            notice, number = process.stop_notice(), plan.job.number
+            if notice and number not in self.stopped:  # once
+                log.warning("%s: %s", plan.job.title, notice)
+            (self.stopped.add if notice else self.stopped.discard)(number)
             if is_due:
                 line = shorten(process.last_line() or "starting", LONGEST_LINE)
                 log.info("%s: %s", plan.job.short_title(self.shared), line)
-
-    def _report_stop(self, job: Job, notice: str) -> None:
-        """Log once that a job's process is stopped."""
-        if notice and job.number not in self.stopped:
-            log.warning("%s: %s", job.title, notice)
-        (self.stopped.add if notice else self.stopped.discard)(job.number)
 
     def _record_end(self, plan: JobPlan, process: JobProcess, may_retry: bool) -> None:
         """Record how a process ended, and queue the job again if it is to be retried."""
@@ -175,8 +172,7 @@ class Schedule:
         retries = may_retry and job.status in RETRIED_STATUSES and retry_left
         if retries:  # an invalid checkpoint would fail each time
             self.retry_counts[job.number] = retries_used + (not (invalid or lost))
-            folder = self.folder / job.folder
-            plan.continues = not invalid and can_continue(plan, folder)
+            plan.continues = not invalid and can_continue(plan, self.folder / job.folder)
             plan.replaces = not plan.continues
             self.retrying.appendleft(plan)
         self._report_end(plan, process.seconds, retries)

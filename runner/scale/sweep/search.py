@@ -60,8 +60,7 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
 def run_search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictConfig]) -> None:
     """Run trials until there are enough, each in its own process.
 
-    Raises UsageError if another process writes to the sweep's folder, StorageError, and
-    Interrupted.
+    Raises UsageError if another process writes to the sweep's folder, StorageError, Interrupted.
     """
     from runner.scale.sweep.study import StudyFile
 
@@ -104,10 +103,8 @@ class TrialJobs:
     running: dict[int, RunningTrial] = field(default_factory=dict)  # by job number
     unfinished: list[Trial] = field(default_factory=list)  # unfinished trials of an earlier process
 
-    @property
-    def folder(self) -> Path:
-        """The sweep's folder."""
-        return self.starter.session.folder
+    def __post_init__(self) -> None:
+        self.folder = self.starter.session.folder  # the sweep's
 
     def resume(self) -> None:
         """Take over the trials that an earlier process of this sweep left unfinished."""

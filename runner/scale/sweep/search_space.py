@@ -146,8 +146,7 @@ def _parse_interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDis
 def resolve_metric(config: RunConfig) -> tuple[str, bool]:
     """Return the metric of a search, and whether larger values are better.
 
-    Raises ConfigError if that depends on the data or on a user-defined metric, and if
-    `search.direction` contradicts what is known of the metric.
+    Raises ConfigError if that depends on data or a user's metric, or contradicts `direction`.
     """
     direction, requested = config.search.direction, config.search.metric or config.training.monitor
     metric = requested or _default_metric(config)

@@ -146,8 +146,7 @@ class WorkerPool:
     def turn(self, name: str, seconds: float) -> Turn:
         """Run steps for about `seconds`, at least three, while the other arms are paused.
 
-        Data workers deliver batches in bursts, so the median step is not representative: if any arm
-        has workers, times per sample are those of the mean step, in all arms.
+        Data workers deliver in bursts: if any arm has some, times per sample are of the mean step.
         """
         with self._reserve(name) as (process, setup):
             monitor = LoadMonitor(process.pid)

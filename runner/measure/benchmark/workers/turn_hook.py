@@ -1,7 +1,6 @@
 """A hook that suspends a run between turns, and the collection of an arm's results.
 
-On a CPU each step is a lap of the run's stopwatch; accelerators are synchronised at both ends of a
-turn. With data workers a turn is a multiple of their number, after prefetched batches are used up.
+On a CPU each step is a lap of the stopwatch; accelerators are synchronised at both ends of a turn.
 """
 
 from __future__ import annotations
