@@ -75,8 +75,8 @@ def resolve_auto(
     """Return `given` with the techniques that `optimization=auto` selected.
 
     Other levels are returned unchanged. A resumed run keeps its recorded selection. Without
-    `search` nothing is measured. With a `folder` the selection and its evidence are written there.
-    Raises Interrupted and RunnerError; any other failure leaves the selection empty.
+    `search` nothing is measured. A `folder` gets the selection and its evidence. Raises Interrupted
+    and RunnerError; any other failure leaves the selection empty.
     """
     given = given or Components()
     if config.optimization.level != "auto":

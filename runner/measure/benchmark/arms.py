@@ -57,8 +57,8 @@ def compose_arms(
 ) -> list[Arm]:
     """Compose each of `benchmark.arms` on top of the command line's `overrides`.
 
-    Raises ConfigError for an arm that is unknown, given twice or reads other data; for fewer than
-    two arms, counting the `others` that the caller adds; and for an unknown `benchmark.reference`.
+    Raises ConfigError for an arm that is unknown, given twice or reads other data, for fewer than
+    two arms with the `others` of the caller, and for an unknown `benchmark.reference`.
     """
     levels = list(group_options(*folders)["optimization"])
     base_overrides = [text for text in overrides if _config_group(text) not in SHARED_GROUPS]

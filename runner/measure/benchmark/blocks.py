@@ -106,8 +106,7 @@ class StoppingRule:
 class Measurements:
     """The turns of all blocks and the estimates from them.
 
-    A ratio taken afterwards (`paired_ratio`) holds at 95 % with the alpha of the arm in it that has
-    the fewest turns, since all arms share the analyses.
+    A ratio taken later holds at 95 % with the alpha of the arm in it that has the fewest turns.
     """
 
     turns: dict[str, list[Turn]]  # by arm; the n-th turn is from the n-th block

@@ -1,7 +1,6 @@
 """Compare a benchmark with a stored one: slower arms, more memory, worse parity.
 
-Arms are compared by their speedup over the reference of their own session, so that effects common
-to all arms cancel. The reference's own time is judged only if the machine was quiet both times.
+By the speedup over the reference of their session; its own time counts on quiet machines only.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def check_arms(
 def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:
     """Load the result that `benchmark.baseline` names; None if it is not set.
 
-    Raises ConfigError before anything is measured: no such file, damaged, from another machine, or
-    none of the arms `names`.
+    Raises ConfigError before anything is measured: no file, damaged, other machine, no arm of
+    `names`.
     """
     if settings.baseline is None:
         return None
@@ -219,10 +218,7 @@ def _add_change(
     relative_to: str = "",
     of_all_arms: bool = False,
 ) -> None:
-    """Add a regression if the time grew by more than the limit; a note if it has an exemption.
-
-    `relative_to` is the arm it is a ratio to.
-    """
+    """Add a regression if the time grew beyond the limit; a note if it has an exemption."""
     has_interval = math.isfinite(change.half_width)
     interval = [change.low, change.high] if has_interval else None
     row = {"name": name, "beside": relative_to, "ratio": change.ratio, "interval": interval}

@@ -143,10 +143,7 @@ class Agent:
         return fork_server.has_ended(fork_server.PIPE_CLOSE_S if lost else 0.0)
 
     def _end_stopped(self, alive: Mapping[int, ChildProcess]) -> None:
-        """Kill processes that are all stopped for `timeout_s`.
-
-        If only some are stopped, the others notice that they do not answer.
-        """
+        """Kill processes all stopped for `timeout_s`; one that runs notices the others."""
         for process in alive.values():
             process.poll()
             self.problem = self.problem or process.problem

@@ -203,10 +203,7 @@ class World:
         return values
 
     def total_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
-        """Return the weight of a batch over all processes, from that of `own` samples.
-
-        A process without own samples contributes nothing.
-        """
+        """Return a batch's weight over all processes, from that of `own` samples, maybe none."""
         if not isinstance(weight, Tensor):
             return weight / own * samples
         part = self.local_slice(samples)
@@ -317,8 +314,7 @@ class World:
     def has_stalled_device(self) -> bool:
         """Whether the device may wait for a lost process forever: NCCL's kernels have no end.
 
-        Then nothing may wait for it or save what it holds, maybe part of a sum. All restart at
-        once.
+        Then nothing may wait for it or save what it holds, and all processes restart.
         """
         return self.lost and self.backend == "nccl"
 

@@ -38,8 +38,8 @@ def parent_death_pipe(
 ) -> tuple[dict[str, str], int, int]:
     """Return an environment variable, a stdin and a write end, to start a job with.
 
-    The context is in the pipe, so that a stale variable has no effect. Keep the write end open for
-    as long as the job should live; the job reports through it, too (`has_reported_end`).
+    The context is in the pipe, so that a stale variable has no effect. The job lives as long as the
+    write end is open, and reports through it (`has_reported_end`).
     """
     read_end, write_end = (end.detach() for end in socket.socketpair())
     context = JobContext(list(overrides), folder_trusted, sorted(set(known_secrets().values())))

@@ -35,7 +35,7 @@ def launch_jobs(
 ) -> list[JobReturn]:
     """Compose these jobs and run each in its own process, except those already done.
 
-    Raises RunnerError and Hydra's errors if the first job cannot be composed; a later one counts as
+    Raises RunnerError and Hydra's errors if the first job cannot be composed; a later one has
     failed. Raises UsageError if another process writes to the sweep's folder, and Interrupted.
     """
     with open_sweep(config, settings) as starter:

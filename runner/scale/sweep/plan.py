@@ -86,10 +86,7 @@ def load_previous_jobs(folder: Path) -> list[Job]:
 
 
 def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
-    """Wait for jobs that have outlived an earlier sweep and are writing a checkpoint.
-
-    Waits at most their grace period; a job that is still locked then reports that itself.
-    """
+    """Wait, for their grace period at most, for jobs that outlived a sweep and are saving."""
     deadline = time.monotonic() + ORPHAN_GRACE_S + POLL_S
     if any(is_locked(folder / job.folder) for job in jobs):
         log.info("waiting for jobs of the previous sweep to end")
