@@ -39,7 +39,7 @@ from runner.core.schemas.jobs import BenchmarkConfig  # noqa: E402
 from runner.core.techniques.probe import dry_run_step  # noqa: E402
 from runner.measure.benchmark.arms import Arm  # noqa: E402
 from runner.measure.benchmark.blocks import INTERRUPTED  # noqa: E402
-from runner.measure.benchmark.machine import machine_facts  # noqa: E402
+from runner.measure.benchmark.result import machine_facts  # noqa: E402
 from runner.measure.benchmark.rounds import MeasureOptions, Round, run_round  # noqa: E402
 from runner.measure.benchmark.statistics import Estimate, noise_floor  # noqa: E402
 

@@ -234,7 +234,7 @@ WRITERS_BY_NAME = {
     "core.techniques.compiler": f"{TEMPORARY} mkdir unlink",  # the compiler's cache
     "measure.verify.distributed": TEMPORARY,
     "measure.verify.rerun": TEMPORARY,
-    "measure.verify.resume": TEMPORARY,
+    "measure.verify.job": TEMPORARY,
 }
 
 

@@ -48,10 +48,10 @@ def list_entries() -> list[Entry]:
     outputs, references = Path(OUTPUTS), find_references()
     entries: list[Entry] = []
     for folder in find_folders(outputs):
-        note = "running" if is_running(folder) else ""
-        users = [user for user, used in references if overlaps(folder, used)]
-        if outside := [user for user in users if not _lies_in(user, folder.absolute())]:
-            note = f"used by {join_names(dict.fromkeys(map(short_path, outside)))}"
+        note, own = "running" if is_running(folder) else "", folder.absolute()
+        users = [x for x, used in references if overlaps(folder, used) and not _lies_in(x, own)]
+        if users:
+            note = f"used by {join_names(dict.fromkeys(map(short_path, users)))}"
         entries.append(_measure(folder, note))
     if (cache := user_cache(os.environ)) is not None and cache.is_dir():
         entries += [_measure(path, "cache, made again") for path in sorted(cache.iterdir())]
@@ -66,21 +66,19 @@ def remove(paths: Sequence[Path]) -> list[Entry]:
     be read; StorageError if removing fails.
     """
     targets = list(dict.fromkeys(path.absolute() for path in paths))
-    references = find_references()
+    references, removed = find_references(), list[Entry]()
     _check_configs(targets)
     for target in targets:
         _check(target)
     _check_users(targets, references)
-    removed: list[Entry] = []
     for target in targets:
         if not target.exists():  # in another one of them
             continue
-        entry = _measure(target, "")
+        removed.append(_measure(target, ""))
         try:
             (remove_folder if target.is_dir() else remove_file)(target)
         except OSError as error:
             raise StorageError(f"{target}: not removed: {error.strerror or error}") from error
-        removed.append(entry)
     return removed
 
 
@@ -140,8 +138,7 @@ def _check_configs(targets: list[Path]) -> None:
             continue
         if not os.path.lexists(path := run / CONFIG):
             continue
-        problem = _config_problem(path)
-        if problem:
+        if problem := _config_problem(path):
             time.sleep(SETTLE_S)  # a run that starts is writing it, or one that failed removes it
             problem = _config_problem(path) if os.path.lexists(path) else ""
         if problem:
@@ -157,21 +154,24 @@ def _config_problem(path: Path) -> str:
 
 
 def _check(target: Path) -> None:
-    if not os.path.lexists(target):
-        raise UsageError(f"--clean: {target} does not exist")
-    if target.is_symlink():
-        raise UsageError(f"--clean: {target} is a link; name the folder that it leads to")
-    real, outputs, cache = target.resolve(), Path(OUTPUTS).resolve(), user_cache(os.environ)
-    if real == outputs:
-        raise UsageError(f"--clean: {target} is all outputs; name folders in it")
+    real = Path(os.path.realpath(target))  # also of a link to itself
+    outputs, cache = Path(OUTPUTS).resolve(), user_cache(os.environ)
     in_cache = cache is not None and cache.resolve() in (real, *real.parents)
-    if outputs not in real.parents and not in_cache:
-        problem = f"{target} is outside {outputs}"
-        raise UsageError(f"--clean: {problem}; remove it yourself, or start in its folder")
-    if ".." in target.parts:
-        raise UsageError(f"--clean: {target} contains ..; name the folder itself")
-    if is_running(target) or any(is_locked(folder) for folder in real.parents):
-        raise UsageError(f"--clean: {target} is in use by a running process; stop it first")
+    problem = ""
+    if not os.path.lexists(target):
+        problem = "does not exist"
+    elif target.is_symlink():
+        problem = "is a link; name the folder that it leads to"
+    elif real == outputs:
+        problem = "is all outputs; name folders in it"
+    elif outputs not in real.parents and not in_cache:
+        problem = f"is outside {outputs}; remove it yourself, or start in its folder"
+    elif ".." in target.parts:
+        problem = "contains ..; name the folder itself"
+    elif is_running(target) or any(is_locked(folder) for folder in real.parents):
+        problem = "is in use by a running process; stop it first"
+    if problem:
+        raise UsageError(f"--clean: {target} {problem}")
 
 
 def _check_users(targets: list[Path], references: list[tuple[Path, Path]]) -> None:
@@ -187,8 +187,7 @@ def _check_users(targets: list[Path], references: list[tuple[Path, Path]]) -> No
         names = join_names(map(short_path, users), len(users))
         verb = "is" if len(targets) == 1 else "are"
         problem = f"{join_names(map(str, targets), len(targets))} {verb} used by {names}"
-        keys = " and ".join(REFERENCES)
-        raise UsageError(f"--clean: {problem} ({keys}); remove all of them at once")
+        raise UsageError(f"--clean: {problem} ({' and '.join(REFERENCES)}); remove all at once")
 
 
 def _measure(path: Path, note: str) -> Entry:
@@ -216,6 +215,6 @@ def entry_lines(entries: Sequence[Entry]) -> Iterator[str]:
     yield form.format("size", "checkpoints", "last changed", "folder")
     for entry in entries:
         day = datetime.fromtimestamp(entry.changed).strftime("%Y-%m-%d %H:%M")
-        parts = size(entry.checkpoint_bytes) if entry.checkpoint_bytes else ""
-        note = f"  ({entry.note})" if entry.note else ""
-        yield form.format(size(entry.bytes), parts, day, short_path(entry.path)) + note
+        checkpoints = size(entry.checkpoint_bytes) if entry.checkpoint_bytes else ""
+        path = short_path(entry.path) + (f"  ({entry.note})" if entry.note else "")
+        yield form.format(size(entry.bytes), checkpoints, day, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from runner.core import format
@@ -52,7 +52,6 @@ def _process_count(row: ComparisonRow) -> float | None:
 
 
 def _break_even_text(row: ComparisonRow) -> str:
-    """Return the number of steps after which compiling is paid back, as text."""
     measured = row.measured
     if measured is None or measured.speedup is None or (measured.compile_seconds or 0.0) < 0.1:
         return format.NONE  # it did not compile
@@ -60,11 +59,9 @@ def _break_even_text(row: ComparisonRow) -> str:
 
 
 def _parity_text(row: ComparisonRow) -> str:
-    """Return the parity verdict, shortened for a table cell."""
-    text = row.parity or format.NONE
+    text, other = row.parity or format.NONE, row.other_work
     if text == "explained by precision":
         text = row.low_precision or "rounding"
-    other = row.other_work
     return f"{text}, other {other[0] if len(other) == 1 else 'work'}" if other else text
 
 
@@ -107,18 +104,11 @@ COLUMNS = (
 """Most important first: the last ones are dropped where there is no room. Metrics follow."""
 
 
-def _metric_title(name: str, rows: Sequence[ComparisonRow]) -> str:
-    """Return the metric's name with the checkpoints that the rows' values are of."""
-    checkpoints = {row.checkpoint_of(name) for row in rows if name in row.metrics}
-    return f"{name} ({'/'.join(sorted(checkpoints))})"
-
-
 def select_columns(comparison: Comparison) -> list[ReportColumn]:
     """Return the columns that are not empty, most important first."""
     rows, chosen = comparison.rows, list(COLUMNS)
     if any(row.speedup_interval for row in rows):
-        titles = {"speedup": "speed-up (95 %)"}
-        chosen = [replace(column, title=titles.get(column.key, column.title)) for column in chosen]
+        chosen[0] = replace(chosen[0], title="speed-up (95 %)")
     if comparison.monitor:
         chosen.insert(1, _numeric_column(BEST_KEY, f"{comparison.monitor} (best)", format.metric))
     if comparison.compares_learning:
@@ -128,10 +118,10 @@ def select_columns(comparison: Comparison) -> list[ReportColumn]:
     else:  # the metrics beside the monitored one
         names = dict.fromkeys(name for row in rows for name in row.metrics)
         others = [x for x in names if x != comparison.monitor and x.count("/") < 2]
-        chosen += [
-            _numeric_column(METRIC_PREFIX + name, _metric_title(name, rows), format.metric)
-            for name in others[:MAX_METRICS]
-        ]
+        for name in others[:MAX_METRICS]:
+            checkpoints = {row.checkpoint_of(name) for row in rows if name in row.metrics}
+            title = f"{name} ({'/'.join(sorted(checkpoints))})"
+            chosen.append(_numeric_column(METRIC_PREFIX + name, title, format.metric))
     if len({_process_count(row) for row in rows if row.summary}) < 2:
         chosen = [column for column in chosen if column.key != "processes"]
     return [column for column in chosen if any(column.number(row) is not None for row in rows)]

@@ -15,12 +15,8 @@ from runner.core.format import finite
 from runner.core.interfaces.objective import rises_by_name
 from runner.core.record.hydra_files import read_flat_config
 from runner.core.record.text import json_safe
-from runner.measure.benchmark.result import BenchmarkResult
-from runner.measure.comparison_row import (
-    SUMMARY_PATHS,
-    ComparisonRow,
-    text_at,
-)
+from runner.measure.benchmark.result import ArmResult, BenchmarkResult
+from runner.measure.comparison_row import SUMMARY_PATHS, ComparisonRow, text_at
 from runner.measure.naming import compares_speed
 from runner.measure.replicates import merge_replicates
 
@@ -133,28 +129,20 @@ def metric_rises(comparison: Comparison) -> bool | None:
     return rises_by_name(comparison.monitor)
 
 
+def _arm_row(arm: ArmResult) -> ComparisonRow:
+    return ComparisonRow(
+        list(arm.overrides), arm.status, arm.reason, dict(arm.summary), finite(arm.speedup) or None,
+        arm.speedup_interval, arm.parity, arm.command, arm.name, arm.folder or "", arm,
+        claim=arm.claim,
+    )  # fmt: skip
+
+
 def compare_arms(result: BenchmarkResult, folder: Path | None) -> Comparison:
     """Return the comparison of a benchmark's arms; `folder` is the benchmark's, if any."""
-    rows = [
-        ComparisonRow(
-            list(arm.overrides),
-            arm.status,
-            arm.reason,
-            dict(arm.summary),
-            finite(arm.speedup) or None,
-            arm.speedup_interval,
-            arm.parity,
-            arm.command,
-            arm.name,
-            arm.folder or "",
-            arm,
-        )
-        for arm in result.arms
-    ]
     arm_notes = [f"{arm.name}: {note}" for arm in result.arms for note in arm.notes]
     return Comparison(
         result.name,
-        rows,
+        list(map(_arm_row, result.arms)),
         kind="benchmark",
         reference=result.reference,
         notes=list(dict.fromkeys([*result.notes, *arm_notes])),
@@ -177,9 +165,8 @@ def relocate_folders(comparison: Comparison, folder: Path) -> Comparison:
 
 def as_json(comparison: Comparison) -> str:
     """Return the comparison as JSON, without duplicates or absolute paths, with NaN as null."""
-    benchmark = comparison.benchmark
-    tree = asdict(replace(comparison, root=None, benchmark=None))
-    tree["benchmark"] = benchmark and asdict(replace(benchmark, arms=[]))
+    benchmark = comparison.benchmark and replace(comparison.benchmark, arms=[])
+    tree = asdict(replace(comparison, root=None, benchmark=benchmark))
     unneeded = ((tree, "root"), (tree["benchmark"] or {}, "arms"), (tree["search"] or {}, "trials"))
     for part, key in unneeded:  # trials are in search.json
         part.pop(key, None)

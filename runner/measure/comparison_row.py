@@ -99,7 +99,7 @@ class ComparisonRow:
     measured: ArmResult | None = None  # in a benchmark
     judged_on: str = ""  # data (and objective): metrics are comparable only if equal
     workload: str = ""  # device, data and model
-    claim: str = ""  # of a sweep's row measured in turns: faster | slower | same | ""
+    claim: str = ""  # measured in turns: faster | slower | same | ""
     device: str = ""  # the GPUs that a sweep assigned to it
     # for a configuration that ran several times; see `Comparison.by_configuration`
     averaged_over: str = ""  # what the mean is taken over: `3 seeds`
@@ -142,9 +142,8 @@ class ComparisonRow:
         if key in self.estimates:
             return self.estimates[key].mean
         if key.startswith(METRIC_PREFIX):
-            return (
-                self.best if key == BEST_KEY else self.metrics.get(key.removeprefix(METRIC_PREFIX))
-            )
+            name = key.removeprefix(METRIC_PREFIX)
+            return self.best if key == BEST_KEY else self.metrics.get(name)
         measured = None if self.measured is None else number_at(vars(self.measured), key)
         if key not in SUMMARY_PATHS:
             return measured
@@ -157,14 +156,13 @@ class ComparisonRow:
         Overflows do not count, by which fp16 finds its loss scale. A configuration that ran
         several times has the sums.
         """
-        overflows = number_at(self.summary, "faults", "overflow") or 0
-        skipped = (number_at(self.summary, "skipped_steps") or 0) - overflows
-        steps = number_at(self.summary, "steps") or 0
+        paths = ("faults", "overflow"), ("skipped_steps",), ("steps",), ("faults", "non_finite")
+        overflows, skipped, steps, bad = (number_at(self.summary, *path) or 0 for path in paths)
+        skipped -= overflows
         if skipped <= 0:
             return ""
-        non_finite = min(number_at(self.summary, "faults", "non_finite") or 0, skipped)
-        count = f"{non_finite:,.0f} " if non_finite < skipped else ""
-        reason = f" ({count}non-finite)" if non_finite else ""
+        count = f"{bad:,.0f} " if bad < skipped else ""
+        reason = f" ({count}non-finite)" if bad else ""
         return f"{skipped:,.0f} of {steps:,.0f} steps skipped{reason}"
 
     @property
@@ -198,11 +196,9 @@ class ComparisonRow:
         """
         if text_at(self.summary, "job") not in ("", "train"):
             return "evaluated"
-        tested, best = (
-            number_at(self.summary, "tested", "step"),
-            number_at(self.summary, "best_step"),
-        )
-        return "best" if metric.startswith("test/") and tested == best else "last"
+        tested = number_at(self.summary, "tested", "step")
+        is_best = tested == number_at(self.summary, "best_step")
+        return "best" if metric.startswith("test/") and is_best else "last"
 
     @property
     def techniques(self) -> dict[str, dict[str, Any]]:

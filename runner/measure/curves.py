@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-
-from markupsafe import Markup
 
 from runner.core.format import finite
 from runner.core.masking import mask_secrets
@@ -40,10 +39,9 @@ def read_curves(folder: Path, names: Sequence[str] = LOSSES[:1]) -> dict[str, Cu
 
 
 def _read_row(line: bytes, split: str, curves: dict[str, dict[float, float]]) -> None:
-    try:
+    row = None
+    with suppress(ValueError, RecursionError):
         row = json.loads(line)
-    except (ValueError, RecursionError):
-        return
     if not isinstance(row, dict) or row.get("split") != split:
         return
     step = finite(row.get("step"))
@@ -79,25 +77,18 @@ def draw_run_curves(folder: Path, monitor: str) -> str:
     ]
     if not plots:
         return ""
-    drawings = []
+    drawings, font = [], {"font_size": 14, "font_weight": 600}
     for i, plot in enumerate(plots):
         place = {"x": svg.WIDTH * i + svg.MARGIN_LEFT, "y": svg.MARGIN_TOP, "width": svg.PLOT_WIDTH}
-        titles = _plot_title(plot), "step"
+        labels = (  # in the colours of the curves
+            svg.tag("tspan", one.label, dx=14 * (j > 0), fill=svg.COLOURS[one.style], **font)
+            for j, one in enumerate(plot)
+        )
+        titles = svg.join(*labels), "step"
         drawings.append(svg.draw_plot(plot, svg.curve_scales(plot), titles, **place))
     width = svg.WIDTH * len(plots)
     size = {"width": width, "height": svg.HEIGHT, "viewBox": f"0 0 {width} {svg.HEIGHT}"}
     background = svg.tag("rect", width=width, height=svg.HEIGHT, fill="white")
-    font = {"font_family": "system-ui, sans-serif", "font_size": 12, "fill": GREY}
+    look = {"font_family": "system-ui, sans-serif", "font_size": 12, "fill": GREY}
     namespace = "http://www.w3.org/2000/svg"
-    return str(svg.tag("svg", background, *drawings, xmlns=namespace, **size, **font)) + "\n"
-
-
-def _plot_title(plot: Sequence[svg.Series]) -> Markup:
-    """Return the names of the curves, in their colours."""
-    font = {"font_size": 14, "font_weight": 600}
-    return svg.join(
-        *(
-            svg.tag("tspan", series.label, dx=14 * (i > 0), fill=svg.COLOURS[series.style], **font)
-            for i, series in enumerate(plot)
-        )
-    )
+    return str(svg.tag("svg", background, *drawings, xmlns=namespace, **size, **look)) + "\n"

@@ -22,8 +22,7 @@ from runner.core.record.hydra_files import (
     recorded_overrides,
 )
 from runner.core.record.json_records import read_json
-from runner.core.record.summary import SUMMARY_FILE as SUMMARY_FILE
-from runner.core.record.summary import Summary
+from runner.core.record.summary import SUMMARY_FILE, Summary
 from runner.core.schemas.data import LOADING_KEYS
 from runner.core.schemas.models import ObjectiveConfig
 from runner.measure.benchmark.result import FILE as BENCHMARK_FILE
@@ -86,38 +85,32 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
         command = text_at(read_json(root / SWEEP_FILE), "command")
     else:
         root, kind = Path(os.path.commonpath([folder.absolute() for folder in folders])), "runs"
-        rows = [r for folder in folders for r in _find_rows(folder.absolute(), notes, MAX_DEPTH)]
-        rows = list({row.folder or id(row): row for row in rows}.values())  # each folder once
+        found = (r for folder in folders for r in _find_rows(folder.absolute(), notes, MAX_DEPTH))
+        rows = list({row.folder or id(row): row for row in found}.values())  # each folder once
         command = shlex.join([*python_command("runner.report"), *map(str, folders)])
     if not rows:
         reason = "; ".join(notes) or f"no {SUMMARY_FILE}, {SWEEP_FILE} or {BENCHMARK_FILE} in it"
         fix = "name a folder of outputs/runs, outputs/sweeps or outputs/benchmarks"
         raise UsageError(f"{first}: nothing to compare: {reason}; {fix}")
-    rows, search = _name_rows(rows, root), read_search(root) if kind == "sweep" else None
-    measured = read_measured_speed(root) if kind == "sweep" and search is None else None
-    if measured is not None:
-        measured = set_measured_speed(rows, measured)
+    rows, measured, speed_command = _name_rows(rows, root), None, ""
+    search = read_search(root) if kind == "sweep" else None
     if search is None:  # whose trials differ in what they train
         notes += describe_equal_engagement(rows)
+        if kind == "sweep" and (measured := read_measured_speed(root)) is not None:
+            measured = set_measured_speed(rows, measured)
+        elif kind == "sweep":
+            speed_command = benchmark_command(rows)
         if measured is None and sum(row.finished for row in rows) > 1:
             notes.append(UNPAIRED_NOTE)
     title = root.name or kind
     if title[:1].isdigit():  # outputs/sweeps/<title>/<time>-<id>
         title = root.parent.name or title
-    unmeasured_sweep = kind == "sweep" and search is None and measured is None
-    comparison = Comparison(
-        title,
-        rows,
-        kind,
-        measured.reference if measured else "",
-        list(dict.fromkeys(notes)),
-        command,
-        measured,
-        search,
-        root,
-        benchmark_command(rows) if unmeasured_sweep else "",
+    reference, notes = measured.reference if measured else "", list(dict.fromkeys(notes))
+    return best_first(
+        Comparison(
+            title, rows, kind, reference, notes, command, measured, search, root, speed_command
+        )
     )
-    return best_first(comparison)
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -157,7 +150,6 @@ def _find_rows(folder: Path, notes: list[str], depth: int) -> Iterator[Compariso
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders that may hold runs, numbered ones in numeric order."""
     folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     visible = [p for p in folders if not p.name.startswith(".") and p.name not in NOT_RUNS]
     return sorted(visible, key=lambda p: (len(p.name) if p.name.isdigit() else 99, p.name))
@@ -171,16 +163,20 @@ def _sweep_rows(folder: Path, notes: list[str]) -> Iterator[ComparisonRow]:
         notes.append(f"{SWEEP_FILE} is damaged: jobs are listed by their folders")
     job_folders = set()
     for i, job in enumerate(jobs if isinstance(jobs, list) else []):
-        row = _job_row(i, job if isinstance(job, dict) else {}, folder)
-        job_folders.add(row.folder)
-        yield row
+        job = job if isinstance(job, dict) else {}
+        entries, name = job.get("overrides"), text_at(job, "folder") or str(i)
+        overrides = [str(item) for item in entries] if isinstance(entries, list) else []
+        job_folders.add(folder / name)
+        try:
+            yield _read_job_row(folder, name, job, overrides)
+        except READ_ERRORS as error:
+            yield _unreadable_row(folder / name, overrides, error)
     for path in _subfolders(folder):
-        if str(path) not in job_folders and _is_run(path):
+        if path not in job_folders and _is_run(path):
             yield _run_row(path)
 
 
 def _run_row(folder: Path) -> ComparisonRow:
-    """Return the row of a run's folder; if unreadable, a failed row with the reason."""
     overrides = recorded_overrides(folder)
     try:
         return _read_run_row(folder, overrides)
@@ -191,24 +187,19 @@ def _run_row(folder: Path) -> ComparisonRow:
 def _unreadable_row(folder: Path, overrides: list[str], error: Exception) -> ComparisonRow:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     reason = f"its folder cannot be read: {reason or type(error).__name__}"
-    path = str(folder) if isinstance(error, PermissionError) else ""
-    return ComparisonRow(overrides, "failed", reason, folder=path, command=_command(overrides))
+    row = _empty_row(folder, overrides, reason)
+    return row if isinstance(error, PermissionError) else replace(row, folder="")
 
 
-def _job_row(index: int, job: dict[str, Any], sweep: Path) -> ComparisonRow:
-    """Return the row of a sweep's job, from the sweep's record and the run's."""
-    entries = job.get("overrides")
-    overrides = [str(item) for item in entries] if isinstance(entries, list) else []
-    name = text_at(job, "folder") or str(index)
-    try:
-        return _read_job_row(sweep, name, job, overrides)
-    except READ_ERRORS as error:
-        return _unreadable_row(sweep / name, overrides, error)
+def _empty_row(folder: Path, overrides: list[str], reason: str = "") -> ComparisonRow:
+    command = shlex.join([*python_command(), *overrides])
+    return ComparisonRow(overrides, "failed", reason, folder=str(folder), command=command)
 
 
 def _read_job_row(
     sweep: Path, name: str, job: dict[str, Any], overrides: list[str]
 ) -> ComparisonRow:
+    """Return the row of a sweep's job, from the sweep's record and the run's."""
     if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
         raise ValueError("it is outside the sweep's folder")
     folder, running = sweep / name, is_locked(sweep)
@@ -220,9 +211,8 @@ def _read_job_row(
     elif status not in ("", "running", *END_STATUSES):
         status, reason = "failed", f"unknown job status: {status}"
     if not _is_run(folder):
-        status, reason = status or "skipped", reason or "never started"
-        command = _command(overrides)
-        return ComparisonRow(overrides, status, reason, folder=str(folder), command=command)
+        row = _empty_row(folder, overrides, reason or "never started")
+        return replace(row, status=status or "skipped")
     row = replace(_read_run_row(folder, overrides), device=text_at(job, "device"))
     if row.finished and status == "killed":  # the sweep ended before it recorded the job's end
         return row
@@ -232,13 +222,13 @@ def _read_job_row(
 
 
 def _read_run_row(folder: Path, overrides: list[str]) -> ComparisonRow:
-    row = ComparisonRow(overrides, "failed", folder=str(folder), command=_command(overrides))
+    """Return the row of a run's folder; one without a summary is running, or was killed."""
+    row = _empty_row(folder, overrides)
     if not (folder / SUMMARY_FILE).exists():
         if is_locked(folder):
             return replace(row, status="running", reason="no summary yet")
-        return replace(
-            row, status="killed", reason=f"no {SUMMARY_FILE}: the run ended before writing it"
-        )
+        reason = f"no {SUMMARY_FILE}: the run ended before writing it"
+        return replace(row, status="killed", reason=reason)
     try:
         Summary.read(folder)  # raises with what is wrong
     except StorageError as error:
@@ -250,10 +240,8 @@ def _read_run_row(folder: Path, overrides: list[str]) -> ComparisonRow:
     if status == "running" and not is_locked(folder):
         steps = number_at(summary, "steps") or 0
         status, reason = "killed", f"its process is gone; the last record is of step {steps:,.0f}"
-    settings = read_flat_config(folder) or {
-        "data.name": text_at(summary, "name"),
-        **overrides_by_key(overrides),
-    }
+    settings = {"data.name": text_at(summary, "name"), **overrides_by_key(overrides)}
+    settings = read_flat_config(folder) or settings
     row = replace(row, status=status, reason=reason, summary=summary)
     row.command = text_at(summary, "command") or row.command
     row.judged_on = _metric_key(settings, text_at(summary, "monitor"))
@@ -290,25 +278,14 @@ def _loss_options(settings: Mapping[str, Any]) -> Iterator[str]:
 def _workload_key(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Return a key that is equal for runs whose speeds can be compared."""
     device = text_at(summary, "device", "kind"), text_at(summary, "device", "name")
-    parts = {
-        key: str(value)
-        for key, value in sorted(settings.items())
-        if key.partition(".")[0] in ("data", "model")
-        and key.removeprefix("data.") not in LOADING_KEYS
-    }
+    keys = [key for key in sorted(settings) if key.partition(".")[0] in ("data", "model")]
+    parts = {x: str(settings[x]) for x in keys if x.removeprefix("data.") not in LOADING_KEYS}
     return f"{device} {parts}"
 
 
-def _command(overrides: Sequence[str]) -> str:
-    return shlex.join([*python_command(), *overrides])
-
-
 def _name_rows(rows: list[ComparisonRow], root: Path) -> list[ComparisonRow]:
-    """Return the rows with names, and with folders relative to `root`."""
     folders = [os.path.relpath(row.folder, root) if row.folder else "" for row in rows]
     row_names = name_rows([row.overrides for row in rows], folders)
     row_names = [root.name if name == os.curdir else name for name in row_names]
-    return [
-        replace(row, name=name, folder=folder)
-        for row, name, folder in zip(rows, row_names, folders, strict=True)
-    ]
+    named = zip(rows, row_names, folders, strict=True)
+    return [replace(row, name=name, folder=folder) for row, name, folder in named]

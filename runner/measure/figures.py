@@ -97,23 +97,16 @@ def draw_bars(bars: Sequence[Bar], description: str, floor: float = 0.0) -> Mark
     high = max([high, *(min(end, high * MAX_REACH) for end in ends)])
     margin = max(high / low, MIN_AXIS) ** 0.04
     scale = Scale(low / margin, high * margin, log=True)
-    items = [
-        tag(
-            "li",
-            tag("span", bar.label, class_="label"),
-            tag("span", bar.text, class_="value"),
-            _draw_bar(bar, floor, scale),
-            class_=f"bar {bar.kind}",
-        )
-        for bar in bars
-    ]
-    tick_labels = []
+    items, tick_labels = [], []
+    for bar in bars:
+        label, value = tag("span", bar.label, class_="label"), tag("span", bar.text, class_="value")
+        drawing = _draw_bar(bar, floor, scale)
+        items.append(tag("li", label, value, drawing, class_=f"bar {bar.kind}"))
     for tick in scale.ticks():
         position = scale(tick)
         anchor = "start" if position < 0.06 else "end" if position > 0.94 else "middle"
-        tick_labels.append(
-            tag("text", f"{tick_label(tick)}×", x=f"{position:.3%}", y=15, text_anchor=anchor)
-        )
+        place = {"x": f"{position:.3%}", "y": 15, "text_anchor": anchor}
+        tick_labels.append(tag("text", f"{tick_label(tick)}×", **place))
     axis = tag("svg", *tick_labels, class_="axis", height=22, **HIDDEN_ATTRIBUTES)
     bar_list = tag("ul", *items, class_="bars", aria_label=description)
     return join(bar_list, tag("div", axis, class_="bar-axis"))
@@ -147,19 +140,14 @@ def draw_series(
     description = "; ".join(f"{item.label}: {item.text}" for item in series)
     attributes = {"role": "img", "aria_label": description}
     plot = tag("div", draw_plot(series, scales, (y_title, x_title), **attributes), class_="plot")
-    legend = [
-        tag("li", _draw_legend_sample(x), tag("span", x.label), tag("span", x.text, class_="value"))
-        for x in series
-    ]
+    legend, size = [], {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
+    for item in series:
+        line = tag("line", x1=-18, x2=18, **line_style(item))
+        marker = draw_marker(item) if item.scattered else line
+        sample = tag("svg", marker, **size, **item.colour, **HIDDEN_ATTRIBUTES)
+        texts = tag("span", item.label), tag("span", item.text, class_="value")
+        legend.append(tag("li", sample, *texts))
     return join(plot, tag("ul", *legend, class_="legend"))
-
-
-def _draw_legend_sample(series: Series) -> Markup:
-    """Draw the legend sample of a series."""
-    sample = tag("line", x1=-18, x2=18, **line_style(series))
-    marker = draw_marker(series) if series.scattered else sample
-    size = {"width": 36, "height": 18, "viewBox": "-18 -9 36 18"}
-    return tag("svg", marker, **size, **series.colour, aria_hidden="true", focusable="false")
 
 
 def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
@@ -178,18 +166,14 @@ def _speed_figure(comparison: Comparison, floor: float) -> Iterator[Figure]:
         about += f" The {MAX_BARS // 2} fastest and as many of the slowest of {len(rows)}."
         rows.sort(key=lambda row: row.speedup or 0.0, reverse=True)
         rows = rows[: MAX_BARS // 2] + rows[-MAX_BARS // 2 :]
-    verdicts_by_name = {row.name: verdicts.verdict(row, comparison) for row in rows}
-    if comparison.reference in verdicts_by_name:
-        verdicts_by_name[comparison.reference] = "reference"
-    bars = [_speed_bar(row, verdicts_by_name[row.name]) for row in rows]
+    bars = []
+    for row in rows:
+        is_reference, interval = row.name == comparison.reference, row.speedup_interval
+        verdict = "reference" if is_reference else verdicts.verdict(row, comparison)
+        text = ", ".join(filter(None, (format.times_interval(row.speedup, interval), verdict)))
+        kind = BAR_KINDS.get(verdict or ("unclear" if interval else ""), "unclear")
+        bars.append(Bar(row.name, row.speedup, interval, text, kind))
     yield Figure("Speed", about, [("", "", draw_bars(bars, "speed-up of each row", floor))])
-
-
-def _speed_bar(row: ComparisonRow, verdict: str) -> Bar:
-    ratio = format.times_interval(row.speedup, row.speedup_interval)
-    text = ", ".join(filter(None, (ratio, verdict)))
-    kind = BAR_KINDS.get(verdict or ("unclear" if row.speedup_interval else ""), "unclear")
-    return Bar(row.name, row.speedup, row.speedup_interval, text, kind)
 
 
 def _memory_figure(comparison: Comparison) -> Iterator[Figure]:
@@ -204,10 +188,8 @@ def _memory_figure(comparison: Comparison) -> Iterator[Figure]:
     if len(points) < 2 or max(peaks) < MIN_MEMORY_RATIO * min(peaks):
         return
     on_device = any(row.number("peak_device_bytes") for row in comparison.rows)
-    about = (
-        f"Peak of the {'device' if on_device else 'process'}'s memory against samples per second: "
-        "lower right is better. Both axes begin at 0."
-    )
+    about = f"Peak memory of the {'device' if on_device else 'process'} against samples per second"
+    about += ": lower right is better. Both axes begin at 0."
     if len(points) > MAX_BARS:
         about += f" The {MAX_BARS} fastest of {len(points)}."
         points = sorted(points, key=lambda series: series.points[0][0], reverse=True)[:MAX_BARS]
@@ -222,19 +204,15 @@ def _validation_figure(comparison: Comparison) -> Iterator[Figure]:
     monitor, root = comparison.monitor, comparison.root
     if not monitor or root is None:
         return
-    curves = {
-        row.name: read_curves(root / row.folder, [monitor]).get(monitor, [])
-        for row in comparison.rows
-        if row.finished and row.folder
-    }
-    series = _build_series(comparison, {key: x for key, x in curves.items() if len(x) > 1})
-    if series:
+    rows = [row for row in comparison.rows if row.finished and row.folder]
+    read = {row.name: read_curves(root / row.folder, [monitor]).get(monitor, []) for row in rows}
+    curves = {name: curve for name, curve in read.items() if len(curve) > 1}
+    if series := _build_series(comparison, curves):
         yield _curve_figure("Validation", f"{monitor} at each validation.", series, monitor)
 
 
 def _loss_figure(comparison: Comparison) -> Iterator[Figure]:
-    series = _build_series(comparison, read_losses(comparison))
-    if not series:
+    if not (series := _build_series(comparison, read_losses(comparison))):
         return
     curves = {one.label: list(one.points) for one in series[:MAX_CURVES]}
     top = loss_axis_limit(comparison.by_configuration, curves)
@@ -263,9 +241,8 @@ def _build_series(comparison: Comparison, curves: Mapping[str, Curve]) -> list[S
     """Return a curve per row, or per configuration if it ran with several seeds or folds."""
     series = []
     for style, row in enumerate(comparison.by_configuration.rows):
-        points, band = average_curves(
-            [curves[x] for x in row.run_names or [row.name] if x in curves]
-        )
+        own_curves = [curves[x] for x in row.run_names or [row.name] if x in curves]
+        points, band = average_curves(own_curves)
         if points:
             text = f"to {format.metric(points[-1][1])}"
             series.append(Series(row.name, points, style, text, band))
@@ -296,9 +273,9 @@ def read_losses(comparison: Comparison) -> dict[str, Curve]:
 
 
 def _loss_curve(row: ComparisonRow, root: Path | None) -> Curve:
-    if root is not None and row.folder:
-        if curve := read_curves(root / row.folder).get("train/loss"):
-            return curve
+    recorded = read_curves(root / row.folder) if root is not None and row.folder else {}
+    if curve := recorded.get("train/loss"):
+        return curve
     first_losses = row.measured.losses if row.measured else []  # of the first steps
     return [(i, loss) for i, loss in enumerate(first_losses, 1) if format.finite(loss) is not None]
 
@@ -326,8 +303,9 @@ def _attribution_figure(comparison: Comparison, floor: float) -> Iterator[Figure
     ):
         effects = [e for e in attribution.effects if getattr(e, side) is not None]
         if bars := [_effect_bar(effect, side, floor) for effect in effects]:
-            drawing = draw_bars(bars, f"{heading}, each technique", floor)
-            charts.append((heading, f": {note}", drawing))
+            charts.append(
+                (heading, f": {note}", draw_bars(bars, f"{heading}, by technique", floor))
+            )
     about = "Bars right of the vertical line save time, bars left of it cost time; the axis is "
     about += "logarithmic. A whisker without an end mark goes on beyond it."
     if attribution.stopped:
@@ -336,11 +314,9 @@ def _attribution_figure(comparison: Comparison, floor: float) -> Iterator[Figure
 
 
 def _effect_bar(effect: Effect, side: str, floor: float) -> Bar:
-    """Return the bar of a technique's speedup; `side` is `added` or `removed`."""
     value, interval = getattr(effect, side), getattr(effect, f"{side}_interval")
-    is_significant = (
-        interval is not None and abs(value - 1) > floor and (interval[0] > 1 or interval[1] < 1)
-    )
-    kind = "unclear" if not is_significant else "faster" if value > 1 else "slower"
+    kind = "unclear"
+    if interval is not None and abs(value - 1) > floor and (interval[0] > 1 or interval[1] < 1):
+        kind = "faster" if value > 1 else "slower"
     text = format.times_interval(value, interval)
     return Bar(effect.name.replace("_", " "), value, interval, text, kind)

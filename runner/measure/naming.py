@@ -28,7 +28,10 @@ def name_rows(rows: Sequence[Sequence[str]], folders: Sequence[str]) -> list[str
     if not varied:
         names = list(suffixes)
     elif len(varied) == 1:
-        names = _names_by_value(varied[0].rpartition(".")[2], [r.get(varied[0]) for r in overrides])
+        values = [row.get(varied[0]) for row in overrides]
+        bare = all(value is None or _is_word(value) for value in values)
+        prefix = "" if bare else f"{varied[0].rpartition('.')[2]}="
+        names = ["" if value is None else prefix + value for value in values]
     else:
         last_parts = {key: key.rpartition(".")[2] for key in varied}
         part_counts = Counter(last_parts.values())
@@ -61,12 +64,6 @@ def varied_keys(overrides: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the keys in which rows differ, in order of first occurrence."""
     keys = dict.fromkeys(key for row in overrides for key in row)
     return [key for key in keys if len({row.get(key) for row in overrides}) > 1]
-
-
-def _names_by_value(key: str, values: Sequence[str | None]) -> list[str]:
-    """Return the bare values if all are words, else `key=value`."""
-    bare = all(value is None or _is_word(value) for value in values)
-    return [DEFAULT_NAME if v is None else v if bare else f"{key}={v}" for v in values]
 
 
 def _is_word(value: str) -> bool:

@@ -51,16 +51,13 @@ KIND_TITLES = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison o
 STATUS_HEADERS = {"arm": "verdict", "configuration": "runs", "run": "status"}
 MAX_ARMS = 40  # columns of the table of techniques, at most
 BENCHMARK_METHOD = (
-    "Randomised blocks: each block runs every arm once, in random order. The time per sample of an "
-    "arm's median step (mean step with data workers) is divided by the reference's in the same "
-    "block, so that drift of the machine cancels. Intervals have 95 % coverage, corrected for "
-    "stopping early. The step is the median over all blocks, and samples/s counts all steps, slow "
-    "ones included, so dividing these columns does not give the speed-up. "
-    "No difference within 2 % or within the noise floor (the reference against a "
-    "second copy of itself) is claimed. The speed of equal work varies between processes: where "
-    "arms were started several times, intervals are over the processes (t); with one process each, "
-    "no difference within 7 % is claimed. The intervals hold simultaneously, so the "
-    "fastest arm may be chosen by them."
+    "Randomised blocks: each block runs every arm once, in random order, and the time per sample "
+    "of its median step (mean step with data workers) is divided by the reference's. The step is "
+    "the median over all blocks, and samples/s counts all steps, slow ones included, so dividing "
+    "these columns does not give the speed-up. The intervals hold simultaneously, at 95 %; where "
+    "arms were started several times, they are over the processes (t). No difference within 2 % "
+    "or the noise floor (the reference against a second copy of itself) is claimed, and with one "
+    "process each none within 7 %."
 )
 SWEEP_METHOD = (
     "Each row is one run; of a configuration that ran with several seeds or folds it has the mean "
@@ -68,10 +65,9 @@ SWEEP_METHOD = (
     "interleaved: their times include other load on the machine, and are shown as they are. "
 )
 MEASURED_METHOD = (
-    "Speed-ups are of the same configurations, measured after the sweep in randomised blocks: each "
-    "block runs every one once, in random order, in one process each. Intervals have 95 % coverage "
-    "and hold simultaneously; no difference within 7 % is claimed. Configurations of which the "
-    "same engaged were measured once, and a technique that did not engage in the sweep is off."
+    "Speed-ups are measured after the sweep in randomised blocks, in one process each: intervals "
+    "hold simultaneously, at 95 %, and no difference within 7 % is claimed. Configurations of "
+    "which the same engaged were measured once, and a technique that did not engage is off."
 )
 COMMANDS_ABOUT = "Each command trains that row only."
 SKIPS = (
@@ -86,24 +82,20 @@ def render_html(comparison: Comparison) -> str:
     style, script = (
         (TEMPLATES / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
-    return (
-        _jinja_environment()
-        .get_template("comparison.html")
-        .render(
-            **_template_context(comparison),
-            policy=_content_security_policy(style, script),
-            style=Markup(style),  # noqa: S704  # a file of ours
-            script=Markup(script),  # noqa: S704  # a file of ours
-            figures=build_figures(comparison),
-        )
+    template = _jinja_environment().get_template("comparison.html")
+    return template.render(
+        **_template_context(comparison),
+        policy=_content_security_policy(style, script),
+        style=Markup(style),  # noqa: S704  # a file of ours
+        script=Markup(script),  # noqa: S704  # a file of ours
+        figures=build_figures(comparison),
     )
 
 
 def render_markdown(comparison: Comparison) -> str:
     """Return the text of `comparison.md`, with GitHub tables."""
-    return (
-        _jinja_environment().get_template("comparison.md").render(**_template_context(comparison))
-    )
+    template = _jinja_environment().get_template("comparison.md")
+    return template.render(**_template_context(comparison))
 
 
 def _content_security_policy(style: str, script: str) -> str:
@@ -118,9 +110,9 @@ def _content_security_policy(style: str, script: str) -> str:
 
 def _finalize(value: object) -> str:
     """Return printable text of limited length; the limit is that of commands."""
-    return (
-        value if isinstance(value, Markup) else printable(limit_length(str(value), LONGEST_TRACE))
-    )
+    if isinstance(value, Markup):
+        return value
+    return printable(limit_length(str(value), LONGEST_TRACE))
 
 
 def _cell_texts(row: Sequence[Any]) -> list[str]:
@@ -167,7 +159,6 @@ def _cell(text: str, sort: float | str | None = None, note: str = "", failed: bo
 
 
 def _template_context(comparison: Comparison) -> dict[str, Any]:
-    """Return the variables of both templates."""
     grouped, search = comparison.by_configuration, comparison.search
     attribution = comparison.benchmark.attribution if comparison.benchmark else None
     commands = [(row.name, row.command) for row in comparison.rows if row.command]
@@ -222,7 +213,6 @@ def _rows_table(comparison: Comparison) -> dict[str, Any]:
 
 
 def _relative_folder(row: ComparisonRow, root: Path | None) -> str:
-    """Return the row's folder, relative to the comparison's; "" if there is none."""
     if root is None or os.path.isabs(row.folder):  # a forged record may name any other
         return ""
     return row.folder if (root / row.folder).is_dir() else ""
@@ -240,7 +230,6 @@ def _trials_table(search: SearchRecord) -> dict[str, Any]:
 
 
 def _effects_table(attribution: Attribution) -> dict[str, Any]:
-    """Return the table of the techniques' speedups and memory."""
     header = ["technique", "added alone", "within the level", "interaction"]
     lines = []
     for effect in attribution.effects:
@@ -249,28 +238,23 @@ def _effects_table(attribution: Attribution) -> dict[str, Any]:
             for key in ("added", "removed", "interaction")
         ]
         sizes = map(format.size, (effect.added_memory_bytes, effect.removed_memory_bytes))
-        texts = [effect.name.replace("_", " "), *ratios, *sizes, effect.note or format.NONE]
-        lines.append(texts)
+        lines.append([effect.name.replace("_", " "), *ratios, *sizes, effect.note or format.NONE])
     return _table("techniques", [*header, "memory, added", "memory, within", "note"], lines, "")
 
 
 def _describe_scope(comparison: Comparison) -> list[str]:
-    """Return how much was compared, on which devices, when and for how long."""
-    benchmark = comparison.benchmark
+    benchmark, count = comparison.benchmark, len(comparison.rows)
     if benchmark is None or comparison.kind != "benchmark":
         noun = "trials of this process" if comparison.search else "runs"
-        return [f"{len(comparison.rows)} {noun}", *comparison.devices]
-    started = [_format_minute(benchmark.started)] if benchmark.started else []
-    duration = verdicts.describe_measurement(benchmark)
-    return [f"{len(comparison.rows)} arms", *comparison.devices, *started, duration]
+        return [f"{count} {noun}", *comparison.devices]
+    moments = _format_minute(benchmark.started), verdicts.describe_measurement(benchmark)
+    return [f"{count} arms", *comparison.devices, *filter(None, moments)]
 
 
 def _format_minute(moment: str) -> str:
-    """Format an ISO 8601 time to the minute."""
-    try:
+    with suppress(ValueError):
         return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
-    except ValueError:
-        return moment
+    return moment
 
 
 def _techniques_context(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
@@ -288,8 +272,7 @@ def _techniques_context(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
                 cells.append(_cell("● engaged" if status == "engaged" else format.NONE))
                 continue
             reasons.setdefault((title, reason), []).append(arm)
-            note = f" {list(reasons).index((title, reason)) + 1}"
-            cells.append(_cell(f"○ {status}", note=note))
+            cells.append(_cell(f"○ {status}", note=f" {list(reasons).index((title, reason)) + 1}"))
         if any(cell["text"] != format.NONE for cell in cells):
             lines.append([title, *cells])
         else:
@@ -303,22 +286,21 @@ def _techniques_context(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
 
 
 def _machine_facts(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return facts about the machine, its load, and the measurement."""
     result = comparison.benchmark
     if result is None:
         return [("device", ", ".join(comparison.devices))] if comparison.devices else []
-    control, commit = result.control, result.git.get("commit")
-    stopped = f"; {result.stopped}" if result.stopped else ""
+    control, commit = result.control, str(result.git.get("commit") or format.NONE)
     control_ratio = (control.ratio, control.interval) if control else (None, None)
+    measured = verdicts.describe_measurement(result), result.stopped
     rows = {name: str(version) for name, version in result.versions.items()}
     rows |= {str(key).replace("_", " "): _format_value(v) for key, v in result.machine.items()}
     rows |= {
         "CPUs taken by others": format.share(result.load.others),
         "reference against itself": format.times_interval(*control_ratio),
         "noise floor": f"± {format.share(result.noise_floor)}",
-        "measured": f"{verdicts.describe_measurement(result)}{stopped}",
+        "measured": "; ".join(filter(None, measured)),
         "started": _format_minute(result.started) or format.NONE,
-        "code": str(commit)[:12] if commit else format.NONE,
+        "code": commit[:12],
     }
     return [(name, value) for name, value in rows.items() if value != format.NONE]
 

@@ -44,9 +44,7 @@ def merge_replicates(run_rows: list[ComparisonRow]) -> list[ComparisonRow]:
         if row.measured is None:
             groups.setdefault(configuration_key(row), []).append(row)
     rows = [_merge_runs(names[key], key, runs) for key, runs in groups.items()]
-    if not any(row.estimates for row in rows):
-        return run_rows
-    return rows
+    return rows if any(row.estimates for row in rows) else run_rows
 
 
 def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]) -> ComparisonRow:
@@ -60,14 +58,12 @@ def _merge_runs(name: str, overrides: tuple[str, ...], runs: list[ComparisonRow]
         row.averaged_over += f"; {len(runs) - len(finished)} of {len(runs)} failed"
     if over:
         row.estimates = _estimates(finished)
-    totals = {
-        key: sum(number_at(run.summary, key) or 0 for run in finished)
-        for key in ("steps", "skipped_steps")
-    }
-    faults = {
-        kind: sum(number_at(run.summary, "faults", kind) or 0 for run in finished)
-        for kind in ("non_finite", "overflow")
-    }
+
+    def total(*path: str) -> float:
+        return sum(number_at(run.summary, *path) or 0 for run in finished)
+
+    faults = {kind: total("faults", kind) for kind in ("non_finite", "overflow")}
+    totals = {key: total(key) for key in ("steps", "skipped_steps")}
     row.summary = {**row.summary, **totals, "faults": faults}
     return row
 
@@ -84,7 +80,6 @@ def _describe_replicates(rows: list[ComparisonRow]) -> str:
 
 
 def _estimates(rows: list[ComparisonRow]) -> dict[str, MeanEstimate]:
-    """Return estimates by column key, of values that all rows have."""
     estimates = {}
     for key in SUMMARY_PATHS:
         values = [value for row in rows if (value := row.number(key) or 0.0) > 0]

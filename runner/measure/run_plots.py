@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from runner.core.masking import mask_secrets
 from runner.core.record.storage import link_refusal, make_folder, replace_text
@@ -19,7 +19,8 @@ from runner.measure.run_tables import read_rows
 FOLDER = "debug/plots"
 MAX_DRAWN = 1e100  # larger numbers have no ticks
 MAX_LAYERS = 12  # lines of a plot
-Panels = list[Callable[[Any], None]]
+VALUES = {"loss": "loss", "gradient norm": "grad_norm"}  # by title
+Panel = Callable[[Any], None]
 Rows = list[dict[str, Any]]
 
 
@@ -36,8 +37,7 @@ def write_plots(folder: Path) -> tuple[dict[str, Any], list[str]]:
     rows = {name: list(read_rows([folder], name, notes)) for name in names}
     pictures: dict[str, Any] = {}
     for name, make in PLOTS.items():
-        panels = make(rows)
-        if not panels:
+        if not (panels := list(make(rows))):
             notes.append(f"{name}: not drawn, fewer than two points are recorded")
             continue
         from runner.core.record import plots  # imports matplotlib
@@ -48,80 +48,56 @@ def write_plots(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return pictures, notes
 
 
-def _timeline(rows: Mapping[str, Rows]) -> Panels:
+def _timeline(rows: Mapping[str, Rows]) -> Iterator[Panel]:
     """Loss and gradient norm by step, with the bad steps by kind and their limits."""
-    return list(_panels(rows, _timeline_panel))
+    for title, name in VALUES.items():
+        line = _points(rows["metrics"], name, "train")
+        marks = dict[str, list[tuple[float, float]]]()
+        for row in rows["anomalies"]:
+            if _is_number(row.get("step")):
+                height = float(row[name]) if _is_number(row.get(name)) else math.inf
+                marks.setdefault(str(row.get("kind")), []).append((row["step"], height))
+        if len(line) + sum(map(len, marks.values())) > 1:
+            limits = _points(rows["anomalies"], f"{name}_limit")
+            lines = {title: line, "limit": limits if len(limits) > 1 else []}
+            yield partial(_draw_lines, title=title, lines=lines, marks=marks)
 
 
-def _timeline_panel(
-    title: str, name: str, rows: Mapping[str, Rows]
-) -> Callable[[Any], None] | None:
-    line = _points(rows["metrics"], name, "train")
-    marks = dict[str, list[tuple[float, float]]]()
-    for row in rows["anomalies"]:
-        if _is_number(row.get("step")):
-            height = float(row[name]) if _is_number(row.get(name)) else math.inf
-            marks.setdefault(str(row.get("kind")), []).append((row["step"], height))
-    if len(line) + sum(map(len, marks.values())) < 2:
-        return None
-    limits = _points(rows["anomalies"], f"{name}_limit")
-    lines = {title: line, "limit": limits if len(limits) > 1 else []}
-    return partial(_draw_lines, title=title, lines=lines, marks=marks)
-
-
-def _memory(rows: Mapping[str, Rows]) -> Panels:
+def _memory(rows: Mapping[str, Rows]) -> Iterator[Panel]:
     """Memory of the process and peak of the device, by step."""
     names = {"process, GiB": "process_gib", "device peak, GiB": "device_peak_gib"}
-    lines = {label: _points(rows["metrics"], name, "system") for label, name in names.items()}
-    return [
-        partial(_draw_lines, title=label, lines={label: points}, marks={}, from_zero=True)
-        for label, points in lines.items()
-        if points  # one is drawn, too: how many there are depends on the time
-    ]
+    for label, name in names.items():
+        # one is drawn, too: how many there are depends on the time
+        if points := _points(rows["metrics"], name, "system"):
+            yield partial(_draw_lines, title=label, lines={label: points}, marks={}, from_zero=True)
 
 
-def _gradient_norms(rows: Mapping[str, Rows]) -> Panels:
+def _gradient_norms(rows: Mapping[str, Rows]) -> Iterator[Panel]:
     """A line a layer; of many layers every n-th."""
     layers = dict[str, Rows]()
     for row in rows["gradients"]:
         layers.setdefault(str(row.get("layer")), []).append(row)
     names = list(layers)[:: -(-len(layers) // MAX_LAYERS) or 1]
     lines = {mask_secrets(name): _points(layers[name], "norm") for name in names}
-    if not any(len(points) > 1 for points in lines.values()):
-        return []
-    return [partial(_draw_lines, title="gradient norm", lines=lines, marks={})]
+    if any(len(points) > 1 for points in lines.values()):
+        yield partial(_draw_lines, title="gradient norm", lines=lines, marks={})
 
 
-def _distribution(rows: Mapping[str, Rows]) -> Panels:
+def _distribution(rows: Mapping[str, Rows]) -> Iterator[Panel]:
     """How often losses and norms occur in good steps, as recorded means, and in bad ones."""
-    return list(_panels(rows, _distribution_panel))
+    for title, name in VALUES.items():
+        good = [y for _, y in _points(rows["metrics"], name, "train")]
+        bad = [y for _, y in _points(rows["anomalies"], name)]
+        if len(good) + len(bad) > 1:
+            yield partial(_draw_histogram, title=title, groups={"good": good, "bad": bad})
 
 
-def _distribution_panel(
-    title: str, name: str, rows: Mapping[str, Rows]
-) -> Callable[[Any], None] | None:
-    good = [y for _, y in _points(rows["metrics"], name, "train")]
-    bad = [y for _, y in _points(rows["anomalies"], name)]
-    if len(good) + len(bad) < 2:
-        return None
-    return partial(_draw_histogram, title=title, groups={"good": good, "bad": bad})
-
-
-PLOTS: dict[str, Callable[[Mapping[str, Rows]], Panels]] = {
+PLOTS: dict[str, Callable[[Mapping[str, Rows]], Iterator[Panel]]] = {
     "timeline": _timeline,
     "memory": _memory,
     "gradient_norms": _gradient_norms,
     "distribution": _distribution,
 }
-
-
-def _panels(
-    rows: Mapping[str, Rows],
-    make: Callable[[str, str, Mapping[str, Rows]], Callable[[Any], None] | None],
-) -> Iterator[Callable[[Any], None]]:
-    for title, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
-        if (panel := make(title, name, rows)) is not None:
-            yield panel
 
 
 def _draw_lines(
@@ -145,16 +121,11 @@ def _draw_histogram(axes: Any, title: str, groups: Mapping[str, list[float]]) ->
 
 def _points(rows: Rows, name: str, split: str | None = None) -> list[tuple[float, float]]:
     """Return step and value of the rows with a finite value; only those of `split` if given."""
-    chosen = [row for row in rows if split is None or row.get("split") == split]
-    return [
-        (row["step"], float(row[name]))
-        for row in chosen
-        if _is_number(row.get("step")) and _is_number(row.get(name))
-    ]
+    chosen = (row for row in rows if split is None or row.get("split") == split)
+    pairs = ((row.get("step"), row.get(name)) for row in chosen)
+    return [(x, float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a number that matplotlib can draw."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_DRAWN
-    )
+    return type(value) in (int, float) and abs(value) <= MAX_DRAWN

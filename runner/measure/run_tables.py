@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ def write_tables(folders: Sequence[Path], kind: str, out: Path) -> tuple[list[st
             rows = list(read_rows(runs, name, notes))
             path = out / f"{name}.{kind}"
             if rows:
-                _replace(path, _as_table(rows), WRITERS[kind])
+                _write_table(path, rows, kind)
                 written.append(f"{path.name} ({count_noun(len(rows), 'row')})")
             else:
                 remove_file(path)  # of an earlier call
@@ -97,9 +97,8 @@ def require_runs(folder: Path) -> list[Path]:
     """Return the folders of the runs in a folder, or that folder; UsageError if there is none."""
     if runs := list(find_runs(folder)):
         return runs
-    raise UsageError(
-        f"{folder}: no run in it; name a folder of a run, or of several such as a sweep"
-    )
+    fix = "name a folder of a run, or of several such as a sweep"
+    raise UsageError(f"{folder}: no run in it; {fix}")
 
 
 def is_run(folder: Path) -> bool:
@@ -160,15 +159,6 @@ def _flatten(row: Mapping[str, Any], prefix: str = "") -> Row:
     return flat
 
 
-def _as_table(rows: Sequence[Row]) -> pyarrow.Table:
-    """Return the rows as a table; columns in the order in which they first occur."""
-    import pyarrow
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: _as_column([row.get(name) for row in rows]) for name in names}
-    return pyarrow.table(columns)
-
-
 def _as_column(values: list[Any]) -> pyarrow.Array:
     """Return a column of booleans, integers, numbers or, where none fits each value, texts."""
     import pyarrow
@@ -189,30 +179,21 @@ def _as_column(values: list[Any]) -> pyarrow.Array:
     return pyarrow.array(texts, pyarrow.string())
 
 
-def _write_csv(table: pyarrow.Table, file: Any) -> None:
-    from pyarrow import csv
-
-    csv.write_csv(table, file)
-
-
-def _write_parquet(table: pyarrow.Table, file: Any) -> None:
-    from pyarrow import parquet
-
-    parquet.write_table(table, file)
-
-
-WRITERS: dict[str, Callable[[Any, Any], None]] = {"csv": _write_csv, "parquet": _write_parquet}
-
-
-def _replace(path: Path, table: pyarrow.Table, write: Callable[[Any, Any], None]) -> None:
-    """Replace a file by one with the table, atomically."""
+def _write_table(path: Path, rows: Sequence[Row], kind: str) -> None:
+    """Replace a file by one with the rows, atomically; columns are in order of occurrence."""
     import pyarrow
+    from pyarrow import csv, parquet
 
     def write_contents(file: HashedFile) -> None:
         file.write(buffer.getvalue())
 
-    buffer = pyarrow.BufferOutputStream()
-    write(table, buffer)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _as_column([row.get(name) for row in rows]) for name in names}
+    buffer, table = pyarrow.BufferOutputStream(), pyarrow.table(columns)
+    if kind == "csv":
+        csv.write_csv(table, buffer)
+    else:
+        parquet.write_table(table, buffer)
     temporary = path.with_name(f".{path.name}.tmp")
     remove_file(temporary)
     write_file(temporary, write_contents)

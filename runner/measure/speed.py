@@ -31,9 +31,8 @@ SHARED_GROUPS = {"job", "benchmark", "sweep", "search", "hydra", "security", "na
 def engagement(row: ComparisonRow) -> str:
     """Return what engaged in a run, without measured numbers; equal for runs that compute alike."""
     engaged = {name: x.get("evidence") for name, x in row.techniques.items() if x.get("engaged")}
-    tools = row.summary.get("tools")
+    tools, keys = row.summary.get("tools"), overrides_by_key(row.overrides)
     names = [text_at(tool, "name") for tool in tools] if isinstance(tools, list) else []
-    keys = overrides_by_key(row.overrides)
     debug = {key: value for key, value in keys.items() if key.startswith("debug.")}
     device = text_at(row.summary, "device", "kind"), number_at(row.summary, "device", "threads")
     facts = [_without_measurements(engaged), names, debug, device, row.workload]
@@ -57,8 +56,8 @@ def describe_equal_engagement(rows: Sequence[ComparisonRow]) -> list[str]:
             groups.setdefault(engagement(row), {}).setdefault(configuration_key(row), row)
     notes = []
     for members in (list(group.values()) for group in groups.values() if len(group) > 1):
-        names = [name for name, x in members[0].techniques.items() if x.get("engaged")]
-        what = join_names([name.replace("_", " ") for name in names]) or "no technique"
+        engaged = (x for x, entry in members[0].techniques.items() if entry.get("engaged"))
+        what = join_names(name.replace("_", " ") for name in engaged) or "no technique"
         notes.append(f"{join_names([row.name for row in members])} engaged the same: {what}")
     return notes
 
@@ -111,7 +110,6 @@ def _may_differ_between_arms(key: str) -> bool:
 
 
 def _arm_text(overrides: Sequence[str]) -> str:
-    """Return an arm as it is typed: the name of a level, or overrides."""
     level = overrides[0].removeprefix("optimization=")
     return level if len(overrides) == 1 and level.isidentifier() else shlex.join(overrides)
 

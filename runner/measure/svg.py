@@ -61,11 +61,8 @@ def printable(value: object) -> str:
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     """Return an element. `class_` becomes `class`, other `_` become `-`; None is omitted."""
-    attribute_text = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(printable(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    given = {k.rstrip("_").replace("_", "-"): x for k, x in attributes.items() if x is not None}
+    attribute_text = "".join(f' {key}="{escape(printable(x))}"' for key, x in given.items())
     if name in VOID_ELEMENTS:
         return Markup(f"<{name}{attribute_text}/>")  # noqa: S704  # every value is escaped
     return Markup(f"<{name}{attribute_text}>{join(*children)}</{name}>")  # noqa: S704  # as above

@@ -43,7 +43,8 @@ MAX_TURN_S = 0.25
 
 def compare_sweep(session: SweepSession, ended: bool) -> Comparison:
     """Write and print a sweep's comparison, also of modes measured in turns if it has `ended`."""
-    discard_outdated_speed(session)
+    if session.has_run:  # the figures of an earlier process are outdated
+        remove_file(session.folder / FOLDER / FILE)
     comparison = compare_folders([session.folder])
     write_comparison(comparison, session.folder)
     try:
@@ -56,29 +57,20 @@ def compare_sweep(session: SweepSession, ended: bool) -> Comparison:
     return comparison
 
 
-def discard_outdated_speed(session: SweepSession) -> None:
-    """Delete the figures of an earlier process if a job has run since."""
-    if session.has_run:
-        remove_file(session.folder / FOLDER / FILE)
-
-
 def measure_configurations(session: SweepSession, comparison: Comparison) -> bool:
     """Measure the configurations in turns and store the figures; False if there are none.
 
     Raises Interrupted; any other error is logged, as it is none of the jobs'.
     """
-    if session.search_plan is not None or not session.composed:
-        return False
-    if read_measured_speed(session.folder) is not None:
+    is_measured = read_measured_speed(session.folder) is not None
+    if is_measured or session.search_plan is not None or not session.composed:
         return False
     try:
-        settings = typed(session.composed[0][1].copy()).sweep
-        budget_s = settings.benchmark_s
+        budget_s = typed(session.composed[0][1].copy()).sweep.benchmark_s
         if budget_s is None:
             total_s = sum(job.seconds for job, _ in session.composed)
             budget_s = min(max(TIME_SHARE * total_s, MIN_BUDGET_S), MAX_BUDGET_S)
-        rows = select_rows(comparison.rows) if budget_s else []
-        result = _measure(session, rows, budget_s)
+        result = _measure(session, select_rows(comparison.rows) if budget_s else [], budget_s)
         if result is not None:
             result.write(session.folder / FOLDER)
         return result is not None
@@ -101,12 +93,9 @@ def select_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     configurations = {tuple(x.get(key) for key in measured) for x in overrides}
     if not measured or not MIN_CONFIGURATIONS <= len(configurations) <= MAX_CONFIGURATIONS:
         return []
-    others = [key for key in varied if key not in measured]
-    return [
-        row
-        for row, x in zip(rows, overrides, strict=True)
-        if row.finished and all(x.get(key) == overrides[0].get(key) for key in others)
-    ]
+    others = [tuple(x.get(key) for key in varied if key not in measured) for x in overrides]
+    pairs = zip(rows, others, strict=True)
+    return [row for row, values in pairs if row.finished and values == others[0]]
 
 
 def _measure(
@@ -124,8 +113,7 @@ def _measure(
         job, composed = jobs[row.folder]
         name = names[configuration_key(row)]
         if (group := engagement(row)) not in arms:
-            config = _arm_config(composed, row)
-            if config is None:
+            if (config := _arm_config(composed, row)) is None:
                 continue
             arms[group] = Arm(name, config, list(row.overrides), row.command)
             limits[name] = job.seconds  # to start and compile
@@ -135,8 +123,8 @@ def _measure(
     from runner.measure.benchmark.engine import measure
 
     ordered = list(arms.values())
-    plain = [x for x in ordered if overrides_by_key(x.overrides).get("optimization") == "none"]
-    reference = (plain or ordered)[0]
+    plain = (x for x in ordered if overrides_by_key(x.overrides).get("optimization") == "none")
+    reference = next(plain, ordered[0])
     settings = BenchmarkConfig(
         reference=reference.name,
         budget_s=budget_s,
@@ -171,7 +159,6 @@ def _arm_config(composed: DictConfig, row: ComparisonRow) -> RunConfig | None:
 def _with_members(
     result: BenchmarkResult, members: Sequence[tuple[ComparisonRow, str, str]]
 ) -> BenchmarkResult:
-    """Return the result with an arm for each configuration, also those that were not measured."""
     arms = []
     for row, name, measured_name in members:
         arm = replace(result.arm(measured_name), name=name, overrides=list(row.overrides))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -13,20 +15,33 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.core import format
+from runner.core.checkpoint.folder import FOLDER as CHECKPOINTS
 from runner.core.module_path import python_command
 from runner.core.record.console import EscapingConsole, plain_text, to_html
-from runner.core.record.text import escape_control_chars, shorten
+from runner.core.record.hydra_files import SWEEP, read_flat_config
+from runner.core.record.text import (
+    escape_control_chars,
+    quote_for_shell,
+    resume_argument,
+    shorten,
+)
 from runner.measure import verdicts
 from runner.measure.columns import ReportColumn, select_columns
-from runner.measure.comparison import HTML_FILE, JSON_FILE, TENSORBOARD_RUN, Comparison
-from runner.measure.comparison_row import ComparisonRow
-from runner.measure.winner import winner_commands
+from runner.measure.comparison import (
+    HTML_FILE,
+    JSON_FILE,
+    TENSORBOARD_RUN,
+    Comparison,
+    metric_rises,
+)
+from runner.measure.comparison_row import BEST_KEY, ComparisonRow, number_at
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
 MAX_ROWS = 60  # in the terminal; the page has all
 NAME_WIDTH = 24  # minimum width of the name column; longer names are folded
 MAX_REASON_LENGTH = 300  # maximum characters of a failure's reason
+STARTS = ("checkpoint.resume", "model.weights")
 
 
 @dataclass
@@ -56,7 +71,6 @@ class ComparisonScreen:
 
 
 def _fit_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
-    """Return a table of as many columns as fit; long names are folded, never cut."""
     chosen = select_columns(comparison)
     while True:
         table = _build_table(comparison, chosen, NAME_WIDTH)
@@ -69,19 +83,17 @@ def _fit_table(comparison: Comparison, console: Console, options: ConsoleOptions
 
 def _build_table(comparison: Comparison, chosen: Sequence[ReportColumn], name_width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column(
-        comparison.row_title, header_style="dim", max_width=name_width, overflow="fold"
-    )
+    table.header_style = "dim"
+    table.add_column(comparison.row_title, max_width=name_width, overflow="fold")
     for column in chosen:
-        table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
-    table.add_column("", header_style="dim", overflow="fold")
+        table.add_column(column.title, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
     for row in comparison.rows[:MAX_ROWS]:
         verdict = verdicts.verdict(row, comparison)
         style = STYLES.get(verdict, "yellow" if row.finished else "red")
         cells = [_format_cell(column, row) for column in chosen]
-        parts = (row.averaged_over, verdict, row.skipped_steps)
-        verdict_text = ", ".join(filter(None, parts))
-        table.add_row(plain_text(row.name), *cells, plain_text(verdict_text, style))
+        parts = filter(None, (row.averaged_over, verdict, row.skipped_steps))
+        table.add_row(plain_text(row.name), *cells, plain_text(", ".join(parts), style))
     return table
 
 
@@ -107,8 +119,7 @@ def _failure_lines(comparison: Comparison) -> Iterator[Text]:
 def _note_lines(comparison: Comparison) -> list[Text]:
     notes, benchmark = list(comparison.notes), comparison.benchmark
     if benchmark is not None:
-        stopped = f", {benchmark.stopped}" if benchmark.stopped else ""
-        how = f"{verdicts.describe_measurement(benchmark)}{stopped}"
+        how = ", ".join(filter(None, (verdicts.describe_measurement(benchmark), benchmark.stopped)))
         if comparison.kind == "sweep":
             how = f"the speed-up is measured in turns, other columns in each run: {how}"
         notes.append(f"{how}; {verdicts.describe_unclaimed(benchmark)}")
@@ -145,3 +156,44 @@ def _file_lines(comparison: Comparison) -> Iterator[Text]:
     for name, text in (*lines.items(), *winner_commands(comparison)):
         printable = escape_control_chars(text)
         yield Text.assemble((name, "dim"), printable, no_wrap=True, overflow="ignore")
+
+
+def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield what can be done with the best run, as labels and commands; nothing without one."""
+    if comparison.root is None or metric_rises(comparison) is None:
+        return
+    row = comparison.rows[0]  # of a configuration that ran several times its best run
+    if not row.finished or row.best is None or not row.folder:
+        return
+    folder = Path(os.path.normpath(comparison.root / row.folder))
+    start, run = shlex.join(python_command("runner")), Path(format.short_path(folder))
+    label, doubt = "the winner:  ", ""
+    if _overlaps_others(comparison, row):
+        label, doubt = "best run:    ", "; not proved to be better: the intervals overlap"
+    yield label, f"{row.name}, in {run}{doubt}"
+    if not (folder / CHECKPOINTS).is_dir():
+        return
+    predict = "job=predict"
+    if "val/perplexity" in row.metrics:
+        predict += " predict.prompt=…"
+    elif read_flat_config(folder).get("data.path"):  # without it the file of the training
+        predict += " data.path=…"
+    # a run that was continued itself starts anew, from the weights
+    kept = [x for x in row.overrides if x.lstrip("+").partition("=")[0] not in STARTS]
+    steps, overrides = number_at(row.summary, "steps"), shlex.join(kept)
+    longer = f"{run.parent}-{run.name}" if (folder.parent / SWEEP).exists() else run
+    resume, steps_argument = resume_argument(run), f"training.steps={2 * int(steps or 1)}"
+    yield "  predict:   ", f"{start} {predict} {resume}"
+    yield "  evaluate:  ", f"{start} job=evaluate {resume}"
+    # in a folder of its own beside the sweep's, which stays as it is compared
+    own_folder = quote_for_shell("hydra.run.dir", f"{longer}-longer")
+    yield "  resume:    ", f"{start} {resume} {steps_argument} {own_folder}"
+    weights = quote_for_shell("model.weights", run)
+    yield "  train on:  ", " ".join(filter(None, (start, overrides, weights)))
+
+
+def _overlaps_others(comparison: Comparison, best: ComparisonRow) -> bool:
+    merged = [row for row in comparison.by_configuration.rows if BEST_KEY in row.estimates]
+    own = [row.estimates[BEST_KEY].interval for row in merged if best.name in row.run_names]
+    others = [row.estimates[BEST_KEY].interval for row in merged if best.name not in row.run_names]
+    return any(low <= end and start <= high for start, end in own for low, high in others)

@@ -41,7 +41,8 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
         link_runs(folders, Path(logdir))
         command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", logdir, *options]
         server = subprocess.Popen(command)  # noqa: S603  # its options are the user's own
-        before = signal.signal(signal.SIGTERM, _leave)  # with the server and the folder
+        # leaves with the server and the folder
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             while True:
                 try:
@@ -52,10 +53,6 @@ def serve(folders: Sequence[Path], options: Sequence[str] = ()) -> int:
             server.terminate()
             server.wait()
             signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def link_runs(folders: Sequence[Path], logdir: Path) -> list[str]:
@@ -78,7 +75,6 @@ def link_runs(folders: Sequence[Path], logdir: Path) -> list[str]:
 
 
 def _find_runs(folder: Path) -> Iterator[Path]:
-    """Yield the folders that hold event files."""
     for path, subfolders, files in os.walk(folder):
         subfolders[:] = [n for n in subfolders if n not in SKIPPED_FOLDERS and n[0] != "."]
         if any(name.startswith(EVENT_FILE_PREFIX) for name in files):
@@ -107,17 +103,15 @@ def _name_runs(runs: Sequence[Path]) -> dict[str, Path]:
 
 def _label_runs(members: Sequence[Path]) -> dict[Path, str]:
     """Label the runs of an experiment by their differing overrides; "" for a single run."""
+    if len(members) == 1:
+        return {members[0]: ""}
     runs = [run for run in members if run.name != TENSORBOARD_RUN]
     overrides = [
         [t for t in recorded_overrides(run) if _config_group(t) not in NON_HPARAM_GROUPS]
         for run in runs
     ]
-    is_single = len(members) == 1
-    labels = [""] * len(runs) if is_single else name_rows(overrides, [run.name for run in runs])
-    comparison_labels = {
-        run: "" if is_single else TENSORBOARD_RUN for run in members if run.name == TENSORBOARD_RUN
-    }
-    return {**dict(zip(runs, labels, strict=True)), **comparison_labels}
+    labels = dict(zip(runs, name_rows(overrides, [run.name for run in runs]), strict=True))
+    return {**labels, **{run: TENSORBOARD_RUN for run in members if run not in labels}}
 
 
 def _config_group(override: str) -> str:

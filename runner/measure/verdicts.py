@@ -38,11 +38,10 @@ def verdict(row: ComparisonRow, comparison: Comparison) -> str:
         return "PARITY FAIL"
     if row.name == comparison.reference:
         return "" if comparison.compares_learning else "reference"
-    if row.measured is None:
-        return CLAIMS.get(row.claim, "not known" if row.speedup is not None else "")
     if row.problems:
         return "does not train"
-    claim = CLAIMS.get(row.measured.claim, "not known")
+    is_measured = row.measured is not None or row.speedup is not None
+    claim = CLAIMS.get(row.claim, "not known" if is_measured else "")
     return f"{claim}, other work" if row.other_work else claim
 
 
@@ -64,12 +63,15 @@ def conclusion(comparison: Comparison) -> list[Sentence]:
 def _headline(comparison: Comparison) -> Iterator[Sentence]:
     rows, benchmark = comparison.rows, comparison.benchmark
     if not any(row.finished for row in rows):
-        subject = "arms could be measured: none" if comparison.kind == "benchmark" else "jobs"
-        yield Sentence(f"None of the {len(rows)} {subject} finished.", "shout")
+        yield Sentence(f"None of the {len(rows)} {_row_noun(comparison)} finished.", "shout")
     elif benchmark is None or comparison.kind != "benchmark":
         yield from map(Sentence, _conclude_runs(comparison))
     else:
         yield from map(Sentence, _conclude_benchmark(comparison, benchmark))
+
+
+def _row_noun(comparison: Comparison) -> str:
+    return "arms" if comparison.kind == "benchmark" else "jobs"
 
 
 def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
@@ -78,12 +80,10 @@ def _describe_planned_runs(comparison: Comparison) -> Iterator[Sentence]:
         arm = row.measured
         if arm is None or not row.finished:
             continue
-        by_plan = {word: [k for k, x in arm.planned.items() if x == word] for word in PLANS}
-        parts = [
-            f"{verb} {_technique_names(by_plan[word])}"
-            for word, verb in PLANS.items()
-            if by_plan[word]
-        ]
+        parts = []
+        for word, verb in PLANS.items():
+            if names := [name for name, plan in arm.planned.items() if plan == word]:
+                parts.append(f"{verb} {_technique_names(names)}")
         parts += [f"skips {_technique_names(names)}: {why}" for why, names in skips(row).items()]
         if parts:
             parts[0] = f"a run of this length {parts[0]}"
@@ -111,32 +111,27 @@ def _technique_names(names: Sequence[str]) -> str:
 def _warnings(comparison: Comparison) -> Iterator[Sentence]:
     benchmark, failed = comparison.benchmark, comparison.failures
     if benchmark is not None and benchmark.stopped == "interrupted" and benchmark.blocks:
-        text = "Interrupted: the results rest on the blocks measured so far."
-        yield Sentence(text, "warning")
+        yield Sentence("Interrupted: the results rest on the blocks measured so far.", "warning")
     for row in comparison.rows:
         if row.parity == "FAIL":
             reason = row.measured.parity_reason if row.measured else ""
-            problem = f"{row.name} does not compute the same numbers{': ' * bool(reason)}{reason}"
+            problem = f"{row.name} computes other numbers ({reason or 'no reason given'})"
             yield Sentence(f"PARITY FAIL: {problem}. Its speed-up is not valid.", "shout")
         elif row.problems:
             yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
     if failed:
         names = join_names([f"{row.name} ({row.status})" for row in failed])
-        kind = "arms" if comparison.kind == "benchmark" else "jobs"
         count = f"{len(failed)} of {len(comparison.rows)}"
-        yield Sentence(f"{count} {kind} did not finish: {names}.", "warning")
-    early = {
-        row.name: text_at(row.summary, "ended_by") for row in comparison.rows if row.ended_early
-    }
+        yield Sentence(f"{count} {_row_noun(comparison)} did not finish: {names}.", "warning")
+    early = [row for row in comparison.rows if row.ended_early]
     if early:
-        names = join_names([f"{name} ({ended_by})" for name, ended_by in early.items()])
+        names = join_names([f"{row.name} ({text_at(row.summary, 'ended_by')})" for row in early])
         text = f"Ended early, so that the numbers are not of a whole run: {names}"
         again = "; the sweep's command again continues them" * (comparison.kind == "sweep")
         yield Sentence(f"{text}{again}.", "warning")
 
 
 def _other_measurements(comparison: Comparison) -> Iterator[Sentence]:
-    """Yield the results of the comparison with a baseline, and of the attribution."""
     if comparison.benchmark is None:
         return
     baseline, attribution = comparison.benchmark.baseline or {}, comparison.benchmark.attribution
@@ -157,17 +152,16 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
         return [f"Nothing could be compared with {reference}."]
     same_work = [row for row in measured if not row.other_work]
     others = [_describe_other_work(r, reference) for r in measured if r.other_work][:MAX_NAMES]
-    others = [*_describe_unfaster(benchmark, same_work, reference), *others]
-    faster = [row for row in same_work if _claim(row) == "faster"]
     if not same_work:
         return others
-    caveat = _describe_noise(benchmark)
+    others = [*_describe_unfaster(benchmark, same_work, reference), *others]
+    faster, caveat = [row for row in same_work if row.claim == "faster"], _describe_noise(benchmark)
     if not faster:
         restriction = " that trains the same" if len(same_work) < len(measured) else ""
         return [f"No arm{restriction} is measurably faster than {reference}{caveat}.", *others]
     # the first of those that no other is measurably faster than: levels are in increasing order
     chosen = next(row for row in faster if not any(_is_faster(other, row) for other in faster))
-    numbers = f"with {_describe_numbers(chosen)}" if chosen.parity else NOT_TESTED
+    numbers = f"with the same numbers {_exactness(chosen)}" if chosen.parity else NOT_TESTED
     text = f"{chosen.name} is {_speed_phrase(chosen, reference)}, {numbers}{caveat}"
     ties = [row.name for row in faster if row is not chosen and not _is_faster(chosen, row)]
     if ties:
@@ -179,69 +173,49 @@ def _conclude_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> l
 NOT_TESTED = "its parity with the plain run not tested"
 
 
-def _claim(row: ComparisonRow) -> str:
-    return row.measured.claim if row.measured else ""
-
-
 def _speed_phrase(row: ComparisonRow, reference: str) -> str:
     bounds = f" (95 %: {interval(row.speedup_interval)})" if row.speedup_interval else ""
     return f"{times(row.speedup)} as fast as {reference}{bounds}"
 
 
-def _describe_numbers(row: ComparisonRow) -> str:
+def _exactness(row: ComparisonRow) -> str:
     rounding = " ".join(filter(None, ("up to", row.low_precision, "rounding")))
-    return f"the same numbers {'bit for bit' if row.parity == 'exact' else rounding}"
+    return "bit for bit" if row.parity == "exact" else rounding
 
 
 def _describe_other_work(row: ComparisonRow, reference: str) -> str:
     """Describe an arm that trains something else: its parity is against its own plain run."""
     speed = f"it is {_speed_phrase(row, reference)} per sample"
-    if _claim(row) not in ("faster", "slower"):
+    if row.claim not in ("faster", "slower"):
         speed = "no measurable difference in time per sample"
-    numbers = NOT_TESTED
-    if row.parity:
-        exactness = _describe_numbers(row).removeprefix("the same numbers ")
-        numbers = f"its numbers match its own plain run {exactness}"
+    numbers = f"its numbers match its own plain run {_exactness(row)}" if row.parity else NOT_TESTED
     other = f"another {join_names(row.other_work)}"
     return f"{row.name} does different work from {reference} ({other}): {speed}, {numbers}."
 
 
 def _is_faster(row: ComparisonRow, other: ComparisonRow) -> bool:
     """Whether `row` is measurably faster than `other`: the intervals do not overlap."""
-    if row.speedup_interval is None or other.speedup_interval is None:
-        return False
-    return row.speedup_interval[0] > other.speedup_interval[1]
+    own, others = row.speedup_interval, other.speedup_interval
+    return own is not None and others is not None and own[0] > others[1]
 
 
 def _describe_unfaster(
     benchmark: BenchmarkResult, rows: list[ComparisonRow], reference: str
 ) -> Iterator[str]:
-    for row in [row for row in rows if _claim(row) == "slower"][:MAX_NAMES]:
+    for row in [row for row in rows if row.claim == "slower"][:MAX_NAMES]:
         yield f"{row.name} is slower, {_speed_phrase(row, reference)}."
-    for claim, text in (
-        ("same", "{} {makes} no difference."),
-        (
-            "",
-            "Whether {} {is} faster or slower is not known ("
-            + describe_unclaimed(benchmark)
-            + ").",
-        ),
-    ):
-        names = [row.name for row in rows if _claim(row) == claim]
-        single = len(names) == 1
-        verbs = {"makes": "makes" if single else "make", "is": "is" if single else "are"}
-        if names:
-            yield text.format(join_names(names), **verbs)
+    if same := [row.name for row in rows if row.claim == "same"]:
+        yield f"Without a difference from {reference}: {join_names(same)}."
+    if unknown := [row.name for row in rows if not row.claim]:
+        how = describe_unclaimed(benchmark)
+        yield f"Not known to be faster or slower: {join_names(unknown)} ({how})."
 
 
 def _conclude_runs(comparison: Comparison) -> list[str]:
-    """Return sentences on the best monitored metric and on speed."""
     if comparison.search is not None:
         return _conclude_search(comparison.search, comparison.rows)
-    texts = [*_describe_speed(comparison), *_describe_best(comparison)]
-    if texts or comparison.failures:
-        return texts
-    return [f"{len(comparison.rows)} of {len(comparison.rows)} finished."]
+    texts, count = [*_describe_speed(comparison), *_describe_best(comparison)], len(comparison.rows)
+    return texts if texts or comparison.failures else [f"{count} of {count} finished."]
 
 
 def _conclude_search(search: SearchRecord, rows: Sequence[ComparisonRow]) -> list[str]:
@@ -272,15 +246,14 @@ def _describe_speed(comparison: Comparison) -> list[str]:
         return texts
     if not differ_in_speed(comparison.rows):
         return []
-    groups: dict[str, list[ComparisonRow]] = {}
+    groups: dict[str, dict[str, float]] = {}  # by what engaged, the step times by name
     for row in comparison.rows:
-        if row.finished and row.number("step_ms"):
-            groups.setdefault(engagement(row), []).append(row)
+        if row.finished and (step_ms := row.number("step_ms")):
+            groups.setdefault(engagement(row), {})[row.name] = step_ms
     texts = []
-    for rows in groups.values():
-        steps = sorted(row.number("step_ms") or 0.0 for row in rows)
-        span = " to ".join(dict.fromkeys((rate(steps[0]), rate(steps[-1]))))
-        texts.append(f"{join_names([row.name for row in rows])} {span} ms")
+    for steps in groups.values():
+        span = " to ".join(dict.fromkeys(map(rate, (min(steps.values()), max(steps.values())))))
+        texts.append(f"{join_names(steps)} {span} ms")
     shares = [number_at(r.summary, "throughput", "other_cpu_share") for r in comparison.rows]
     known_shares = [x for x in shares if x is not None]
     load = f"up to {share(max(known_shares))}" if known_shares else "an unknown share"
@@ -310,12 +283,13 @@ def _describe_best(comparison: Comparison) -> list[str]:
     if comparison.has_replicates:
         return _describe_best_replicates(metrics[0], comparison.by_configuration)
     values = sorted({row.best or 0.0 for row in rows})
-    ends = [
+    if len(values) == 1:
+        return [f"Best {metrics[0]}: {metric(values[0])} in each."]
+    low, high = (
         f"{metric(extreme)} ({join_names([row.title for row in rows if row.best == extreme])})"
         for extreme in (values[0], values[-1])
-    ]
-    text = f"from {ends[0]} to {ends[1]}" if len(values) > 1 else f"{metric(values[0])} in each"
-    return [f"Best {metrics[0]}: {text}."]
+    )
+    return [f"Best {metrics[0]}: from {low} to {high}."]
 
 
 def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
@@ -329,17 +303,15 @@ def _describe_best_replicates(monitor: str, grouped: Comparison) -> list[str]:
     ordered = sorted(estimates.items(), key=lambda item: item[1].mean)
     texts = []
     for name, best in ordered[:1] + ordered[1:][-1:]:
-        bounds = f"95 %: {metric(best.interval[0])} to {metric(best.interval[1])}"
+        bounds = f"95 %: {' to '.join(map(metric, best.interval))}"
         label = f", {name}" if len(grouped.rows) > 1 else ""
         texts.append(f"{metric(best.mean)} ± {metric(best.spread)} ({bounds}{label})")
     kinds = [row.averaged_over for row in grouped.rows if row.title in estimates]
     text = f"Best {monitor} over {' and '.join(dict.fromkeys(kinds))}"
     if len(texts) > 1:
-        low, high = ordered[0][1], ordered[-1][1]
-        overlap = "" if high.interval[0] > low.interval[1] else "; their intervals overlap"
-        text += f" each: from {texts[0]} to {texts[1]}{overlap}."
-    else:
-        text += f": {texts[0]}."
+        overlap = ordered[-1][1].interval[0] <= ordered[0][1].interval[1]
+        texts = [f"from {' to '.join(texts)}{'; their intervals overlap' * overlap}"]
+    text += f"{' each' * (len(ordered) > 1)}: {texts[0]}."
     single = [row.title for row in grouped.rows if row.finished and row.title not in estimates]
     note = [f"With one run, and so not compared: {join_names(single)}."] if single else []
     return [text, *note]
@@ -360,9 +332,9 @@ def describe_unclaimed(benchmark: BenchmarkResult) -> str:
 
 def _describe_noise(benchmark: BenchmarkResult) -> str:
     """Format how noisy the machine was, for a headline; "" if it was quiet."""
-    parts = []
-    if (benchmark.load.others or 0.0) > HIGH_LOAD:
-        parts.append(f"other processes used {share(benchmark.load.others)} of the CPUs")
-    if (benchmark.noise_floor or 0.0) > HIGH_NOISE_FLOOR:
-        parts.append(f"noise floor ± {share(benchmark.noise_floor)}")
+    parts, others, floor = [], benchmark.load.others or 0.0, benchmark.noise_floor or 0.0
+    if others > HIGH_LOAD:
+        parts.append(f"other processes used {share(others)} of the CPUs")
+    if floor > HIGH_NOISE_FLOOR:
+        parts.append(f"noise floor ± {share(floor)}")
     return f", on an unsteady machine ({', '.join(parts)})" if parts else ""

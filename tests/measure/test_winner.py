@@ -16,7 +16,7 @@ from tensorboard.plugins.hparams import backend_context
 
 from runner.measure.comparison import relocate_folders
 from runner.measure.discover import compare
-from runner.measure.winner import winner_commands
+from runner.measure.table import winner_commands
 from tests import runs
 from tests.measure.planted import run, sweep
 

@@ -32,7 +32,7 @@ from runner.core.interfaces.batch import call_model
 from runner.core.interfaces.run import Run
 from runner.core.models.modes import enter_training
 from runner.core.record import provenance
-from runner.core.record.storage import make_folder, replace_text, user_cache
+from runner.core.record.storage import user_cache, write_or_log
 from runner.core.record.text import dataclass_from_json, escape_control_chars, json_safe
 from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
 from runner.core.schemas.jobs import BenchmarkConfig
@@ -48,8 +48,8 @@ from runner.measure.auto.search import (
     make_candidates,
 )
 from runner.measure.benchmark.arms import Arm
-from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.parity_checker import ParityChecker
+from runner.measure.benchmark.result import machine_facts
 from runner.measure.benchmark.rounds import MeasureOptions
 from runner.measure.parity.plain_runs import copy_components, open_run
 from runner.measure.parity.trajectory import make_finite_step
@@ -75,8 +75,8 @@ def resolve_auto(
     """Return `given` with the techniques that `optimization=auto` selected.
 
     Other levels are returned unchanged. A resumed run keeps its recorded selection. Without
-    `search` nothing is measured. With a `folder` the selection and its evidence are written there.
-    Raises Interrupted and RunnerError; any other failure leaves the selection empty.
+    `search` nothing is measured. A `folder` gets the selection and its evidence. Raises Interrupted
+    and RunnerError; any other failure leaves the selection empty.
     """
     given = given or Components()
     if config.optimization.level != "auto":
@@ -107,11 +107,11 @@ def resolve_arms(
     arms: Sequence[Arm], folder: Path | None = None, given: Components | None = None
 ) -> list[Arm]:
     """Resolve `optimization=auto` in each arm of a benchmark that is recorded in `folder`."""
-    return [
-        replace(arm, config=resolve_config(arm.config, arm_folder, given))
-        for arm in arms
-        for arm_folder in [folder / arm.folder if folder and arm.folder else None]
-    ]
+    resolved = []
+    for arm in arms:
+        arm_folder = folder / arm.folder if folder and arm.folder else None
+        resolved.append(replace(arm, config=resolve_config(arm.config, arm_folder, given)))
+    return resolved
 
 
 def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
@@ -183,13 +183,13 @@ def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
         except KeyboardInterrupt:
             raise interrupts.error(" while optimization=auto was measuring") from None
         except WorkerFailure as error:
-            return SearchResult(reason=f"nothing could be measured: none {error.status}: {error}")
+            problem = f"none {error.status}: {error}"
         except RunnerError:
             raise  # it would end the run as well
         except Exception as error:  # the run will hit the same error, if it is not auto's own
             log.error("optimization=auto failed", exc_info=error, extra={"live": True})
-            reason = f"nothing could be measured: {type(error).__name__}: {error}"
-            return SearchResult(reason=reason)
+            problem = f"{type(error).__name__}: {error}"
+    return SearchResult(reason=f"nothing could be measured: {problem}")
 
 
 def _keep_basic(config: RunConfig, result: SearchResult) -> SearchResult:
@@ -220,16 +220,11 @@ def _select(config: RunConfig, given: Components) -> SearchResult:
     seconds = estimate.steps * estimate.step_seconds
     if seconds < MIN_RUN_BUDGETS * auto.budget_s:
         free = [name for name in FREE_TECHNIQUES if name not in estimate.exclusions]
-        return SearchResult(
-            " ".join(free) or NONE,
-            free,
-            f"the run takes about {seconds:.2g} s at none, too short for a search of "
-            f"optimization.auto.budget_s={auto.budget_s:g} (from "
-            f"{MIN_RUN_BUDGETS * auto.budget_s:g} s): only free techniques are enabled, by rule",
-            steps=estimate.steps,
-            none_ms=1e3 * estimate.step_seconds,
-            left_out=estimate.exclusions,
-        )
+        budget = f"budget_s={auto.budget_s:g} (from {MIN_RUN_BUDGETS * auto.budget_s:g} s)"
+        reason = f"the run takes about {seconds:.2g} s at none, too short for a search of "
+        reason += f"optimization.auto.{budget}: only free techniques are enabled, by rule"
+        result = SearchResult(" ".join(free) or NONE, free, reason, estimate.steps)
+        return replace(result, none_ms=1e3 * estimate.step_seconds, left_out=estimate.exclusions)
     result = _run_search(config, given, estimate)
     parity_known = all(row.parity is not None or not row.parity_reason for row in result.tried)
     if path is not None and parity_known:
@@ -239,17 +234,15 @@ def _select(config: RunConfig, given: Components) -> SearchResult:
 
 def _run_search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
     budget_s = config.optimization.auto.budget_s
-    pinned = pinned_techniques(config.optimization)
-    candidates = make_candidates({*estimate.exclusions, *pinned})
+    candidates = make_candidates({*estimate.exclusions, *pinned_techniques(config.optimization)})
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
     timeout_s = max(MIN_TIMEOUT_S, budget_s)
     settings = BenchmarkConfig(warmup_steps=WARMUP_STEPS, block_s=BLOCK_S, timeout_s=timeout_s)
     _announce(f"{len(candidates)} candidates, for optimization.auto.budget_s={budget_s:g}")
     options = MeasureOptions(settings, given=given, announce=_announce)
-    steps, step_s = estimate.steps, estimate.step_seconds
+    estimates = estimate.steps, estimate.step_seconds
     with ParityChecker(timeout_s, given) as checker:
-        check = checker.check
-        search = Search(candidates, arms, options, check, steps, step_s, budget_s, config.seed)
+        search = Search(candidates, arms, options, checker.check, *estimates, budget_s, config.seed)
         return replace(search.run(), left_out=estimate.exclusions)
 
 
@@ -275,10 +268,8 @@ def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
 
 def _time_steps(run: Run) -> float:
     """Return the median seconds of up to `TIMED_STEPS` steps on training batches."""
-    durations: list[float] = []
     enter_training(run.model)
-    batches = run.train.batches(0)
-    start_time = perf_counter()
+    durations, batches, start_time = list[float](), run.train.batches(0), perf_counter()
 
     def make_next_step() -> None:
         make_finite_step(run, next(batches))
@@ -297,10 +288,9 @@ def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
         calls = record_calls(partial(call_model, run.forward, run.train.at(0)[0]), run.model)
     has_convolution = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
-    no_attention = "the model does not call scaled_dot_product_attention"
     no_effect = {
         "channels_last": "" if has_convolution else "no 2-d convolution",
-        "attention": "" if calls else no_attention,
+        "attention": "" if calls else "the model does not call scaled_dot_product_attention",
         "pipeline": "the data is in memory" if in_memory else "",
         "tf32": "device.tf32 decides" if config.device.tf32 is not None else "",
     }
@@ -310,9 +300,9 @@ def _find_exclusions(run: Run, config: RunConfig) -> dict[str, str]:
         no_effect |= dict.fromkeys(refused, f"not with distributed={config.distributed.kind.value}")
     exclusions = {}
     for name, technique in Optimization().techniques():
-        by_config = "optimization.auto.without names it"
-        reason = by_config if name in config.optimization.auto.without else ""
-        if reason := reason or technique.unavailable(run.device) or no_effect.get(name, ""):
+        if name in config.optimization.auto.without:
+            exclusions[name] = "optimization.auto.without names it"
+        elif reason := technique.unavailable(run.device) or no_effect.get(name, ""):
             exclusions[name] = reason
     if "compile" in exclusions:
         exclusions.setdefault("whole_step", exclusions["compile"])
@@ -342,11 +332,7 @@ def _write(path: Path, content: str | SearchResult) -> None:
     """Replace the file's text, a result as JSON; an OSError is logged, not raised."""
     if not isinstance(content, str):
         content = json.dumps(json_safe(asdict(content)), indent=1, default=str) + "\n"
-    try:
-        make_folder(path.parent)
-        replace_text(path, content)
-    except OSError as error:
-        log.warning("%s: not written: %s", path, error.strerror)
+    write_or_log(path, content)
 
 
 def to_yaml(optimization: Optimization, reason: str) -> str:

@@ -1,8 +1,7 @@
 """The search of `optimization=auto`: successive halving of one space, then a duel with `none`.
 
-Groups of candidates are measured beside `none`, and the best by the time of the whole run, set-up
-included, again in a final, because the best of many measurements is biased upwards (winner's
-curse). The winner's numbers have to be right.
+Groups of candidates are measured beside `none`, and the best by the time of the whole run again in
+a final, as the best of many measurements is biased upwards. The winner's numbers have to be right.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ from runner.measure.benchmark.result import NEGLIGIBLE
 from runner.measure.benchmark.rounds import MeasureOptions, Round, run_round
 from runner.measure.benchmark.statistics import min_blocks
 
+COMPILE_TECHNIQUES = ("compile", "whole_step", "cuda_graphs")  # each needs the one before
 AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "precision": ((), ("tf32",), ("amp",), ("tf32", "amp")),
-    "graph": (
-        (),
-        ("compile",),
-        ("compile", "whole_step"),
-        ("compile", "whole_step", "cuda_graphs"),
-    ),
+    "graph": tuple(COMPILE_TECHNIQUES[:count] for count in range(4)),
     "layout": ((), ("channels_last",), ("attention",), ("channels_last", "attention")),
 }
 FREE_TECHNIQUES = ("system", "fused_optimizer", "pipeline")
 """In every candidate: they cost nothing and change numbers only by rounding."""
-COMPILE_TECHNIQUES = frozenset({"compile", "whole_step", "cuda_graphs"})
 MAX_CANDIDATES = 16
 EQUAL_GAIN_SHARE = 0.98  # of the best gain; candidates above it tie, and the plainest wins
 NONE = "none"
@@ -48,7 +42,6 @@ MAX_OVERRUN = 1.5  # times the budget; a measurement still running then is stopp
 ROUND_S, FINAL_S = 10.0, 6.0  # seconds of measuring: maximum of a round, minimum of a final
 ROUND_HALF_WIDTH, FINAL_HALF_WIDTH = 0.05, 0.02  # target half-widths of the intervals
 MIN_TURN_STEPS = 3  # however slow
-MIN_COMPILE_RUN_S = 30.0  # seconds; in shorter runs candidates that compile are not tried
 MIN_SAVING_RATIO = 10.0  # time that a candidate saves over the time of its parity check
 
 CheckParity = Callable[[Arm, Mapping[str, Any], float], ParityVerdict]
@@ -79,7 +72,7 @@ class Candidate:
     @property
     def compiles(self) -> bool:
         """Whether it has to compile, so that it starts slowly."""
-        return not COMPILE_TECHNIQUES.isdisjoint(self.techniques)
+        return not {*COMPILE_TECHNIQUES}.isdisjoint(self.techniques)
 
     def run_seconds(self, none_seconds: float, ratio: float) -> float:
         """Return the seconds of the whole run for a step speedup `ratio`, with extra set-up."""
@@ -101,8 +94,7 @@ def make_candidates(excluded: Collection[str]) -> list[Candidate]:
 
 def sort_techniques(names: Iterable[str]) -> list[str]:
     """Sort technique names by order of application."""
-    chosen = set(names)
-    return [name for name, _ in Optimization().techniques() if name in chosen]
+    return [name for name, _ in Optimization().techniques() if name in set(names)]
 
 
 @dataclass
@@ -159,19 +151,15 @@ class Search:
         )
         if chosen is None:
             untried = sum(row.state == "not tried" for row in self.candidates)
-            result.reason = (
-                f"no candidate was faster than none beyond noise over {self.steps:,} steps "
-                f"({untried} of {len(self.candidates)} candidates were not tried)"
-            )
+            tried = f"{untried} of {len(self.candidates)} candidates were not tried"
+            over = f"over {self.steps:,} steps"
+            result.reason = f"no candidate was faster than none beyond noise {over} ({tried})"
             return result
         result.chosen, result.techniques = chosen.name, chosen.techniques
         low, high = chosen.final_interval or (0.0, 0.0)
-        processes = "one process each, so without variation between processes"
-        if chosen.final_processes > 1:
-            processes = f"{chosen.final_processes} processes of each"
         result.reason = (
             f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
-            f"{chosen.final_blocks} blocks, {processes}), "
+            f"{chosen.final_blocks} blocks, processes of each: {chosen.final_processes}), "
             f"{chosen.gain:.2f} times over {self.steps:,} steps "
             f"with {chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
         )
@@ -190,9 +178,6 @@ class Search:
         measuring_s = max(FINAL_S, min_blocks(self.options.alpha) * arms * turn_s)
         return max(0.0, self._remaining_s() - measuring_s - arms * self.start_s)
 
-    def _seconds_until_stop(self) -> float:
-        return max(0.0, self._remaining_s(MAX_OVERRUN))
-
     # -- rounds and final ----------------------------------------------------------------------
 
     def _run_rounds(self) -> list[Candidate]:
@@ -200,18 +185,13 @@ class Search:
 
         They are the best `FINALISTS`, and the best one that does not compile: it always starts.
         """
-        none_s = self.steps * self.step_s
-        for row in self.candidates:
-            if row.compiles and none_s < MIN_COMPILE_RUN_S:
-                row.why = f"compiling does not pay back in a run of {none_s:.0f} s"
         # the plainest, then the largest first of those that start fast, then of the others
         order = {row.name: (row.compiles, -len(row.techniques)) for row in self.candidates[1:]}
         queue = sorted(self.candidates, key=lambda row: order.get(row.name, (False, -math.inf)))
-        queue, measured = [row for row in queue if not row.why], []
+        measured = []
         while group := self._next_group(queue):
             queue = [row for row in queue if row not in group]
-            seconds = min(ROUND_S, max(0.0, self._remaining_s()))
-            round_ = self._measure(group, seconds)
+            round_ = self._measure(group, min(ROUND_S, max(0.0, self._remaining_s())))
             for row in group:
                 if row.state == "measured":
                     ratio = row.round_ratio = round_.measurements.estimates[row.name].ratio
@@ -240,19 +220,21 @@ class Search:
 
     def _measure(self, rows: Sequence[Candidate], seconds: float, final: bool = False) -> Round:
         """Measure `none` and `rows` in the same blocks, in new processes; a final has a control."""
-        settings = replace(self.options.settings, narrow=FINAL_HALF_WIDTH)
-        if not final:
-            settings = replace(settings, narrow=ROUND_HALF_WIDTH, processes=1)
+        narrow, processes = ROUND_HALF_WIDTH, 1
+        if final:
+            narrow, processes = FINAL_HALF_WIDTH, self.options.settings.processes
+        settings = replace(self.options.settings, narrow=narrow, processes=processes)
 
         def limit_s(name: str) -> float | None:
             if name == NONE:
                 return None
-            return self._seconds_until_stop() if final else self._seconds_until_final()
+            if final:
+                return max(0.0, self._remaining_s(MAX_OVERRUN))
+            return self._seconds_until_final()
 
         options = replace(self.options, settings=settings, start_limit_s=limit_s)
         names = [NONE, *([CONTROL_ARM] if final else []), *(row.name for row in rows)]
-        arms = [self.arms[name] for name in names]
-        round_ = run_round(arms, NONE, seconds, self.seed, options)
+        round_ = run_round([self.arms[name] for name in names], NONE, seconds, self.seed, options)
         if round_.measurements.stop_reason == INTERRUPTED:
             raise KeyboardInterrupt
         if NONE in round_.failures:
@@ -264,8 +246,8 @@ class Search:
             self.step_s = median(turn.median_ms for turn in turns) / 1e3
         for row in rows:
             row.state, row.why = "measured", ""
-            if row.name in round_.failures:
-                row.state, row.why = "ended", round_.describe_failure(row.name).partition(": ")[2]
+            if failure := round_.failures.get(row.name):
+                row.state, row.why = "ended", f"{failure.status}: {failure.reason}"
             row.extra_seconds = max(0.0, starts.get(row.name, 0.0) - self.start_s)
             if row.compiles and row.name in starts:
                 self.compiling_s = row.extra_seconds
@@ -274,12 +256,10 @@ class Search:
     def _run_final(self, rows: Sequence[Candidate]) -> Candidate | None:
         """Measure `rows` against `none` and its control, of which the worse ratio counts.
 
-        Returns the first by rank that passes parity. The measurement may use all of the budget;
-        parity is checked within `MAX_OVERRUN` times the budget.
+        Returns the first by rank that passes parity, checked within `MAX_OVERRUN` times the budget.
         """
         starts_s = (2 + len(rows)) * self.start_s + sum(row.extra_seconds for row in rows)
-        seconds = max(FINAL_S, self._remaining_s() - starts_s)
-        round_ = self._measure(rows, seconds, final=True)
+        round_ = self._measure(rows, max(FINAL_S, self._remaining_s() - starts_s), final=True)
         if (control := round_.ratio([NONE], [CONTROL_ARM])) is not None:
             self.noise_floor = max(self.noise_floor, control.ratio - 1, 1 / control.ratio - 1)
         none_s, faster = self.steps * self.step_s, []
@@ -296,10 +276,9 @@ class Search:
             if none_s > row.run_seconds(none_s, low) and row.gain > 1 + self.noise_floor:
                 faster.append((row.gain, row))
         limit = EQUAL_GAIN_SHARE * max((gain for gain, _ in faster), default=0.0)
-        tied = [row for gain, row in faster if gain >= limit]  # of these the plainest is first
-        tied.sort(key=lambda row: (row.compiles, len(row.techniques)))
-        slower = sorted((x for x in faster if x[0] < limit), key=lambda x: -x[0])
-        for row in [*tied, *(row for _, row in slower)]:
+        # of those that tie the plainest is first
+        faster.sort(key=lambda x: (-min(x[0], limit), x[1].compiles, len(x[1].techniques)))
+        for _, row in faster:
             if self._passes_parity(row, round_):
                 for other in rows:
                     if other.state == "measured":
@@ -311,13 +290,13 @@ class Search:
     def _passes_parity(self, row: Candidate, round_: Round) -> bool:
         """Check numerical parity, within a time limit that depends on how much the row saves."""
         saved_s = self.steps * self.step_s * (1 - 1 / (row.gain or 1.0))
-        limit_s = max(self._seconds_until_stop(), saved_s / MIN_SAVING_RATIO)
+        limit_s = max(0.0, self._remaining_s(MAX_OVERRUN), saved_s / MIN_SAVING_RATIO)
         self.options.announce(f"{row.name}: checking parity, for {limit_s:.0f} s at most")
         choices = collect_choices(round_.results.get(row.name))
         verdict = self.check_parity(self.arms[row.name], choices, limit_s)
         row.parity, row.parity_reason = verdict.parity, verdict.reason
-        self.options.announce(f"{row.name}: parity: {row.parity or 'not known'} ({verdict.reason})")
+        outcome = f"parity: {row.parity or 'not known'} ({row.parity_reason})"
+        self.options.announce(f"{row.name}: {outcome}")
         if row.parity in (None, "FAIL"):
-            wrong = "wrong" if row.parity else "not known"
-            row.state, row.why = "out", f"its numbers are {wrong}: {row.parity_reason}"
+            row.state, row.why = "out", outcome
         return row.state != "out"

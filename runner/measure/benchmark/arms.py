@@ -57,8 +57,8 @@ def compose_arms(
 ) -> list[Arm]:
     """Compose each of `benchmark.arms` on top of the command line's `overrides`.
 
-    Raises ConfigError for an arm that is unknown, given twice or reads other data; for fewer than
-    two arms, counting the `others` that the caller adds; and for an unknown `benchmark.reference`.
+    Raises ConfigError for an arm that is unknown, given twice or reads other data, for fewer than
+    two arms with the `others` of the caller, and for an unknown `benchmark.reference`.
     """
     levels = list(group_options(*folders)["optimization"])
     base_overrides = [text for text in overrides if _config_group(text) not in SHARED_GROUPS]
@@ -78,10 +78,9 @@ def compose_arms(
         except ConfigError as error:
             raise ConfigError(KEY, f"{escape(name)}: {error}") from error
         if config.distributed.kind is not DistributedKind.none:
-            kind = config.distributed.kind.value
-            problem = f"arm {escape(name)} has {kind}, but arms are compared as single processes"
-            is_own = any(_override_key(text).startswith("distributed") for text in arm_overrides)
-            fix = "a sweep (-m) shows the seconds of distributed runs"
+            is_own = any(key.startswith("distributed") for key in keys)
+            problem = f"arms are compared as single processes, but {escape(name)} has several"
+            fix = "leave distributed out; a sweep (-m) shows the seconds of distributed runs"
             raise ConfigError(KEY if is_own else "distributed", problem, fix)
         # a recipe may ask for the benchmark
         has_recipe = any(parse_override(one).key == "experiment" for one in merged)
@@ -97,9 +96,8 @@ def compose_arms(
 
 def _check_arms(arms: Sequence[Arm], settings: BenchmarkConfig, others: int) -> None:
     if len(arms) + others < 2 or not arms:
-        raise ConfigError(
-            KEY, f"needs two arms or more, got {len(arms)}", "e.g. benchmark.arms=[none,basic]"
-        )
+        problem = f"needs two arms or more, got {len(arms)}"
+        raise ConfigError(KEY, problem, "e.g. benchmark.arms=[none,basic]")
     reference_arm(arms, settings)
     check_budget(settings, len(arms))
     if settings.attribute and not requests_techniques(arms[-1].config):
@@ -116,16 +114,17 @@ def requests_techniques(config: RunConfig) -> bool:
 
 def reference_arm(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
     """Return the arm that the others are compared with. Raises ConfigError if it does not exist."""
-    if settings.reference is None:
-        return arms[0]
-    reference = " ".join(settings.reference.split())
     by_name = {arm.name: arm for arm in arms}
+    reference = arms[0].name if settings.reference is None else " ".join(settings.reference.split())
     if reference not in by_name:
-        near = nearest(reference, list(by_name))
-        fix = f"did you mean {near}?" if near else f"use one of {', '.join(by_name)}"
-        text = f"{escape(reference)} is not an arm"
-        raise ConfigError("benchmark.reference", text, escape(fix))
+        problem, fix = f"{escape(reference)} is not an arm", _suggest(reference, list(by_name))
+        raise ConfigError("benchmark.reference", problem, escape(fix))
     return by_name[reference]
+
+
+def _suggest(name: str, names: Sequence[str]) -> str:
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near else f"use one of {', '.join(names)}"
 
 
 def check_budget(settings: BenchmarkConfig, arms: int) -> None:
@@ -133,16 +132,13 @@ def check_budget(settings: BenchmarkConfig, arms: int) -> None:
     processes = arms + settings.control
     minimum_s = processes * settings.block_s
     if settings.budget_s < minimum_s:
-        raise ConfigError(
-            "benchmark.budget_s",
-            f"{settings.budget_s:g} s is not enough for one turn of {settings.block_s:g} s for each"
-            f" of {processes} processes",
-            f"use {minimum_s * 10:g} or more, or a smaller benchmark.block_s",
-        )
+        problem = f"{settings.budget_s:g} s is not enough for a turn of each of {processes} "
+        problem += f"processes, {settings.block_s:g} s"
+        fix = f"use {minimum_s * 10:g} or more, or a smaller benchmark.block_s"
+        raise ConfigError("benchmark.budget_s", problem, fix)
 
 
 def _parse_arm(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
-    """Split an arm as typed into its name and its overrides."""
     match, escaped = NAMED_ARM.fullmatch(text.strip()), escape(text)
     try:
         words = shlex.split(match["rest"] if match else text)
@@ -163,9 +159,7 @@ def _parse_arm(text: str, levels: Sequence[str]) -> tuple[str, list[str]]:
 def _check_override(word: str, levels: Sequence[str]) -> None:
     problem, fix = "", ""
     if "=" not in word and not word.startswith("~"):
-        near = nearest(word, levels)
-        problem = "is neither a level nor an override"
-        fix = f"did you mean {near}?" if near else f"levels are {', '.join(levels)}"
+        problem, fix = "is neither a level nor an override", _suggest(word, levels)
     elif sweep_overrides([word]):
         problem, fix = "names several values", "write one arm per value"
     elif _config_group(word) in (*SHARED_GROUPS, "security"):  # one answer to what is trusted

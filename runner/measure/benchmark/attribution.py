@@ -1,7 +1,6 @@
 """Speedup of each technique of a level: added alone to the reference, and left out of the level.
 
-Techniques that did not engage in the level are listed but not measured. The three intervals of all
-measured techniques hold jointly at 95 % (Bonferroni).
+The three intervals of all techniques that engage in the level hold jointly at 95 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.core.config.run_config import RunConfig
+from runner.core.format import share, times_interval
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import INTERRUPTED
 from runner.measure.benchmark.result import NEGLIGIBLE, Attribution, Effect
@@ -49,20 +49,19 @@ def attribute(
 ) -> Attribution:
     """Measure the techniques of `level` one by one, alone and within the level.
 
-    `summary` is the summary of a finished run of the level; `floor` the noise floor of its
-    benchmark, inf where unknown. The rounds share `benchmark.attribute_budget_s` evenly. A trial
-    that fails leaves a note at its effect. Ctrl-C is not raised: the measurements so far are
-    returned, with `stopped` set to `interrupted`.
+    `summary` is that of a finished run of the level; `floor` the noise floor of its benchmark, inf
+    where unknown. The rounds share `benchmark.attribute_budget_s`. A trial that fails leaves a note
+    at its effect. After Ctrl-C the measurements so far are returned, `stopped` is `interrupted`.
     """
-    effects, trials = plan_trials(level, reference, summary)
-    alpha = bonferroni_alpha(INTERVALS_PER_TECHNIQUE * len(trials))
+    by_name, trials = plan_trials(level, reference, summary)
+    alpha, effects = bonferroni_alpha(INTERVALS_PER_TECHNIQUE * len(trials)), [*by_name.values()]
     options = replace(options, alpha=alpha)
     try:
-        stopped = _run_rounds(level, reference, options, effects, trials, seed)
+        stopped = _run_rounds(level, reference, options, by_name, trials, seed)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
-    sentences = summarize_effects(list(effects.values()), level.name, max(floor, NEGLIGIBLE))
-    return Attribution(level.name, list(effects.values()), sentences, stopped)
+    sentences = summarize_effects(effects, level.name, max(floor, NEGLIGIBLE))
+    return Attribution(level.name, effects, sentences, stopped)
 
 
 def _run_rounds(
@@ -75,9 +74,8 @@ def _run_rounds(
 ) -> str:
     """Measure all trials, `TECHNIQUES_PER_ROUND` per round. Returns why it stopped."""
     remaining_s = budget_s = options.settings.attribute_budget_s
-    size = TECHNIQUES_PER_ROUND
+    size, imprecise_rounds = TECHNIQUES_PER_ROUND, 0
     groups = [trials[i : i + size] for i in range(0, len(trials), size)]
-    imprecise_rounds = 0
     for number, group in enumerate(groups):
         names = " and ".join(trial.name for trial in group)
         options.announce(f"{names}: round {number + 1} of {len(groups)}")
@@ -92,26 +90,25 @@ def _run_rounds(
         imprecise_rounds += not round_.measurements.precise
     if not imprecise_rounds:
         return "every ratio is precise enough" if groups else "there was nothing to measure"
-    return (
-        f"the budget is spent (benchmark.attribute_budget_s={budget_s:g}): {imprecise_rounds} "
-        f"of {len(groups)} rounds ended before every ratio was precise enough"
-    )
+    rounds = f"{imprecise_rounds} of {len(groups)} rounds"
+    budget = f"the budget is spent (benchmark.attribute_budget_s={budget_s:g})"
+    return f"{budget}: {rounds} ended before every ratio was precise enough"
 
 
 def _read_effect(
     effect: Effect, trial: Ablation, round_: Round, reference: str, level: str
 ) -> None:
     """Set the speed-ups and memory of a technique, and a note on each that is unknown."""
-    effect.processes, notes = round_.measurements.processes, []
-    row = {"engaged": True}
-    if trial.added.name in round_.results:
-        row = round_.results[trial.added.name].technique(trial.name)
-    not_engaged = f"alone it does not engage: {row.get('reason') or 'no reason given'}"
-    for side, baseline, candidate, problem in (
-        ("added", reference, trial.added.name, "" if row.get("engaged") else not_engaged),
+    effect.processes, notes, not_engaged = round_.measurements.processes, [], ""
+    if (results := round_.results.get(trial.added.name)) is not None:
+        row = results.technique(trial.name)
+        if not row.get("engaged"):
+            not_engaged = f"alone it does not engage: {row.get('reason') or 'no reason given'}"
+    for side, baseline, candidate, idle in (
+        ("added", reference, trial.added.name, not_engaged),
         ("removed", trial.removed.name, level, ""),
     ):
-        problem = round_.describe_failure(reference, baseline, candidate) or problem
+        problem = round_.describe_failure(reference, baseline, candidate) or idle
         speedup = None if problem else round_.ratio([baseline], [candidate])
         if speedup is None:
             notes.append(problem or "too few blocks for an interval")
@@ -120,10 +117,11 @@ def _read_effect(
         setattr(effect, f"{side}_interval", speedup.interval)
         setattr(effect, f"{side}_memory_bytes", _peak_difference(round_, candidate, baseline))
     effect.note = "; ".join(dict.fromkeys(notes))
-    both_known = effect.added is not None and effect.removed is not None
-    over, under = [trial.removed.name, trial.added.name], [level, reference]
-    if both_known and (interaction := round_.ratio(over, under)) is not None:
-        effect.interaction, effect.interaction_interval = interaction.ratio, interaction.interval
+    if not notes:
+        over, under = [trial.removed.name, trial.added.name], [level, reference]
+        if (interaction := round_.ratio(over, under)) is not None:
+            effect.interaction = interaction.ratio
+            effect.interaction_interval = interaction.interval
 
 
 def _peak_difference(round_: Round, name: str, other: str) -> int | None:
@@ -170,7 +168,6 @@ def _explain_not_measured(
 
 
 def _copy_technique(arm: Arm, source: Arm, name: str, arm_name: str) -> Arm:
-    """Return `arm` with the setting of technique `name` copied from `source`."""
     config = copy(arm.config)
     config.optimization = deepcopy(arm.config.optimization)
     config.optimization.level, config.optimization.strict = "custom", False
@@ -196,46 +193,39 @@ def _find_technique(config: RunConfig, name: str) -> Any:
 
 def summarize_effects(effects: Sequence[Effect], level: str, floor: float) -> list[str]:
     """Return summary sentences, most important first, of effects larger than `floor` (a share)."""
-    removed = {
-        e.name: _classify(e.removed, e.removed_interval, e.processes, floor) for e in effects
-    }
-    added = {e.name: _classify(e.added, e.added_interval, e.processes, floor) for e in effects}
-    measured = [e for e in effects if e.removed is not None or e.added is not None]
-    harmful = [e for e in measured if removed[e.name] == "slower"]
-    useful, same, unknown = list[Effect](), list[str](), list[str]()
-    for e in measured:
-        if removed[e.name] == "faster" or added[e.name] in ("faster", "slower"):
-            useful.append(e)
-        elif e not in harmful:
-            (same if removed[e.name] == "same" else unknown).append(e.name)
-    useful = [e for e in useful if e not in harmful]
-    lines = [_describe_harm(e, level) for e in sorted(harmful, key=lambda e: e.removed or 1.0)]
-    for e in sorted(useful, key=lambda e: max(e.added or 0.0, e.removed or 0.0), reverse=True):
-        alone = _describe_gain(e.added, e.added_interval, added[e.name])
-        in_level = _describe_gain(e.removed, e.removed_interval, removed[e.name])
-        lines.append(f"{e.name}: alone {alone}, within {level} {in_level}")
-    threshold_percent = 100 * (floor if floor <= COARSE_NOISE else NEGLIGIBLE)
-    groups = {
-        f"nothing{' else' if useful else ''} is worth more than {threshold_percent:.1f} %": same,
-        "not known": unknown,
-        "not measured": [e.name for e in effects if e not in measured],
-    }
+    harmful, useful = list[Effect](), list[tuple[Effect, str]]()
+    threshold = share(floor if floor <= COARSE_NOISE else NEGLIGIBLE)
+    nothing, unknown, unmeasured = f"worth no more than {threshold}", "not known", "not measured"
+    groups: dict[str, list[str]] = {nothing: [], unknown: [], unmeasured: []}
+    for e in effects:
+        removed = _classify(e.removed, e.removed_interval, e.processes, floor)
+        added = _classify(e.added, e.added_interval, e.processes, floor)
+        if e.removed is None and e.added is None:
+            groups[unmeasured].append(e.name)
+        elif removed == "slower":
+            harmful.append(e)
+        elif removed == "faster" or added in ("faster", "slower"):
+            alone = _describe_gain(e.added, e.added_interval, added)
+            in_level = _describe_gain(e.removed, e.removed_interval, removed)
+            useful.append((e, f"{e.name}: alone {alone}, within {level} {in_level}"))
+        else:
+            groups[nothing if removed == "same" else unknown].append(e.name)
+    harmful.sort(key=lambda e: e.removed or 1.0)
+    useful.sort(key=lambda pair: -max(pair[0].added or 0.0, pair[0].removed or 0.0))
+    lines = []
+    for e in harmful:
+        ratio, (low, high) = e.removed or 1.0, e.removed_interval or (1.0, 1.0)
+        bounds = f"{100 / high - 100:.1f} to {share(1 / low - 1)}"
+        gain = f"{share(1 / ratio - 1)} faster without {e.name} here (95 %: {bounds})"
+        lines.append(f"{level} is {gain}: drop it")
+    lines += [text for _, text in useful]
     return lines + [f"{text}: {', '.join(names)}" for text, names in groups.items() if names]
-
-
-def _describe_harm(effect: Effect, level: str) -> str:
-    removed, (low, high) = effect.removed or 1.0, effect.removed_interval or (1.0, 1.0)
-    return (
-        f"{level} is {100 / removed - 100:.1f} % faster without {effect.name} here "
-        f"(95 %: {100 / high - 100:.1f} to {100 / low - 100:.1f} %): drop it"
-    )
 
 
 def _describe_gain(ratio: float | None, interval: Interval, label: str) -> str:
     if ratio is None or interval is None:
         return "not known"
-    text = f"{ratio:.2f}× (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
-    return {"same": "nothing", "": "inconclusive"}.get(label, text)
+    return {"same": "nothing", "": "inconclusive"}.get(label, times_interval(ratio, interval))
 
 
 def _classify(ratio: float | None, interval: Interval, processes: int, floor: float) -> str:

@@ -35,7 +35,6 @@ INTERIM_BLOCKS = (*(quarter << double for double in range(1, 8) for quarter in r
 
 # -- what an arm's process sends: plain data, pickled through a pipe -------------------------------
 
-
 FINISH = "finish"  # other requests: the seconds of a turn, and None to leave at once
 
 
@@ -91,8 +90,7 @@ Relaunch = Callable[[Sequence[str], float], dict[str, WorkerFailure]]
 class StoppingRule:
     """When to stop: all intervals are narrow, the budget is spent, or all launches are done.
 
-    The budget is overdrawn only for the `min_blocks` (six at 5 %) that an interval requires, and
-    only if `overdraws`.
+    Only if `overdraws` it exceeds the budget, for the `min_blocks` that an interval requires.
     """
 
     target_half_width: float  # of every interval, as a share of the ratio
@@ -108,8 +106,7 @@ class StoppingRule:
 class Measurements:
     """The turns of all blocks and the estimates from them.
 
-    A ratio taken afterwards (`paired_ratio`) holds at 95 % with the alpha of the arm in it that has
-    the fewest turns, since all arms share the analyses.
+    A ratio taken later holds at 95 % with the alpha of the arm in it that has the fewest turns.
     """
 
     turns: dict[str, list[Turn]]  # by arm; the n-th turn is from the n-th block
@@ -122,6 +119,16 @@ class Measurements:
     launch_alphas: dict[str, float] = field(default_factory=dict)  # of the t over launches
     launch_starts: list[int] = field(default_factory=lambda: [0])  # the first block of each launch
     precise: bool = False  # every interval is as narrow as the target
+
+    def ratio(self, over: Sequence[str], under: Sequence[str], by: str) -> Estimate:
+        """Return the times per sample of `over` divided by those of `under`, at arm `by`'s alphas.
+
+        With several arms on a side it is the ratio of the products, by block.
+        """
+        times = {n: [turn.per_sample_ms for turn in self.turns[n]] for n in (*over, *under)}
+        sides = [times[n] for n in over], [times[n] for n in under]
+        alphas = self.alphas.get(by, 0.0), self.launch_alphas.get(by, 0.0)
+        return paired_ratio(*sides, alphas[0], self.launch_starts, alphas[1])
 
     @property
     def processes(self) -> int:
@@ -144,13 +151,11 @@ def run_blocks(
 
     `relaunch(names, within_s)` restarts the arms in new processes and returns those that failed to
     start; it raises TimeoutError if the time runs out. Without it each arm has one process.
-
-    An arm whose turn raises WorkerFailure leaves, keeping its turns; the others continue. Without
-    the reference, or with it alone, no ratios are estimated: times are gathered up to the first
-    analysis. Ctrl-C is not raised: the measurements so far are returned with the intervals of the
-    last analysis and `stop_reason="interrupted"`.
-
     `on_analysis` receives the measurements so far at every analysis.
+
+    An arm whose turn raises WorkerFailure leaves, keeping its turns. Without the reference, or with
+    it alone, only times are gathered, up to the first analysis. Ctrl-C is not raised: what was
+    measured is returned with the intervals of the last analysis and `stop_reason="interrupted"`.
     """
     measurements = Measurements({name: [] for name in names}, {})
     if relaunch is None:
@@ -246,16 +251,15 @@ class _BlockRunner:
     def _describe_stop(self, over_budget: bool) -> str:
         measurements, rule = self.measurements, self.rule
         measurements.precise = self._is_precise()
+        budget = f"the budget of {rule.budget_s:g} s"
         if measurements.precise:
             left = " of the remaining arms" if measurements.failures else ""
             return f"every ratio{left} is known to within {100 * rule.target_half_width:g} %"
         if self.overdrawn:
-            return (
-                f"the budget of {rule.budget_s:g} s was too small for the {self.min_blocks} blocks "
-                f"that an interval needs; they took {measurements.seconds:.1f} s"
-            )
+            needed = f"the {self.min_blocks} blocks that an interval needs"
+            return f"{budget} was too small for {needed}; they took {measurements.seconds:.1f} s"
         if over_budget or len(measurements.launch_starts) < rule.processes:
-            return f"the budget of {rule.budget_s:g} s is spent"
+            return f"{budget} is spent"
         if rule.processes > 1:
             return f"all {rule.processes} processes of each arm are measured"
         return f"all {measurements.blocks} planned blocks are measured"
@@ -346,13 +350,7 @@ class _BlockRunner:
         return self.widest_half_width
 
     def _estimate(self, name: str) -> Estimate:
-        measurements = self.measurements
-        base, times = (
-            [turn.per_sample_ms for turn in measurements.turns[n]] for n in (self.reference, name)
-        )
-        alpha = measurements.alphas.get(name, 0.0)
-        launch_alpha = measurements.launch_alphas.get(name, 0.0)
-        return paired_ratio([base], [times], alpha, measurements.launch_starts, launch_alpha)
+        return self.measurements.ratio([self.reference], [name], name)
 
     def _is_comparable(self, name: str) -> bool:
         """Whether it shares a block with the reference, and the reference has not ended."""

@@ -18,12 +18,12 @@ from typing import Any
 from runner.core.config.run_config import UNHASHED_KEYS, RunConfig, WrittenConfig, config_hash
 from runner.core.device.signals import raise_on_signals
 from runner.core.errors import Interrupted, StorageError
+from runner.core.format import times_interval
 from runner.core.record import provenance
 from runner.core.record.text import escape_control_chars as escape
 from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm, check_budget, reference_arm
 from runner.measure.benchmark.blocks import INTERRUPTED, Turn, WorkerResults, WorkerSetup
-from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.parity_checker import ParityChecker, ParityVerdict
 from runner.measure.benchmark.result import (
     DONE,
@@ -33,6 +33,7 @@ from runner.measure.benchmark.result import (
     BenchmarkResult,
     Control,
     Load,
+    machine_facts,
 )
 from runner.measure.benchmark.rounds import MeasureOptions, Round, ending_signal, run_round
 from runner.measure.benchmark.statistics import (
@@ -76,11 +77,10 @@ def measure(
 ) -> BenchmarkResult:
     """Start every arm, measure them in blocks, check parity, and return the result.
 
-    The arms are compared with `settings.reference`, or the first arm. With a `folder` the runs are
-    recorded in it and `benchmark.json` is written, also if arms failed; a failed arm is a row.
-    With `start_limits`, seconds for single arms to start, the budget is never exceeded.
-    Ignores `attribute` and `baseline` of the settings. Raises ConfigError, and
-    `BenchmarkInterrupted` on Ctrl-C and SIGTERM after writing the result so far.
+    The arms are compared with `settings.reference`, or the first one. With a `folder` the runs and
+    `benchmark.json` are written there, also if arms failed, which are rows. With `start_limits`,
+    seconds for single arms to start, the budget is never exceeded. `attribute` and `baseline` are
+    ignored. Raises ConfigError, and `BenchmarkInterrupted` after writing the result so far.
     """
     reference = reference_arm(arms, settings)
     check_budget(settings, len(arms))
@@ -123,15 +123,11 @@ class _Benchmark:
 
     def measure(self, seed: int) -> None:
         """Measure all arms and the control; without the reference only times."""
-        measurements = run_round(
-            self.measured_arms,
-            self.reference.name,
-            self.settings.budget_s,
-            seed,
-            self.options,
-            self.round,
-            needs_reference=False,
-        ).measurements
+        run_round(
+            self.measured_arms, self.reference.name, self.settings.budget_s, seed, self.options,
+            self.round, needs_reference=False,
+        )  # fmt: skip
+        measurements = self.round.measurements
         blocks = f"{measurements.blocks} blocks in {measurements.seconds:.0f} s"
         self.options.announce(f"{blocks}: {measurements.stop_reason}")
         if measurements.stop_reason == INTERRUPTED:
@@ -180,7 +176,7 @@ class _Benchmark:
             stopped=measurements.stop_reason or "no arm could be measured",
             machine=machine_facts([row.summary for row in rows]),
             load=load,
-            notes=[*self._notes(), *_describe_noise(load, control)],
+            notes=list(self._notes(load, control)),
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
@@ -219,14 +215,17 @@ class _Benchmark:
         row = ArmResult(
             arm.name,
             list(arm.overrides),
-            DONE if results is not None else INTERRUPTED,
-            reason="" if results is not None else interrupted,
+            INTERRUPTED,
+            interrupted,
             folder=arm.folder or None,
             command=arm.command,
             config=_effective_config(arm.config),
             samples_per_step=setup.samples_per_step if setup else arm.config.training.batch_size,
             other_work=other_work(arm, self.reference),
         )
+        if results is not None:
+            row.status, row.reason = DONE, ""
+            _fill_run(row, results)
         if (failure := self.round.failures.get(arm.name)) is not None:
             row.status, row.reason = failure.status, str(failure)
         if turns := self.round.measurements.turns.get(arm.name):
@@ -234,8 +233,6 @@ class _Benchmark:
         self._fill_ratio(row)
         if setup is not None:
             self._fill_setup(row, setup)
-        if results is not None:
-            _fill_run(row, results)
         if (verdict := self.verdicts.get(arm.name)) is not None:
             row.parity, row.parity_reason = verdict.parity, verdict.reason
         elif row.status == DONE:
@@ -257,7 +254,6 @@ class _Benchmark:
             row.claim = classify_ratio(estimate, self._noise_floor())
 
     def _fill_setup(self, row: ArmResult, setup: WorkerSetup) -> None:
-        """Set the set-up times, and the number of steps after which they are paid back."""
         row.setup_seconds, row.compile_seconds = setup.setup_seconds, setup.compile_seconds
         # the first process also waits for torch to be read from disk, so the faster start is used
         names = self.reference.name, self.control
@@ -270,44 +266,36 @@ class _Benchmark:
         saved_s = row.step_ms / 1e3 * (row.speedup - 1)  # per step, for the same number of samples
         row.break_even_steps = max(0, math.ceil((setup_s - plain_s) / saved_s))
 
-    def _notes(self) -> Iterator[str]:
-        """Yield what restricts the comparison: other work, ended arms, and single processes."""
-        measurements, failures, reference = (
-            self.round.measurements,
-            self.round.failures,
-            self.reference,
-        )
-        yield from describe_differences(
-            [arm for arm in self.arms if arm.name in self.round.setups], reference
-        )
+    def _notes(self, load: Load, control: Control | None) -> Iterator[str]:
+        """Yield what restricts the comparison: other work, ended arms, single processes, noise."""
+        measurements, started = self.round.measurements, self.round.setups
+        yield from describe_differences([x for x in self.arms if x.name in started], self.reference)
         if self._compared == MEAN:
             yield "with data workers the mean step of each turn is compared, not the median one"
-        for name, effect in (
-            (reference.name, "there are no speed-ups; set benchmark.reference to another arm"),
-            (self.control, "the noise floor is unknown"),
-        ):
-            if (failure := failures.get(name)) is not None:
-                role = "the control" if name == self.control else f"the reference, {name},"
-                yield f"{role} ended early ({failure.status}: {failure}): {effect}"
+        effect = "there are no speed-ups; set benchmark.reference to another arm"
+        for name, role in ((self.reference.name, "reference"), (self.control, "control")):
+            if (failure := self.round.failures.get(name)) is not None:
+                yield f"the {role}, {name}, ended early ({failure.status}: {failure}): {effect}"
+            effect = "the noise floor is unknown"
         if measurements.estimates and math.isinf(self._noise_floor()):
             yield "the noise floor is unknown, so no difference is claimed"
         if measurements.processes == 1 and measurements.estimates:
             key = "benchmark.budget_s" if self.settings.processes > 1 else "benchmark.processes"
-            yield (
-                "each arm was measured in one process, so no difference within "
-                f"{ONE_PROCESS_NOISE:.0%} is claimed; raise {key} to measure several"
-            )
+            limit = f"no difference within {ONE_PROCESS_NOISE:.0%} is claimed"
+            yield f"each arm was measured in one process, so {limit}; raise {key} for several"
+        if load.others is not None and load.others > NOISY_LOAD:
+            yield f"noisy machine: other processes used {load.others:.0%} of the CPUs"
+        if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
+            ratio = times_interval(control.ratio, control.interval)
+            yield f"the reference against itself measured {ratio} instead of 1"
 
 
 def _effective_config(config: RunConfig) -> dict[str, Any]:
     """Return the config keys that affect the run, as JSON-compatible values."""
-    keys = {
-        key: value
-        for key, value in WrittenConfig(config).flat().items()
-        if key.partition(".")[0] not in IGNORED_KEYS and key != "checkpoint.resume"
-    }
-    values: dict[str, Any] = json.loads(json.dumps(keys, default=str))
-    return values
+    flat = WrittenConfig(config).flat()
+    values: dict[str, Any] = json.loads(json.dumps(flat, default=str))
+    ignored = (*IGNORED_KEYS, "checkpoint.resume")
+    return {k: x for k, x in values.items() if not {k, k.partition(".")[0]} & {*ignored}}
 
 
 def _fill_speed(row: ArmResult, turns: Sequence[Turn], use_mean: bool) -> None:
@@ -332,10 +320,10 @@ def _fill_run(row: ArmResult, results: WorkerResults) -> None:
     row.problems, row.losses = list(results.problems), list(results.losses)
     row.notes = [*results.notes, *(f"does not train: {text}" for text in results.problems)]
     requested = [one for one in results.summary.get("techniques") or [] if one.get("requested")]
-    not_engaged = [str(one.get("name")) for one in requested if not one.get("engaged")]
-    if not_engaged:  # the reasons are in the summary, and in the report
-        count = f"{len(not_engaged)} of {len(requested)}"
-        row.notes.append(f"{count} techniques did not engage: {', '.join(not_engaged)}")
+    idle = [str(one.get("name")) for one in requested if not one.get("engaged")]
+    if idle:  # the reasons are in the summary, and in the report
+        names = ", ".join(idle)
+        row.notes.append(f"{len(idle)} of {len(requested)} techniques did not engage: {names}")
 
 
 def collect_choices(results: WorkerResults | None) -> dict[str, Any]:
@@ -354,22 +342,10 @@ def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
     return Load(median(map(median, blocks.values())) if blocks else None)
 
 
-def _describe_noise(load: Load, control: Control | None) -> Iterator[str]:
-    """Yield notes on load or noise that hides small differences."""
-    if load.others is not None and load.others > NOISY_LOAD:
-        yield f"noisy machine: other processes used {load.others:.0%} of the CPUs"
-    if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
-        bounds = "{:.3f} to {:.3f}".format(*control.interval)
-        yield f"the reference against itself measured {control.ratio:.3f} ({bounds}) instead of 1"
-
-
 def other_work(arm: Arm, reference: Arm) -> list[str]:
     """Return the parts of `WORK_KEYS` in which the arm differs from the reference."""
-    return [
-        part
-        for part, key in WORK_KEYS.items()
-        if attrgetter(key)(arm.config) != attrgetter(key)(reference.config)
-    ]
+    a, b = arm.config, reference.config
+    return [part for part, key in WORK_KEYS.items() if attrgetter(key)(a) != attrgetter(key)(b)]
 
 
 def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
@@ -377,8 +353,8 @@ def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
     notes = []
     for arm in arms:
         if parts := [part for part in other_work(arm, reference) if part != "batch size"]:
-            differing = f"different {', '.join(parts)} from {escape(reference.name)}"
-            notes.append(f"{escape(arm.name)}: {differing}, so only times are compared")
+            differing = f"{arm.name}: different {', '.join(parts)} from {reference.name}"
+            notes.append(f"{escape(differing)}, so only times are compared")
     sizes = {escape(arm.name): arm.config.training.batch_size for arm in arms}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())

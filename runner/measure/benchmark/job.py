@@ -14,6 +14,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.config.variants import without_techniques
 from runner.core.device.signals import raise_on_signals
 from runner.core.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
+from runner.core.format import count_noun
 from runner.core.record import provenance
 from runner.core.record.console import print_stdout
 from runner.measure import comparison
@@ -35,8 +36,7 @@ ERROR_PRIORITY = (Interrupted, StorageError, SweepFailed, RunnerError)
 def main(config: RunConfig, folder: Path) -> BenchmarkResult:
     """Measure, print the table, write the files; then raise any error.
 
-    Interrupted, StorageError, SweepFailed (an arm failed) and Regression are raised only after
-    everything is written and printed.
+    Only then it raises Interrupted, StorageError, SweepFailed (an arm failed) or Regression.
     """
     settings = config.benchmark
     arms = compose_arms(settings, *_hydra_arguments())
@@ -68,7 +68,6 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult:
 
 
 def _hydra_arguments() -> tuple[Sequence[str], Sequence[Path], str]:
-    """Return Hydra's task overrides, additional config folders, and config name."""
     if not HydraConfig.initialized():
         return [], [], "config"
     hydra_config = HydraConfig.get()
@@ -81,20 +80,15 @@ def _hydra_arguments() -> tuple[Sequence[str], Sequence[Path], str]:
 def _measure_attribution(
     result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
 ) -> list[RunnerError]:
-    """Measure the techniques of the last arm's level one by one."""
     level, reference = arms[-1], reference_arm(arms, config.benchmark)
     level_result = result.arm(level.name)
     if level_result.status != DONE:
-        result.notes.append(
-            f"no attribution: {level.name} {level_result.status}: {level_result.reason}"
-        )
+        problem = f"{level.name} {level_result.status}: {level_result.reason}"
+        result.notes.append(f"no attribution: {problem}")
         return []
-    plain_config = without_techniques(level.config)
-    if (
-        requests_techniques(reference.config)
-        or without_techniques(reference.config) != plain_config
-    ):
-        reference = Arm("plain", plain_config)
+    plain = without_techniques(level.config)
+    if requests_techniques(reference.config) or without_techniques(reference.config) != plain:
+        reference = Arm("plain", plain)
     try:
         with raise_on_signals():
             result.attribution = attribute(
@@ -115,27 +109,24 @@ def _measure_attribution(
 def _compare_with_baseline(
     result: BenchmarkResult, stored: BenchmarkResult, config: RunConfig
 ) -> list[RunnerError]:
-    """Compare with the baseline; returns regressions as an error."""
     try:
         baseline = regression.compare_with_baseline(result, stored, config.benchmark)
     except RunnerError as error:  # e.g. another device, known only after a run was built
         return [error]
-    result.baseline = baseline.to_dict()
-    count, lines = len(baseline.regressions), "; ".join(baseline.regressions)
-    message = f"{count} regression{'s' * (count > 1)} against {baseline.path}: {lines}"
-    return [Regression(message)] if count else []
+    result.baseline, lines = baseline.to_dict(), baseline.regressions
+    count = count_noun(len(lines), "regression")
+    return [Regression(f"{count} against {baseline.path}: {'; '.join(lines)}")] if lines else []
 
 
 def _write_and_print(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
     """Write the files and print the table, even if the disk is full."""
-    errors: list[RunnerError] = []
+    from runner.measure.page import write_comparison  # with the library of templates
+
+    errors, rows = list[RunnerError](), comparison.compare_arms(result, folder)
     try:
         result.write(folder)
     except StorageError as error:
         errors.append(error)
-    from runner.measure.page import write_comparison  # with the library of templates
-
-    rows = comparison.compare_arms(result, folder)
     write_comparison(rows, folder)
     print_stdout(ComparisonScreen(rows), crop=False)  # commands stay on one line
     return errors

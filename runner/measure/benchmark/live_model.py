@@ -80,9 +80,8 @@ def benchmark_optimizations(
     )
     arm_overrides = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
     built_arms = compose_arms(settings, arm_overrides, others=len(named_techniques))
-    dataset = split_into_dataset(
-        CALLER, data, validation, built_arms[0].config, loss_fn is not None
-    )
+    has_loss, plain_config = loss_fn is not None, built_arms[0].config
+    dataset = split_into_dataset(CALLER, data, validation, plain_config, has_loss)
     built_arms = [  # no command line trains this model on these data
         replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
         for arm in built_arms
@@ -124,22 +123,18 @@ def _check_importable(*objects: Any) -> None:
         return
     for kind in (x if isinstance(x, FunctionType) else type(x) for x in objects):
         if kind.__module__ == "__main__":
-            raise UsageError(
-                f"{CALLER}: {kind.__qualname__} is defined in a notebook or shell, but each arm's "
-                "process must import it; move it to a module (a .py file)"
-            )
+            problem = f"{kind.__qualname__} is defined in a notebook or shell"
+            fix = "each arm's process must import it; move it to a module (a .py file)"
+            raise UsageError(f"{CALLER}: {problem}, but {fix}")
 
 
 def _techniques_by_name(techniques: Sequence[type[Technique] | Technique]) -> dict[str, Technique]:
-    """Return the techniques by dotted name, enabled."""
     named: dict[str, Technique] = {}
     for given in techniques:
         kind = given if isinstance(given, type) else type(given)
         if not is_complete_technique(kind):
-            raise UsageError(
-                f"{CALLER}: {kind.__name__} is not a Technique; inherit from runner.Technique and "
-                "define apply and engaged"
-            )
+            fix = "inherit from runner.Technique and define apply and engaged"
+            raise UsageError(f"{CALLER}: {kind.__name__} is not a Technique; {fix}")
         technique = kind(enabled=True) if isinstance(given, type) else replace(given, enabled=True)
         if dotted_class_name(technique) in named:
             raise UsageError(f"{CALLER}: techniques lists {kind.__name__} twice")
@@ -148,7 +143,6 @@ def _techniques_by_name(techniques: Sequence[type[Technique] | Technique]) -> di
 
 
 def _technique_arm(technique: Technique, target: str, arms: Sequence[Arm]) -> Arm:
-    """Return the arm of the plain run with that technique."""
     name = type(technique).__name__
     if any(arm.name == name for arm in arms):
         raise UsageError(f"{CALLER}: two arms are named {name}; rename the class")

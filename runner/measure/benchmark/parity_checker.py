@@ -31,9 +31,8 @@ class ParityVerdict:
 class ParityChecker:
     """One process that judges several arms and computes each plain run only once.
 
-    The context manager ends the process and its children; a process that died or timed out is
-    replaced at the next arm. `given` (`setup.Components`) is pickled; `timeout_s` applies to one
-    verdict.
+    Leaving the context ends it and its children; one that died or timed out is replaced. `given`
+    (`setup.Components`) is pickled; `timeout_s` is for one verdict.
     """
 
     def __init__(self, timeout_s: float, given: Any = None) -> None:
@@ -61,18 +60,19 @@ class ParityChecker:
         limit_s = self.timeout_s if within_s is None else within_s
         try:
             if self.process is None:
-                arguments = (pickle_parts({"given": self.given}),)
-                self.process = RequestProcess(_judge_requests, arguments, None)
+                payload = pickle_parts({"given": self.given})
+                self.process = RequestProcess(_judge_requests, (payload,), None)
                 self.process.start()
             self.process.ask({"config": arm.config, "choices": choices or {}})
             return ParityVerdict(*self.process.answer(limit_s))
         except WorkerFailure as failure:
             self._end()
+            reason = f"the parity process: {failure.reason}"
             if failure.status == "timeout":
-                return ParityVerdict(None, f"not judged within {limit_s:.4g} s")
-            return ParityVerdict(None, f"the parity process: {failure.reason}")
+                reason = f"not judged within {limit_s:.4g} s"
         except UsageError as error:
-            return ParityVerdict(None, str(error))
+            reason = str(error)
+        return ParityVerdict(None, reason)
 
     def _end(self) -> None:
         if self.process is not None:
@@ -93,15 +93,12 @@ def _judge_requests(child: ChildContext, payload: bytes) -> None:
     references: list[ParityReference] = []
     while (request := child.pipe.recv()) is not None:
         try:
-            config = request["config"]
-            reference = ParityReference(
-                without_techniques(config), given=unpickle_parts(payload)["given"]
-            )
+            config, given = request["config"], unpickle_parts(payload)["given"]
+            reference = ParityReference(without_techniques(config), given=given)
             cached = next((r for r in references if r.baseline == reference.baseline), None)
             if cached is None:
                 references.append(reference)
-            choices = request["choices"]
-            answer: tuple[str | None, str] = _judge_arm(cached or reference, config, choices)
+            answer: tuple[str | None, str] = _judge_arm(cached or reference, **request)
         except Exception as error:
             answer = None, f"could not be judged: {type(error).__name__}: {error}"
         child.pipe.send(answer)
@@ -112,8 +109,11 @@ def _judge_arm(
 ) -> tuple[str, str]:
     started = time.monotonic()
     result = reference.judge(config, choices)
-    reason = f"in {result.precision}, compared with {result.reference} over {result.steps} steps"
-    reason += f"; {result.first}" if result.first is not None else ""
-    reason += "".join(f"; {note}" for note in result.notes)
-    reason += "".join(f"; not judged: {omission}" for omission in result.not_judged)
-    return result.verdict.value, f"{reason}; judged in {time.monotonic() - started:.0f} s"
+    parts = [
+        f"in {result.precision}, compared with {result.reference} over {result.steps} steps",
+        *([] if result.first is None else [str(result.first)]),
+        *result.notes,
+        *(f"not judged: {omission}" for omission in result.not_judged),
+        f"judged in {time.monotonic() - started:.0f} s",
+    ]
+    return result.verdict.value, "; ".join(parts)

@@ -1,7 +1,6 @@
 """Compare a benchmark with a stored one: slower arms, more memory, worse parity.
 
-Arms are compared by their speedup over the reference of their own session, so that effects common
-to all arms cancel. The reference's own time is judged only if the machine was quiet both times.
+By the speedup over the reference of their session; its own time counts on quiet machines only.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from runner.core.errors import ConfigError, StorageError
 from runner.core.record.text import escape_control_chars as escape
 from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import compose_arms
-from runner.measure.benchmark.machine import machine_differences, machine_facts
-from runner.measure.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
+from runner.measure.benchmark.result import DONE, ArmResult, BenchmarkResult, Load, machine_facts
 from runner.measure.benchmark.statistics import (
     ONE_PROCESS_NOISE,
     Estimate,
@@ -29,6 +27,9 @@ KEY = "benchmark.baseline"
 PARITY_ORDER = ("exact", "explained by precision", "FAIL")  # best to worst
 MEMORY_NOISE_BYTES = 16 << 20  # more than the memory of two equal runs differs by
 QUIET_LOAD = 0.05  # share of CPUs used by others, up to which absolute times are judged
+
+FACTS = "cpu cores memory_gib platform device device_name device_memory_gib threads".split()
+"""Facts that must be equal for two machines to be comparable; the torch version is not one."""
 
 ArmPair = tuple[ArmResult, ArmResult]  # (current, baseline)
 
@@ -66,19 +67,19 @@ def check_arms(
 def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult | None:
     """Load the result that `benchmark.baseline` names; None if it is not set.
 
-    Raises ConfigError before anything is measured: no such file, damaged, from another machine (its
-    device is compared only later, by `compare_with_baseline`), or none of the arms `names`.
+    Raises ConfigError before anything is measured: no file, damaged, other machine, no arm of
+    `names`.
     """
     if settings.baseline is None:
         return None
     try:
         baseline = BenchmarkResult.read(Path(settings.baseline))
+        for number, arm in enumerate(baseline.arms):
+            if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
+                damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
+                raise StorageError(f"{settings.baseline} is damaged: {damage}")
     except StorageError as error:
         raise ConfigError(KEY, escape(str(error)), "name a benchmark.json or its folder") from error
-    for number, arm in enumerate(baseline.arms):
-        if not all(0 < ms < math.inf for ms in arm.per_sample_ms):
-            damage = f"arms[{number}].per_sample_ms has a time ≤ 0"
-            raise ConfigError(KEY, escape(f"{settings.baseline} is damaged: {damage}"))
     _check_machine(baseline, machine_facts())
     stored_names = [arm.name for arm in baseline.arms]
     if not set(stored_names) & set(names):
@@ -88,7 +89,9 @@ def load_baseline(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkR
 
 
 def _check_machine(baseline: BenchmarkResult, current: dict[str, Any]) -> None:
-    differences = machine_differences(current, baseline.machine)
+    was = baseline.machine
+    keys = (key for key in FACTS if key in current and key in was and current[key] != was[key])
+    differences = [f"{key.replace('_', ' ')} is {current[key]}, was {was[key]}" for key in keys]
     if differences:
         problem = f"was measured on another machine: {escape('; '.join(differences))}"
         raise ConfigError(KEY, problem, "measure a new baseline on this machine")
@@ -106,8 +109,7 @@ def compare_with_baseline(
         result.notes.append(escape(f"torch is {torch}, was {baseline_torch}"))
     for arm, baseline_arm in pairs:
         if arm.status != DONE and baseline_arm.status == DONE:
-            failure = escape(f"{arm.name} ended: {arm.status}: {arm.reason}")
-            result.regressions.append(failure)
+            result.regressions.append(escape(f"{arm.name} ended: {arm.status}: {arm.reason}"))
     _compare_times(current, baseline, pairs, settings.tolerance, result)
     for arm, baseline_arm in pairs:
         result.regressions += map(escape, _compare_results(arm, baseline_arm, settings.tolerance))
@@ -125,14 +127,13 @@ def _pair_arms(
         if baseline_arm is None:
             result.notes.append(escape(f"{arm.name} is not in the baseline"))
             continue
-        values = {"its overrides": " ".join(arm.overrides), **arm.config}
-        stored = {"its overrides": " ".join(baseline_arm.overrides), **baseline_arm.config}
+        values = {"its command": " ".join(arm.overrides), **arm.config}
+        stored = {"its command": " ".join(baseline_arm.overrides), **baseline_arm.config}
         keys = (key for key in values if key in stored and values[key] != stored[key])
         if (key := next(keys, None)) is None:
             pairs.append((arm, baseline_arm))
             continue
-        verb, past = ("are", "were") if key == "its overrides" else ("is", "was")
-        difference = f"{key} {verb} {values[key]}, {past} {stored[key]}"
+        difference = f"{key} is {values[key]}, was {stored[key]}"
         result.notes.append(escape(f"{arm.name} is not compared: {difference}"))
     result.notes += [escape(f"{name} is only in the baseline") for name in unpaired]
     return pairs
@@ -151,8 +152,7 @@ def _compare_times(
     """Compare the reference by its own time, the other arms by their speedup over it.
 
     A speedup has the noise floor of its session, so a ratio of two has both. If an arm's own time
-    is not longer, a lower speedup means that the reference got faster, which is no regression. That
-    rule needs a quiet machine.
+    is not longer (on a quiet machine), a lower speedup means that the reference got faster.
     """
     timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
     if current.compared != baseline.compared:  # an arm with data workers came or went
@@ -171,20 +171,19 @@ def _compare_times(
     disturbance = _describe_disturbance(current.load, baseline.load)
     own = {a.name: unpaired_ratio(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
     common = len({_direction(one, limit) for one in own.values()}) == 1 < len(own)
-    text = _describe_all_arms(own[reference]) if common else ""
-    _add_change(result, limit, reference, own[reference], disturbance, text=text)
-    for arm, baseline_arm in timed:
-        if arm is reference_pair[0]:
+    _add_change(result, limit, reference, own[reference], disturbance, of_all_arms=common)
+    for pair in timed:
+        if pair is reference_pair:
             continue
-        baseline_speedups, speedups = (
+        speedups, baseline_speedups = (
             [a / b for a, b in zip(one.per_sample_ms, base.per_sample_ms, strict=False)]
-            for one, base in zip((baseline_arm, arm), reversed(reference_pair), strict=True)
+            for one, base in zip(pair, reference_pair, strict=True)
         )
-        exemption = ""
-        if not disturbance and own[arm.name].ratio >= 1 / (1 + limit):
+        name, exemption = pair[0].name, ""
+        if not disturbance and own[name].ratio >= 1 / (1 + limit):
             exemption = "its own time is within the limit"
         change = unpaired_ratio(baseline_speedups, speedups, alpha)
-        _add_change(result, limit, arm.name, change, exemption, relative_to=reference)
+        _add_change(result, limit, name, change, exemption, relative_to=reference)
 
 
 def _noise_floor(result: BenchmarkResult) -> float:
@@ -198,8 +197,8 @@ def _describe_disturbance(current: Load, baseline: Load) -> str:
     if current.others is None or baseline.others is None:
         return "the machine's load is unknown"
     if max(current.others, baseline.others) > QUIET_LOAD:
-        text = f"other processes used {current.others:.0%} of the CPUs"
-        return f"{text} (baseline: {baseline.others:.0%})"
+        shares = f"{current.others:.0%} of the CPUs (baseline: {baseline.others:.0%})"
+        return f"other processes used {shares}"
     return ""
 
 
@@ -210,13 +209,6 @@ def _direction(change: Estimate, limit: float) -> int:
     return -int(change.low > 1 and change.ratio > 1 + limit)
 
 
-def _describe_all_arms(change: Estimate) -> str:
-    return (
-        f"all arms took {1 / change.ratio:.2f} times as long per sample ({1 / change.high:.2f} to "
-        f"{1 / change.low:.2f}, by the reference); the machine or shared code changed"
-    )
-
-
 def _add_change(
     result: BaselineComparison,
     limit: float,
@@ -224,12 +216,9 @@ def _add_change(
     change: Estimate,
     exemption: str,
     relative_to: str = "",
-    text: str = "",
+    of_all_arms: bool = False,
 ) -> None:
-    """Add a regression if the time grew by more than the limit; a note if it has an exemption.
-
-    `relative_to` is the arm it is a ratio to; `text` replaces the sentence.
-    """
+    """Add a regression if the time grew beyond the limit; a note if it has an exemption."""
     has_interval = math.isfinite(change.half_width)
     interval = [change.low, change.high] if has_interval else None
     row = {"name": name, "beside": relative_to, "ratio": change.ratio, "interval": interval}
@@ -240,12 +229,13 @@ def _add_change(
         return
     direction = _direction(change, limit)
     factor, low, high = (1 / ratio for ratio in (change.ratio, change.high, change.low))
-    if not text and direction > 0:
-        text = (
-            f"{name} takes {factor - 1:.1%} more time per sample{suffix} ({low - 1:.1%} to "
-            f"{high - 1:.1%}; up to {limit:.1%} is no regression)"
-        )
-    text = text or f"{name} takes {1 - factor:.1%} less time{suffix}"
+    text = f"{name} takes {1 - factor:.1%} less time{suffix}"
+    if of_all_arms:
+        text = f"all arms took {factor:.2f} times as long per sample ({low:.2f} to {high:.2f}, by "
+        text += "the reference); the machine or shared code changed"
+    elif direction > 0:
+        text = f"{name} takes {factor - 1:.1%} more time per sample{suffix} ({low - 1:.1%} to "
+        text += f"{high - 1:.1%}; up to {limit:.1%} is no regression)"
     if direction > 0 and not exemption:
         result.regressions.append(text)
     elif direction:
@@ -253,7 +243,6 @@ def _add_change(
 
 
 def _compare_results(current: ArmResult, baseline: ArmResult, tolerance: float) -> Iterator[str]:
-    """Yield a sentence for peak memory that grew, and for parity that got worse."""
     for key, owner in (("peak_process_bytes", "process"), ("peak_device_bytes", "device")):
         peak, was = getattr(current, key), getattr(baseline, key)
         if peak and was and peak - was > max(MEMORY_NOISE_BYTES, was * tolerance):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.core.device import capabilities
 from runner.core.errors import StorageError
+from runner.core.record import provenance
 from runner.core.record.storage import make_folder, read_record, write_json
 from runner.core.record.text import dataclass_from_json
 
@@ -19,6 +23,24 @@ DONE = "done"
 """Other statuses: failed, killed, timeout, oom, interrupted."""
 ENGAGED, TRIED = "engaged", "tried"
 MEDIAN, MEAN = "median step", "mean step"
+
+
+def machine_facts(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return facts about this machine, with the device of the first summary that names one."""
+    facts: dict[str, Any] = {
+        "cpu": capabilities.cpu_name(),
+        "cores": capabilities.usable_cores(),
+        "memory_gib": round(capabilities.usable_memory() / 2**30),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": provenance.versions().get("torch", ""),
+    }
+    device = next((s["device"] for s in summaries if s.get("device")), None)
+    if device is not None:
+        facts["device"] = device.get("kind")
+        facts["device_name"] = device.get("name")
+        facts["device_memory_gib"] = round((device.get("memory_bytes") or 0) / 2**30)
+        facts["threads"] = device.get("threads")
+    return facts
 
 
 @dataclass
@@ -134,10 +156,7 @@ class BenchmarkResult:
 
     def arm(self, name: str) -> ArmResult:
         """Return the arm of that name. Raises KeyError."""
-        for arm in self.arms:
-            if arm.name == name:
-                return arm
-        raise KeyError(name)
+        return {arm.name: arm for arm in self.arms}[name]
 
     @property
     def claim_threshold(self) -> float | None:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runner.core.device.signals import raised_signals
 from runner.core.errors import WorkerFailure
+from runner.core.format import times_interval
 from runner.core.schemas.jobs import BenchmarkConfig
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.blocks import (
@@ -24,7 +26,7 @@ from runner.measure.benchmark.blocks import (
     WorkerSetup,
     run_blocks,
 )
-from runner.measure.benchmark.statistics import CONFIDENCE, Estimate, paired_ratio
+from runner.measure.benchmark.statistics import CONFIDENCE, Estimate
 from runner.measure.benchmark.workers.pool import WorkerPool
 
 log = logging.getLogger("runner")
@@ -63,15 +65,12 @@ class Round:
 
         None if an arm has no blocks, or there are too few for an interval.
         """
-        measurements, names = self.measurements, [*over, *under]
-        series = [[t.per_sample_ms for t in measurements.turns.get(name, [])] for name in names]
-        if not all(series):
+        turns = self.measurements.turns
+        if not all(turns.get(name) for name in (*over, *under)):
             return None
-        shortest = min(names, key=lambda name: len(measurements.turns[name]))
-        alpha = measurements.alphas[shortest]  # all arms share the analyses
-        launch_alpha, starts = measurements.launch_alphas[shortest], measurements.launch_starts
-        above, below = series[: len(over)], series[len(over) :]
-        estimate = paired_ratio(above, below, alpha, starts, launch_alpha)
+        # all arms share the analyses
+        shortest = min((*over, *under), key=lambda name: len(turns[name]))
+        estimate = self.measurements.ratio(over, under, shortest)
         return None if math.isinf(estimate.half_width) else estimate
 
     def describe_failure(self, *names: str) -> str:
@@ -98,11 +97,10 @@ def run_round(
 ) -> Round:
     """Measure these arms in the same blocks; one that ends early is recorded, the others continue.
 
-    Each arm has several successive processes (`StoppingRule`); `results` and the record are those
-    of the first. The budget covers measuring and later starts. `result` is filled in as it goes,
-    for callers that are interrupted. Without the reference nothing is measured, or with
-    `needs_reference=False` only times. On Ctrl-C while measuring, `measurements.stop_reason` is
-    `interrupted` and no arm has results.
+    Each arm has several processes (`StoppingRule`); `results` and the record are those of the
+    first. The budget covers measuring and later starts. `result` is filled in as it goes, for
+    callers that are interrupted. Without the reference nothing is measured, or with
+    `needs_reference=False` only times. After Ctrl-C `measurements.stop_reason` is `interrupted`.
     """
     result, settings, clock = result or Round(), options.settings, options.clock
     with options.pool(arms, settings, options.folder, options.given, options.metrics) as pool:
@@ -126,30 +124,24 @@ def run_round(
                 overdraws=options.overdraws,
             )  # fmt: skip
 
-            def on_analysis(measurements: Measurements) -> None:
-                options.announce(_describe_progress(measurements, budget_s))
-
-            def relaunch(names: Sequence[str], within_s: float) -> dict[str, WorkerFailure]:
-                return _relaunch_arms(pool, names, within_s, options, result)
-
-            block_s = settings.block_s
             result.measurements = run_blocks(
-                pool.turn, active, base_arm, rule, block_s, seed, clock, on_analysis, relaunch
-            )
+                pool.turn, active, base_arm, rule, settings.block_s, seed, clock,
+                partial(_announce_progress, options, budget_s),
+                partial(_relaunch_arms, pool, options, result),
+            )  # fmt: skip
             for name, failure in result.measurements.failures.items():
                 result.record_failure(name, failure)
         if result.measurements.stop_reason != INTERRUPTED:
-            ended = {*result.failures, *result.results}
-            unfinished = [name for name in active if name not in ended]
+            unfinished = [name for name in active if name not in result.failures]
             for name, failure in _finish_arms(pool, unfinished, result).items():
                 result.record_failure(name, failure)
     return result
 
 
 def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[str, WorkerFailure]:
-    """Finish these arms and store their results; return those that ended early instead."""
+    """Finish the arms without results, and store these; return those that ended early instead."""
     failures = {}
-    for name in names:
+    for name in [name for name in names if name not in result.results]:
         try:
             result.results[name] = pool.finish(name)
         except WorkerFailure as error:
@@ -158,11 +150,11 @@ def _finish_arms(pool: WorkerPool, names: Sequence[str], result: Round) -> dict[
 
 
 def _relaunch_arms(
-    pool: WorkerPool, names: Sequence[str], within_s: float, options: MeasureOptions, result: Round
+    pool: WorkerPool, options: MeasureOptions, result: Round, names: Sequence[str], within_s: float
 ) -> dict[str, WorkerFailure]:
     """Restart these arms in new processes; keep the first results. See `run_blocks`."""
     deadline = options.clock() + within_s
-    failures = _finish_arms(pool, [name for name in names if name not in result.results], result)
+    failures = _finish_arms(pool, names, result)
     pool.renew()
     for name in [name for name in names if name not in failures]:
         left_s = max(0.0, deadline - options.clock())
@@ -175,19 +167,18 @@ def _relaunch_arms(
     return failures
 
 
-def _describe_progress(measurements: Measurements, budget_s: float) -> str:
-    ratios = [f"{name} {_format_estimate(ratio)}" for name, ratio in measurements.estimates.items()]
+def _announce_progress(
+    options: MeasureOptions, budget_s: float, measurements: Measurements
+) -> None:
+    ratios = []
+    for name, one in measurements.estimates.items():
+        interval = one.interval if one.half_width < MAX_LOGGED_WIDTH else None
+        ratios.append(f"{name} {times_interval(one.ratio, interval)}")
     elapsed = f"{measurements.seconds:.0f} of {budget_s:g} s"
     launch = f"process {len(measurements.launch_starts)} of each arm"
-    return " · ".join([f"block {measurements.blocks}", launch, elapsed, *ratios])
+    options.announce(" · ".join([f"block {measurements.blocks}", launch, elapsed, *ratios]))
 
 
 def ending_signal() -> int:
     """Return the signal that ended a measurement; for use within `raise_on_signals`."""
     return raised_signals[0] if raised_signals else signal.SIGINT
-
-
-def _format_estimate(estimate: Estimate) -> str:
-    if estimate.half_width < MAX_LOGGED_WIDTH:
-        return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
-    return f"{estimate.ratio:.2f}×"

@@ -17,9 +17,9 @@ import numpy as np
 from runner.measure.benchmark.result import NEGLIGIBLE
 
 CONFIDENCE = 0.95
+# noise floor where each arm had one process: if processes differ by 2 % (standard deviation),
+# their ratios differ by 2.8 %, and 99 % of those lie within this
 ONE_PROCESS_NOISE = 0.07
-"""Noise floor where each arm had one process: if processes differ by 2 % (standard deviation),
-their ratios differ by 2.8 %, and 99 % of those lie within this."""
 LARGEST_LOG = 700.0  # largest argument whose exp is a finite float
 COARSE_NOISE = 0.05  # above this noise floor the machine is too noisy to call arms the same
 
@@ -152,8 +152,7 @@ def unpaired_ratio(reference: Sequence[float], other: Sequence[float], alpha: fl
     """Estimate the ratio `reference` / `other` from unpaired measurements.
 
     The Hodges-Lehmann (1963) estimator on logs, with the interval of the Mann-Whitney test by the
-    normal approximation, which is at most one rank too wide. It assumes independent samples of
-    equal spread.
+    normal approximation, at most one rank too wide, for independent samples of equal spread.
     """
     a, b = (np.log(np.asarray(values, dtype=np.float64)) for values in (reference, other))
     if not len(a) or not len(b):
@@ -169,9 +168,8 @@ class AlphaSpending:
     """Exact alpha spending over interim analyses (Lan, DeMets 1983).
 
     The interval for a median misses when too few or too many blocks lie below the true value, as
-    with tosses of a fair coin. So the probability that an analysis is the first to miss can be
-    computed exactly, and each analysis takes the narrowest interval that keeps all of them within
-    their total alpha.
+    with tosses of a fair coin. So the probability that an analysis is the first to miss is exact,
+    and each takes the narrowest interval that keeps all of them within their total alpha.
     """
 
     def __init__(self, alpha: float = 1 - CONFIDENCE) -> None:
@@ -183,8 +181,8 @@ class AlphaSpending:
     def interim_alpha(self, blocks: int, share: float = 1.0) -> float:
         """Return the marginal miss probability of an analysis: `alpha` of `paired_ratio`.
 
-        It may spend `share` of the alpha left; use 1 for the last. Returns 0.0 and spends
-        nothing where `blocks` are too few for an interval.
+        It may spend `share` of the alpha left (1: the last one). 0.0, unspent, for too few
+        `blocks`.
         """
         for _ in range(blocks - self.blocks):
             self._unmissed = (np.append(self._unmissed, 0) + np.append(0, self._unmissed)) / 2
@@ -216,9 +214,8 @@ def min_blocks(alpha: float) -> int:
 def noise_floor(control: Estimate | None) -> float:
     """Return the largest deviation of the control's interval from 1, as a share.
 
-    A floor of 0.03 covers 1/1.03 to 1.03. It is inf, so that nothing is claimed, if the control was
-    not measured or has no interval; and at least `ONE_PROCESS_NOISE` if the control had one
-    process, which does not show how processes differ.
+    A floor of 0.03 covers 1/1.03 to 1.03. It is inf, so that nothing is claimed, without an
+    interval of the control; and at least `ONE_PROCESS_NOISE` if the control had one process.
     """
     if control is None or control.low <= 0 or math.isnan(control.low):
         return math.inf

@@ -16,9 +16,7 @@ from torch.utils._pytree import tree_leaves
 from runner.measure.parity.numerics import ROUNDOFF, to_fp64
 from runner.measure.parity.trajectory import StepRecord, Tensors, TrajectoryState
 
-P90_FACTOR = 8.0
-"""Factor on the plain run's 90th percentile error: equal roundings, differently
-correlated."""
+P90_FACTOR = 8.0  # on the plain run's 90th percentile error: roundings correlate differently
 KINK_ERROR = 0.1  # relative change of a gradient when one activation crosses its kink
 STEPS_PER_KINK = 5  # at most one step in so many may be explained by a kink
 
@@ -145,8 +143,7 @@ class Distances:
         """Return the combined norm of all tensors of each kind, by step."""
         norms: dict[ErrorKind, list[float]] = {}
         for key, steps in self.steps.items():
-            sums = norms.get(key.kind, [0.0] * len(steps))
-            pairs = zip(sums, steps, strict=False)
+            pairs = zip(norms.get(key.kind, [0.0] * len(steps)), steps, strict=False)
             norms[key.kind] = [math.hypot(total, step.size) for total, step in pairs]
         return norms
 
@@ -168,9 +165,8 @@ class Tolerance:
             # where the reference is 0, the bound of that step alone holds
             sizes = kind_norms[key.kind]
             shares = [d.error / s for d, s in zip(steps, sizes, strict=True) if s] or [0.0]
-            self.relative_bounds[key] = max(
-                factor * median(shares), P90_FACTOR * _percentile_90(shares)
-            )
+            bounds = factor * median(shares), P90_FACTOR * _percentile_90(shares)
+            self.relative_bounds[key] = max(bounds)
             self.step_bounds[key] = [P90_FACTOR * d.error for d in steps]
             relative_errors = [d.error / d.size for d in steps if d.size] or [0.0]
             typical_errors.setdefault(key.kind, []).append(median(relative_errors))
@@ -294,14 +290,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return the values in fp64 or complex128."""
     return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
 def _roundoff(tensor: Tensor) -> float:
-    """Return the unit roundoff of the dtype, or of its real and imaginary parts."""
-    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    return ROUNDOFF.get(dtype, 0.0)
+    return ROUNDOFF.get(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype, 0.0)
 
 
 def _ratio(error: float, size: float) -> float:
@@ -309,7 +302,6 @@ def _ratio(error: float, size: float) -> float:
 
 
 def _percentile_90(values: list[float]) -> float:
-    """Return the 90th percentile; of fewer than ten values the maximum."""
     if len(values) < 10 or not all(map(math.isfinite, values)):
         return max(values)
     return quantiles(values, n=10)[-1]

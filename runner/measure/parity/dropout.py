@@ -93,10 +93,9 @@ def compare_draws(
         rounding = rounding_bounds.get(name, rounding_bounds.get(ErrorKind.grad_norm.name, 0.0))
         yield _draw_row(f"mean of {name}", abs(a[0] - b[0]) / size, chance / size + rounding)
         chance = SIGMAS * math.sqrt(4 / (DRAWS - 1))
+        log_ratio = 0.0 if a[1] == b[1] else math.inf
         if a[1] and b[1]:
             log_ratio = abs(math.log(a[1] / b[1]))
-        else:
-            log_ratio = 0.0 if a[1] == b[1] else math.inf
         yield _draw_row(f"log-variance of {name}", log_ratio, chance)
     yield from _compare_tensors(baseline, candidate, rounding_rows)
 
@@ -110,18 +109,16 @@ def _compare_tensors(
     rounding bound are skipped.
     """
     gradient = ErrorKind.gradient.name
-    tensors = [row for row in rounding_rows if row.kind == gradient]
-    for statistics in (baseline, candidate):
-        tensors = [row for row in tensors if ENERGY + row.name in statistics]
+    known = baseline.keys() & candidate.keys()
+    tensors = [row for row in rounding_rows if row.kind == gradient and ENERGY + row.name in known]
     sigmas = NormalDist().inv_cdf(1 - FALSE_ALARMS / (4 * len(tensors) or 1))
     for row in tensors:
         for prefix in (ENERGY, PROJECTION):
             name = prefix + row.name
             a, b = _mean_and_variance(baseline[name]), _mean_and_variance(candidate[name])
-            rounding = row.bound
+            chance, rounding = sigmas * math.sqrt((a[1] + b[1]) / DRAWS), row.bound
             if prefix == ENERGY:  # |d + r|² - |d|² of a rounding r
-                rounding = row.bound * (2 * math.sqrt(a[0]) + row.bound)
-            chance = sigmas * math.sqrt((a[1] + b[1]) / DRAWS)
+                rounding *= 2 * math.sqrt(a[0]) + row.bound
             yield _draw_row(f"mean of {name}", abs(a[0] - b[0]), chance + rounding)
 
 

@@ -15,6 +15,7 @@ from runner.core.device import numerics
 from runner.core.interfaces.nested import tree_map
 from runner.core.interfaces.run import Run
 from runner.core.optim.optimizer_step import LossScaler
+from runner.core.techniques.model_calls import enter_contexts
 
 ROUNDOFF = {
     torch.float64: 2.0**-53,
@@ -55,9 +56,7 @@ class Numerics:
 
 def read_numerics(run: Run) -> Numerics:
     """Return the precision in which `run` computes."""
-    with ExitStack() as stack:
-        for context in run.contexts:
-            stack.enter_context(context())
+    with enter_contexts(run.contexts):
         autocast_enabled = torch.is_autocast_enabled(run.device.kind)
         autocast = torch.get_autocast_dtype(run.device.kind) if autocast_enabled else None
     switches = numerics.read_fp32_precision().items()
@@ -81,9 +80,8 @@ def apply_numerics(target: Numerics, run: Run) -> Iterator[None]:
     with ExitStack() as scope:
         numerics.set_fp32_precision(dict(target.fp32_precision), scope)
         if target.autocast_dtype is not None:
-            run.contexts.append(
-                partial(torch.autocast, run.device.kind, dtype=target.autocast_dtype)
-            )
+            dtype = target.autocast_dtype
+            run.contexts.append(partial(torch.autocast, run.device.kind, dtype=dtype))
         if target.loss_scale is not None:
             run.update.scale = LossScaler(target.loss_scale, run.update.device)
         yield
@@ -108,13 +106,13 @@ def double_model(model: nn.Module) -> None:
 
 def to_fp64(value: Any) -> Any:
     """Convert all floats in a nest of tensors to fp64, and complex numbers to two of them."""
-    return tree_map(value, _widen)
 
+    def widen(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.complex128)
+        return tensor.double() if tensor.is_floating_point() else tensor
 
-def _widen(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return tree_map(value, widen)
 
 
 def perturb_weights(model: nn.Module, seed: int) -> None:
@@ -129,10 +127,8 @@ def perturb_weights(model: nn.Module, seed: int) -> None:
             values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             if values.is_floating_point():
                 sign = torch.randint(0, 2, values.shape, generator=noise) * 2 - 1
-                step = 2 * ROUNDOFF.get(values.dtype, 0.0)
-                values.mul_(1 + step * sign.to(values))
+                values.mul_(1 + 2 * ROUNDOFF.get(values.dtype, 0.0) * sign.to(values))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return name.replace("bfloat", "bf").replace("float", "fp")
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

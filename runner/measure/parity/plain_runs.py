@@ -7,7 +7,7 @@ the same precision and steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,20 +40,17 @@ from runner.measure.parity.numerics import (
     read_numerics,
 )
 from runner.measure.parity.trajectory import (
-    StepWindow,
     Trajectory,
     choose_window,
     record_trajectory,
 )
 
-SAME_ROUNDING_FACTOR = 8.0
-"""Factor on the plain run's error at the same reduced precision: equal roundings, differently
-correlated."""
+SAME_ROUNDING_FACTOR = 8.0  # on the plain run's error at the same precision, correlated otherwise
 SUMMATION_ORDER_FACTOR = 64.0
 """Factor on the error in fp32, where only the order of summation differs: adding n terms in
 sequence has sqrt(n / log2 n) times the error of a tree (Higham 1993), 64 for n = 65,536."""
+# of one inferred from a moment, at beta1=0.9, relative to the largest gradient
 INFERRED_GRADIENT_ERROR = 32 * ROUNDOFF[torch.float32]
-"""Relative to the largest gradient: error of one inferred from a moment, at beta1=0.9."""
 
 
 def copy_components(
@@ -126,43 +123,34 @@ class PlainRuns:
         return self._randomness[dropout_off]
 
     @cached_property
-    def window_and_omissions(self) -> tuple[StepWindow, list[str]]:
-        """The steps to compare, and what they omit."""
-        with self.open_run(self.baseline) as run:
-            return choose_window(run, self.requested_steps)
-
-    @property
-    def window(self) -> StepWindow:
-        """The steps to compare."""
-        return self.window_and_omissions[0]
-
-    @cached_property
     def trajectory(self) -> Trajectory:
-        """The baseline's trajectory; if it has a clip norm, some of its steps are clipped."""
+        """The baseline's trajectory; if it has a clip norm, some of its steps are clipped.
+
+        Also sets `window`, the steps to compare, and `omissions`, what they leave out.
+        """
+        with self.open_run(self.baseline) as run:
+            self.window, self.omissions = choose_window(run, self.requested_steps)
+            total_batches = run.validation.steps_per_epoch
         record = self._record_baseline()
         norms, limit = [float(s.grad_norm) for s in record.steps], self.baseline.stability.clip_norm
         if limit is not None and 0 < max(norms) <= limit:
             self.clip_norm = median(norms)
             record = self._record_baseline()
+        self.validation_batches = len(record.outputs)
+        if self.validation_batches != total_batches:
+            self.omissions.append(f"validation batches after the first {self.validation_batches}")
         return record
 
     def _record_baseline(self) -> Trajectory:
         with self.open_run(self.baseline) as run:
             self.numerics = read_numerics(run)
-            record = record_trajectory(run, self.window)
-            self.validation_batches = len(record.outputs)
-            total_batches = run.validation.steps_per_epoch
-        self.omissions = list(self.window_and_omissions[1])
-        if self.validation_batches != total_batches:
-            text = f"validation batches after the first {self.validation_batches}"
-            self.omissions.append(text)
-        return record
+            return record_trajectory(run, self.window)
 
     def record_run(self, run: Run, **options: Any) -> Trajectory:
         """Make the baseline's steps with another run, each from the baseline's weights."""
-        return record_trajectory(
-            run, self.window, self.trajectory, validation_batches=self.validation_batches, **options
-        )
+        reference = self.trajectory  # recorded first
+        options["validation_batches"] = self.validation_batches
+        return record_trajectory(run, self.window, reference, **options)
 
     def _record_plain(
         self,
@@ -171,26 +159,20 @@ class PlainRuns:
         numerics: Numerics | None = None,
         perturbed: bool = False,
     ) -> Trajectory:
-        with ExitStack() as stack:
-            run = stack.enter_context(self.open_run(config, dropout_off))
-            if numerics is not None:
-                stack.enter_context(apply_numerics(numerics, run))
-            return self.record_run(run, update=False, perturbed=perturbed)
+        with self.open_run(config, dropout_off) as run:
+            with nullcontext() if numerics is None else apply_numerics(numerics, run):
+                return self.record_run(run, update=False, perturbed=perturbed)
 
     def distances(self, record: Trajectory, truth: Trajectory) -> Distances:
         """Compare losses, norms, gradients, buffers and outputs of two records."""
         starts = [self.trajectory.state_before(step) for step in range(self.window.steps)]
         distances = compare_steps(record.steps, truth.steps, starts)
         compare_outputs(distances, record.outputs, truth.outputs)
-        if record.gradients_hidden:
-            self._raise_floors(distances)
+        for key, differences in distances.steps.items():
+            if record.gradients_hidden and key.kind is ErrorKind.gradient:
+                floor = INFERRED_GRADIENT_ERROR * max(each.size for each in differences)
+                differences[:] = [x._replace(floor=max(floor, x.floor)) for x in differences]
         return distances
-
-    def _raise_floors(self, distances: Distances) -> None:
-        for key, steps in distances.steps.items():
-            if key.kind is ErrorKind.gradient:
-                floor = INFERRED_GRADIENT_ERROR * max(step.size for step in steps)
-                steps[:] = [step._replace(floor=max(floor, step.floor)) for step in steps]
 
     def record(self, dropout_off: bool, micro_batch: int | None) -> PlainRecord:
         """Return the plain runs for a micro-batch size, with or without dropout; cached."""
@@ -217,10 +199,9 @@ class PlainRuns:
         else:
             for own_step, true_step in zip(baseline.steps, truth.steps, strict=True):
                 own_step.gradients = {}  # large, and no longer needed
-                true_step.gradients = {
-                    n: g.to(torch.complex64 if g.is_complex() else torch.float32)
-                    for n, g in true_step.gradients.items()
-                }
+                for name, gradient in true_step.gradients.items():
+                    dtype = torch.complex64 if gradient.is_complex() else torch.float32
+                    true_step.gradients[name] = gradient.to(dtype)
         tolerances = {self.numerics: Tolerance(errors, SUMMATION_ORDER_FACTOR)}
         return PlainRecord(truth or baseline, truth is not None, baseline, tolerances)
 

@@ -38,11 +38,7 @@ from runner.measure.parity.distance import (
 )
 from runner.measure.parity.dropout import DRAWS, compare_draws, repeat_draws
 from runner.measure.parity.numerics import Numerics, convert_run_to_fp64, read_numerics
-from runner.measure.parity.plain_runs import (
-    SAME_ROUNDING_FACTOR,
-    PlainRuns,
-    eager_random_numbers,
-)
+from runner.measure.parity.plain_runs import SAME_ROUNDING_FACTOR, PlainRuns, eager_random_numbers
 from runner.measure.parity.trajectory import Trajectory, replay_updates, update_names
 
 log = logging.getLogger("runner")
@@ -109,10 +105,8 @@ class ParityReference:
         micro_batch = candidate.micro_batch if per_micro_batch else None
         result = self._compare(candidate, False, micro_batch)
         if micro_batch is not None:
-            result.notes.append(
-                f"BatchNorm's statistics are per micro-batch of {micro_batch}, "
-                "so the baseline uses the same micro-batches"
-            )
+            subject = f"BatchNorm's statistics are per micro-batch of {micro_batch}"
+            result.notes.append(f"{subject}, so the baseline uses the same micro-batches")
         if result.verdict is not Agreement.fail or not self.plain.is_random(False):
             return result
         return self._judge_without_dropout(config, micro_batch, candidate, result)
@@ -131,9 +125,8 @@ class ParityReference:
         if arithmetic.verdict is Agreement.fail:
             return arithmetic
         if micro_batch is None and self._changes_micro_batch(candidate):
-            micro_batched = self._compare(candidate, False, candidate.micro_batch)
-            if micro_batched.verdict is not Agreement.fail:
-                size = candidate.micro_batch
+            size = candidate.micro_batch
+            if self._compare(candidate, False, size).verdict is not Agreement.fail:
                 note = f"dropout matches a plain run with micro-batches of {size}"
                 notes = [*arithmetic.notes, note]
                 return replace(arithmetic, verdict=Agreement.explained, notes=notes)
@@ -219,22 +212,17 @@ class ParityReference:
         if clip_norm is not None:
             unclipped = f"no gradient of these steps is above stability.clip_norm={limit:g}"
             yield f"clipped at {clip_norm:.2g}, the median norm: {unclipped}"
-        kinks = max((row.kinks for row in rows), default=0)
-        if kinks:
+        if kinks := max((row.kinks for row in rows), default=0):
             off = f"gradients are off by up to {KINK_ERROR:.0%} at {kinks} steps"
             yield f"{off}, as by an activation's kink"
 
     def _compare_start(self, candidate: _CandidateRun, distances: Distances) -> None:
         """Compare the initial weights and buffers, which must be bit-equal to the baseline's."""
         start, expected_start = candidate.trajectory.start, self.plain.trajectory.start
-        for actual, expected in (
-            (start.parameters, expected_start.parameters),
-            (start.buffers, expected_start.buffers),
-        ):
-            for name, value in expected.items():
-                if name in actual:
-                    key = TensorKey(ErrorKind.parameter, name)
-                    distances.add(key, actual[name], value, floor=0.0)
+        actual = start.parameters | start.buffers
+        for name, value in (expected_start.parameters | expected_start.buffers).items():
+            if name in actual:
+                distances.add(TensorKey(ErrorKind.parameter, name), actual[name], value, floor=0.0)
 
     def _compare_updates(self, candidate: _CandidateRun) -> tuple[list[ParityRow], bool]:
         """Compare changes of weights and averages with plain updates from the same gradients.
@@ -297,8 +285,7 @@ def _computation_order(row: ParityRow) -> tuple[bool, int, int]:
 
 def _find_omissions(candidate: _CandidateRun, rows: list[ParityRow]) -> Iterator[str]:
     """Yield where a fault could go unnoticed for this candidate."""
-    gradient = ErrorKind.gradient.name
-    coarse = max((row.bound for row in rows if row.kind == gradient), default=0.0)
+    coarse = max((row.bound for row in rows if row.kind == ErrorKind.gradient.name), default=0.0)
     if coarse > COARSE_BOUND:
         yield f"gradients off by less than {coarse:.0%}, the size of rounding errors"
     if not candidate.updates_known:

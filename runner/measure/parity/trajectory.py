@@ -183,26 +183,24 @@ def load_state(model: nn.Module, state: TrajectoryState, averaged_run: Run | Non
             if not torch.equal(buffer, value.to(buffer)):
                 buffer.copy_(value)
     if averaged_run is not None and averaged_run.update.average:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for p, average in zip(
-            averaged_run.update.parameters, averaged_run.update.average, strict=True
-        ):
-            average.copy_(state.average[names[p]])  # type: ignore[index]
+        names, update = {id(p): name for name, p in model.named_parameters()}, averaged_run.update
+        for p, average in zip(update.parameters, update.average, strict=True):
+            average.copy_(state.average[names[id(p)]])
 
 
 def _record_step(run: Run, batch: Batch, trajectory: Trajectory) -> StepRecord:
     """Make a full step; gradients inside one graph are inferred from the optimizer's moments."""
     before = _copy_weights(run)
     capture = TrajectoryCapture(before)
-    gradients_hidden = run.step_graph is not None and run.step_graph.takes(batch)
-    moments = _copy_moments(run) if gradients_hidden else {}
-    step = make_finite_step(run, batch, [] if gradients_hidden else [capture])
-    gradients = _infer_gradients(run, step, moments) if gradients_hidden else capture.gradients
-    trajectory.gradients_hidden |= gradients_hidden
-    loss, norm, moved = _to_host(step.loss), _to_host(step.grad_norm), capture.moved
-    hidden = frozenset(update_names(run) if gradients_hidden else ())
-    if gradients_hidden:
+    if run.step_graph is None or not run.step_graph.takes(batch):
+        step = make_finite_step(run, batch, [capture])
+        gradients, moved, hidden = capture.gradients, capture.moved, frozenset[str]()
+    else:
+        trajectory.gradients_hidden, moments = True, _copy_moments(run)
+        step = make_finite_step(run, batch, [])
+        gradients, hidden = _infer_gradients(run, step, moments), frozenset(update_names(run))
         moved = {n: x for n, x in _moved_weights(run, before).items() if n not in hidden}
+    loss, norm = _to_host(step.loss), _to_host(step.grad_norm)
     return StepRecord(loss, norm, gradients, snapshot(run), moved, hidden)
 
 
@@ -250,9 +248,8 @@ def _infer_gradients(run: Run, step: Step, moments: dict[Tensor, tuple[Tensor, T
     if update.clip is not None or not all(g.get("betas") or g.get("momentum") for g in groups):
         return {}
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    clip_ratio = 1.0
-    if update.clip_norm is not None:
-        clip_ratio = max(float(step.grad_norm) / update.clip_norm, 1.0)
+    limit = update.clip_norm
+    clip_ratio = 1.0 if limit is None else max(float(step.grad_norm) / limit, 1.0)
     gradients: Tensors = {}
     for group in groups:
         adam = "betas" in group
@@ -277,10 +274,9 @@ def _record_outputs(run: Run, max_batches: int | None, fp64: bool) -> list[Any]:
 
     def limited_batches(start: int) -> Iterator[Batch]:
         for number, batch in enumerate(all_batches(start)):
-            sizes = (t.numel() for t in tree_leaves(outputs) if isinstance(t, Tensor))
-            if number == (max_batches or MAX_OUTPUT_BATCHES):
-                return
-            if max_batches is None and sum(sizes) > MAX_OUTPUT_VALUES:
+            size = sum(t.numel() for t in tree_leaves(outputs) if isinstance(t, Tensor))
+            is_full = max_batches is None and size > MAX_OUTPUT_VALUES
+            if is_full or number == (max_batches or MAX_OUTPUT_BATCHES):
                 return
             yield to_fp64(batch) if fp64 else batch
 
@@ -311,16 +307,14 @@ def replay_updates(
     enter_training(run.model)
     for number, step in enumerate(gradient_source.steps):
         start = reference.state_before(number)
-        moved = replace(start, parameters=start.parameters | step.moved)
-        load_state(run.model, moved)
+        load_state(run.model, replace(start, parameters=start.parameters | step.moved))
         run.update.begin()
         for name, parameter in run.model.named_parameters():
             gradient = step.gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter, copy=True)
         weight = run.update.parameters[0]
         dtype = weight.dtype.to_real() if weight.is_complex() else weight.dtype
-        loss = step.loss.to(weight.device, dtype)
-        run.update.apply(*run.update.measure(loss))
+        run.update.apply(*run.update.measure(step.loss.to(weight.device, dtype)))
         run.progress.step += 1
         yield snapshot(run)
 
@@ -335,8 +329,7 @@ def _to_host(value: Tensor) -> Tensor:
 STEPS = 40
 MIN_STEPS = 6  # however large the model
 MAX_WEIGHT_STEPS = 2**26  # weights times steps; four numbers per weight and step on the host: 1 GB
-MAX_FLOPS = {"cpu": 2e11}  # of all steps together; a few seconds per run
-ACCELERATOR_MAX_FLOPS = 2e13
+MAX_FLOPS, ACCELERATOR_MAX_FLOPS = 2e11, 2e13  # of all steps together; a few seconds per run
 
 
 @dataclass(frozen=True)
@@ -356,8 +349,7 @@ def choose_window(run: Run, requested: int | None) -> tuple[StepWindow, list[str
     per_epoch, reason = run.train.steps_per_epoch, ""
     steps = requested or affordable_steps(run)
     if requested is None and steps < STEPS:
-        weights = sum(parameter.numel() for parameter in run.model.parameters())
-        reason = f": {weights:,} weights, {step_flops(run) / 1e9:,.1f} GFLOP a step"
+        reason = f": {_weights(run):,} weights, {step_flops(run) / 1e9:,.1f} GFLOP a step"
     update = 0 if run.progress.step else first_update(run.update.factors, steps)
     batch = update
     if per_epoch > steps:  # else every window contains the end of an epoch
@@ -378,10 +370,13 @@ def first_update(factors: Sequence[float], steps: int) -> int:
 
 def affordable_steps(run: Run) -> int:
     """Return the number of steps to make: `STEPS`, or fewer for a large model."""
-    weights = sum(parameter.numel() for parameter in run.model.parameters())
-    max_flops = MAX_FLOPS.get(run.device.kind, ACCELERATOR_MAX_FLOPS)
+    max_flops = MAX_FLOPS if run.device.kind == "cpu" else ACCELERATOR_MAX_FLOPS
     steps_by_flops = int(max_flops / max(step_flops(run), 1))
-    return max(MIN_STEPS, min(STEPS, MAX_WEIGHT_STEPS // max(weights, 1), steps_by_flops))
+    return max(MIN_STEPS, min(STEPS, MAX_WEIGHT_STEPS // max(_weights(run), 1), steps_by_flops))
+
+
+def _weights(run: Run) -> int:
+    return sum(parameter.numel() for parameter in run.model.parameters())
 
 
 def step_flops(run: Run) -> float:
@@ -393,5 +388,4 @@ def step_flops(run: Run) -> float:
     with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
         with modes.evaluation_mode(run.model):  # keeps statistics, allows a single sample
             forward_flops, _ = count_flops(lambda: call_model(run.forward, sample))
-    weights = sum(parameter.numel() for parameter in run.model.parameters())
-    return 3.0 * batch_size_of(target) * max(forward_flops, 2 * weights)
+    return 3.0 * batch_size_of(target) * max(forward_flops, 2 * _weights(run))

@@ -33,19 +33,25 @@ from runner.scale.distributed.launch import count_processes
 from runner.scale.distributed.rank_info import detect_rank
 
 STEPS = 10
-ROUNDING_FACTOR = 100.0
-"""Factor on the effect of one rounding of each weight, in fp64. Measured with 2 processes: ≤ 2."""
-COARSE_FACTOR = 10_000.0
-"""The same factor if the model does not run in fp64: kernels depend on the batch size."""
-PRECISION_FACTOR = 10.0
-"""Factor on the single process's distance from fp64."""
-MIN_LIMIT = 1e-12
-"""Limit of a value that shows no rounding in the steps made."""
-OWN_MINIMUM = PRECISION_FACTOR * 2.0**-23
-"""The same limit in the run's own precision: roundings of fp32."""
+# factors on the effect of one rounding of each weight: in fp64, where with 2 processes 2 was
+# measured, and of a model that does not run in fp64, since kernels depend on the batch size
+ROUNDING_FACTOR, COARSE_FACTOR = 100.0, 10_000.0
+PRECISION_FACTOR = 10.0  # on the single process's distance from fp64
+# limits of a value that shows no rounding in the steps made: in fp64, and in the run's precision
+MIN_LIMIT, OWN_MINIMUM = 1e-12, PRECISION_FACTOR * 2.0**-23
 ROUNDING_TECHNIQUES = "tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split()
 """Techniques that change rounding or lack fp64 kernels: own precision only."""
 OPTIMIZER_OPTIONS = "optimizer.param_groups."  # are given by the config
+FIRST_STEP_CAUSES = {
+    "train/loss": "the first batch's forward: a process takes the wrong part of the batch, "
+    "the loss is a mean of the processes' means, or a layer mixes samples",
+    "train/grad_norm": "the first loss agrees, its gradient does not: it is averaged over "
+    "processes where the parts weigh differently, or is not of all processes",
+}
+UPDATE_CAUSE = (
+    "loss and gradient norm of the first step agree, its update does not: "
+    "clipping by a part of the gradient, or an update of only some weights"
+)
 COMPARED_KINDS = ("metric", "parameter", "buffer", "optimizer", "average", "loss_scale")
 FP64 = "fp64"
 OWN_PRECISION = "the run's own precision"
@@ -55,13 +61,8 @@ class Distance(NamedTuple):
     """The difference of one value, relative to the largest number of its group."""
 
     key: ValueKey
-    distance: float
+    distance: float  # may be NaN, which is beyond its limit
     limit: float
-
-    @property
-    def within(self) -> bool:
-        """Whether it is within its limit; False for NaN."""
-        return self.distance <= self.limit
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,8 @@ def verify_distributed(config: RunConfig, folder: Path, steps: int = STEPS) -> D
             limits = check.limits_by_rounding(single, exact_config, fp64=True)
             check.compare(FP64, single, without_reduced_precision(config), fp64, limits)
             single_own = check.train("one own", single_config, own_precision)
-            limits = measured_limits(
-                single.values, single_own.values, PRECISION_FACTOR, OWN_MINIMUM
-            )
+            own_limits = PRECISION_FACTOR, OWN_MINIMUM
+            limits = measured_limits(single.values, single_own.values, *own_limits)
         check.compare(OWN_PRECISION, single, config, own_precision, limits)
     return check.result(steps, config.distributed, size, single.facts)
 
@@ -163,9 +163,7 @@ class EqualityCheck:
     def train(self, name: str, config: RunConfig, precision: ReferencePrecision) -> EndState:
         """Train a config; returns its final state with the regular checkpoints."""
         folder = self.folder / name.replace(" ", "-")
-        size = count_processes(config)
-        by = f"by {size} processes" if size > 1 else "by one process"
-        purpose = f"{config.training.steps} steps {by} ({name})"
+        purpose = f"{config.training.steps} steps, processes: {count_processes(config)} ({name})"
         train_in_processes(config, folder, precision=precision, purpose=purpose)
         every = config.checkpoint.every or 1
         return read_end_state(folder, [step for step in saved_steps(folder) if step % every == 0])
@@ -198,7 +196,7 @@ class EqualityCheck:
                 d for d in distances if d.key.kind != "metric" or d.key.name.endswith(smooth)
             ]
         self.rows += worst_by_kind(precision, distances)
-        failure = next((distance for distance in distances if not distance.within), None)
+        failure = next((each for each in distances if not each.distance <= each.limit), None)
         if self.first_failure is None and failure is not None:
             self.first_failure, self.precision = failure, precision
 
@@ -213,9 +211,8 @@ class EqualityCheck:
             self.notes.append(text)
         if (first := self.first_failure) is None:
             return result
-        saved = self.checkpoint_steps
+        saved, name = self.checkpoint_steps, f"{first.key} in {self.precision}"
         cause = likely_cause(first.key, self.precision, distributed, facts, saved)
-        name = f"{first.key} in {self.precision}"
         return replace(result, first=name, distance=first.distance, limit=first.limit, cause=cause)
 
 
@@ -295,10 +292,8 @@ def worst_by_kind(precision: str, distances: list[Distance]) -> list[WorstDistan
     for kind in dict.fromkeys(each.key.kind for each in distances):
         group = [each for each in distances if each.key.kind == kind]
         worst = max(group, key=lambda each: each.distance / each.limit)
-        name, step = worst.key.name, worst.key.step
-        rows.append(
-            WorstDistance(precision, kind, len(group), name, step, worst.distance, worst.limit)
-        )
+        place = worst.key.name, worst.key.step
+        rows.append(WorstDistance(precision, kind, len(group), *place, worst.distance, worst.limit))
     return rows
 
 
@@ -311,38 +306,17 @@ def likely_cause(
 ) -> str:
     """Return the likely cause of the first value beyond its limit."""
     if facts["draws"]:
-        return (
-            "the model draws random numbers other than dropout's in training, different in each "
-            "process: not comparable; disable them to compare the rest"
-        )
+        how = "the model draws random numbers other than dropout's, different in each process"
+        return f"{how}: not comparable; disable them to compare the rest"
     if facts["batchnorm"] and not distributed.sync_batchnorm:
-        return (
-            "BatchNorm normalises by each process's own part of the batch: "
-            "distributed.sync_batchnorm=false"
-        )
+        part = "BatchNorm normalises by each process's own part of the batch"
+        return f"{part}: distributed.sync_batchnorm=false"
     if precision == OWN_PRECISION and distributed.compression is not Compression.none:
         return f"gradients are sent in {distributed.compression.value}: distributed.compression"
     if precision == OWN_PRECISION:
         return "fp64 agrees: a technique that rounds otherwise with a part of the batch"
-    return _cause_by_key(first, checkpoint_steps)
-
-
-def _cause_by_key(first: ValueKey, checkpoint_steps: Set[int]) -> str:
     if first.kind == "metric" and first.name.startswith("val/") and first.step in checkpoint_steps:
         return "training agrees up to this step: buffers or averages that validation reads"
-    if first.kind == "metric" and first.name == "train/loss" and first.step == 1:
-        return (
-            "the first batch's forward: a process takes the wrong part of the batch, the loss is a "
-            "mean of the processes' means, or a layer mixes samples"
-        )
-    if first.kind == "metric" and first.name == "train/grad_norm" and first.step == 1:
-        return (
-            "the first loss agrees, its gradient does not: gradients are averaged over processes "
-            "where the parts weigh differently, or are not of all processes"
-        )
     if first.kind in ("buffer", "average"):
         return f"state local to each process: {first.kind}s do not cover all samples"
-    return (
-        "loss and gradient norm of the first step agree, its update does not: "
-        "clipping by a part of the gradient, or an update of only some weights"
-    )
+    return FIRST_STEP_CAUSES.get(first.name if first.step == 1 else "", UPDATE_CAUSE)

@@ -73,15 +73,13 @@ def read_end_state(folder: Path, checkpoint_steps: Iterable[int] | None = None) 
         if checkpoint_steps is None or step in checkpoint_steps:
             restored = load_checkpoint(path)
             values |= dict(_checkpoint_values(step, restored.model, restored.state, parameters))
-    ordered = sorted(values, key=_sort_key)
-    return EndState({key: values[key] for key in ordered}, facts)
+    return EndState({key: values[key] for key in sorted(values, key=_sort_key)}, facts)
 
 
 def _sort_key(key: ValueKey) -> tuple[int, int]:
     """Sort key: by step, training metrics, then checkpoint, then validation."""
-    if key.kind != "metric":
-        return key.step, 1
-    return key.step, 0 if key.name.startswith("train/") else 2
+    after = 0 if key.name.startswith("train/") else 2
+    return key.step, after if key.kind == "metric" else 1
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
@@ -109,9 +107,7 @@ def _checkpoint_values(
         kind = "parameter" if name in parameters or not parameters else "buffer"
         yield ValueKey(step, kind, name), value
     for part, content in state["update"].items():
-        if part == "names":
-            continue
-        for path, value in _leaves(content, part):
+        for path, value in _leaves(content, part) if part != "names" else ():
             yield ValueKey(step, UPDATE_KINDS.get(part, "optimizer"), path), value
     for part, content in state.items():
         if part == "update" or part in IGNORED_STATE:

@@ -77,15 +77,12 @@ class RunProbe(Hook):
     def _write(self, run: Run) -> None:
         if run.folder is None or not run.writes:
             return
-        module_types = {type(module).__name__ for module in run.model.modules()}
-        silenced = next(
-            (t.silenced for _, t in run.techniques if isinstance(t, ReferencePrecision)), 0
-        )
+        precisions = [t for _, t in run.techniques if isinstance(t, ReferencePrecision)]
         facts = {
             "parameters": [n for n, _ in run.model.named_parameters(remove_duplicate=False)],
             "techniques": [name for name, _ in run.techniques if name != PRECISION_TECHNIQUE],
-            "batchnorm": any("BatchNorm" in name for name in module_types),
-            "dropout": silenced > 0,
+            "batchnorm": any("BatchNorm" in type(m).__name__ for m in run.model.modules()),
+            "dropout": any(technique.silenced for technique in precisions),
             "draws": self.has_drawn,
         }
         replace_text(run.folder / FACTS_FILE, json.dumps(facts))
@@ -176,13 +173,12 @@ def train_in_processes(
     except AttemptLost as lost:
         if not probe.kill_at or "SIGKILL" not in str(lost):
             raise UsageError(f"the verified run ended early: {lost}") from None
-    else:
-        if probe.kill_at:
-            raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")
+        return
+    if probe.kill_at:
+        raise UsageError(f"the run ended before step {probe.kill_at}, at which it is killed")
 
 
 def _start_logged(config: RunConfig, folder: Path, given: Components, place: RankInfo) -> None:
-    """Process entry: redirect output to a log file, then train."""
     with suppress(OSError):
         redirect_output(folder / LOG_FILE)
     run_rank_process(config, folder, given, place)

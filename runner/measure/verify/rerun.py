@@ -108,8 +108,8 @@ def compare_runs(
     keys, notes = differing_keys(metrics, new_metrics), list[str]()
     names, was, now = [str(key) for key in keys], "", ""
     if keys:
-        first = [repr(v[keys[0]]) if keys[0] in v else "missing" for v in (metrics, new_metrics)]
-        was, now = first
+        both = metrics, new_metrics
+        was, now = (repr(v[keys[0]]) if keys[0] in v else "missing" for v in both)
     digests, new_digests = _digests(recorded), _digests(repeated)
     step = max(digests.keys() & new_digests.keys(), default=None)
     if step is None:
@@ -117,49 +117,39 @@ def compare_runs(
     elif digests[step] != new_digests[step]:
         names.append(f"weights at step {step}")
         was, now = was or digests[step], now or new_digests[step]
-    changes = _find_changes(recorded, repeated)
+    then, today = dict(_read_facts(recorded)), dict(_read_facts(repeated))
+    changed = [key for key in then if key in today and then[key] != today[key]]
+    changed.sort(key=lambda key: CHANGE_KINDS.index(key.partition(" ")[0]))
+    values = ((key, shorten(str(then[key]), 80), shorten(str(today[key]), 80)) for key in changed)
+    changes = [f"{key}: was {old}, now {new}" for key, old, new in values]
     if config_hash != summary.config_hash:
         changes.insert(0, "config: changed by typed overrides or by this version's defaults")
-    if not any(key.startswith("data") for key, _ in _read_facts(recorded)):
+    if not any(key.startswith("data") for key in then):
         notes.append("the run has no digest of its data: changed data would not be detected")
     counts = {"metric": len(metrics), "weights": int(step is not None)}
     cause = (changes or [UNEXPLAINED])[0] if names else ""
-    return RerunEquality(
-        str(recorded), summary.steps, counts, names, was, now, changes, cause, notes
-    )
+    found = counts, names, was, now, changes, cause, notes
+    return RerunEquality(str(recorded), summary.steps, *found)
 
 
 def find_run(path: Path) -> Path:
     """Return the folder of the named run, or of the run with the named checkpoint."""
-    candidates = [path, *path.resolve().parents[:2]]
-    for folder in candidates:
+    for folder in (path, *path.resolve().parents[:2]):
         if (folder / "summary.json").is_file() and (folder / "metrics.jsonl").is_file():
             return folder
     raise CheckpointError(f"checkpoint.resume: {path} has no summary.json and metrics.jsonl")
 
 
 def _digests(run: Path) -> dict[int, str]:
-    """Return the digests of the weight files by checkpoint step."""
     digests = {}
     for step, path in saved_steps(run).items():
         with suppress(CheckpointError):
             files = read_manifest(path).files
-            names = shard_names(files) or [MODEL]
-            digests[step] = " ".join(files[name].sha256 for name in names)
+            digests[step] = " ".join(files[x].sha256 for x in shard_names(files) or [MODEL])
     return digests
 
 
-def _find_changes(recorded: Path, repeated: Path) -> list[str]:
-    """Return the recorded facts that differ between the runs."""
-    then, now = dict(_read_facts(recorded)), dict(_read_facts(repeated))
-    keys = [key for key in then if key in now and then[key] != now[key]]
-    keys.sort(key=lambda key: CHANGE_KINDS.index(key.partition(" ")[0]))
-    rows = ((key, shorten(str(then[key]), 80), shorten(str(now[key]), 80)) for key in keys)
-    return [f"{key}: was {was}, now {new}" for key, was, new in rows]
-
-
 def _read_facts(run: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the recorded facts on which results may depend."""
     with suppress(StorageError):
         summary = Summary.read(run)
         yield "device", summary.device.get("name")

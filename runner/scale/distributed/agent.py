@@ -54,10 +54,9 @@ class Agent:
     ) -> None:
         """`outcome_folder` is the folder in which processes write their outcomes.
 
-        A process has `grace_s` to end after a signal. With `uses_nccl`, processes that remain may
-        wait for their device forever, and have nothing to save. The fork server has `start_s` for
-        its imports. `trains` returns whether training has begun; before that nothing is saved after
-        a signal.
+        A process has `grace_s` to end after a signal; before training (`trains`) it saves nothing.
+        With `uses_nccl`, processes that remain may wait for their device forever, and have nothing
+        to save. The fork server has `start_s` for its imports.
         """
         self.uses_nccl, self.start_s, self.trains = uses_nccl, start_s, trains
         self.outcome_folder, self.timeout_s, self.grace_s = outcome_folder, timeout_s, grace_s
@@ -119,10 +118,8 @@ class Agent:
         codes = {rank: (p.exit_code or 0) if p.pid else not_started for rank, p in pairs}
         if self.server_lost:  # a process that was done had only its exit code to report
             codes |= {rank: 0 for rank, outcome in outcomes.items() if outcome.kind == "done"}
-        ends = [
-            RankEnd(rank, name, codes[rank], rank in self.aborted_at, outcomes.get(rank))
-            for rank, name in names.items()
-        ]
+        aborted = self.aborted_at
+        ends = [RankEnd(r, x, codes[r], r in aborted, outcomes.get(r)) for r, x in names.items()]
         killed = self.server_lost and any(end.code for end in ends)
         problem = "the fork server was killed, and the processes with it" if killed else ""
         return judge(ends, self.received_signal or 0, self.problem or problem)
@@ -145,10 +142,7 @@ class Agent:
         return fork_server.has_ended(fork_server.PIPE_CLOSE_S if lost else 0.0)
 
     def _end_stopped(self, alive: Mapping[int, ChildProcess]) -> None:
-        """Kill processes that are all stopped for `timeout_s`.
-
-        If only some are stopped, the others notice that they do not answer.
-        """
+        """Kill processes all stopped for `timeout_s`; one that runs notices the others."""
         for process in alive.values():
             process.poll()
             self.problem = self.problem or process.problem
@@ -179,7 +173,7 @@ class Agent:
             if rank not in self.aborted_at and now > self._hang_deadline(rank, outcomes):
                 self.aborted_at[rank] = now
                 process.send_signal(signal.SIGABRT)  # it writes its stacks
-            if rank in self.aborted_at and now > self.aborted_at[rank] + ABORT_S:
+            if now > self.aborted_at.get(rank, now) + ABORT_S:
                 process.kill()
         overdue = now > (self._signal_time or 0.0) + SIGNAL_REPEAT_S
         if self.received_signal and not self._signal_repeated and overdue:
@@ -207,20 +201,14 @@ class Agent:
 
     def _has_silent_failure(self, outcomes: Mapping[int, RankOutcome]) -> bool:
         """Whether a process was killed, or noticed that another one was."""
-        silent = "running", *LOST_KINDS
-        return any(
-            end.failed and (end.rank not in outcomes or outcomes[end.rank].kind in silent)
-            for end in self._ends()
-        )
+        silent, failed = ("running", *LOST_KINDS), (end.rank for end in self._ends() if end.failed)
+        return any(rank not in outcomes or outcomes[rank].kind in silent for rank in failed)
 
     def _ends(self) -> list[RankEnd]:
         """Return how the processes that have ended so far did so."""
         codes = {rank: p.exit_code for rank, p in self.processes.items() if p.pid}
-        return [
-            RankEnd(rank, "", code, outcome=RankOutcome.read(self.outcome_folder, rank))
-            for rank, code in codes.items()
-            if code is not None
-        ]
+        folder, ended = self.outcome_folder, {r: x for r, x in codes.items() if x is not None}
+        return [RankEnd(r, "", x, outcome=RankOutcome.read(folder, r)) for r, x in ended.items()]
 
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:

@@ -42,8 +42,7 @@ def join_world(config: RunConfig, place: RankInfo, scope: ExitStack) -> World:
 def gpu_index(config: RunConfig, place: RankInfo) -> int | None:
     """Return the index of this process's GPU among those that it sees; None on a CPU.
 
-    It is the number of `device.index`, or that of its local rank. A process may see one GPU alone,
-    as with `srun --gpus-per-task=1`, Ray and Kubernetes; then that is its own.
+    It is `device.index` or the local rank; that of the one that it sees under `--gpus-per-task=1`.
     """
     if device_type(config).type != "cuda":
         return None
@@ -81,11 +80,9 @@ def join_from_program(
     """
     place = detect_rank()
     if place is None:
-        kind = config.distributed.kind.value
-        raise UsageError(
-            f"distributed={kind}: this process was not launched as one of several; start with "
-            "`torchrun --nproc-per-node 2 program.py` (or srun), or leave distributed out"
-        )
+        problem = "this process was not launched as one of several"
+        fix = "start with `torchrun --nproc-per-node 2 program.py` (or srun), or leave it out"
+        raise UsageError(f"distributed={config.distributed.kind.value}: {problem}; {fix}")
     place.check(config.distributed.processes)
     world = join_world(config, place, scope)
     return world, world.broadcast_choice(lambda: folder)

@@ -46,9 +46,8 @@ RUN_STOPPED = "run_stopped"  # all processes were stopped and continued; restart
 def main(config: RunConfig, folder: Path) -> Summary | None:
     """Train with several processes; under torchrun or SLURM this is already one of them.
 
-    Returns the summary written by rank 0; None for job=doctor. Raises the error of the process that
-    failed, with its exit code; ProcessLost after more than `distributed.restarts` losses; and
-    Interrupted.
+    Returns rank 0's summary; None for job=doctor. Raises the error of the process that failed, with
+    its exit code, ProcessLost after more than `distributed.restarts` losses, and Interrupted.
     """
     place = detect_rank()
     if place is not None:
@@ -67,15 +66,17 @@ def main(config: RunConfig, folder: Path) -> Summary | None:
         except AttemptLost as loss:
             losses.append(loss)
             if sum(loss.kind == PROCESS_LOST for loss in losses) > config.distributed.restarts:
-                trained = _summary_mtime(folder) != mtime_before
-                raise _restarts_exhausted(folder, losses, trained) from None
+                fix = "distributed.restarts=N restarts all from the last checkpoint, as does"
+                error = ProcessLost(f"{loss}; {fix} {resume_argument(folder)}")
+                if _summary_mtime(folder) != mtime_before:
+                    _update_summary(folder, "failed", str(error), losses)
+                raise error from None
             components = loss.apply_to(components)
             last = folders.link_target(folder / folders.FOLDER, "last")
             log.warning("%s; all processes restart from %s", loss, last or "the beginning")
         # continue from checkpoints of the lost attempt; without any, start as before
         if any(folder.glob("checkpoints/step_*")):
-            checkpoint = replace(config.checkpoint, resume="auto")
-            config = replace(config, checkpoint=checkpoint)
+            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
 
 def _read_summary(config: RunConfig, folder: Path) -> Summary | None:
@@ -83,7 +84,6 @@ def _read_summary(config: RunConfig, folder: Path) -> Summary | None:
 
 
 def _run_as_rank_zero(config: RunConfig, folder: Path, place: RankInfo) -> Summary | None:
-    """Train as rank 0, started by torchrun or SLURM."""
     store = open_store(place, timedelta(seconds=config.distributed.timeout_s))
     store.set(_folder_key(), str(folder.absolute()))  # for rank 0 of the next attempt
     try:
@@ -159,12 +159,11 @@ def run_attempt(
         ]  # fmt: skip
         agent.run(begin, {place.rank: (config, folder, components, place) for place in places})
         verdict = agent.verdict({place.rank: _process_name(config, place) for place in places})
-    trained = _summary_mtime(folder) != mtime_before
     if verdict.kind == "lost" and agent.stopped_s:
         text = f"{verdict.message}; all processes had been stopped for {agent.stopped_s:.0f} s"
         raise AttemptLost(text, RUN_STOPPED)
     if verdict.kind != "done":
-        raise _error_of(verdict, folder, trained)
+        raise _error_of(verdict, folder, _summary_mtime(folder) != mtime_before)
 
 
 def _process_name(config: RunConfig, place: RankInfo) -> str:
@@ -213,14 +212,6 @@ def _remove_rank_folders(folder: Path) -> None:
             (folder / part).rmdir()
 
 
-def _restarts_exhausted(folder: Path, losses: list[AttemptLost], trained: bool) -> ProcessLost:
-    fix = "distributed.restarts=N restarts all from the last checkpoint, as does"
-    error = ProcessLost(f"{losses[-1]}; {fix} {resume_argument(folder)}")
-    if trained:
-        _update_summary(folder, "failed", str(error), losses)
-    return error
-
-
 def _interruption(folder: Path, signal_number: int, trained: bool) -> Interrupted:
     """Return how a signal ended the run, with the command to resume."""
     where = " before the first step; no checkpoint is written"
@@ -244,16 +235,11 @@ def _update_summary(
         summary = Summary.read(folder)
         if summary.status == status == "interrupted":  # its reason says what was saved
             return
-        counts = Counter(loss.kind for loss in losses)
-        restarts = {"restarts": [str(loss) for loss in losses[:-1]]} if losses else {}
-        summary = replace(
-            summary,
-            faults={**summary.faults, **counts},
-            checkpoint=CheckpointPaths(
-                *(folders.link_target(root, name) for name in ("last", "best"))
-            ),
-            distributed={**summary.distributed, **restarts},
-        )
+        paths = (folders.link_target(root, name) for name in ("last", "best"))
+        summary.faults |= Counter(loss.kind for loss in losses)
+        summary.checkpoint = CheckpointPaths(*paths)
+        if losses:
+            summary.distributed["restarts"] = [str(loss) for loss in losses[:-1]]
         summary.set_end(status, reason)
         summary.write(folder)
         report.write_report(summary, folder)

@@ -1,7 +1,6 @@
 """How the processes of a run end, and which end caused the others.
 
-A process reports its end by a file to its agent, or under torchrun and SLURM by the store to the
-other processes. An exit code would not say enough.
+A process reports its end by a file to its agent, or by the store under torchrun and SLURM.
 """
 
 from __future__ import annotations
@@ -51,15 +50,13 @@ class RankOutcome:
         """Return the outcome of a process that this error ends."""
         if isinstance(error, RestartRequired):
             return cls(rank, "restart", str(error), 1, error.choices)
-        if isinstance(error, Interrupted):
-            return cls(rank, "interrupted", str(error), error.exit_code)
-        if isinstance(error, RunnerError):
-            kind = "error"
-            if isinstance(error, ProcessLost):
-                kind = "hung" if error.hung else "lost"
-            return cls(rank, kind, str(error), error.exit_code)
-        text, file, number = describe_error(error)
-        return cls(rank, "error", f"{text} ({file}:{number})", 1)
+        if not isinstance(error, RunnerError):
+            text, file, number = describe_error(error)
+            return cls(rank, "error", f"{text} ({file}:{number})", 1)
+        kind = "interrupted" if isinstance(error, Interrupted) else "error"
+        if isinstance(error, ProcessLost):
+            kind = "hung" if error.hung else "lost"
+        return cls(rank, kind, str(error), error.exit_code)
 
     def as_json(self) -> str:
         """Return the outcome as text for another process."""
@@ -99,11 +96,10 @@ class SharedOutcomes:
 
     def find_error(self) -> ProcessLost | None:
         """Return the error that ended another process, if already published; else None."""
-        try:
+        with suppress(RuntimeError):
             _, cause = self._read_outcomes(0.0)
-        except RuntimeError:
-            return None
-        return None if cause is None or cause.kind != "error" else _lost_error(cause)
+            return _lost_error(cause) if cause is not None and cause.kind == "error" else None
+        return None
 
     def name_cause(self, error: ProcessLost) -> ProcessLost:
         """Return the error with the lost process and its reason, if published in time."""
@@ -199,10 +195,9 @@ def _describe_lost_process(ends: Sequence[RankEnd]) -> str:
         if end.code < 0 and not end.killed:
             hint = MEMORY_HINT if end.code == -signal.SIGKILL else ""
             return f"{end.name} {describe_exit(end.code)}{hint}"
-    for end in ends:
-        if end.failed and not end.killed and end.kind in ("", "running"):
-            return f"{end.name} {describe_exit(end.code)} during the run"
-    for end in ends:
+    for end in sorted(ends, key=lambda end: end.killed):
         if end.killed:
             return f"{end.name} was killed: no answer within distributed.timeout_s"
+        if end.failed and end.kind in ("", "running"):
+            return f"{end.name} {describe_exit(end.code)} during the run"
     return next(end.outcome.message for end in ends if end.outcome and end.outcome.exit_code)

@@ -18,7 +18,7 @@ from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.schemas.device import Compression, DistributedKind
 from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.cost import forward_cost
-from runner.scale.distributed.collectives import count_collectives
+from runner.scale.distributed.process_stats import count_collectives
 from runner.scale.distributed.world import refuse_lost, world_of
 
 if TYPE_CHECKING:
@@ -128,23 +128,19 @@ class DdpTechnique(Technique):
         sums = [gradient.double().sum() for gradient in gradients]
         values = torch.stack(sums).tolist() if sums else []  # host sync: evidence, once per run
         same = all(other == values for other in run.world.all_gather(values))
-        reason = "" if same else "gradients differ between processes"
         sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes", ""))
         # host sync: none, text
         buckets = [int(size) for size in sizes.split(",") if size.strip()]
-        comm = facts.get("avg_backward_comm_time", 0)
-        overlap = facts.get("avg_backward_compute_comm_overlap_time", 0)
-        return Evidence(
-            same,
-            reason,
-            {
-                "buckets": len(buckets),
-                "backward_comm_ms": round(comm / 1e6, 2),
-                "overlap_ms": round(overlap / 1e6, 2),
-                "bucket_bytes": sum(buckets),
-                **count_collectives(run),
-            },
-        )
+        comm_ns = facts.get("avg_backward_comm_time", 0)
+        overlap_ns = facts.get("avg_backward_compute_comm_overlap_time", 0)
+        evidence = {
+            "buckets": len(buckets),
+            "backward_comm_ms": round(comm_ns / 1e6, 2),
+            "overlap_ms": round(overlap_ns / 1e6, 2),
+            "bucket_bytes": sum(buckets),
+            **count_collectives(run),
+        }
+        return Evidence(same, "" if same else "gradients differ between processes", evidence)
 
 
 @dataclass

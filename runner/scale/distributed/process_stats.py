@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import mean
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.core.device import memory
 from runner.core.interfaces.hook import Evaluation, Hook
 from runner.core.interfaces.run import Run
 from runner.core.techniques.flops import peak_flops
+from runner.core.techniques.model_calls import enter_contexts
+from runner.core.techniques.probe import OperatorObserver
+from runner.core.train.step import forward_backward
 from runner.core.train.timing import Stopwatch
 from runner.scale.distributed.world import World, world_of
+
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "broadcast_": "broadcast",
+}
+"""Collective by name of the dispatcher's operator."""
 
 
 class ProcessStats(Hook):
@@ -129,10 +143,7 @@ def _mfu(flops: Mapping[str, float | None]) -> float | None:
 
 
 def _matmul_dtype(run: Run) -> torch.dtype:
-    """Return the dtype of matrix products in a step."""
-    with ExitStack() as stack:
-        for context in run.contexts:
-            stack.enter_context(context())
+    with enter_contexts(run.contexts):
         if torch.is_autocast_enabled(run.device.kind):
             return torch.get_autocast_dtype(run.device.kind)
     return next(run.model.parameters()).dtype
@@ -159,3 +170,40 @@ def _exposed_ms(run: Run) -> float:
     communication_ns: int = facts.get("avg_backward_comm_time", 0)
     overlapped_ns: int = facts.get("avg_backward_compute_comm_overlap_time", 0)
     return max(0, communication_ns - overlapped_ns) / 1e6
+
+
+def count_collectives(run: Run) -> dict[str, dict[str, int]]:
+    """Count the calls of each collective in a step, and the bytes of their results.
+
+    All processes make the step on the current batch, without the update.
+    """
+    calls: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+
+    def count_call(operator: Any, output: Any) -> None:
+        namespace, _, name = operator.name().partition("::")
+        if namespace == "c10d":
+            name = COLLECTIVES.get(name, name)
+            calls[name] += 1
+            sizes[name] += _output_bytes(output)
+
+    compiled = run.compilation is not None
+    parameters = [*run.model.parameters(), *run.update.parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    phase_seconds = dict(run.stopwatch.phase_seconds)
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            with OperatorObserver(count_call):
+                forward_backward(run, run.train.at(run.progress.step))
+    finally:
+        run.update.abandon()
+        run.stopwatch.phase_seconds = phase_seconds  # this step does not count
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    return {"collectives": dict(calls), "collective_bytes": dict(sizes)}
+
+
+def _output_bytes(output: Any) -> int:
+    if isinstance(output, Tensor):
+        return output.nbytes
+    return sum(map(_output_bytes, output)) if isinstance(output, list | tuple) else 0

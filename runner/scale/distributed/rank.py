@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
+from typing import Any
 
 import torch
 
@@ -19,10 +21,12 @@ from runner import rooms
 from runner.core.build.setup import Components
 from runner.core.checkpoint.ownership import folder_is_checked
 from runner.core.config.run_config import RunConfig
+from runner.core.device.capabilities import usable_cores
 from runner.core.device.device import select
 from runner.core.device.remaining import report_remaining
 from runner.core.device.signals import interruption_before_run, raise_on_signals
 from runner.core.errors import Interrupted, NotVerified, ProcessLost, UsageError
+from runner.core.findings import CheckStatus, DoctorCheck
 from runner.core.jobs import train
 from runner.core.masking import mask_secrets
 from runner.core.process_wait import die_with_parent
@@ -36,8 +40,7 @@ from runner.core.security.child_process import detach, end_with_parent
 from runner.core.security.secrets import redact_errors
 from runner.core.standard_streams import write_stream
 from runner.scale.distributed.agent import block_signals, unblock_signals
-from runner.scale.distributed.join import config_for_rank, join_world
-from runner.scale.distributed.links import examine_links
+from runner.scale.distributed.join import config_for_rank, gpu_uuid, join_world
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome
 from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World, as_lost, is_lost
@@ -126,9 +129,9 @@ def run_rank(
         set_up_logging(config.monitoring.log_level, None, screen=False)
     else:
         _set_up_rank_logging(config, folder, place)
-    if folder is not None and _is_only_process(place):
-        config = replace(config, distributed=DistributedConfig())
-        return train.main(config, folder, components)
+        if _is_only_process(place):
+            config = replace(config, distributed=DistributedConfig())
+            return train.main(config, folder, components)
     with ExitStack() as stack:
         world = join_world(config, place, stack)
         run_folder, resume = world.broadcast_choice(lambda: (folder, config.checkpoint.resume))
@@ -147,10 +150,8 @@ def run_rank(
             return None
         try:
             if components is None:
-                components = (
-                    world.broadcast_choice(lambda: train.resolve_components(config, run_folder))
-                    or Components()
-                )
+                resolve = partial(train.resolve_components, config, run_folder)
+                components = world.broadcast_choice(resolve) or Components()
             return train.main(config, run_folder, replace(components, world=world))
         except ProcessLost as lost:
             if world.has_stalled_device:  # the interpreter's own exit could wait for the device
@@ -163,24 +164,20 @@ def run_rank(
 
 
 def _is_only_process(place: RankInfo) -> bool:
-    """Whether it is the only process, started by our agent."""
     return place.by == "runner" and place.size == 1
 
 
 def _run_doctor(config: RunConfig, folder: Path, world: World) -> None:
-    """Run job=doctor, with a description of the processes."""
     with ExitStack() as scope:
         device = select(config_for_rank(config, world.place).device, scope)
         links = examine_links(world, device.torch)
-        failure: NotVerified | None = None
-        if world.is_rank_zero:
-            try:
+        try:
+            if world.is_rank_zero:
                 rooms.find("job", "doctor", "job=doctor")(config, folder, links)
-            except NotVerified as error:
-                failure = error
+        except NotVerified:
+            world.barrier()
+            raise
         world.barrier()
-        if failure is not None:
-            raise failure
 
 
 def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> None:
@@ -188,3 +185,54 @@ def _set_up_rank_logging(config: RunConfig, folder: Path, place: RankInfo) -> No
     guard_folder(folder)
     make_folder(log_folder)
     set_up_logging(config.monitoring.log_level, log_folder, screen=place.rank == 0)
+
+
+# -- what job=doctor says of the processes ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """The processes of a run, and whether their all-reduce is right."""
+
+    kind: str
+    backend: str
+    ranks: list[dict[str, Any]]  # host, device, versions
+    wrong: int  # number of wrong sums
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the report's table."""
+        yield "kind", f"{self.kind}, {len(self.ranks)} processes, {self.backend}"
+        for rank, facts in enumerate(self.ranks):
+            yield f"process {rank}", ", ".join(f"{k} {v}" for k, v in facts.items())
+
+    def checks(self) -> Iterator[DoctorCheck]:
+        """Yield checks of sums, cores and devices."""
+        text = f"{self.wrong} sums are wrong" if self.wrong else "sums are right"
+        fix = "run nccl-tests, or try distributed.backend=gloo"
+        yield DoctorCheck.of("all-reduce", not self.wrong, text, fix, CheckStatus.fail)
+        local_ranks = [facts for facts in self.ranks if facts["host"] == self.ranks[0]["host"]]
+        cores, cpu = usable_cores(), local_ranks[0]["device"] == "cpu"
+        text = f"{len(local_ranks)} processes on {cores} cores"
+        fix = f"distributed.processes={cores}: each needs a core"
+        yield DoctorCheck.of("cores", len(local_ranks) <= cores or not cpu, text, fix)
+        local_gpus = {facts["gpu"] for facts in local_ranks if not cpu}
+        have_own_gpu = cpu or len(local_gpus) == len(local_ranks)
+        text = f"{len(local_ranks)} processes on {'the CPU' if cpu else f'{len(local_gpus)} GPUs'}"
+        fix = "distributed.processes= at most the number of GPUs"
+        yield DoctorCheck.of("devices", have_own_gpu, text, fix, CheckStatus.fail)
+
+
+def examine_links(world: World, device: torch.device) -> LinkReport:
+    """Describe the processes and check a sum; called by all, each gets the same result."""
+    rank_facts = {
+        "host": world.host,
+        "device": str(device),
+        **({"gpu": uuid} if (uuid := gpu_uuid(device.index)) else {}),
+        "torch": torch.__version__,
+        **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+        "local rank": world.place.local_rank,
+    }
+    ones = torch.ones(1 << 18, dtype=torch.float32, device=device)
+    total = world.all_reduce_sum(ones * (world.rank + 1))
+    wrong = world.all_gather(int((total != world.size * (world.size + 1) / 2).any()))
+    return LinkReport(world.kind, world.backend, world.all_gather(rank_facts), sum(wrong))

@@ -41,14 +41,9 @@ class RankInfo:
 
     def environ(self) -> dict[str, str]:
         """Return the variables that torchrun sets, for user code."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
+        names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+        values = self.rank, self.size, self.local_rank, self.local_size, self.address, self.port
+        return dict(zip(names, map(str, values), strict=True))
 
 
 def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo | None:
@@ -59,14 +54,12 @@ def detect_rank(environ: Mapping[str, str] | None = None) -> RankInfo | None:
     env = os.environ if environ is None else environ
     try:
         if int(env.get("WORLD_SIZE", 0)) > 0 and "RANK" in env:
-            place = _read_torchrun(env)
-            return _on_loopback(place, "LOCAL_WORLD_SIZE" in env)
+            return _on_loopback(_read_torchrun(env), "LOCAL_WORLD_SIZE" in env)
         if int(env.get("SLURM_NTASKS", 0)) > 1 and "SLURM_STEP_ID" in env:
             return _on_loopback(_read_slurm(env))
     except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"environment variables of a distributed run are incomplete: {error}"
-        ) from None
+        subject = "environment variables of a distributed run"
+        raise UsageError(f"{subject} are incomplete: {error}") from None
     return None
 
 
@@ -113,10 +106,5 @@ def _first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list such as `node[1-3,7]`, by scontrol."""
     if "[" not in nodes and "," not in nodes:
         return LOOPBACK if nodes == socket.gethostname() else nodes
-    names = subprocess.run(  # noqa: S603  # a list of nodes, and no shell
-        ["scontrol", "show", "hostnames", nodes],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return names.stdout.split()[0]
+    command = ["scontrol", "show", "hostnames", nodes]
+    return subprocess.check_output(command, text=True).split()[0]  # noqa: S603  # no shell

@@ -1,7 +1,6 @@
 """FSDP2: each process has a shard of every weight, gradient and optimizer state.
 
-Blocks are gathered for their forward and again for their backward. Otherwise, and for the update, a
-process has only its rows, which the optimizer gets as plain tensors.
+Blocks are gathered for forward and backward. Else a process has only its rows, as plain tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.checkpoint.shards import has_rows
 from runner.core.checkpoint.snapshot import DTYPES
-from runner.core.errors import ConfigError, UsageError
+from runner.core.errors import ConfigError
 from runner.core.interfaces.batch import Batch, slice_rows
 from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.optim.optimizer import is_torch_class
 from runner.core.schemas.training import MICRO_BATCH
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.techniques.probe import repeated_blocks
-from runner.scale.distributed.collectives import count_collectives
+from runner.scale.distributed.process_stats import count_collectives
 from runner.scale.distributed.world import World, world_of
 
 if TYPE_CHECKING:
@@ -117,13 +116,9 @@ class Shards:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict, with this process's rows of sharded weights."""
-        state = self.model.state_dict(keep_vars=True).items()
-        return {
-            name: self.local_rows[self._indices[id(value)]].detach()
-            if name in self.names
-            else value
-            for name, value in state
-        }
+        state = self.model.state_dict(keep_vars=True)
+        rows = {name: self.local_rows[self._indices[id(state[name])]] for name in self.names}
+        return {**state, **{name: own.detach() for name, own in rows.items()}}
 
     @torch.no_grad()
     def load(self, model: Mapping[str, Any]) -> None:
@@ -132,9 +127,8 @@ class Shards:
         if model.keys() != state.keys():
             differing = sorted(model.keys() ^ state.keys())
             raise KeyError(f"the model's weights differ: {differing[0]}")
-        self.model.load_state_dict(
-            {n: v for n, v in model.items() if n not in self.names}, strict=False
-        )
+        others = {name: value for name, value in model.items() if name not in self.names}
+        self.model.load_state_dict(others, strict=False)
         for name in self.names:
             number = self._indices[id(state[name])]
             self.local_rows[number].copy_(self.row_ranges[number].select(model[name]))
@@ -160,7 +154,6 @@ class Shards:
         """Return the results of `compute` on each micro-batch of this process's `own` samples.
 
         `own` is at most its part of `samples`; it is smaller if samples were left out.
-
         `compute` is called equally often by all processes, since each provides its shards; a call
         without samples of its own gets a stand-in, and its result is dropped.
         """
@@ -186,8 +179,7 @@ class FsdpTechnique(Technique):
     """Shards the repeated blocks one by one, and the rest of the model as one more unit.
 
     Of several micro-batches only the last backward sends gradients; until then a process holds
-    those of the whole model. With `distributed.no_sync=false`, or after an out-of-memory restart,
-    each backward sends, and a process holds only its rows' gradients.
+    those of the whole model, but for `distributed.no_sync=false` and after out of memory.
     """
 
     modules: int = 0
@@ -203,15 +195,14 @@ class FsdpTechnique(Technique):
             from runner.scale.distributed.batchnorm import synchronise_batchnorm
 
             synchronise_batchnorm(builder)
-        mesh = init_device_mesh(builder.device.kind, (world.size,))
         kind = builder.device.kind
         with enter_contexts(builder.contexts):
             bf16 = torch.is_autocast_enabled(kind)
             bf16 = bf16 and torch.get_autocast_dtype(kind) is torch.bfloat16
-        self.modules_in_bf16 = shard(model, mesh, bf16)
+        self.modules_in_bf16 = shard(model, init_device_mesh(kind, (world.size,)), bf16)
         self.modules = sum(isinstance(module, FSDPModule) for module in model.modules())
         world.shards = Shards(model, world)
-        world.validation_forward = _ValidationForward(model, world)
+        world.validation_forward = partial(_validate_forward, model, world)
         if world.config.no_sync and MICRO_BATCH not in builder.recorded:  # else memory has run out
             world.no_sync = partial(_without_reduction, model)
 
@@ -234,18 +225,16 @@ class FsdpTechnique(Technique):
             rows_left = max(0, len(weight) - shards.world.rank * rows_per_rank)
             expected_bytes += min(rows_per_rank, rows_left) * row_bytes
         moved = shards.count_moved()
-        return Evidence(
-            not moved,
-            f"{moved} weights are not in the memory that is updated" if moved else "",
-            {
-                "sharded_bytes": sum(t.nbytes for t in tensors_kept),
-                "predicted_bytes": expected_bytes,
-                **count_collectives(run),
-                "whole_bytes": full_bytes,
-                "modules": self.modules,
-                "modules_in_16_bits": self.modules_in_bf16,
-            },
-        )
+        problem = f"{moved} weights are not in the memory that is updated" if moved else ""
+        evidence = {
+            "sharded_bytes": sum(t.nbytes for t in tensors_kept),
+            "predicted_bytes": expected_bytes,
+            **count_collectives(run),
+            "whole_bytes": full_bytes,
+            "modules": self.modules,
+            "modules_in_16_bits": self.modules_in_bf16,
+        }
+        return Evidence(not moved, problem, evidence)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> int:
@@ -260,18 +249,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> int:
     return count
 
 
-class _ValidationForward:
-    """The model for validation; gathered weights are freed, since the weights will change."""
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self.model, self.world = model, world
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.world.translate_lost():
-            output = self.model(*args, **kwargs)
-        model: Any = self.model
-        model.reshard()
-        return output
+def _validate_forward(model: Any, world: World, *args: Any, **kwargs: Any) -> Any:
+    """Call the model for validation; gathered weights are freed, since the weights will change."""
+    with world.translate_lost():
+        output = model(*args, **kwargs)
+    model.reshard()
+    return output
 
 
 @contextmanager
@@ -292,13 +275,10 @@ def _row_range(weight: DTensor) -> RowRange:
 
 
 def _check_shardable(builder: RunBuilder) -> None:
-    """Raise ConfigError for models and optimizers that cannot be sharded."""
     cls = builder.optimizer_class
     if cls.__name__ not in ELEMENTWISE or not is_torch_class(cls):
         problem = f"{cls.__name__} may need whole weights, but fsdp shards them"
         raise ConfigError("optimizer", problem, "use AdamW, or distributed=ddp")
-    if builder.forward is not builder.model:
-        raise UsageError("distributed: a technique has replaced the model's forward; disable it")
     for name, weight in builder.model.named_parameters():
         if weight.ndim == 0 or weight.dtype not in DTYPES:
             problem = f"fsdp cannot shard {name}, {list(weight.shape)} of {weight.dtype}"

@@ -16,9 +16,8 @@ from runner.core.record.storage import make_folder, remove_file, safe_opener
 class StackWriter:
     """Writes all threads' stacks to a file if `reset_timer` is not called for `timeout_s`.
 
-    Uses a Python thread that holds the interpreter lock: faulthandler's timer reads stacks of
-    running threads, and has crashed slow processes. Crashes and SIGABRT use faulthandler, since no
-    other Python code runs then.
+    By a Python thread, which holds the interpreter lock: faulthandler's timer reads stacks of
+    running threads, and has crashed slow processes. Crashes and SIGABRT use faulthandler.
     """
 
     def __init__(self, file: Path, timeout_s: float) -> None:

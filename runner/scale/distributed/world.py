@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.core.errors import ConfigError, ProcessLost, RunnerError, UsageError
+from runner.core.format import join_names
 from runner.core.schemas.device import FSDP_UNSUPPORTED, DistributedConfig, DistributedKind
 from runner.core.security.pickle_transfer import dumps_persistent
 from runner.scale.distributed.outcome import RANKS_FOLDER, RankOutcome, SharedOutcomes
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _world_numbers = count()  # numbers the worlds of this process, as in every other process
 
-MAX_NAMED = 3  # weights listed in a message
 STACKS_SHARE = 0.8  # share of the timeout after which a process writes its stacks
 
 
@@ -74,9 +74,8 @@ class World:
         timeout = timedelta(seconds=config.timeout_s)
         backends = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
         if dist.is_initialized():
-            raise UsageError(
-                "distributed: this process already has a process group; let build create it"
-            )
+            problem = "this process already has a process group"
+            raise UsageError(f"distributed: {problem}; let build create it")
         with self._timed_collective():
             self.store = open_store(place, timeout)
             # separate from earlier attempts, and from earlier runs of this process
@@ -87,8 +86,7 @@ class World:
             )
         # own client: a waiting collective holds up other callers
         client: Any = self.store
-        outcomes = PrefixStore(prefix, client.clone())
-        self._outcomes = SharedOutcomes(outcomes, self.rank, self.size)
+        self._outcomes = SharedOutcomes(PrefixStore(prefix, client.clone()), self.rank, self.size)
         self._write(RankOutcome(self.rank, "running"))
 
     @property
@@ -139,8 +137,7 @@ class World:
 
         If its part, or the `own` samples left of it, are too few, some are empty.
         """
-        part = self.local_slice(samples)
-        return self._split_part(part, samples, micro_batch, own)
+        return self._split_part(self.local_slice(samples), samples, micro_batch, own)
 
     def _split_part(self, part: slice, samples: int, micro_batch: int, own: int) -> list[slice]:
         own = min(own, part.stop - part.start)
@@ -184,9 +181,8 @@ class World:
 
     def unsupported_reason(self, technique: str) -> str | None:
         """Return why a technique does not work with this kind of training; None if it does."""
-        if self.config.kind is not DistributedKind.fsdp:
-            return None
-        return FSDP_UNSUPPORTED.get(technique)
+        is_sharded = self.config.kind is DistributedKind.fsdp
+        return FSDP_UNSUPPORTED.get(technique) if is_sharded else None
 
     def checkpoint_commit(self) -> CheckpointCommitProtocol | None:
         """Return the object that coordinates checkpoints of shards; None without shards."""
@@ -207,10 +203,7 @@ class World:
         return values
 
     def total_weight(self, weight: Tensor | float, own: int, samples: int) -> Tensor | float:
-        """Return the weight of a batch over all processes, from that of `own` samples.
-
-        A process without own samples contributes nothing.
-        """
+        """Return a batch's weight over all processes, from that of `own` samples, maybe none."""
         if not isinstance(weight, Tensor):
             return weight / own * samples
         part = self.local_slice(samples)
@@ -224,12 +217,10 @@ class World:
         self._check_gradients()
         local_bad, local_square = update.local_part()
         veto = update.zero if veto is None else veto.to(loss.device)
-        parts = [loss, veto, local_bad, local_square]
-        stacked = torch.stack([p.to(loss.dtype) for p in parts])
+        stacked = torch.stack([p.to(loss.dtype) for p in [loss, veto, local_bad, local_square]])
         total, vetoed, bad, squares = self.all_reduce_sum(stacked)
         norm, skipped = update.measure(total, None if self.shards is None else squares.sqrt())
-        vetoed_or_bad = ((vetoed + bad) > 0).to(skipped.dtype)
-        return total, norm, torch.maximum(skipped, vetoed_or_bad)
+        return total, norm, torch.maximum(skipped, ((vetoed + bad) > 0).to(skipped.dtype))
 
     def _check_gradients(self) -> None:
         """Raise ConfigError if a trained weight has no gradient, since DDP would wait for it.
@@ -238,10 +229,7 @@ class World:
         """
         missing = [name for name, weight in self.trained_weights if weight.grad is None]
         if missing:
-            more = ", …" if len(missing) > MAX_NAMED else ""
-            problem = (
-                f"is false, but the loss does not depend on {', '.join(missing[:MAX_NAMED])}{more}"
-            )
+            problem = f"is false, but the loss does not depend on {join_names(missing)}"
             fix = "set it to true, or leave them out of the model"
             raise ConfigError("distributed.unused_parameters", problem, fix)
 
@@ -326,8 +314,7 @@ class World:
     def has_stalled_device(self) -> bool:
         """Whether the device may wait for a lost process forever: NCCL's kernels have no end.
 
-        Then nothing may wait for the device or save what it holds, which may be part of a sum. The
-        process ends at once, and all restart from the last checkpoint.
+        Then nothing may wait for it or save what it holds, and all processes restart.
         """
         return self.lost and self.backend == "nccl"
 
@@ -434,11 +421,9 @@ def _refuse_device_tensors(call: str, value: object) -> None:
 
     def check_device(each: Any) -> None:  # pickle calls it before it pickles an object
         if isinstance(each, Tensor) and each.device.type != "cpu":
-            shape = f"of shape {[*each.shape]} on {each.device}"
-            raise UsageError(
-                f"{call}: a tensor {shape} would arrive on the sender's device; "
-                "pass tensors on the CPU, or reduce them by all_reduce_sum"
-            )
+            problem = f"a tensor of shape {[*each.shape]} on {each.device} would arrive on the"
+            fix = "pass tensors on the CPU, or reduce them by all_reduce_sum"
+            raise UsageError(f"{call}: {problem} sender's device; {fix}")
 
     dumps_persistent(value, check_device)
 

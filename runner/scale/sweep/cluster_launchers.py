@@ -1,8 +1,7 @@
 """hydra/launcher=submitit_slurm and =ray: handle jobs that end without a result or restart.
 
-Both launchers raise at the first job that is lost. submitit asks `sacct` whether a job has ended,
-which needs an accounting database: without one it would wait forever for a killed job. Ray would
-rerun a lost job in the same folder.
+Both launchers raise at the first job that is lost. Without `sacct` submitit would wait forever for
+a killed job. Ray would rerun a lost job in the same folder.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reas
 
 
 def _mark_failed(result: JobReturn, reason: str) -> JobReturn:
-    """Mark the result as failed; the sweeper raises it after all jobs have ended."""
     result.status, result.return_value = JobStatus.FAILED, SweepFailed(reason)
     return result
 
@@ -101,16 +99,14 @@ def _mark_failed(result: JobReturn, reason: str) -> JobReturn:
 def _check_accounting() -> None:
     """Raise UsageError unless `sacct` works, which submitit asks whether a job has ended."""
     command = ["sacct", "--noheader", "--starttime=now"]
+    options: Any = {"capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, errors="replace", timeout=SACCT_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    else:
+        done = subprocess.run(command, **options, timeout=SACCT_TIMEOUT_S)  # noqa: S603
         if done.returncode == 0:
             return
         problem = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
     raise UsageError(
         "hydra/launcher=submitit_slurm: submitit learns from sacct that a job has ended, but it "
         f"does not work here ({problem[:200]}); use an array of jobs instead: {ARRAY_JOB}"
@@ -128,8 +124,8 @@ def _read_results(job: Any, read_results: Any) -> list[Any]:
         try:
             task = job.submission()
             overrides, _, number, *_ = task.args
-            loader, config = task.function.hydra_context.config_loader, task.function.config
-            config = loader.load_sweep_config(config, overrides)
+            loader = task.function.hydra_context.config_loader
+            config = loader.load_sweep_config(task.function.config, overrides)
             _record_lost_job(config, number, job.job_id, "killed", reason)
         except Exception:  # the sweep's folder may no longer exist
             log.debug("no record of %s", job.job_id, exc_info=True)
@@ -171,8 +167,9 @@ def launch_on_ray(
     setup_globals()
     set_up_logging("info", None)
     try:
-        ray.init(**{**RAY_INIT, **_to_dict(launcher.ray_cfg.init)})
-        remote = ray.remote(**{**RAY_REMOTE, **_to_dict(launcher.ray_cfg.remote)})(_run_on_ray)
+        settings: Any = OmegaConf.to_container(launcher.ray_cfg, resolve=True)
+        ray.init(**{**RAY_INIT, **(settings["init"] or {})})
+        remote = ray.remote(**{**RAY_REMOTE, **(settings["remote"] or {})})(_run_on_ray)
         task, state = launcher.task_function, Singleton.get_state()
         context, jobs = launcher.hydra_context, dict[Any, DictConfig]()
         # after init: Ray has its own handlers
@@ -192,13 +189,7 @@ def launch_on_ray(
         ray.shutdown()
 
 
-def _to_dict(config: DictConfig) -> dict[str, Any]:
-    values: Any = OmegaConf.to_container(config, resolve=True)
-    return values or {}
-
-
 def _run_on_ray(context: Any, config: DictConfig, task: Any, state: Any) -> JobReturn:
-    """Run one job in its worker."""
     setup_globals()
     Singleton.set_state(state)
     return run_job(

@@ -1,7 +1,6 @@
 """Start jobs of a sweep as forks of a process that has imported torch and the runner.
 
-Like a spawned job, it has its own session, environment, output and module path. The shared memory
-is read-only for all (copy-on-write).
+Like a spawned job, it has its own session, environment, output and module path.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ PRELOAD = [
     "runner.scale.sweep.fork",
 ]
 """Modules that every job needs; this module is last."""
-DYNAMO = "torch._dynamo"
-"""Also imported by the compiler and by torch's non-fused optimizers; takes a second."""
-CAN_FORK = fork_server.can_fork()
-"""Whether the fork server could fork safely after its imports; a child cannot tell."""
+DYNAMO = "torch._dynamo"  # also imported by the compiler and torch's optimizers; takes a second
+CAN_FORK = fork_server.can_fork()  # safely after the server's imports; a child cannot tell
 
 
 StartProcess = Callable[[Sequence[str], Mapping[str, str], int, int], ChildProcess]
@@ -41,12 +38,9 @@ def spawn_job(
     command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int
 ) -> ChildProcess:
     """Start a job by its command, without a shell. Raises OSError."""
-    return ChildProcess(
-        subprocess.Popen(  # noqa: S603  # our own interpreter
-            command, stdin=stdin, stdout=output, stderr=output, start_new_session=True,
-            env=environment,
-        )
-    )  # fmt: skip
+    streams: Any = {"stdin": stdin, "stdout": output, "stderr": output}
+    options = {**streams, "start_new_session": True, "env": environment}
+    return ChildProcess(subprocess.Popen(command, **options))  # noqa: S603  # our own interpreter
 
 
 def fork_job(
@@ -81,7 +75,6 @@ def _detach_descriptors(*descriptors: Any) -> tuple[int, ...]:
 def _run_job(
     command: list[str], environment: dict[str, str], folder: str, descriptors: tuple[int, int]
 ) -> None:
-    """Become the job that `command` starts."""
     detach()
     stdin, output = descriptors
     for descriptor, number in ((stdin, 0), (output, 1), (output, 2)):

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from importlib.machinery import PathFinder
@@ -103,9 +104,8 @@ def _package_files(package: str) -> Iterator[Path]:
 @cache
 def describe_hardware() -> dict[str, Any]:
     """Return processor and GPUs, as known without torch."""
-    gpus = sorted(
-        p.read_text(errors="replace").split("IRQ")[0] for p in NVIDIA_GPUS.glob("*/information")
-    )
+    files = NVIDIA_GPUS.glob("*/information")
+    gpus = sorted(file.read_text(errors="replace").split("IRQ")[0] for file in files)
     visible = {k: os.environ[k] for k in sorted(os.environ) if k.endswith("_VISIBLE_DEVICES")}
     return {"cpu": cpu_name(), "system": platform.machine(), "gpus": gpus, "visible": visible}
 
@@ -123,19 +123,14 @@ def file_stamp(path: Path, max_entries: int | None = None) -> str:
             entries += len(folders) + len(names)
             if max_entries is not None and entries > max_entries:
                 return ""
-            folders[:] = [
-                name
-                for name in folders
-                if name != "__pycache__" and os.path.abspath(os.path.join(folder, name)) != outputs
-            ]
+            paths = {name: os.path.abspath(os.path.join(folder, name)) for name in folders}
+            folders[:] = [x for x in folders if x != "__pycache__" and paths[x] != outputs]
             files += [Path(folder, name) for name in names]
     for file in sorted(files):
-        try:
+        with suppress(OSError):
             status = file.stat()
-        except OSError:
-            continue
-        entry = f"{os.path.relpath(file, path)}\0{status.st_size}\0{status.st_mtime_ns}\0"
-        sha256.update(entry.encode("utf-8", "surrogatepass"))
+            entry = f"{os.path.relpath(file, path)}\0{status.st_size}\0{status.st_mtime_ns}\0"
+            sha256.update(entry.encode("utf-8", "surrogatepass"))
     return sha256.hexdigest()
 
 

@@ -25,8 +25,7 @@ _report_ends: dict[int, int] = {}  # by the pid of a job, where it reports to
 class JobContext:
     """What the launcher adds to the command line.
 
-    `folder_trusted`: the user named the sweep's folder; a resumed one is untrusted. `secrets`:
-    variables of the job's environment whose values this process masks.
+    `folder_trusted`: the user named the folder. `secrets`: variables whose values are masked.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -39,12 +38,11 @@ def parent_death_pipe(
 ) -> tuple[dict[str, str], int, int]:
     """Return an environment variable, a stdin and a write end, to start a job with.
 
-    The context is in the pipe, so that a stale variable has no effect. Keep the write end open for
-    as long as the job should live; the job reports through it, too (`has_reported_end`).
+    The context is in the pipe, so that a stale variable has no effect. The job lives as long as the
+    write end is open, and reports through it (`has_reported_end`).
     """
     read_end, write_end = (end.detach() for end in socket.socketpair())
-    names = sorted(set(known_secrets().values()))
-    context = JobContext(list(overrides), folder_trusted, names)
+    context = JobContext(list(overrides), folder_trusted, sorted(set(known_secrets().values())))
     os.write(write_end, json.dumps(asdict(context)).encode())
     return {JOB_VARIABLE: "1"}, read_end, write_end
 
@@ -53,15 +51,13 @@ def take_job_context() -> JobContext:
     """Return the launcher's context; an empty one if this process is not a job.
 
     It is not on the command line, so that the recorded command can be repeated; the variable is
-    deleted so that runners started by user code are not jobs. From now on the process and its
-    descendants end when the parent ends.
+    deleted, so that runners of user code are no jobs. This process now ends with its parent.
     """
     if os.environ.pop(JOB_VARIABLE, None) is None:
         return JobContext()
     try:
         message = json.loads(_read_stdin())
-        overrides = [str(o) for o in message["overrides"]]
-        secrets = [str(name) for name in message["secrets"]]
+        overrides, secrets = (list(map(str, message[key])) for key in ("overrides", "secrets"))
         context = JobContext(overrides, message["folder_trusted"] is True, secrets)
     except (ValueError, LookupError, TypeError, RecursionError):
         return JobContext()

@@ -30,7 +30,6 @@ GRACE_S = 20.0  # for a checkpoint, before a job is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I
 )
-# exit codes
 INTERRUPTED_CODES = {code for number in END_SIGNALS for code in (128 + number, -number)}
 TIME_PREFIX = re.compile(r"^\d\d:\d\d:\d\d ")
 
@@ -164,21 +163,20 @@ class JobProcess:
 
     def end_status(self) -> tuple[str, str]:
         """Return status and reason, from exit code, summary, report and log, after `close`."""
-        code, summary = self.process.exit_code or 0, self._summary()
+        code, summary = self.process.exit_code or 0, None
+        with suppress(StorageError):
+            summary = Summary.read(self.folder) if self.wrote_summary else None
         succeeded = summary is not None and summary.status in FINISHED_STATUSES
         reason = "" if summary is None or summary.status == "running" else summary.reason
-        if self.process.has_lost_server() and not self.requested_status:
-            if summary is not None and succeeded:  # the exit code was all that it had to report
-                return summary.status, reason
-            return "killed", "the sweep's fork server was killed, or did not report the job's end"
-        # only what its code left behind has still been running
-        was_ended = code < 0 or bool(self.requested_status) or code in INTERRUPTED_CODES
-        if summary is not None and succeeded and was_ended:
+        lost = self.process.has_lost_server() and not self.requested_status
+        # of a run that is done, a signal has only ended what its code left behind
+        is_ended = code <= 0 or bool(self.requested_status) or code in INTERRUPTED_CODES
+        if summary is not None and succeeded and (lost or is_ended):
             return summary.status, reason
+        if lost:
+            return "killed", "the sweep's fork server was killed, or did not report the job's end"
         if self.requested_status and code != 0:
             return self.requested_status, self.requested_reason + (f"; {reason}" if reason else "")
-        if code == 0 and summary is not None and succeeded:
-            return summary.status, reason
         if code == 0:
             with suppress(StorageError):  # it had ended earlier, before the sweep could record it
                 ended = Summary.read(self.folder)
@@ -198,18 +196,11 @@ class JobProcess:
         return ("oom" if OUT_OF_MEMORY.search(reason) else "failed"), reason
 
     def _describe_error(self, code: int) -> str:
-        """Return the printed error; else describe the exit code and the last line."""
         line = self.last_line()
         if line.startswith("error"):
             return line
-        storage_note = "; its files could not be written" if code == StorageError.exit_code else ""
-        output = f"printed last: {line}" if line else "printed nothing"
-        return f"it exited with code {code}{storage_note} and {output}"
-
-    def _summary(self) -> Summary | None:
-        with suppress(StorageError):
-            return Summary.read(self.folder) if self.wrote_summary else None
-        return None
+        note = "; its files could not be written" if code == StorageError.exit_code else ""
+        return f"it exited with code {code}{note}; printed last: {line or 'nothing'}"
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:

@@ -61,10 +61,9 @@ class JobStarter:
 
     def arguments(self, overrides: Sequence[str]) -> list[str]:
         """Return the arguments that run one job alone."""
-        hydra_arguments = [
-            t for t in self.hydra_overrides if not t.lstrip("+~").startswith(DROPPED_PREFIXES)
-        ]
-        return [*self.session.flags, *map(without_arguments, overrides), *hydra_arguments]
+        typed = self.hydra_overrides
+        kept = [text for text in typed if not text.lstrip("+~").startswith(DROPPED_PREFIXES)]
+        return [*self.session.flags, *map(without_arguments, overrides), *kept]
 
     def command(self, overrides: Sequence[str]) -> str:
         """Return the command that runs one job alone."""
@@ -81,9 +80,7 @@ class JobStarter:
         environment = {**job_environment(self.settings.jobs), **self._assign_gpus(plan)}
         safe_flag = [] if fork_server.in_current_folder() and not sys.flags.safe_path else ["-P"]
         self.start_fork_server()  # it may have been killed
-        start_process: fork.StartProcess = fork.spawn_job
-        if self.use_fork:
-            start_process = partial(fork.fork_job, start_s=plan.start_s)
+        fork_job = partial(fork.fork_job, start_s=plan.start_s)
         return JobProcess.start(
             [sys.executable, *safe_flag, "-m", "runner", *self.arguments(plan.job.overrides)],
             environment,
@@ -92,7 +89,7 @@ class JobStarter:
             [f"{key}={quote_for_hydra(str(folder))}"],
             plan.writes_summary,
             folder_trusted=not self.session.resumed,
-            start_process=start_process,
+            start_process=fork_job if self.use_fork else fork.spawn_job,
         )
 
     def _assign_gpus(self, plan: JobPlan) -> dict[str, str]:

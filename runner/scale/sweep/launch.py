@@ -35,7 +35,7 @@ def launch_jobs(
 ) -> list[JobReturn]:
     """Compose these jobs and run each in its own process, except those already done.
 
-    Raises RunnerError and Hydra's errors if the first job cannot be composed; a later one counts as
+    Raises RunnerError and Hydra's errors if the first job cannot be composed; a later one has
     failed. Raises UsageError if another process writes to the sweep's folder, and Interrupted.
     """
     with open_sweep(config, settings) as starter:
@@ -62,8 +62,7 @@ def launch_jobs(
         sweep.jobs += [plan.job for plan in plans]
         _log_earlier_jobs(session, plans)
         try:
-            source = PlannedJobs(plans)
-            Schedule(sweep, session.folder, settings, starter.start, source).run()
+            Schedule(sweep, session.folder, settings, starter.start, PlannedJobs(plans)).run()
         finally:
             session.composed += [(plan.job, job_config) for plan, job_config in composed]
             session.has_run |= not all(plan.done for plan in plans)
@@ -93,12 +92,11 @@ class PlannedJobs:
 
 
 def _log_earlier_jobs(session: SweepSession, plans: Sequence[JobPlan]) -> None:
-    """Log what earlier processes did."""
     if session.earlier_jobs:
         names = ", ".join(job.folder for job in session.earlier_jobs)
         log.info("no longer part of the sweep, kept unchanged: %s", names)
-    counts = Counter(tuple(plan.job.overrides) for plan in plans)
-    if doubled := [" ".join(overrides) for overrides, times in counts.items() if times > 1]:
+    counts = Counter(" ".join(plan.job.overrides) for plan in plans)
+    if doubled := [overrides for overrides, times in counts.items() if times > 1]:
         log.warning("typed more than once, and run as often: %s", join_names(doubled))
     total, done = len(plans), sum(plan.done for plan in plans)
     continued = sum(plan.continues for plan in plans)
@@ -112,7 +110,6 @@ def _log_earlier_jobs(session: SweepSession, plans: Sequence[JobPlan]) -> None:
 
 
 def _result(job: Job, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
-    """Return the result for the sweeper: the run's monitored value."""
     run_folder = folder / job.folder
     result = JobReturn(job.overrides, config, working_dir=str(run_folder), task_name="runner")
     result.status, result.return_value = JobStatus.COMPLETED, None

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -85,23 +86,18 @@ def load_previous_jobs(folder: Path) -> list[Job]:
 
 
 def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
-    """Wait for jobs that have outlived an earlier sweep and are writing a checkpoint.
-
-    Waits at most their grace period; a job that is still locked then reports that itself.
-    """
-    deadline, logged = time.monotonic() + ORPHAN_GRACE_S + POLL_S, False
+    """Wait, for their grace period at most, for jobs that outlived a sweep and are saving."""
+    deadline = time.monotonic() + ORPHAN_GRACE_S + POLL_S
+    if any(is_locked(folder / job.folder) for job in jobs):
+        log.info("waiting for jobs of the previous sweep to end")
     while time.monotonic() < deadline and any(is_locked(folder / job.folder) for job in jobs):
-        if not logged:
-            log.info("waiting for jobs of the previous sweep to end")
-        logged = True
         time.sleep(POLL_S)
 
 
 class Planner:
     """Matches each requested job with the job of an earlier process that it continues.
 
-    That is the job with the same overrides or, among jobs that are no longer requested, the same
-    hash.
+    That is the job with the same overrides or, of those no longer requested, the same hash.
     """
 
     def __init__(
@@ -119,12 +115,9 @@ class Planner:
     def match(self, plan: JobPlan) -> JobPlan:
         """Set the plan's folder, and its record if an earlier job is continued."""
         job = plan.job
-        same = (other for other in self.unmatched if other.overrides == job.overrides)
-        others = (
-            other for other in self.unmatched if tuple(other.overrides) not in self._requested
-        )
-        equal = (other for other in others if other.hash == job.hash != "")
-        earlier = next(chain(same, equal), None)
+        same = (x for x in self.unmatched if x.overrides == job.overrides)
+        others = (x for x in self.unmatched if tuple(x.overrides) not in self._requested)
+        earlier = next(chain(same, (x for x in others if x.hash == job.hash != "")), None)
         if earlier is None:
             job.folder = self._free_folder(job.folder)
             return plan
@@ -142,21 +135,16 @@ class Planner:
         return plan
 
     def _free_folder(self, name: str) -> str:
-        """Return `name`, or the lowest number that is free as a folder."""
-        folder = next(
-            name
-            for name in chain([name], map(str, count()))
-            if name not in self._taken_folders and not (self.folder / name).exists()
-        )
-        self._taken_folders.add(folder)
+        names, taken = chain([name], map(str, count())), self._taken_folders
+        folder = next(x for x in names if x not in taken and not (self.folder / x).exists())
+        taken.add(folder)
         return folder
 
 
 def _has_finished(folder: Path) -> bool:
-    try:
+    with suppress(StorageError):
         return Summary.read(folder).finished
-    except StorageError:
-        return False
+    return False
 
 
 def can_continue(plan: JobPlan, folder: Path) -> bool:

@@ -117,12 +117,10 @@ class Schedule:
             if plan.replaces:
                 archive_job(self.folder, job.folder)
             process = None if error_text else self.start(plan)
-        except OSError as error:
+        except (OSError, ProcessLost) as error:
             error_text = f"could not be started: {error}"
-        except ProcessLost as lost:
-            error_text = f"could not be started: {lost}"
-            if self._may_repeat(job):
-                log.warning("%s: %s; tried again", job.title, lost)
+            if isinstance(error, ProcessLost) and self._may_repeat(job):
+                log.warning("%s: %s; tried again", job.title, error)
                 self.retrying.appendleft(plan)
                 return
         if process is None:
@@ -152,16 +150,13 @@ class Schedule:
                 self._record_end(plan, process, may_retry=not self.stop_reason)
                 continue
             self.source.on_poll(plan)
-            self._report_stop(plan.job, process.stop_notice())
+            notice, number = process.stop_notice(), plan.job.number
+            if notice and number not in self.stopped:  # once
+                log.warning("%s: %s", plan.job.title, notice)
+            (self.stopped.add if notice else self.stopped.discard)(number)
             if is_due:
                 line = shorten(process.last_line() or "starting", LONGEST_LINE)
                 log.info("%s: %s", plan.job.short_title(self.shared), line)
-
-    def _report_stop(self, job: Job, notice: str) -> None:
-        """Log once that a job's process is stopped."""
-        if notice and job.number not in self.stopped:
-            log.warning("%s: %s", job.title, notice)
-        (self.stopped.add if notice else self.stopped.discard)(job.number)
 
     def _record_end(self, plan: JobPlan, process: JobProcess, may_retry: bool) -> None:
         """Record how a process ended, and queue the job again if it is to be retried."""
@@ -177,8 +172,7 @@ class Schedule:
         retries = may_retry and job.status in RETRIED_STATUSES and retry_left
         if retries:  # an invalid checkpoint would fail each time
             self.retry_counts[job.number] = retries_used + (not (invalid or lost))
-            folder = self.folder / job.folder
-            plan.continues = not invalid and can_continue(plan, folder)
+            plan.continues = not invalid and can_continue(plan, self.folder / job.folder)
             plan.replaces = not plan.continues
             self.retrying.appendleft(plan)
         self._report_end(plan, process.seconds, retries)
@@ -199,8 +193,7 @@ class Schedule:
                 process.request_end(signal.SIGTERM, "interrupted", self.stop_reason, GRACE_S)
 
     def _interrupt_jobs(self, number: int) -> None:
-        self.stop_reason = "the sweep was interrupted"
-        jobs = count_noun(len(self.running), "job")
+        self.stop_reason, jobs = "the sweep was interrupted", count_noun(len(self.running), "job")
         log.warning("stopping %s; interrupt again to kill at once", jobs)
         # after Ctrl-C a person can press it again; other senders of signals cannot
         grace_s = float("inf") if number == signal.SIGINT else GRACE_S

@@ -17,7 +17,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.device.signals import PRUNED, request_stop, take_stop_request
 from runner.core.errors import StorageError, UsageError, install_command
 from runner.core.record.hydra_files import overrides_by_key
-from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular, replace_text
+from runner.core.record.storage import LONGEST_ROW, METRICS, open_regular, write_or_log
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import json_safe
 from runner.core.schemas.sweep import LauncherConfig, SearchSweeperConfig
@@ -60,8 +60,7 @@ def plan_search(overrides: Sequence[str], config: RunConfig, typed_hash: str) ->
 def run_search(config: DictConfig, compose: Callable[[DictConfig, list[str]], DictConfig]) -> None:
     """Run trials until there are enough, each in its own process.
 
-    Raises UsageError if another process writes to the sweep's folder, StorageError, and
-    Interrupted.
+    Raises UsageError if another process writes to the sweep's folder, StorageError, Interrupted.
     """
     from runner.scale.sweep.study import StudyFile
 
@@ -104,17 +103,14 @@ class TrialJobs:
     running: dict[int, RunningTrial] = field(default_factory=dict)  # by job number
     unfinished: list[Trial] = field(default_factory=list)  # unfinished trials of an earlier process
 
-    @property
-    def folder(self) -> Path:
-        """The sweep's folder."""
-        return self.starter.session.folder
+    def __post_init__(self) -> None:
+        self.folder = self.starter.session.folder  # the sweep's
 
     def resume(self) -> None:
         """Take over the trials that an earlier process of this sweep left unfinished."""
         self.unfinished = self.study.unfinished_trials()
         self._record_ended_jobs()
-        trial_count = len(self.study.trials())
-        if trial_count:
+        if trial_count := len(self.study.trials()):
             target, unfinished = self.study.plan.settings.trials, len(self.unfinished)
             text = f"{trial_count - unfinished} of {target} trials are done"
             text += f", {unfinished} that were cut off are run again" if unfinished else ""
@@ -144,8 +140,7 @@ class TrialJobs:
 
     def on_poll(self, plan: JobPlan) -> None:
         """Report the trial's validations, and ask it to stop if it is pruned."""
-        running = self.running[plan.job.number]
-        folder = self.folder / plan.job.folder
+        running, folder = self.running[plan.job.number], self.folder / plan.job.folder
         for value in self._new_values(running, folder / METRICS):
             running.validations += 1
             reason = self.study.report(running.trial, running.validations, value)
@@ -174,21 +169,17 @@ class TrialJobs:
 
     def write_record(self) -> None:
         """Write `search.json`, from which the page is made; an OSError is logged."""
-        try:
-            text = json.dumps(json_safe(self.study.as_record()), indent=2, allow_nan=False)
-            replace_text(self.folder / SEARCH_FILE, text + "\n")
-        except OSError as error:
-            log.warning("%s is not written: %s", SEARCH_FILE, error.strerror or error)
+        text = json.dumps(json_safe(self.study.as_record()), indent=2, allow_nan=False)
+        write_or_log(self.folder / SEARCH_FILE, text + "\n")
 
     def _plan_trial(self, trial: Trial) -> JobPlan:
         """Return the job of a trial: a new one, or the one that an earlier process started."""
         from runner.scale.sweep.study import COMMAND_ATTR, JOB_ATTR
 
-        sweep = self.starter.sweep
-        overrides = self.study.plan.space.overrides(trial.params)
+        sweep, overrides = self.starter.sweep, self.study.plan.space.overrides(trial.params)
         earlier_jobs = [job for job in sweep.jobs if job.overrides == overrides]
-        last_number = max((job.number for job in sweep.jobs), default=-1)
-        number = earlier_jobs[0].number if earlier_jobs else last_number + 1
+        number = 1 + max((job.number for job in sweep.jobs), default=-1)
+        number = earlier_jobs[0].number if earlier_jobs else number
         plan = plan_job(self.compose(overrides), overrides, number)
         Planner(self.folder, earlier_jobs, [overrides]).match(plan)
         others = [job for job in sweep.jobs if job not in earlier_jobs]
@@ -203,18 +194,16 @@ class TrialJobs:
         """Return the monitored metric; None, with the job's status set, if it is not comparable."""
         if job.status not in FINISHED_STATUSES:
             return None
-        metric, folder = self.study.plan.metric, self.folder / job.folder
+        metric = self.study.plan.metric
         try:
-            summary = Summary.read(folder)
+            summary = Summary.read(self.folder / job.folder)
+            value, problem = summary.monitored, f"{metric} is {summary.monitored}: not comparable"
+            if summary.monitor != metric:
+                problem = f"its run monitors {summary.monitor or 'nothing'}, not {metric}"
+            elif value is not None and math.isfinite(value):
+                return value
         except StorageError as error:
-            job.status, job.reason = "failed", str(error)
-            return None
-        value = summary.monitored
-        if summary.monitor == metric and value is not None and math.isfinite(value):
-            return value
-        problem = f"{metric} is {value}: not comparable"
-        if summary.monitor != metric:
-            problem = f"its run monitors {summary.monitor or 'nothing'}, not {metric}"
+            problem = str(error)
         job.status, job.reason = "failed", problem
         return None
 

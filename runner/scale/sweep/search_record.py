@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from runner.core.record.json_records import read_json
 from runner.core.record.text import dataclass_from_json
 
 SEARCH_FILE = "search.json"
-RUNNING = "running"
+STATUSES = ("done", "pruned", "failed", "running")
 
 
 def short_key(key: str) -> str:
@@ -24,7 +25,7 @@ class SearchTrial:
     """One trial of the study, from any process."""
 
     number: int
-    status: str  # done | pruned | failed | running
+    status: str  # one of STATUSES
     value: float | None = None  # of the metric; if pruned, the last one
     values: dict[str, Any] = field(default_factory=dict)  # by parameter
     reason: str = ""
@@ -66,15 +67,11 @@ class SearchRecord:
         sign = 1 if self.direction == "maximize" else -1
         return max(done, key=lambda t: sign * (t.value or 0.0), default=None)
 
-    def count(self, status: str) -> int:
-        """Return the number of trials with that status."""
-        return sum(trial.status == status for trial in self.trials)
-
     @property
     def status_counts(self) -> str:
         """The number of trials by status, as text."""
-        states = {status: self.count(status) for status in ("done", "pruned", "failed", RUNNING)}
-        return ", ".join(f"{count} {status}" for status, count in states.items() if count)
+        counts = Counter(trial.status for trial in self.trials)
+        return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
 
 
 def read_search(folder: Path) -> SearchRecord | None:

@@ -67,8 +67,7 @@ def parameter_text(parameter: Any) -> str:
     """Describe the values of a parameter."""
     if isinstance(parameter, CategoricalDistribution):
         return ", ".join(map(str, parameter.choices))
-    by = ", by its logarithm" if parameter.log else ""
-    return f"{parameter.low:g} to {parameter.high:g}{by}"
+    return f"{parameter.low:g} to {parameter.high:g}{', by its logarithm' * parameter.log}"
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ def read_space(overrides: Sequence[str], search: SearchConfig) -> SearchSpace:
     by_key = {o.key: o for o in map(parse_override, overrides)}
     varied = {key: o for key, o in by_key.items() if o.parsed.is_sweep_override()}
     if not varied:
-        fix = f"give a range of values: {EXAMPLE}"
-        raise ConfigError("search", "there is nothing to vary", fix)
+        raise ConfigError("search", "there is nothing to vary", f"give a range: {EXAMPLE}")
     shared = [str(o) for k, o in by_key.items() if k not in varied and not _is_search_setting(o)]
     if search.metric is not None:
         shared.append(f"training.monitor={search.metric}")
@@ -114,9 +112,8 @@ def _parse_parameter(override: CliOverride, sampler: Sampler) -> BaseDistributio
     key = override.key
     value: Any = override.parsed.value()
     if key in REPLICATE_KEYS:
-        problem = "is not a hyperparameter: the best value would be chance"
         fix = f"set one value; then compare the best command over {key}=0,1,2"
-        raise ConfigError(key, problem, fix)
+        raise ConfigError(key, "is not a hyperparameter: the best value would be chance", fix)
     if isinstance(value, IntervalSweep):
         return _parse_interval(f"{override.sign}{key}", value, sampler)
     if "log" in value.tags:
@@ -135,9 +132,8 @@ def _parse_interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDis
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         raise ConfigError(key, "an interval needs two ends", f"{key}=interval(1,10)")
     if not low < high or (log and low <= 0):
-        above = " and above 0, for its logarithm" if log else ""
-        problem = f"an interval from {low:g} to {high:g}"
-        raise ConfigError(key, problem, f"give the lower end first{above}")
+        fix = "give the lower end first, with log above 0"
+        raise ConfigError(key, f"an interval from {low:g} to {high:g}", fix)
     if sampler is Sampler.grid:
         fix = f"name its values, {key}=choice({low:g},{high:g}), or use search=tpe"
         raise ConfigError(key, "search=grid has no intervals", fix)
@@ -149,18 +145,16 @@ def _parse_interval(key: str, value: IntervalSweep, sampler: Sampler) -> BaseDis
 def resolve_metric(config: RunConfig) -> tuple[str, bool]:
     """Return the metric of a search, and whether larger values are better.
 
-    Raises ConfigError if that depends on the data or on a user-defined metric, and if
-    `search.direction` contradicts what is known of the metric.
+    Raises ConfigError if that depends on data or a user's metric, or contradicts `direction`.
     """
-    search, requested = config.search, config.search.metric or config.training.monitor
+    direction, requested = config.search.direction, config.search.metric or config.training.monitor
     metric = requested or _default_metric(config)
-    rises = _known_direction(config, metric)
-    maximize = search.direction is Direction.maximize
-    if search.direction is not Direction.auto and rises in (None, maximize):
-        return metric, maximize
-    if search.direction is not Direction.auto:
+    rises, maximize = _known_direction(config, metric), direction is Direction.maximize
+    if direction is not Direction.auto:
+        if rises in (None, maximize):
+            return metric, maximize
         better = "higher" if rises else "lower"
-        problem = f"{search.direction.name} contradicts {metric}, of which {better} is better"
+        problem = f"{direction.name} contradicts {metric}, of which {better} is better"
         fix = f"leave it out, or change it with {MODE}={'max' if maximize else 'min'}"
         raise ConfigError("search.direction", problem, fix)
     own_metric = bool(requested and config.objective._target_) and _typed_mode(config) is None
@@ -190,11 +184,10 @@ def _known_direction(config: RunConfig, metric: str) -> bool | None:
 
 def trial_mode(config: RunConfig, metric: str, maximize: bool) -> list[str]:
     """Return the override that trials need to have the search's direction, if any."""
-    if _typed_mode(config) is None and (
-        config.training.monitor_mode is not None or _known_direction(config, metric) is None
-    ):
-        return [f"{MODE}={'max' if maximize else 'min'}"]
-    return []
+    is_known = config.training.monitor_mode is None and _known_direction(config, metric) is not None
+    if _typed_mode(config) is not None or is_known:
+        return []
+    return [f"{MODE}={'max' if maximize else 'min'}"]
 
 
 def _default_metric(config: RunConfig) -> str:

@@ -122,14 +122,12 @@ class SweepSession:
     quiet: bool = False  # show warnings alone, as its first job does
     resumed: bool = False  # its folder was named to be resumed, so it is untrusted
     sweep: Sweep | None = None
-    # jobs of an earlier process, not matched yet
-    earlier_jobs: list[Job] = field(default_factory=list)
+    earlier_jobs: list[Job] = field(default_factory=list)  # of another process, not matched yet
     search_plan: Any = None  # a SearchPlan, if the jobs are trials
     warned_of_shared_gpus: bool = False
     composed: list[tuple[Job, Any]] = field(default_factory=list)  # with its DictConfig
     has_run: bool = False  # whether this process has run a job
-    # override that selects another sweeper
-    sweeper_overrides: list[str] = field(default_factory=list)
+    sweeper_overrides: list[str] = field(default_factory=list)  # that select another sweeper
 
 
 _CURRENT: ContextVar[SweepSession | None] = ContextVar("runner.scale.sweep", default=None)
@@ -159,8 +157,7 @@ def active_session(session: SweepSession) -> Iterator[SweepSession]:
 
 def current_session() -> SweepSession:
     """Return the active session. UsageError if not started by `python -m runner`."""
-    session = _CURRENT.get()
-    if session is None:
+    if (session := _CURRENT.get()) is None:
         problem = "hydra/launcher=isolated: is for `python -m runner -m …`"
         raise UsageError(f"{problem}; use another launcher here")
     return session

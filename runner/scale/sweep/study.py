@@ -93,12 +93,9 @@ class StudyFile:
 
     def unfinished_trials(self) -> list[Trial]:
         """Return the trials that an earlier process of this sweep's folder left running."""
-        return [
-            Trial(self.study, trial._trial_id)
-            for trial in self.trials()
-            if trial.state is TrialState.RUNNING
-            and trial.user_attrs.get(SWEEP_ATTR) == str(self.folder)
-        ]
+        running = [trial for trial in self.trials() if trial.state is TrialState.RUNNING]
+        own = [trial for trial in running if trial.user_attrs.get(SWEEP_ATTR) == str(self.folder)]
+        return [Trial(self.study, trial._trial_id) for trial in own]
 
     def ask(self) -> Trial | None:
         """Return a trial with new values; None if all trials have been asked for."""
@@ -133,12 +130,10 @@ class StudyFile:
         """Record the metric at a validation; returns why to end the trial, or ""."""
         if validation not in self._intermediate_values(trial) and math.isfinite(value):
             trial.report(value, validation)
-        pruner = self.plan.settings.pruner
+        pruner, metric = self.plan.settings.pruner, self.plan.metric
         if pruner is Pruner.none or not trial.should_prune():
             return ""
-        return (
-            f"{PRUNED} at validation {validation}: {self.plan.metric} {value:.4g} ({pruner.name})"
-        )
+        return f"{PRUNED} at validation {validation}: {metric} {value:.4g} ({pruner.name})"
 
     def as_record(self) -> dict[str, Any]:
         """Return the contents of `search.json`."""
@@ -188,8 +183,8 @@ class StudyFile:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """While entered, no other process can ask."""
-        name = f"{self.path}.ask"  # .lock is the journal's own
-        with open(name, "ab", opener=safe_opener) as file:
+        # .lock is the journal's own
+        with open(f"{self.path}.ask", "ab", opener=safe_opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -205,7 +200,6 @@ def _storage(path: Path) -> Any:
 
 
 def _sampler(kind: Sampler, seed: int) -> Any:
-    """Return a sampler; equal seeds and trials give equal values."""
     if kind is Sampler.tpe:  # running trials count as bad, so that parallel ones spread out
         return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     return optuna.samplers.RandomSampler(seed=seed)

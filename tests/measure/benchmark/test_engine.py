@@ -91,7 +91,7 @@ def test_without_the_reference_there_are_times_and_no_ratios() -> None:
 def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated() -> None:
     result = measured(World(SPEEDUPS, refuses={CONTROL: ("failed", "x")}))
     assert (result.control, result.noise_floor, result.claim_threshold) == (None, None, None)
-    assert any("the control ended early (failed: x)" in note for note in result.notes)
+    assert any("the control, none, again, ended early (failed: x)" in note for note in result.notes)
     assert any("the noise floor is unknown, so no difference is claimed" in n for n in result.notes)
     assert [row.claim for row in result.arms] == ["", "", ""]
     result = measured(World(SPEEDUPS), control=False)

@@ -14,8 +14,7 @@ import pytest
 
 from runner.core.errors import Regression
 from runner.measure.benchmark import job
-from runner.measure.benchmark.machine import machine_facts
-from runner.measure.benchmark.result import FILE, ArmResult, BenchmarkResult, Load
+from runner.measure.benchmark.result import FILE, ArmResult, BenchmarkResult, Load, machine_facts
 from tests import runs
 
 TINY = [

@@ -12,13 +12,12 @@ import pytest
 
 from runner.core.errors import ConfigError
 from runner.core.schemas.jobs import BenchmarkConfig
-from runner.measure.benchmark.machine import machine_facts
 from runner.measure.benchmark.regression import (
     BaselineComparison,
     compare_with_baseline,
     load_baseline,
 )
-from runner.measure.benchmark.result import ArmResult, BenchmarkResult, Load
+from runner.measure.benchmark.result import ArmResult, BenchmarkResult, Load, machine_facts
 
 MIB = 1 << 20
 BUSY = Load(others=0.6)
@@ -162,7 +161,7 @@ def test_other_work_and_arms_of_one_session_alone_are_notes() -> None:
     now.arms[1].config = {"training.batch_size": 32, "a.new.key": 1}
     assert len(compared(now).regressions) == 1
     now.arms[1].overrides = ["optimization=maximum"]
-    assert "its overrides are optimization=maximum" in compared(now).notes[0]
+    assert "its command is optimization=maximum" in compared(now).notes[0]
     now.arms[1] = deepcopy(now.arms[1])
     now.arms[1].name = "mine"
     assert compared(now).notes == ["mine is not in the baseline", "ultra is only in the baseline"]

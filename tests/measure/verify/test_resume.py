@@ -18,8 +18,8 @@ from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.checkpoint.state_schema import STATE
 from runner.core.train.run_state import save
 from runner.measure.verify.end_state import IGNORED_STATE, read_end_state, saved_steps
+from runner.measure.verify.job import compare_resumed, draw_cuts, name_differences, verify_resume
 from runner.measure.verify.processes import RunProbe, prepare_config, train_in_processes
-from runner.measure.verify.resume import compare_resumed, draw_cuts, name_differences, verify_resume
 from tests import runs
 
 MLP = ("data=cancer", "model=mlp", "model.width=8", "device.threads=1")

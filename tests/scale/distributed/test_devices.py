@@ -15,7 +15,7 @@ from runner.core.errors import ConfigError
 from runner.scale.distributed import join
 from runner.scale.distributed.join import config_for_rank, gpu_uuid, join_world
 from runner.scale.distributed.launch import _process_name, count_processes
-from runner.scale.distributed.links import LinkReport
+from runner.scale.distributed.rank import LinkReport
 from runner.scale.distributed.rank_info import RankInfo, detect_rank
 
 SLURM = {

@@ -96,11 +96,10 @@ class WorkerPool:
         if not self.use_fork_server:
             return
         fork_server.stop()
-        environment = {**os.environ, **omp_env(os.environ)}
         resource_tracker.ensure_running()  # starting it unblocks signals
         with block_interrupt():
-            path = fork_server.child_pythonpath()
-            fork_server.start(PRELOADED_MODULES, {**environment, "PYTHONPATH": path})
+            path = {"PYTHONPATH": fork_server.child_pythonpath()}
+            fork_server.start(PRELOADED_MODULES, {**os.environ, **omp_env(os.environ), **path})
 
     def _end_all(self) -> None:
         """Ask idle workers to exit, so that they close their files; then kill all."""
@@ -138,8 +137,8 @@ class WorkerPool:
                 self.use_fork_server = False
                 return self.start(name, within_s)
             process.ask(self.payload)
-            timeout_s = self.settings.timeout_s if within_s is None else within_s
-            setup: WorkerSetup = process.answer(timeout_s)
+            limit_s = self.settings.timeout_s if within_s is None else within_s
+            setup: WorkerSetup = process.answer(limit_s)
         self.idle_workers[name] = setup
         self.use_mean_step = self.use_mean_step or setup.workers > 0
         return setup
@@ -147,15 +146,13 @@ class WorkerPool:
     def turn(self, name: str, seconds: float) -> Turn:
         """Run steps for about `seconds`, at least three, while the other arms are paused.
 
-        Data workers deliver batches in bursts, so the median step is not representative: if any arm
-        has workers, times per sample are those of the mean step, in all arms.
+        Data workers deliver in bursts: if any arm has some, times per sample are of the mean step.
         """
         with self._reserve(name) as (process, setup):
             monitor = LoadMonitor(process.pid)
             process.ask(seconds)
             expected_s = max(seconds, ASSUMED_TURN_STEPS * setup.warm_ms / 1e3)
-            timeout_s = TURN_TIMEOUT_S + TURN_TIMEOUT_FACTOR * expected_s
-            turn: Turn = process.answer(timeout_s)
+            turn: Turn = process.answer(TURN_TIMEOUT_S + TURN_TIMEOUT_FACTOR * expected_s)
             turn = replace(turn, other_cpu_share=monitor.other_cpu_share())
         if self.use_mean_step:
             turn = replace(turn, per_sample_ms=1e3 * turn.seconds / turn.samples)
@@ -173,9 +170,8 @@ class WorkerPool:
     def end(self, name: str) -> None:
         """Kill the arm's process and its children; a no-op if it has none."""
         self.idle_workers.pop(name, None)
-        process = self.workers.get(name)
-        if process is not None:
-            process.end()
+        if name in self.workers:
+            self.workers[name].end()
             del self.workers[name]
 
     @contextmanager

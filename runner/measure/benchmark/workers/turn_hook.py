@@ -1,7 +1,6 @@
 """A hook that suspends a run between turns, and the collection of an arm's results.
 
-On a CPU each step is a lap of the run's stopwatch; accelerators are synchronised at both ends of a
-turn. With data workers a turn is a multiple of their number, after prefetched batches are used up.
+On a CPU each step is a lap of the stopwatch; accelerators are synchronised at both ends of a turn.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ class TurnHook(Hook):
         self.next_action: Callable[[Run], Verdict | None] = self._time_warmup_step
         # start of the session and end of each warm-up step
         self.warmup_timestamps: list[float] = []
-        self.workers = 0  # number of data workers
-        self.prefetch_batches = 0  # batches that they may prefetch
-        # step time of each turn; the first is that of the late warm-up
-        self.turn_step_ms: list[float] = []
+        self.workers = self.prefetch_batches = 0  # data workers; batches that they may prefetch
+        self.last_step_ms = 0.0  # of the last turn; at first of the late warm-up
         self.turn_seconds = self.turn_start = 0.0
         self.data_wait_before = 0.0  # seconds, before the turn
         self.laps_before = 0  # number of laps before the turn
@@ -101,11 +98,11 @@ class TurnHook(Hook):
         durations = [b - a for a, b in zip(times, times[1:], strict=False)]
         late_durations = durations[-self._round_up_to_workers(MIN_TURN_STEPS) :]
         late_s = mean(late_durations) if self.workers else median(late_durations)
-        self.turn_step_ms.append(late_s * 1e3)
+        self.last_step_ms = late_s * 1e3
         setup = WorkerSetup(
             samples_per_step=run.train.batch_size,
             setup_seconds=self.warmup_timestamps[1] - self.process_start,
-            warm_ms=late_s * 1e3,
+            warm_ms=self.last_step_ms,
             settling_seconds=max(0.0, sum(durations[1:]) - (len(durations) - 1) * late_s),
             compile_seconds=_compile_seconds(),
             workers=self.workers,
@@ -132,17 +129,15 @@ class TurnHook(Hook):
 
     def _begin_turn(self, run: Run) -> Verdict | None:
         """Start timing a turn at the end of the current step."""
-        turn_start = run.device.clock()
-        self.steps_made = 0
+        self.turn_start, self.steps_made = run.device.clock(), 0
         self.laps_before = run.stopwatch.count  # the current step will be the next lap
         self.data_wait_before = run.stopwatch.phase_seconds["data"]
-        self.turn_start = turn_start
         self.next_action = self._end_turn
         self.min_steps = max(MIN_TURN_STEPS, PREFETCH_ROUNDS * self.prefetch_batches)
         self.deadline = self.turn_start + self.turn_seconds
         if run.device.kind != "cpu":
             # the host runs ahead of the device, so count steps instead of watching the clock
-            steps = math.ceil(self.turn_seconds * 1e3 / self.turn_step_ms[-1])
+            steps = math.ceil(self.turn_seconds * 1e3 / self.last_step_ms)
             self.min_steps, self.deadline = max(self.min_steps, steps), 0.0
         return None
 
@@ -156,12 +151,10 @@ class TurnHook(Hook):
         durations, per_sample = [seconds / steps], seconds / sum(samples)
         if run.device.kind == "cpu":
             # skip the lap of the step in which the turn began; the current one is still open
-            durations = [
-                *run.stopwatch.step_seconds(self.laps_before + 1).tolist(),
-                now - run.stopwatch.started,
-            ]
+            laps = run.stopwatch.step_seconds(self.laps_before + 1)
+            durations = [*laps.tolist(), now - run.stopwatch.started]
             per_sample = median(durations) / median(samples)
-        self.turn_step_ms.append(1e3 * (seconds / steps if self.workers else median(durations)))
+        self.last_step_ms = 1e3 * (seconds / steps if self.workers else median(durations))
         turn = Turn(
             steps=steps,
             samples=sum(samples),
@@ -197,20 +190,18 @@ def _pause_workers() -> Iterator[None]:
     A stopped worker can still be killed, and is when this process dies.
     """
     workers = multiprocessing.active_children()
+
+    def send_signal(number: int) -> None:
+        for worker in workers:  # we alone reap our children, so the id is not reused before that
+            if worker.pid is not None and worker.exitcode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, number)
+
     try:
-        for worker in workers:
-            _send_signal(worker, signal.SIGSTOP)
+        send_signal(signal.SIGSTOP)
         yield
     finally:
-        for worker in workers:
-            _send_signal(worker, signal.SIGCONT)
-
-
-def _send_signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:
-    # we alone reap our children, so the id is not reused before that
-    if worker.pid is not None and worker.exitcode is None:
-        with suppress(ProcessLookupError):
-            os.kill(worker.pid, number)
+        send_signal(signal.SIGCONT)
 
 
 # -- the results of an arm, while its run is still open --------------------------------------------
@@ -240,13 +231,12 @@ class TrainingLog:
         """Return the signs that nothing is learned."""
         if not self.steps:
             return []
-        problems = []
-        if self.skipped == self.steps:
-            problems.append("every update was skipped")
-        if self.not_finite:
-            problems.append(f"the loss was not finite in {self.not_finite} of {self.steps} steps")
-        if not self.nonzero_gradients:
-            problems.append("gradients are zero")
+        signs = {
+            "every update was skipped": self.skipped == self.steps,
+            f"the loss was not finite in {self.not_finite} of {self.steps} steps": self.not_finite,
+            "gradients are zero": not self.nonzero_gradients,
+        }
+        problems = [text for text, is_seen in signs.items() if is_seen]
         count = min(LOSS_WINDOW, self.steps // 2)
         if count >= MIN_TREND_LOSSES and not self.not_finite:
             problems += _describe_trend(self.first_losses[:count], list(self.last_losses)[-count:])

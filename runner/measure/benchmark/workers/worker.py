@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 WORKER_LOG = "worker.log"
 NO_LIMIT = sys.maxsize
-REPORTED_EXIT_CODE = 1  # exit code after the error was sent
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,6 @@ class WorkerSpec:
 
 class ExitRequested(Interrupted):
     """The benchmark has ended the worker."""
-
-    def __init__(self) -> None:
-        super().__init__(signal.SIGTERM, " of the benchmark, which has ended")
 
 
 def main(child: ChildContext, spec: WorkerSpec) -> None:
@@ -69,7 +65,7 @@ def main(child: ChildContext, spec: WorkerSpec) -> None:
         failure = _report_failure(error, spec.folder)
         with suppress(OSError):
             child.pipe.send(failure)
-        sys.exit(REPORTED_EXIT_CODE)
+        sys.exit(1)
 
 
 def _train(spec: WorkerSpec, pipe: Connection) -> None:
@@ -90,8 +86,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
         scope.enter_context(folder_is_checked())  # the benchmark's own folder
         run = scope.enter_context(build(config, spec.folder, Components(**parts)))
         remove_limits(run)
-        next_request = partial(_next_request, pipe)
-        hook = TurnHook(spec.settings, next_request, spec.start_time or 0.0)
+        hook = TurnHook(spec.settings, partial(_next_request, pipe), spec.start_time or 0.0)
         run.hooks.append(hook)
         summary = train(run)
         if not hook.is_finishing:
@@ -156,7 +151,7 @@ def _next_request(pipe: Connection, answer: Any) -> float | str:
     except EOFError:
         request = None
     if request is None:
-        raise ExitRequested
+        raise ExitRequested(signal.SIGTERM, " of the benchmark, which has ended")
     return request
 
 
