@@ -13,7 +13,7 @@ import torch
 
 from runner.core.errors import StorageError, UsageError
 from runner.core.record import markdown
-from runner.core.record.folder_argument import check_folder
+from runner.core.build.arguments import check_folder
 from runner.core.record.library_files import private_folder
 from runner.core.record.storage import make_folder, replace_text
 from runner.diagnose.debug.module_times import (
