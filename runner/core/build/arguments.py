@@ -80,6 +80,9 @@ def check_components(components: Any, given: Any) -> Components:
         if value is not None and (not fits or isinstance(value, type)):
             got = shorten(repr(value), 80)
             raise UsageError(f"build: Components({name}=…) must be {form}, got {got}")
+    if components.validation is not None and isinstance(components.data, Dataset | None):
+        problem = "is for data that are a DataLoader or a stream of yours"
+        raise UsageError(f"build: Components(validation=…) {problem}; give it with data=…")
     return components
 
 

@@ -19,7 +19,7 @@ from runner.core.data.stream_loader import (
     no_validation,
 )
 from runner.core.errors import ConfigError
-from runner.core.findings import Choice
+from runner.core.findings import Choice, notice
 from runner.core.interfaces.processes import WorldProtocol
 from runner.core.interfaces.technique import RunBuilder
 from runner.core.schemas.data import DataConfig
@@ -46,6 +46,9 @@ def check_stream(setup: Setup, run_data: RunData, processes: WorldProtocol) -> t
     if size % processes.size:
         problem = f"{size} samples are not equally many for each of {processes.size} processes"
         raise ConfigError("training.batch_size", problem, f"use a multiple of {processes.size}")
+    if size != training.batch_size and setup.trains:
+        reason = f"the first batch of {data.name}, which makes them; not {training.batch_size}"
+        setup.choices.append(notice("training.batch_size", size, reason))
     return size, data.length or training.steps or 1
 
 

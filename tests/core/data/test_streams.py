@@ -360,6 +360,7 @@ def test_a_loader_given_to_build_is_used_as_it_is_and_resumed_by_skipping(tmp_pa
 
     summary, weights, seen = run_with()
     assert summary.steps == 18 and summary.epochs == 3.0
+    assert [c.value for c in summary.choices if c.key == "training.batch_size"] == [10]
     assert [y.tolist() for y in seen[:6]] == expected
     run_with(10, folder=tmp_path)
     resumed, again, _ = run_with(0, "checkpoint.resume=auto", folder=tmp_path)
