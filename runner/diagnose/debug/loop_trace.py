@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from runner.core.build.arguments import check_folder
 from runner.core.errors import StorageError, UsageError
 from runner.core.record import markdown
-from runner.core.build.arguments import check_folder
 from runner.core.record.library_files import private_folder
 from runner.core.record.storage import make_folder, replace_text
 from runner.diagnose.debug.module_times import (
