@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import string
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -33,7 +34,7 @@ log = logging.getLogger("runner")
 KEY = "data.tokenizer"
 LARGE_UNKNOWN_SHARE = 0.05  # of the tokens, from which they are named
 CHUNK = 4096  # texts that are tokenized at a time
-PIECE = 1 << 16  # characters of a long text at a time, and up to the end of a line
+PIECE = 1 << 16  # characters of a long text at a time, up to the end of a line
 PIECES = 256  # of a long text that are tokenized at a time
 TRIAL_BYTES = 1 << 20  # of texts that are tokenized in the sandbox first
 PROBE = string.printable + "a" * 64 + "0" * 64 + " " * 64  # a text with common characters
@@ -114,8 +115,7 @@ class Tokenizer:
         check_memory(path, path.stat().st_size, "its ids", "use a shorter text")
         rows = [np.zeros(0, np.int32)]
         with path.open(encoding="utf-8", errors="replace") as file:
-            # pieces end with a line if one does so near
-            pieces = iter(lambda: file.read(PIECE) + file.readline(PIECE), "")
+            pieces = iter(partial(_read_piece, file), "")
             while batch := [*islice(pieces, PIECES)]:
                 parts = self._ids(batch, add_special_tokens=False)
                 rows += [np.array(part, np.int32) for part in parts]
@@ -141,6 +141,12 @@ def _load_file(transformers: Any, path: Path) -> Any:
     except Exception as error:  # tokenizers may raise any type
         problem = f"{path} cannot be read ({shorten(' '.join(str(error).split()), 200)})"
         raise ConfigError(KEY, problem, "name a tokenizer.json of Hugging Face") from error
+
+
+def _read_piece(file: TextIO) -> str:
+    """Return the next piece of a text, up to the end of a line if one is near; "" at its end."""
+    text = file.read(PIECE)
+    return text if text.endswith("\n") else text + file.readline(PIECE)
 
 
 def _try_tokenizer(path: Path, policy: FilePolicy, texts: Sequence[bytes]) -> None:

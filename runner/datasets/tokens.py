@@ -190,7 +190,7 @@ def text_lm(config: TextLM, opening: OpenOptions = DEFAULT_OPENING) -> TokenWind
         if len(texts) == 1:
             return map_file(texts[0], np.dtype(np.uint8))
         check_memory(source, sum(f.stat().st_size for f in texts), "its text", "use fewer files")
-        contents = [text.read_bytes() for text in texts]  # the texts of two do not run together
+        contents = (text.read_bytes() for text in texts)  # the texts of two do not run together
         ended = (t if t.endswith(b"\n") or not t else t + b"\n" for t in contents)
         return np.concatenate([np.frombuffer(text, np.uint8) for text in ended])
 

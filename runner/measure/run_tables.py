@@ -182,7 +182,6 @@ def _as_column(values: list[Any]) -> pyarrow.Array:
 def _write_table(path: Path, rows: Sequence[Row], kind: str) -> None:
     """Replace a file by one with the rows, atomically; columns are in order of occurrence."""
     import pyarrow
-    from pyarrow import csv, parquet
 
     def write_contents(file: HashedFile) -> None:
         file.write(buffer.getvalue())
@@ -191,8 +190,12 @@ def _write_table(path: Path, rows: Sequence[Row], kind: str) -> None:
     columns = {name: _as_column([row.get(name) for row in rows]) for name in names}
     buffer, table = pyarrow.BufferOutputStream(), pyarrow.table(columns)
     if kind == "csv":
+        from pyarrow import csv
+
         csv.write_csv(table, buffer)
     else:
+        from pyarrow import parquet
+
         parquet.write_table(table, buffer)
     temporary = path.with_name(f".{path.name}.tmp")
     remove_file(temporary)

@@ -16,7 +16,7 @@ def is_statistic(buffer: str) -> bool:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values are finite, by their largest magnitude; one host sync."""
+    """Whether all are finite, by the largest: a sum of squares would overflow; one host sync."""
     floats = [tensor for tensor in tensors if _has_floats(tensor)]
     if not floats:
         return True

@@ -100,7 +100,7 @@ def load_newest(
     check: StateCheck | None = None,
     best_first: bool = False,
 ) -> RestoredCheckpoint | None:
-    """Load the first good candidate, with warnings of bad ones; CheckpointError if all are bad."""
+    """Load the first good candidate and list bad ones; None without any, CheckpointError if bad."""
     bad: list[str] = []
     for folder in list_candidates(root, best_first):
         try:

@@ -96,7 +96,7 @@ def peak_process_bytes() -> int:
 
 
 def peak_device_bytes(device: Device) -> int:
-    """Return the peak of tensors on the accelerator, on MPS what Metal holds; no host sync."""
+    """Return the peak of tensors on the accelerator, or 0; on MPS what Metal holds. No sync."""
     return max(device_mark(device), _earlier_peaks.get(str(device.torch), 0))
 
 

@@ -36,7 +36,10 @@ SMALLER_MODEL_FIX = (
     "weights, gradients and optimizer state alone do not fit: use a smaller model, or less state "
     "per weight (optimizer=sgd, optimizer.ema=null, checkpoint.enabled=false)"
 )
-FEWER_ACTIVATIONS_FIX = "use optimization=memory_efficient, or smaller samples or a smaller model"
+FEWER_ACTIVATIONS_FIX = (
+    "use optimization=memory_efficient or optimization.recompute.enabled=true, or smaller samples "
+    "or a smaller model"
+)
 
 
 def halve_micro_batch(run: Run, error: Exception) -> bool:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import inf
 
 import torch
@@ -122,8 +121,8 @@ class Resources(Hook):
         elif before is None or share >= before + MIN_GROWTH:
             memory.free_caches(run.device)
             self.cleaned_share = memory.used_share(run.device)
-            message = f"{share:.0%} of the memory was in use (device.clean_above="
-            message += f"{self.clean_above:g}); {self.cleaned_share:.0%} after cleaning"
+            limit, left = f"device.clean_above={self.clean_above:g}", f"{self.cleaned_share:.0%}"
+            message = f"{share:.0%} of the memory was in use ({limit}); {left} after cleaning"
             run.history.add(
                 "memory_cleaned", message, step=step, category="memory", action="cleaned",
                 say=before is None,
@@ -167,17 +166,18 @@ class Resources(Hook):
         final_size = trend.size + trend.slope * (run.total_steps - step)
         slope, low, high = (f"{x / 1e3:.1f}" for x in (trend.slope, trend.low, trend.high))
         steps = f"{low} to {high}, steps {trend.first} to {trend.last}"
-        sizes = f"{trend.size / MIB:,.0f} MiB now, {final_size / MIB:,.0f} MiB"
-        message = f"leak: {SUBJECTS[kind]} by {slope} KB a step ({steps}); {sizes} at step "
-        message += str(run.total_steps)
+        now, last = (f"{bytes_ / MIB:,.0f} MiB" for bytes_ in (trend.size, final_size))
+        growth = f"leak: {SUBJECTS[kind]} by {slope} KB a step ({steps})"
+        message = f"{growth}; {now} now, {last} at step {run.total_steps}"
         if kind in self.leaks:  # the same leak, measured again
             self.leaks[kind].message = message
             self.leaks[kind].last_step = step
             run.history.unwritten = True
             return
         action = "" if run.settings.get("debug.memory.enabled") else "debug=memory shows what grows"
-        add = partial(run.history.add, category="memory", action=action)
-        self.leaks[kind] = add("leak", message, step=step)
+        self.leaks[kind] = run.history.add(
+            "leak", message, step=step, category="memory", action=action
+        )
 
     def _warnings(self, run: Run, reading: Reading) -> Iterator[tuple[str, str]]:
         """Yield kind and text of a warning for low disk space, swapping, and a hot GPU."""

@@ -210,7 +210,7 @@ class RunBuilder(RunParts):
         return True
 
     def skip_reason(self, name: str) -> str | None:
-        """Return why a technique is not used that neither this run nor an earlier one measures."""
+        """Return why a level does not use a technique whose gain no run can measure, or None."""
         if self.gains is not None:
             self.gains.fix_path()
         key = f"optimization.{name}.enabled"

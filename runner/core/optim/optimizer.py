@@ -158,8 +158,8 @@ def build_optimizer(
         raise ConfigError(key, problem, fix) from error
     if not is_torch_class(cls):
         _refuse_closure(partial(cls, stand_ins, **arguments), cls.__name__)
-    has_shares = [any("lr_share" in g for g in of) for of in (groups, optimizer.param_groups)]
-    if has_shares == [True, False]:
+    has_shares = any("lr_share" in group for group in groups)
+    if has_shares and not any("lr_share" in group for group in optimizer.param_groups):
         problem = f"{cls.__name__} makes its own groups, so these rates are lost"
         raise ConfigError("optimizer.groups", problem, "set the rates in its constructor")
     if cls is torch.optim.SGD:

@@ -143,7 +143,7 @@ class OptimizerStep:
         self.in_progress = False
 
     def measure(self, loss: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return gradient norm (`norm`, if sharded) and 1.0 if the step must be skipped: 0-d."""
+        """Return the norm before clipping (`norm`, if sharded), and 1.0 for a skipped step: 0-d."""
         norms = tensor_norms(gradient_values(self.parameters)) if norm is None else [norm]
         return self.norm_and_skip(loss, norms)
 

@@ -136,8 +136,8 @@ class ObjectiveConfig(Bounded, key="objective"):
             raise ConfigError("objective.kind", f"unknown objective {self.kind!r}", fix)
         super().__post_init__()
         weights = self.class_weights
-        numbers = weights if isinstance(weights, list) else [0]
-        are_weights = all(type(x) in (int, float) and 0 < x < math.inf for x in numbers)
-        if weights not in (None, "balanced") and not are_weights:
+        numbers = isinstance(weights, list)
+        numbers = numbers and all(type(x) in (int, float) and 0 < x < math.inf for x in weights)
+        if weights not in (None, "balanced") and not numbers:
             fix = "use balanced, null, or a number above 0 for each class: [1, 2.5]"
             raise ConfigError("objective.class_weights", f"cannot be {weights!r}", fix)

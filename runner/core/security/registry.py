@@ -156,7 +156,7 @@ def construct(
 
 
 def instantiate_nested(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
-    """Construct each nested `{_target_: …}`, if allowed; `_partial_: true` makes a `partial`."""
+    """Construct nested `{_target_: …}`, if allowed, by `_args_`; `_partial_` makes a `partial`."""
     if isinstance(arguments, Mapping):
         mapping = {k: instantiate_nested(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
         if "_target_" not in mapping:

@@ -174,6 +174,8 @@ def _phase_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
     split = measured.split if measured.host_bound else {}
     if (share := split.get("data", 0.0)) > DATA_WAIT_SHARE:
         fix = f"raise data.workers (now {measured.workers}), or make samples cheaper to read"
+        if measured.workers >= measured.cores:
+            fix = f"all {measured.cores} cores fetch already; make samples cheaper to read"
         if measured.in_memory:
             fix = "the data is in memory; use a larger training.batch_size"
         yield f"{share:.0%} of step time waits for data: {fix}"
@@ -225,8 +227,9 @@ class ProfileTool(DebugTool):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Profile the same steps, or none again."""
+        state = {"modules": self.modules, **state}
         for name in ("next_step", *self.SAVED):
-            setattr(self, name, state.get(name, getattr(self, name)))
+            setattr(self, name, state[name])
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:

@@ -42,6 +42,7 @@ MAX_OVERRUN = 1.5  # times the budget; a measurement still running then is stopp
 ROUND_S, FINAL_S = 10.0, 6.0  # seconds of measuring: maximum of a round, minimum of a final
 ROUND_HALF_WIDTH, FINAL_HALF_WIDTH = 0.05, 0.02  # target half-widths of the intervals
 MIN_TURN_STEPS = 3  # however slow
+MIN_COMPILE_RUN_S = 30.0  # seconds; in shorter runs candidates that compile are not tried
 MIN_SAVING_RATIO = 10.0  # time that a candidate saves over the time of its parity check
 
 CheckParity = Callable[[Arm, Mapping[str, Any], float], ParityVerdict]
@@ -94,7 +95,8 @@ def make_candidates(excluded: Collection[str]) -> list[Candidate]:
 
 def sort_techniques(names: Iterable[str]) -> list[str]:
     """Sort technique names by order of application."""
-    return [name for name, _ in Optimization().techniques() if name in set(names)]
+    chosen = set(names)
+    return [name for name, _ in Optimization().techniques() if name in chosen]
 
 
 @dataclass
@@ -185,10 +187,14 @@ class Search:
 
         They are the best `FINALISTS`, and the best one that does not compile: it always starts.
         """
+        none_s = self.steps * self.step_s
+        for row in self.candidates:
+            if row.compiles and none_s < MIN_COMPILE_RUN_S:
+                row.why = f"compiling does not pay back in a run of {none_s:.0f} s"
         # the plainest, then the largest first of those that start fast, then of the others
         order = {row.name: (row.compiles, -len(row.techniques)) for row in self.candidates[1:]}
         queue = sorted(self.candidates, key=lambda row: order.get(row.name, (False, -math.inf)))
-        measured = []
+        queue, measured = [row for row in queue if not row.why], []
         while group := self._next_group(queue):
             queue = [row for row in queue if row not in group]
             round_ = self._measure(group, min(ROUND_S, max(0.0, self._remaining_s())))

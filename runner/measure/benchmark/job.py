@@ -120,13 +120,14 @@ def _compare_with_baseline(
 
 def _write_and_print(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
     """Write the files and print the table, even if the disk is full."""
-    from runner.measure.page import write_comparison  # with the library of templates
-
-    errors, rows = list[RunnerError](), comparison.compare_arms(result, folder)
+    errors = list[RunnerError]()
     try:
-        result.write(folder)
+        result.write(folder)  # first: what was measured is kept if the page fails
     except StorageError as error:
         errors.append(error)
+    from runner.measure.page import write_comparison  # with the library of templates
+
+    rows = comparison.compare_arms(result, folder)
     write_comparison(rows, folder)
     print_stdout(ComparisonScreen(rows), crop=False)  # commands stay on one line
     return errors

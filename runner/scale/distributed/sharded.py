@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.checkpoint.shards import has_rows
 from runner.core.checkpoint.snapshot import DTYPES
-from runner.core.errors import ConfigError
+from runner.core.errors import ConfigError, UsageError
 from runner.core.interfaces.batch import Batch, slice_rows
 from runner.core.interfaces.technique import Evidence, Technique
 from runner.core.optim.optimizer import is_torch_class
@@ -279,6 +279,8 @@ def _check_shardable(builder: RunBuilder) -> None:
     if cls.__name__ not in ELEMENTWISE or not is_torch_class(cls):
         problem = f"{cls.__name__} may need whole weights, but fsdp shards them"
         raise ConfigError("optimizer", problem, "use AdamW, or distributed=ddp")
+    if builder.forward is not builder.model:
+        raise UsageError("distributed: a technique has replaced the model's forward; disable it")
     for name, weight in builder.model.named_parameters():
         if weight.ndim == 0 or weight.dtype not in DTYPES:
             problem = f"fsdp cannot shard {name}, {list(weight.shape)} of {weight.dtype}"
