@@ -53,7 +53,7 @@ class CaptureManifest:
     checkpoint: int | None = None  # step of the linked checkpoint
     seed: int = 0
     config_hash: str = ""
-    # the composed config as `runner.core.config.run_config.config_to_plain` returns it
+    # the composed config as `runner.core.config.run_config.WrittenConfig.plain` returns it
     config: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, Any] = field(default_factory=dict)  # automatic ones
     files: dict[str, FileDigest] = field(default_factory=dict)

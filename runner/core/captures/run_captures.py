@@ -30,7 +30,7 @@ class CaptureRecorder:
         self,
         config: CaptureConfig,
         folder: Path,
-        settings: Mapping[str, Any],  # the config, from `run_config.config_to_plain`
+        settings: Mapping[str, Any],  # the config, from `WrittenConfig.plain`
         user_parts: Sequence[str] = (),  # components made by the caller of `build`
     ) -> None:
         self.config, self.folder = config, folder
