@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from runner.core.errors import ConfigError, DataError, with_fix
 from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Column, NumberFormat, RowNames
-from runner.core.record.column_overrides import mapping_override
+from runner.core.record.column_overrides import list_value, mapping_override
 from runner.core.schemas.data import (
     BadSamples,
     ColumnType,
@@ -67,6 +69,7 @@ IGNORE_KEY = "data.ignore"
 TARGET_KEY = "data.target"
 UNUSED_COLUMNS = "columns that the model does not use:"
 MAX_KINDS = 10  # kinds of bad rows, in a message
+MAX_DROPPED = 0.5  # share of rows that advice may drop
 NUMERIC_NAME = re.compile(r"\s*[+-]?[\d.,]*\d[\d.,]*(e[+-]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -481,22 +484,29 @@ class TableProblems:
         return examples({number: f"{self.word} {number}{rows[number]}" for number in rows})
 
     def _fix(self) -> str:
-        """Return the ways to read the table: its cells corrected, or the keys of the config."""
-        ways = ["correct them"]
+        """Return the ways to read the table: its cells corrected, or other values of the config."""
+        ways, settings = ["correct them"], dict[str, str]()
         if isinstance(self.config, Tabular) and not self.columns_fixed:
-            if self.has_bad_cells or self.unreadable.keys() - self.needed.values():
+            if self.has_bad_cells:
                 ways.append(f"leave out a column with {IGNORE_KEY}")
             if self.wrong:
                 words = {CellKind.times: "date"}
                 kinds = {name: words.get(kind, "number") for name, kind in self.wrong.items()}
                 override = mapping_override(TYPES_KEY, kinds)
                 ways.append(f"read such cells as missing values with {override}")
-        if self.bad and not self.drops[BAD_SAMPLES_KEY]:
-            ways.append(f"use {BAD_SAMPLES_KEY}=drop")
-        if len(self.bad) > self.config.most_bad * self.total:
-            ways.append(f"raise data.most_bad={self.config.most_bad:g}")
-        if self.gaps:
-            ways.append(f"use {MISSING_KEY}={'' if self.drops[MISSING_KEY] else 'drop or '}mean")
+            if self.unreadable and self.unreadable.keys().isdisjoint(self.needed.values()):
+                settings[IGNORE_KEY] = list_value([*self.ignore, *self.unreadable])
+        bad, gaps = (len(rows) / max(self.total, 1) for rows in (self.bad, self.gaps))
+        if gaps and (not self.drops[MISSING_KEY] or bad + gaps >= 1):
+            settings[MISSING_KEY] = "drop" if gaps <= self.config.most_bad else "mean"
+        if settings.get(MISSING_KEY) == "drop":
+            ways.append(f"fill missing values with {MISSING_KEY}=mean")
+        if bad and not self.drops[BAD_SAMPLES_KEY]:
+            settings[BAD_SAMPLES_KEY] = "drop"
+        if bad > self.config.most_bad:
+            settings["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
+        if settings and bad <= max(MAX_DROPPED, self.config.most_bad):  # all of them are needed
+            ways.append(f"use {shlex.join(f'{key}={value}' for key, value in settings.items())}")
         return ", or ".join(ways)
 
 

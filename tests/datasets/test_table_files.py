@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import random
+import shlex
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -515,7 +516,7 @@ def test_nested_and_binary_columns_are_refused_by_name_unless_they_are_ignored(
         "map": pyarrow.array([[("n", 1)]] * 30, pyarrow.map_(pyarrow.string(), pyarrow.int64())),
     }
     path = written(tmp_path, **nested)
-    message = r"'list' of type list.*'struct' of .*'bytes' of .*'map' of .*data.ignore"
+    message = r"'list' of type list.*'struct' of .*data.ignore=\[list,struct,bytes,map\]"
     with pytest.raises(DataError, match=message):
         opened(path)
     assert_equal(opened(path, ignore=list(nested)), opened(written(tmp_path)))
@@ -538,11 +539,15 @@ def test_all_bad_rows_are_named_by_kind_with_the_keys_that_drop_them(tmp_path: P
         "line 35, column 'y': the value is missing (10 lines in all: also 36, 37, 38, 39, …); ",
     ):
         assert part in message
-    assert message.endswith("or use data.bad_samples=drop, or raise data.most_bad=0.1")
+    assert message.endswith("or use data.bad_samples=drop data.most_bad=0.31")
     source = opened(path, bad_samples=BadSamples.drop, most_bad=0.31)
     assert len(source.target) == 30
     with pytest.raises(ConfigError, match=r"no column 'x1', nor 'z' \(data.ignore\).*'x'"):
         tabular(Tabular(path=path, target="x1", ignore=["z"]))
+    few = "".join(["x,y\n", *rows[:4], *["1,\n"] * 8])  # most rows would be dropped
+    with pytest.raises(DataError, match="the value is missing.*; correct them") as raised:
+        opened(write(tmp_path, few))
+    assert "data.bad_samples" not in str(raised.value)
 
 
 def test_all_that_is_wrong_with_a_file_is_one_message_with_the_keys_that_change_it(
@@ -565,11 +570,11 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_keys_that_change_
             "line 63, column 'area': the value is missing; ",
             "line 65, column 'price': the value is missing; ",
             "line 64 has 2 values, and the header names 3 columns; ",
-            "or use data.bad_samples=drop, or use data.missing=drop or mean",
+            "or use data.missing=drop data.bad_samples=drop",
         )
     ]
     assert places == sorted(places) and len(message) < 1_000
-    typed = ["data.missing=drop", "data.bad_samples=drop"]
+    typed = shlex.split(message.partition("or use ")[2])
     corrected = ["data.target=price", 'data.ignore=["home town"]', "+data.types={area: number}"]
     data = tabular(
         cast("Tabular", config("data=tabular", f"data.path={path}", *corrected, *typed).data)
