@@ -119,8 +119,8 @@ class Scanner:
             return self.sandbox.examine(data, path.name, limits, self.deep)
         from runner.core.security.files.parsing import examine  # imports torch, rarely needed
 
-        deep, file = self.deep and trust is not Trust.CHECKED, (data.data, data.path, path.name)
-        examination = examine(*file, limits, check_archive=False, deep=deep)
+        options = {"check_archive": False, "deep": self.deep and trust is not Trust.CHECKED}
+        examination = examine(data.data, data.path, path.name, limits, **options)
         return examination.format, examination.reasons
 
 

@@ -258,7 +258,9 @@ def _generator_state(loader: Any, state: Any) -> Any:
     generator = getattr(loader, "generator", None)
     if not isinstance(generator, torch.Generator):
         return None
-    return (generator if state is None else generator.set_state(state)).get_state()
+    if state is not None:
+        generator.set_state(state)
+    return generator.get_state()
 
 
 def _has_state(holder: Any) -> bool:

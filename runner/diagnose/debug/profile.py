@@ -132,7 +132,8 @@ def find_bottlenecks(measured: StepMeasurements) -> list[str]:
         return texts
     parts = sorted(measured.split.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
-    return [f"no bottleneck: {shares}" if shares else "too few steps for a result"]
+    operators = f"{measured.operators:,.0f} operators a step, " if measured.operators else ""
+    return [f"no bottleneck: {operators}{shares}" if shares else "too few steps for a result"]
 
 
 def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
