@@ -416,7 +416,7 @@ def rand_augment(image: Image, rng: np.random.Generator, count: int, magnitude: 
     """Apply `count` operations, drawn with replacement, at strength `magnitude` of 30."""
     strength = magnitude / LEVELS
     for _ in range(count):
-        name = [*OPERATIONS][int(rng.integers(len(OPERATIONS)))]
+        name = NAMES[int(rng.integers(len(NAMES)))]
         sign = 1.0 if rng.random() < 0.5 else -1.0
         image = OPERATIONS[name](image, strength, sign)
     return image
@@ -467,6 +467,7 @@ OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
     "autocontrast": _image_op("autocontrast"),
     "equalize": _image_op("equalize"),
 }
+NAMES = tuple(OPERATIONS)
 
 
 def blend(

@@ -155,7 +155,8 @@ def build_run(setup: Setup) -> Run:
     step_graph = make_step_graph(builder, update, comparison)
     builder.choices += train.choices
     setup.checkpointer.choices = {c.key: c.value for c in builder.choices}
-    validated = validation.fetch.order.indices.astype("<i8").tobytes()
+    validated = hashlib.sha256(validation.fetch.order.indices.astype("<i8").tobytes())
+    validated.update(run_data.validation_stamp.encode())
     validate_every = config.training.validate_every
     pace = max(1, min(length.steps_per_epoch, length.total_steps // 5))
     validate_every = pace if validate_every is None else validate_every
@@ -183,7 +184,7 @@ def build_run(setup: Setup) -> Run:
         criterion=BestCriterion(
             goal.monitor,
             "max" if goal.higher_is_better else "min",
-            hashlib.sha256(validated + run_data.validation_stamp.encode()).hexdigest(),
+            validated.hexdigest(),
         ),
         trained_indices=run_data.trained_indices,
         report_every=config.monitoring.every,
