@@ -132,8 +132,12 @@ class StreamDataset(UserDataset):
         """Return the samples of an item."""
         if self.sampler is None:
             return [item]
-        with self.errors_of(f"samples {item}"):
+        try:  # not `errors_of`: a batch's indices are formatted for an error alone
             return [self.dataset[int(index)] for index in item]
+        except RunnerError:
+            raise
+        except Exception as error:
+            raise self.translate(f"samples {item}", error) from error
 
     @contextmanager
     def errors_of(self, what: str) -> Iterator[None]:
