@@ -223,8 +223,9 @@ def _fit_column(table: Table, name: str, train: np.ndarray, config: Tabular) -> 
         return
     parts = [""]
     if values.dtype.kind == "M":
-        present = {part: _present_values(values, part, train) for part in DATE_PARTS}
-        parts = [part for part, cells in present.items() if len(np.unique(cells)) > 1] or ["days"]
+        parts = [  # one at a time, as each takes the memory of a column
+            part for part in DATE_PARTS if len(np.unique(_present_values(values, part, train))) > 1
+        ] or ["days"]
     column = replace(_reading(table, name, config), missing=unparsed, gaps=gaps)
     for part in parts:
         numbers = _present_values(values, part, train)
