@@ -132,7 +132,9 @@ def test_the_last_rows_by_time_are_held_out(tmp_path: Path) -> None:
     data, _ = opened(path, *by, "data.ignore=[day]")
     assert min(days[data.validation]) > max(days[data.train])
     assert [column.name for column in data.columns] == ["x", "patient"]
-    with pytest.raises(DataError, match=r"data.split_by: .*'patient' holds 'p\d+', neither a num"):
+    with pytest.raises(
+        DataError, match=r"data.split_by: .*'patient' holds 'p\d+', no number or ISO date"
+    ):
         opened(path, "data.split=time", "data.split_by=patient", "data.ignore=[day]")
 
 

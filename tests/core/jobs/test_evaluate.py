@@ -39,7 +39,7 @@ def test_an_evaluation_speaks_of_itself_lies_apart_and_leads_back_to_the_run(
     assert summary["best"] == summary["metrics"]["val/accuracy"] != Summary.read(Path(RUN)).best
     with pytest.raises(CheckpointError) as refused:
         check(read_arguments([f"checkpoint.resume={folder}"]))
-    named = f"an evaluation of {RUN}; use checkpoint.resume={RUN}"
+    named = f"is an evaluation of another run; use checkpoint.resume={RUN}"
     assert str(refused.value).endswith(named)
 
 

@@ -491,6 +491,9 @@ def test_the_record_of_an_own_loop_is_continued_and_that_of_a_run_is_refused(
     optimizer = torch.optim.SGD(net.parameters())
     loop = optimize_training_loop(net, optimizer, nn.functional.cross_entropy, folder=of_run)
     for record in (Stability(folder=of_run), loop):
-        with record, pytest.raises(UsageError, match=r": folder=.*run is the folder of a run"):
+        with (
+            record,
+            pytest.raises(UsageError, match=r": folder=.*run is that of a run; log into another"),
+        ):
             record.log({"mine": 1.0})
     assert {path: path.read_bytes() for path in files} == files

@@ -71,7 +71,7 @@ def test_two_processes_that_are_right_are_within_rounding(
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        ("AveragedGradients", "gradients are averaged over processes where the parts weigh diff"),
+        ("AveragedGradients", "it is averaged over processes where the parts weigh differently"),
         pytest.param(
             "WrongPart", "a process takes the wrong part of the batch", marks=pytest.mark.slow
         ),

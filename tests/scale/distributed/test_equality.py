@@ -268,4 +268,4 @@ def test_weights_without_a_gradient_are_named_with_the_key_that_allows_them(
 ) -> None:
     error = outcomes("odd", 2)["idle weights"].error
     assert "distributed.unused_parameters: is false" in error
-    assert "depend on idle.weight, idle.bias" in error
+    assert "depend on idle.weight and idle.bias" in error
