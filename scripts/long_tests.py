@@ -1,7 +1,7 @@
 """Choose the tests that only scripts/nightly runs, so that the check of each change is short.
 
     TEST_CPU_TIMES=times.txt .venv/bin/python -m pytest -q -n 2 --dist loadfile -m ""
-    python scripts/long_tests.py times.txt [--seconds 560]
+    python scripts/long_tests.py times.txt [--seconds 400]
 
 `tests/long_tests.txt` lists them; they count as marked `slow`. The longest of all go, by CPU time,
 until the others take `--seconds` together; CPU time hardly depends on what else the machine does.
@@ -40,7 +40,7 @@ def main() -> None:
     """Write the list."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("times", type=Path, help="lines of CPU seconds and a test's id")
-    parser.add_argument("--seconds", type=float, default=560.0, help="CPU time of those that stay")
+    parser.add_argument("--seconds", type=float, default=400.0, help="CPU time of those that stay")
     given = parser.parse_args()
     seconds: dict[str, float] = {}
     for line in given.times.read_text().splitlines():
