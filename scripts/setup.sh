@@ -74,13 +74,19 @@ summarise_pip() {
 }
 
 install_packages() {
-    set -- -m pip install --disable-pip-version-check -c "$root/constraints.txt" -e "$root${1:+[$1]}"
+    local status
+    set -- -m pip install --disable-pip-version-check --no-compile \
+        -c "$root/constraints.txt" -e "$root${1:+[$1]}"
     if [ -t 1 ]; then # where pip draws its own progress
         "$python" "$@"
+        status=$?
     else
         "$python" "$@" | summarise_pip
-        return "${PIPESTATUS[0]}"
+        status=${PIPESTATUS[0]}
     fi
+    # by all cores, where pip takes one; some files of packages are templates that do not compile
+    [ "$status" -ne 0 ] || "$python" -m compileall -q -j 0 "$root/.venv/lib" >/dev/null 2>&1
+    return "$status"
 }
 
 set_up() {
