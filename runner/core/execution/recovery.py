@@ -71,7 +71,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     run.micro_batch = largest_slice(run.largest_local_batch(run.train.batch_size), (size + 1) // 2)
     missing, obstacle = missing_memory(error), _find_split_obstacle(run)
     effect = f"the step is another one: {obstacle}" if obstacle else "its gradient is the same"
-    reason = f"{step_label} ran out of memory{missing} with {size}; {effect}"
+    reason = f"{step_label} ran out of memory{missing} with {size} at a time; {effect}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
     # a new dict: a checkpoint of the old one may be in the making

@@ -146,7 +146,8 @@ class Agent:
         for process in alive.values():
             process.poll()
             self.problem = self.problem or process.problem
-        if self.problem or any(p.stopped_s <= self.timeout_s for p in alive.values()):
+        some_ended = len(alive) < len(self.processes)  # `_abort_hung` ends the others
+        if self.problem or some_ended or any(p.stopped_s <= self.timeout_s for p in alive.values()):
             return
         names = ", ".join(f"{rank}{describe_state(p.pid)}" for rank, p in alive.items())
         limit = f"distributed.timeout_s={self.timeout_s:g} s"

@@ -69,7 +69,7 @@ def restart_smaller(run: Run, error: Exception) -> bool:
     if not halve_micro_batch(run, error):
         return False
     reason = next(choice.reason for choice in run.choices if choice.key == MICRO_BATCH)
-    raise RestartRequired(f"{reason} samples at a time", {MICRO_BATCH: run.micro_batch})
+    raise RestartRequired(reason, {MICRO_BATCH: run.micro_batch})
 
 
 def restart_uncompiled(run: Run, error: Exception) -> bool:

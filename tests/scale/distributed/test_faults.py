@@ -150,10 +150,11 @@ def test_out_of_memory_in_one_process_halves_the_micro_batch_of_all(tmp_path: Pa
     done = runs.run(tmp_path / "run", faults)
     assert done.code == 0, done.output
     assert done.summary["faults"] == {"out_of_memory": 2}
-    (choice,) = [c for c in done.summary["choices"] if c["key"] == "training.micro_batch"]
+    chosen = [c for c in done.summary["choices"] if c["key"] == "training.micro_batch"]
+    (choice,) = (c for c in chosen if not c["is_notice"])
     assert choice["value"] == 2
     assert choice["reason"].startswith("process 1: step 9 ran out of memory")
-    assert choice["reason"].endswith("with 4 samples at a time")
+    assert "with 4 at a time; the step is another one: BatchNorm" in choice["reason"]
 
 
 def start_compiled(place: Path, script: str, *typed: str) -> runs.Started:
