@@ -146,8 +146,9 @@ class Agent:
         for process in alive.values():
             process.poll()
             self.problem = self.problem or process.problem
-        some_ended = len(alive) < len(self.processes)  # `_abort_hung` ends the others
-        if self.problem or some_ended or any(p.stopped_s <= self.timeout_s for p in alive.values()):
+        if self.problem or self._failure_time is not None:  # `_abort_hung` ends the others
+            return
+        if any(p.stopped_s <= self.timeout_s for p in alive.values()):
             return
         names = ", ".join(f"{rank}{describe_state(p.pid)}" for rank, p in alive.items())
         limit = f"distributed.timeout_s={self.timeout_s:g} s"
