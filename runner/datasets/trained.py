@@ -182,13 +182,13 @@ class Trained(Closeable):
             image = [sizes.in_channels, sizes.image_size, sizes.image_size]
             shape = image if all(image) else [sizes.in_features]
             fix = f"; a training sample had the shape {shape}" if all(shape) else ""
-            with translate_model_errors("load", data, fix):
+            with translate_model_errors("predict", data, fix):
                 yield self._tensor_dataset(data)
             return
         in_memory = not isinstance(data, str | Path)
         if in_memory and kind not in TABLES:
             problem = f"{type(data).__name__} for a model of data={kind}"
-            raise UsageError(f"load: {problem}; give a path or a tensor")
+            raise UsageError(f"predict: {problem}; give a path or a tensor")
         with ExitStack() as stack:
             if in_memory:
                 columns = self._columns(data) if isinstance(data, Tensor) else data
@@ -205,7 +205,7 @@ class Trained(Closeable):
                 if not in_memory:
                     raise
                 text = str(error).removeprefix("data.path: ")
-                raise DataError(f"load: {text.replace(str(data), 'the table')}") from None
+                raise DataError(f"predict: {text.replace(str(data), 'the table')}") from None
             for choice in source.choices:
                 if choice.key == UNKNOWN_CATEGORIES_KEY:
                     log.warning("%s: %s: %s", choice.key, choice.value, choice.reason)
@@ -215,14 +215,14 @@ class Trained(Closeable):
         names = list(dict.fromkeys(column.name for column in self.preprocessing.columns))
         if data.ndim != 2 or data.shape[1] != len(names):
             problem = f"a tensor of shape {list(data.shape)}, but the model was trained on"
-            raise UsageError(f"load: {problem} the columns {', '.join(names)}")
+            raise UsageError(f"predict: {problem} the columns {', '.join(names)}")
         return dict(zip(names, data.double().cpu().numpy().T, strict=True))
 
     def _tensor_dataset(self, inputs: Tensor) -> Dataset:
         sizes = self.preprocessing.sizes
         if inputs.shape[:1] == (0,):
-            raise DataError("load: the data has no rows")
-        count_samples(inputs, "load: data")
+            raise DataError("predict: the data has no rows")
+        count_samples(inputs, "predict: data")
         inputs = inputs.cpu()
         if inputs.dtype == torch.uint8:
             inputs = inputs.float() / 255
@@ -259,7 +259,7 @@ def _write_table(table: Any, folder: Path) -> Path:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
                 problem = f"item {number} of the list is {row!r}, not a dict, as others are"
-                raise UsageError(f"load: {problem}")
+                raise UsageError(f"predict: {problem}")
         names = dict.fromkeys(name for row in table for name in row)
         table = {name: [row.get(name) for row in table] for name in names}
     if isinstance(table, Mapping):
@@ -269,19 +269,19 @@ def _write_table(table: Any, folder: Path) -> Path:
                 what = f"the column {name!r}"
                 if _is_cell(cells):
                     problem = f"{what} is {cells!r}, not a list of cells"
-                    raise UsageError(f"load: {problem}, as others are; for one row give no list")
+                    raise UsageError(f"predict: {problem}, as others are; for one row give no list")
                 columns[name] = pyarrow.table({name: _plain_column(cells)}).column(0)
             what = "the columns"
             table = pyarrow.table(columns)
         except (pyarrow.ArrowException, ValueError, TypeError) as error:
             fix = "give all its cells as numbers, or all as texts, and columns of one length"
-            raise UsageError(f"load: {what}: {error}; {fix}") from None
+            raise UsageError(f"predict: {what}: {error}; {fix}") from None
     if hasattr(table, "__arrow_c_stream__"):  # pandas, polars and others
         table = pyarrow.table(table)
     if not isinstance(table, pyarrow.Table):
         what = type(table).__name__
         fix = "give a path, a dict of columns, a list of dicts, a table or a tensor"
-        raise UsageError(f"load: {what} is not a table; {fix}")
+        raise UsageError(f"predict: {what} is not a table; {fix}")
     parquet.write_table(table, folder / "table.parquet")
     return folder / "table.parquet"
 

@@ -75,7 +75,8 @@ def compare_folders(folders: Sequence[Path]) -> Comparison:
         try:
             os.listdir(folder)
         except OSError as error:
-            raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
+            fix = "name the folder of a run, a sweep or a benchmark"
+            raise UsageError(f"{folder}: cannot be read: {error.strerror}; {fix}") from None
     first, *others = folders
     if (first / BENCHMARK_FILE).exists() and not others:
         return compare_arms(BenchmarkResult.read(first), first)

@@ -69,7 +69,7 @@ MEASURED_METHOD = (
     "hold simultaneously, at 95 %, and no difference within 7 % is claimed. Configurations of "
     "which the same engaged were measured once, and a technique that did not engage is off."
 )
-COMMANDS_ABOUT = "Each command trains that row only."
+COMMANDS_ABOUT = "Each command of a row trains that row only."
 SKIPS = (
     " A run of this length skips techniques that were measured; to train with them, add "
     "optimization.measure=false optimization.compile.min_steps=0."

@@ -59,7 +59,9 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
         np.testing.assert_allclose(one_row["probability yes"], expected[:1, 1], atol=1e-5)
         with pytest.raises(UsageError, match="the column 'income' is .*, not a list of cells, as"):
             model.predict({**several[0], "age": [1.0]})
-        with pytest.raises(DataError, match=r"^load: the table: row 1, column .age.: old is not"):
+        with pytest.raises(
+            DataError, match=r"^predict: the table: row 1, column .age.: old is not"
+        ):
             model.predict([{**several[1], "age": "old"}])
         caplog.clear()
         model.predict([{**row, "city": True} for row in several])
@@ -72,7 +74,7 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
         with pytest.raises(DataError) as empty:
             model.predict({})
         assert str(empty.value).count("lacks") == 1
-        with pytest.raises(UsageError, match="^load: item 2 of the list is 5, not a dict"):
+        with pytest.raises(UsageError, match="^predict: item 2 of the list is 5, not a dict"):
             model.predict([several[0], 5])
         for wrong, match in ((7, "int is not a table"), (torch.zeros(2, 2), "was trained on")):
             with pytest.raises(UsageError, match=match):
@@ -137,7 +139,7 @@ def test_tensors_of_another_type_are_cast_and_those_of_another_shape_refused(
             (torch.rand(3, 7), UsageError, r"failed on .*\[3, 7\].* had the shape \[1, 8, 8\]"),
             (images[0, 0, 0], UsageError, r"the model failed on float32 of shape \[8\]"),
             (torch.tensor(1.0), UsageError, "first dimension is the sample"),
-            (images[:0], DataError, "^load: the data has no rows$"),
+            (images[:0], DataError, "^predict: the data has no rows$"),
         ):
             with pytest.raises(error, match=message):
                 model.predict(wrong)

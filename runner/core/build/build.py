@@ -440,7 +440,8 @@ def apply_requested_techniques(
 ) -> tuple[list[tuple[str, Technique]], list[TechniqueStatus]]:
     """Apply the techniques in order; record a smaller micro-batch of the resumed run."""
     recorded = setup.recorded
-    if setup.trains and setup.components.optimization is None:  # auto's choice is its own
+    given = setup.components
+    if setup.trains and given.optimization is None and not given.choices:  # of auto, of a replay
         warn_unused_settings(setup.config.optimization)
     own = setup.components.techniques, setup.resolve_target
     techniques, unapplied = apply_techniques(setup.config.optimization, builder, *own)

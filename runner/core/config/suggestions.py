@@ -50,7 +50,8 @@ class Suggester:
         if group == "model" and name.startswith(aliases.TORCHVISION_PREFIXES):
             yield [f"model._target_=torchvision.models.{value}", "security.trusted=[torchvision]"]
         if group == "optimizer" and (torch_name := nearest(value, aliases.TORCH_OPTIMIZERS, 0.8)):
-            yield [f"optimizer.name={torch_name}"]
+            if torch_name.casefold() not in self.groups[group]:
+                yield [f"optimizer.name={torch_name}"]
         if option := nearest(value, self.groups[group]):
             yield [f"{group}={option}"]
 

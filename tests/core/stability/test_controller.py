@@ -439,7 +439,8 @@ def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
 ) -> None:
     summary, state, weights = rough(tmp_path / "whole", late)  # type: ignore[misc]
     assert summary.faults["rollback"] == 1
-    assert summary.faults["spike"] >= 2
+    # read late, the second bad norm is already the new baseline
+    assert summary.faults["spike"] > (1 if late else 2)
     for cut in cuts:
         resumed = tmp_path / str(cut)
         rough(resumed, late, cut)

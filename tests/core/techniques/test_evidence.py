@@ -592,6 +592,11 @@ def test_a_setting_of_a_technique_that_is_off_is_named_and_no_option_has_one(
     assert message.startswith("optimization.recompute.what=every has no effect: ")
     assert "optimization.recompute.enabled=true" in message
     caplog.clear()
+    replayed = Components(choices={"data.split": "random"})  # its own techniques are switched off
+    with runs.opened(
+        *runs.TABLE, "optimization=none", "optimization.recompute.what=every", given=replayed
+    ):
+        assert not [r for r in caplog.records if "has no effect" in r.message]
     for option in sorted((CONF / "optimization").glob("*.yaml")):
         warn_unused_settings(runs.config(f"optimization={option.stem}").optimization)
     assert not caplog.records
