@@ -28,5 +28,6 @@ def only(folder: Path, pattern: str) -> Path:
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("blackbox")
-    shutil.copy(HERE / "own.py", folder)
+    for name in ("own.py", "faulty.py"):
+        shutil.copy(HERE / name, folder)
     return folder
