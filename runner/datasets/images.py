@@ -21,7 +21,7 @@ from runner.core.data.labels import labelled_files, relative_names, remap_labels
 from runner.core.data.paths import existing_path
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
-from runner.core.data.usable import DROP_FIX, lacks_resources, usable_indices
+from runner.core.data.usable import DROP_FIX, examples, lacks_resources, usable_indices
 from runner.core.device import memory
 from runner.core.errors import BadSample, ConfigError, DataError
 from runner.core.findings import Choice
@@ -223,7 +223,7 @@ class ImageFolder(Dataset):
         count, problems = len(self.sources), self._find_problems()
         usable, choices = usable_indices(problems, count, self.config)
         if choices:
-            choices = (replace(choices[0], reason=_join_problems(problems)),)
+            choices = (replace(choices[0], reason=examples(problems, MAX_NAMED)),)
             if isinstance(self.sources, SavedImages):
                 self.sources.kept, self.rows = usable, RowNames("row", usable)
             else:
@@ -261,7 +261,7 @@ class ImageFolder(Dataset):
                 raise
             problem = self._describe(index, error)
             if self.config.bad_samples is BadSamples.stop:
-                problem = _join_problems({index: problem} | self._find_problems())
+                problem = examples({index: problem} | self._find_problems(), MAX_NAMED)
             fix = f"; replace or remove the file, or {DROP_FIX}"
             raise BadSample(batch_index, problem, fix) from None
 
@@ -368,13 +368,6 @@ class ImageFolder(Dataset):
 def is_deep(mode: str) -> bool:
     """Whether PIL's `mode` has more than 8 bits per channel: integers of 16 or 32, or floats."""
     return mode[0] in "IF"
-
-
-def _join_problems(problems: dict[int, str]) -> str:
-    """Return the problems in order of their images, MAX_NAMED of them, as one text."""
-    texts = [problems[index] for index in sorted(problems)]
-    more = len(texts) - MAX_NAMED
-    return "; ".join(texts[:MAX_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def find_twins(files: Sequence[Path], labels: np.ndarray, rows: RowNames) -> str:
