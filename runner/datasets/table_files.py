@@ -42,6 +42,7 @@ NUMBER_BYTES = 4  # of memory for a number
 MEMORY_PER_BYTE = 8  # most bytes of memory per byte of csv: "," becomes a number
 SAMPLE_BYTES = 1 << 20  # of csv, from which its memory is estimated; bytes that are never too many
 MAX_ROW_BYTES = 2**31 - 1
+HEADER_BYTES = 1 << 26  # a line of the header is shorter
 COLUMN_BYTES = 1 << 10  # of a column that are parsed at a time, at least
 CODEC_BY_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -465,24 +466,13 @@ class _CsvFile:
         return b"".join(lines)
 
     def _read_line(self, file: io.BufferedReader) -> bytes:
-        """Read a line of the header; ConfigError for more columns, or a longer cell, than allowed.
-
-        Both are counted with any separator, as it is not known yet.
-        """
-        separators = dict.fromkeys([*SEPARATORS, sign_of(self.config.separator) or ","], 0)
-        pieces = list[bytes]()
-        while piece := file.readline(SAMPLE_BYTES):
-            pieces.append(piece)
-            self.size += len(piece)
-            self._check_size(self.size)
-            if piece.endswith(b"\n"):
-                break
-            separators = {s: n + piece.count(s.encode()) for s, n in separators.items()}
-            check_columns(self.path, max(separators.values()), self.config.most_columns)
-            most_bytes = self.config.most_cell_bytes or math.inf
-            if not any(separators.values()) and self.size > most_bytes:
-                raise long_cell_error(self.path, "line 1", self.config)
-        return b"".join(pieces)
+        line = file.readline(HEADER_BYTES)
+        self.size += len(line)
+        self._check_size(self.size)
+        if len(line) == HEADER_BYTES:
+            problem = f"line 1 has {HEADER_BYTES >> 20} MiB or more, and must name the columns"
+            raise DataError(f"data.path: {self.path}: {problem}")
+        return line
 
     def _add_choice(self, key: str, sign: str, reason: str) -> None:
         self.choices = (*self.choices, Choice(key, sign_word(sign), reason))
