@@ -421,27 +421,18 @@ def _affine(image: Image, *matrix: float) -> Image:
     return image.transform(image.size, Transform.AFFINE, matrix, Resampling.NEAREST)
 
 
-def _enhancement(kind: str) -> Callable[[Image, float, float], Image]:
-    def operation(image: Image, strength: float, sign: float) -> Image:
-        from PIL import ImageEnhance
+def _enhance(image: Image, kind: str, change: float) -> Image:
+    from PIL import ImageEnhance
 
-        changed: Image = getattr(ImageEnhance, kind)(image).enhance(1 + sign * CONTRAST * strength)
-        return changed
-
-    return operation
+    enhanced: Image = getattr(ImageEnhance, kind)(image).enhance(1 + change * CONTRAST)
+    return enhanced
 
 
-def _image_op(
-    kind: str, strength_argument: Callable[[float], int] | None = None
-) -> Callable[..., Image]:
-    def operation(image: Image, strength: float, sign: float) -> Image:
-        from PIL import ImageOps
+def _image_op(image: Image, kind: str, *arguments: int) -> Image:
+    from PIL import ImageOps
 
-        arguments = () if strength_argument is None else (strength_argument(strength),)
-        changed: Image = getattr(ImageOps, kind)(image, *arguments)
-        return changed
-
-    return operation
+    changed: Image = getattr(ImageOps, kind)(image, *arguments)
+    return changed
 
 
 OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
@@ -451,14 +442,14 @@ OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
     "shift_x": lambda i, s, sign: _affine(i, 1, 0, sign * TRANSLATION * s * i.width, 0, 1, 0),
     "shift_y": lambda i, s, sign: _affine(i, 1, 0, 0, 0, 1, sign * TRANSLATION * s * i.height),
     "rotate": lambda image, strength, sign: image.rotate(sign * ROTATION * strength),
-    "brightness": _enhancement("Brightness"),
-    "color": _enhancement("Color"),
-    "contrast": _enhancement("Contrast"),
-    "sharpness": _enhancement("Sharpness"),
-    "posterize": _image_op("posterize", lambda strength: 8 - round(4 * strength)),
-    "solarize": _image_op("solarize", lambda strength: round(256 * (1 - strength))),
-    "autocontrast": _image_op("autocontrast"),
-    "equalize": _image_op("equalize"),
+    "brightness": lambda image, s, sign: _enhance(image, "Brightness", sign * s),
+    "color": lambda image, s, sign: _enhance(image, "Color", sign * s),
+    "contrast": lambda image, s, sign: _enhance(image, "Contrast", sign * s),
+    "sharpness": lambda image, s, sign: _enhance(image, "Sharpness", sign * s),
+    "posterize": lambda image, s, sign: _image_op(image, "posterize", 8 - round(4 * s)),
+    "solarize": lambda image, s, sign: _image_op(image, "solarize", round(256 * (1 - s))),
+    "autocontrast": lambda image, s, sign: _image_op(image, "autocontrast"),
+    "equalize": lambda image, s, sign: _image_op(image, "equalize"),
 }
 NAMES = tuple(OPERATIONS)
 
