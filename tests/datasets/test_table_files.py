@@ -445,8 +445,9 @@ CELLS = ["k", '5" t', '5"', '"a,b"', '""', '"x\ny"', '"\n"', '"q""\n""z"', '"\n1
 def test_a_line_break_in_a_cell_is_found_wherever_a_block_of_the_file_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", 200)
-    monkeypatch.setattr(table_files, "SCAN_BYTES", 64)
+    sizes = {"BLOCK_BYTES": 200, "COLUMN_BYTES": 60, "SCAN_BYTES": 64, "MAX_ROW_BYTES": 1_000}
+    for name, size in sizes.items():  # the file is more than one block can hold
+        monkeypatch.setattr(table_files, name, size)
     rng = random.Random(seed)
     cells = rng.sample(CELLS, 4) if seed % 2 else CELLS[:5]  # without line breaks, too
     lines = [f"{rng.choice(cells)},{rng.choice(cells)},{i}\n" for i in range(150)]
