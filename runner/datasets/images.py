@@ -21,7 +21,7 @@ from runner.core.data.labels import labelled_files, relative_names, remap_labels
 from runner.core.data.paths import existing_path
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
-from runner.core.data.usable import DROP_FIX, lacks_resources, usable_indices
+from runner.core.data.usable import DROP_FIX, examples, lacks_resources, usable_indices
 from runner.core.device import memory
 from runner.core.errors import BadSample, ConfigError, DataError
 from runner.core.findings import Choice
@@ -223,7 +223,7 @@ class ImageFolder(Dataset):
         count, problems = len(self.sources), self._find_problems()
         usable, choices = usable_indices(problems, count, self.config)
         if choices:
-            choices = (replace(choices[0], reason=_join_problems(problems)),)
+            choices = (replace(choices[0], reason=examples(problems, MAX_NAMED)),)
             if isinstance(self.sources, SavedImages):
                 self.sources.kept, self.rows = usable, RowNames("row", usable)
             else:
@@ -261,7 +261,7 @@ class ImageFolder(Dataset):
                 raise
             problem = self._describe(index, error)
             if self.config.bad_samples is BadSamples.stop:
-                problem = _join_problems({index: problem} | self._find_problems())
+                problem = examples({index: problem} | self._find_problems(), MAX_NAMED)
             fix = f"; replace or remove the file, or {DROP_FIX}"
             raise BadSample(batch_index, problem, fix) from None
 
@@ -370,13 +370,6 @@ def is_deep(mode: str) -> bool:
     return mode[0] in "IF"
 
 
-def _join_problems(problems: dict[int, str]) -> str:
-    """Return the problems in order of their images, MAX_NAMED of them, as one text."""
-    texts = [problems[index] for index in sorted(problems)]
-    more = len(texts) - MAX_NAMED
-    return "; ".join(texts[:MAX_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
-
-
 def find_twins(files: Sequence[Path], labels: np.ndarray, rows: RowNames) -> str:
     """Return a message about files of equal bytes in different classes; "" without any."""
     by_size = defaultdict[int, list[int]](list)
@@ -428,27 +421,18 @@ def _affine(image: Image, *matrix: float) -> Image:
     return image.transform(image.size, Transform.AFFINE, matrix, Resampling.NEAREST)
 
 
-def _enhancement(kind: str) -> Callable[[Image, float, float], Image]:
-    def operation(image: Image, strength: float, sign: float) -> Image:
-        from PIL import ImageEnhance
+def _enhance(image: Image, kind: str, change: float) -> Image:
+    from PIL import ImageEnhance
 
-        changed: Image = getattr(ImageEnhance, kind)(image).enhance(1 + sign * CONTRAST * strength)
-        return changed
-
-    return operation
+    enhanced: Image = getattr(ImageEnhance, kind)(image).enhance(1 + change * CONTRAST)
+    return enhanced
 
 
-def _image_op(
-    kind: str, strength_argument: Callable[[float], int] | None = None
-) -> Callable[..., Image]:
-    def operation(image: Image, strength: float, sign: float) -> Image:
-        from PIL import ImageOps
+def _image_op(image: Image, kind: str, *arguments: int) -> Image:
+    from PIL import ImageOps
 
-        arguments = () if strength_argument is None else (strength_argument(strength),)
-        changed: Image = getattr(ImageOps, kind)(image, *arguments)
-        return changed
-
-    return operation
+    changed: Image = getattr(ImageOps, kind)(image, *arguments)
+    return changed
 
 
 OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
@@ -458,14 +442,14 @@ OPERATIONS: dict[str, Callable[[Image, float, float], Image]] = {
     "shift_x": lambda i, s, sign: _affine(i, 1, 0, sign * TRANSLATION * s * i.width, 0, 1, 0),
     "shift_y": lambda i, s, sign: _affine(i, 1, 0, 0, 0, 1, sign * TRANSLATION * s * i.height),
     "rotate": lambda image, strength, sign: image.rotate(sign * ROTATION * strength),
-    "brightness": _enhancement("Brightness"),
-    "color": _enhancement("Color"),
-    "contrast": _enhancement("Contrast"),
-    "sharpness": _enhancement("Sharpness"),
-    "posterize": _image_op("posterize", lambda strength: 8 - round(4 * strength)),
-    "solarize": _image_op("solarize", lambda strength: round(256 * (1 - strength))),
-    "autocontrast": _image_op("autocontrast"),
-    "equalize": _image_op("equalize"),
+    "brightness": lambda image, s, sign: _enhance(image, "Brightness", sign * s),
+    "color": lambda image, s, sign: _enhance(image, "Color", sign * s),
+    "contrast": lambda image, s, sign: _enhance(image, "Contrast", sign * s),
+    "sharpness": lambda image, s, sign: _enhance(image, "Sharpness", sign * s),
+    "posterize": lambda image, s, sign: _image_op(image, "posterize", 8 - round(4 * s)),
+    "solarize": lambda image, s, sign: _image_op(image, "solarize", round(256 * (1 - s))),
+    "autocontrast": lambda image, s, sign: _image_op(image, "autocontrast"),
+    "equalize": lambda image, s, sign: _image_op(image, "equalize"),
 }
 NAMES = tuple(OPERATIONS)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from runner.core.errors import ConfigError, DataError, with_fix
 from runner.core.findings import Choice, notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Column, NumberFormat, RowNames
-from runner.core.record.column_overrides import list_value, mapping_override
+from runner.core.record.column_overrides import mapping_override
 from runner.core.schemas.data import (
     BadSamples,
     ColumnType,
@@ -59,6 +58,7 @@ KIND_BY_TYPE = {
     ColumnType.date: CellKind.times,
     ColumnType.id: CellKind.texts,
 }
+TYPE_WORDS = {CellKind.numbers: "number", CellKind.times: "date"}
 MEASURED = (ColumnType.number, ColumnType.date)
 Note = tuple[str, str, str]
 """What is said of a column's cells, and the key and value that read them otherwise."""
@@ -484,29 +484,23 @@ class TableProblems:
         return examples({number: f"{self.word} {number}{rows[number]}" for number in rows})
 
     def _fix(self) -> str:
-        """Return the ways to read the table: its cells corrected, or other values of the config."""
-        ways, settings = ["correct them"], dict[str, str]()
+        """Return the ways to read the table: its cells corrected, or the keys of the config."""
+        ways, share = ["correct them"], len(self.bad) / max(self.total, 1)
         if isinstance(self.config, Tabular) and not self.columns_fixed:
-            if self.has_bad_cells:
+            if self.has_bad_cells or self.unreadable.keys() - self.needed.values():
                 ways.append(f"leave out a column with {IGNORE_KEY}")
             if self.wrong:
-                words = {CellKind.times: "date"}
-                kinds = {name: words.get(kind, "number") for name, kind in self.wrong.items()}
+                kinds = {n: TYPE_WORDS[kind] for n, kind in self.wrong.items()}
                 override = mapping_override(TYPES_KEY, kinds)
                 ways.append(f"read such cells as missing values with {override}")
-            if self.unreadable and self.unreadable.keys().isdisjoint(self.needed.values()):
-                settings[IGNORE_KEY] = list_value([*self.ignore, *self.unreadable])
-        bad, gaps = (len(rows) / max(self.total, 1) for rows in (self.bad, self.gaps))
-        if gaps and (not self.drops[MISSING_KEY] or bad + gaps >= 1):
-            settings[MISSING_KEY] = "drop" if gaps <= self.config.most_bad else "mean"
-        if settings.get(MISSING_KEY) == "drop":
+        if self.gaps:
             ways.append(f"fill missing values with {MISSING_KEY}=mean")
-        if bad and not self.drops[BAD_SAMPLES_KEY]:
-            settings[BAD_SAMPLES_KEY] = "drop"
-        if bad > self.config.most_bad:
-            settings["data.most_bad"] = f"{math.ceil(100 * bad) / 100:g}"
-        if settings and bad <= max(MAX_DROPPED, self.config.most_bad):  # all of them are needed
-            ways.append(f"use {shlex.join(f'{key}={value}' for key, value in settings.items())}")
+        rows = ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, self.gaps))
+        keys = [f"{key}=drop" for key, bad in rows if bad and not self.drops[key]]
+        if share > self.config.most_bad:
+            keys.append(f"data.most_bad={math.ceil(100 * share) / 100:g}")
+        if keys and share <= max(MAX_DROPPED, self.config.most_bad):  # all of them are needed
+            ways.append(f"leave out the rows with {' '.join(keys)}")
         return ", or ".join(ways)
 
 

@@ -39,16 +39,17 @@ PARQUET_NAMES = (".parquet", ".pq")
 PARQUET_BATCH_ROWS = 1 << 17  # decoded at a time
 BLOCK_BYTES = 1 << 22  # of csv that are parsed at a time: fewer, larger pieces are freed faster
 NUMBER_BYTES = 4  # of memory for a number
-MEMORY_PER_BYTE = 4  # most bytes of memory per byte of csv: "," becomes a number
+MEMORY_PER_BYTE = 8  # most bytes of memory per byte of csv: "," becomes a number
 SAMPLE_BYTES = 1 << 20  # of csv, from which its memory is estimated; bytes that are never too many
 MAX_ROW_BYTES = 2**31 - 1
+HEADER_BYTES = 1 << 26  # a line of the header is shorter
 COLUMN_BYTES = 1 << 10  # of a column that are parsed at a time, at least
 CODEC_BY_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by how a file begins
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 FALLBACK_ENCODING = "cp1252"  # Western European Windows; 5 bytes are undefined
 ENCODINGS = ("utf-8", "cp1252", "mac-roman", "cp850", "cp1250", "cp1251", "gb18030", "cp932")
 SEPARATORS = ",;\t|"
-NEWLINE, QUOTE, POINT, ZERO, NINE = map(ord, '\n".09')
+POINT, ZERO, NINE = map(ord, ".09")
 SCAN_BYTES = 1 << 18  # of csv that are scanned at a time, in the processor's cache
 MAX_ENCODED_WORDS = 10_000  # of a text column; with more it is read as plain texts
 MAX_CODE_CHARS = 40  # a longer whole number is beyond 2^53, too
@@ -136,12 +137,13 @@ def limit_cells(content: TableContent, config: CsvFormat, path: Path) -> None:
             content.columns[name] = compute.utf8_slice_codeunits(cells, 0, most)
             continue
         row = compute.index(compute.greater(compute.binary_length(cells), most), True).as_py()
-        raise long_cell_error(path, f"{content.word} {content.numbers[row]:,}", repr(name), config)
+        place = f"{content.word} {content.numbers[row]:,}, column {name!r}"
+        raise long_cell_error(path, place, config)
 
 
-def long_cell_error(path: Path, row: str, column: str, config: CsvFormat) -> ConfigError:
+def long_cell_error(path: Path, place: str, config: CsvFormat) -> ConfigError:
     """Return the error on a cell with more bytes than allowed."""
-    problem = f"{path}: {row}, column {column}: the cell has more than {config.most_cell_mb:g} MB"
+    problem = f"{path}: {place}: a cell has more than {config.most_cell_mb:g} MB"
     fix = "shorten it, raise the limit, or data.most_cell_mb=null"
     return ConfigError("data.most_cell_mb", problem, fix)
 
@@ -239,8 +241,7 @@ def _parse_csv(file: _CsvFile, select: Select, rules: Rules) -> tuple[Any, dict[
     selected = select([name for name in file.names if name not in file.unnamed], {})
     convert = _convert_options(file, selected, rules)
     read = partial(csv.ReadOptions, column_names=file.names)
-    # if no cell holds a line break, pyarrow splits blocks faster
-    breaks = file.has_line_breaks
+    breaks = file.quotes > 0  # a cell may hold one; without, pyarrow splits blocks faster
     parse = partial(csv.ParseOptions, delimiter=file.separator, newlines_in_values=breaks)
     with suppress(ArrowInvalid), file.rows() as rows:
         block_bytes = max(BLOCK_BYTES, COLUMN_BYTES * len(file.names))  # each piece has an overhead
@@ -298,7 +299,6 @@ class _CsvFile:
         self.choices: tuple[Choice, ...] = ()
         self.size = self.header_bytes = self.lines = self.quotes = 0
         self.first_line, self.has_codes = 1, False
-        self.has_line_breaks = False  # whether a cell may hold one
         self.decimal = "."
         if isinstance(config, Tabular):
             implied = "," if sign_of(config.thousands) == "." else "."
@@ -318,9 +318,8 @@ class _CsvFile:
                 first_cells = self._split(record) if is_whole else []
             self.names, self.unnamed = _name_columns(self._split(header), first_cells)
             self.header_bytes = header_bytes
-            longest = max(range(len(self.names)), key=lambda i: len(self.names[i]))
-            if len(self.names[longest]) > (config.most_cell_bytes or math.inf):
-                raise long_cell_error(path, "line 1", str(longest + 1), config)
+            if max(map(len, self.names)) > (config.most_cell_bytes or math.inf):
+                raise long_cell_error(path, "line 1", config)
             other, count = _most_frequent(header.decode())
             if config.separator and len(self.names) == 1 and count and other != self.separator:
                 problem = f"the header of {path} has no {self.separator!r}"
@@ -385,33 +384,24 @@ class _CsvFile:
             raise ConfigError("data.most_expansion", f"{self.path} decompresses to {times}", fix)
 
     def _estimate_memory(self) -> float:
-        """Return the memory of the selected columns per byte of the first rows, in bytes.
-
-        A number takes 4 bytes, a text its own; so does what is not a row.
-        """
-        from pyarrow import ArrowInvalid, BufferReader, compute, csv
+        """Return the memory of the selected columns per byte of the first rows, in bytes."""
+        from pyarrow import ArrowInvalid, BufferReader, csv
 
         with self.rows() as stream:
             sample = stream.read(SAMPLE_BYTES)
         sample = sample[: sample.rfind(b"\n") + 1]
         selected = self.select([name for name in self.names if name not in self.unnamed], {})
-        convert = _convert_options(self, selected, self.rules)
         read = csv.ReadOptions(column_names=self.names, block_size=len(sample) + 2)
         parse = csv.ParseOptions(
             delimiter=self.separator, newlines_in_values=True, invalid_row_handler=lambda _: "skip"
         )
+        convert = _convert_options(self, selected, self.rules)
         try:
-            table = csv.read_csv(BufferReader(sample), read, parse, convert)
+            return float(csv.read_csv(BufferReader(sample), read, parse, convert).nbytes) / len(
+                sample
+            )
         except ArrowInvalid:
             return 1.0
-        needed = 0
-        for column in table.columns:
-            if is_text(cell_type(column)):
-                lengths = compute.binary_length(column.cast(cell_type(column)))
-                needed += compute.sum(lengths).as_py() or 0
-            else:
-                needed += NUMBER_BYTES * len(column)
-        return needed / len(sample)
 
     def _read_header(self, file: io.BufferedReader, config: CsvFormat) -> bytes:
         """Read and return the header, without a byte order mark; find the separator."""
@@ -435,54 +425,25 @@ class _CsvFile:
     def _scan_rows(self, file: io.BufferedReader, finds_codes: bool) -> None:
         """Count lines and quotes of the rows; find out whether a cell may be a code."""
         separator, most_bytes = self.separator.encode(), self.config.most_cell_bytes or math.inf
-        line_start, cells, cell_bytes = b"", 0, 0  # of a line that is longer than a part
-        part = tail = b"\n"
+        cell_bytes, tail, part = 0, b"\n", b"\n"
         while following := file.read(SCAN_BYTES):
             part = following
             self.size += len(part)
             self._check_size(self.size)
-            if b"\n" in part:
-                line_start, cells, cell_bytes = part, 0, 0
-            else:
-                end = part.rfind(separator)
-                cell_bytes = len(part) - 1 - end if end >= 0 else cell_bytes + len(part)
-                cells += part.count(separator)
-                if cell_bytes > MAX_ROW_BYTES:
-                    problem = "is longer than 2 GB, the most that can be read"
-                    raise DataError(f"{self.path}: line {self.first_line + self.lines:,} {problem}")
-                if cell_bytes > most_bytes and finds_codes:  # data=text cuts its texts
-                    cells += line_start[line_start.rfind(b"\n") + 1 :].count(separator)
-                    name = repr(self.names[cells]) if cells < len(self.names) else str(cells + 1)
-                    line = f"line {self.first_line + self.lines:,}"
-                    raise long_cell_error(self.path, line, name, self.config)
-            chars = np.frombuffer(part, np.uint8)
-            if b'"' in part:  # `in` is faster than counting
-                self._scan_quotes(chars, tail[-1])
-            else:
-                self.lines += int(np.count_nonzero(chars == NEWLINE))
+            # bytes since a line break, or since a separator in a line longer than a part
+            end = -1 if b"\n" in part else part.rfind(separator)
+            cell_bytes = 0 if b"\n" in part else len(part) - 1 - end + cell_bytes * (end < 0)
+            if cell_bytes > most_bytes and finds_codes:  # data=text cuts its texts
+                raise long_cell_error(
+                    self.path, f"line {self.first_line + self.lines:,}", self.config
+                )
+            self.lines += part.count(b"\n")
+            self.quotes += part.count(b'"') if b'"' in part else 0  # `in` is faster
             if finds_codes and not self.has_codes:
                 self.has_codes = _holds_code(tail + part, self.separator)
             tail = part[-MAX_CODE_CHARS:]
         self.lines += part[-1:] != b"\n"  # a last line without a line break
         self.has_codes |= finds_codes and _holds_code(tail + b"\n", self.separator)
-
-    def _scan_quotes(self, chars: np.ndarray, before: int) -> None:
-        """Count lines and quotes; find out whether a cell may hold a line break.
-
-        If every second quote is after a separator, a line break or another quote, it opens a cell,
-        and a line break after an odd number of quotes is in a cell. Otherwise any may be.
-        `before` is the byte before `chars`.
-        """
-        quotes, lines = np.flatnonzero(chars == QUOTE), np.flatnonzero(chars == NEWLINE)
-        if not self.has_line_breaks:
-            previous = chars[quotes[self.quotes % 2 :: 2] - 1]
-            if len(previous) and quotes[self.quotes % 2] == 0:
-                previous[0] = before
-            opens = _byte_set(self.separator + '\n"')[previous]
-            quotes_before = self.quotes + np.searchsorted(quotes, lines)  # each line break
-            self.has_line_breaks = bool((quotes_before % 2).any() or not opens.all())
-        self.quotes += len(quotes)
-        self.lines += len(lines)
 
     def _split(self, record: bytes) -> list[str]:
         from pyarrow import BufferReader, csv
@@ -505,24 +466,13 @@ class _CsvFile:
         return b"".join(lines)
 
     def _read_line(self, file: io.BufferedReader) -> bytes:
-        """Read a line of the header; ConfigError for more columns, or a longer cell, than allowed.
-
-        Both are counted with any separator, as it is not known yet.
-        """
-        separators = dict.fromkeys([*SEPARATORS, sign_of(self.config.separator) or ","], 0)
-        pieces = list[bytes]()
-        while piece := file.readline(SAMPLE_BYTES):
-            pieces.append(piece)
-            self.size += len(piece)
-            self._check_size(self.size)
-            if piece.endswith(b"\n"):
-                break
-            separators = {s: n + piece.count(s.encode()) for s, n in separators.items()}
-            check_columns(self.path, max(separators.values()), self.config.most_columns)
-            most_bytes = self.config.most_cell_bytes or math.inf
-            if not any(separators.values()) and self.size > most_bytes:
-                raise long_cell_error(self.path, "line 1", "1", self.config)
-        return b"".join(pieces)
+        line = file.readline(HEADER_BYTES)
+        self.size += len(line)
+        self._check_size(self.size)
+        if len(line) == HEADER_BYTES:
+            problem = f"line 1 has {HEADER_BYTES >> 20} MiB or more, and must name the columns"
+            raise DataError(f"data.path: {self.path}: {problem}")
+        return line
 
     def _add_choice(self, key: str, sign: str, reason: str) -> None:
         self.choices = (*self.choices, Choice(key, sign_word(sign), reason))

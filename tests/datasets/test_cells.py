@@ -28,7 +28,7 @@ from runner.datasets.date_format import guess_form
 from runner.datasets.table_checks import CheckedTable, check_table
 from runner.datasets.tabular import tabular
 from tests import runs
-from tests.datasets.tables import applied, opened, values, write_columns
+from tests.datasets.tables import applied, chosen, opened, values, write_columns
 
 ROWS = 120
 RNG = np.random.default_rng(0)
@@ -116,6 +116,8 @@ def test_a_single_leading_zero_is_read_by_value_and_named_but_a_label_keeps_it(
         (["$(1.00)", "$2.50"], ["$(3)", "$4"], [-3, 4]),
         (["USD 12", "USD -3"], ["USD 1", "USD 2"], [1, 2]),
         (["12 %", "-3 %"], ["1 %", "2 %"], [1, 2]),
+        (["42.5 €", "7 €"], ["5 €", "6 €"], [5, 6]),
+        (["$ 7.25", "-$6.25"], ["$1", "$ 2"], [1, 2]),
     ],
 )
 def test_declared_numbers_are_read_with_a_unit_that_all_cells_share(
@@ -123,11 +125,14 @@ def test_declared_numbers_are_read_with_a_unit_that_all_cells_share(
 ) -> None:
     declared = {"types": {"w": ColumnType.number}}
     path = write(tmp_path, w=cells * (ROWS // 2), z=NUMBERS)
+    assert opened(path).columns[0].values  # only if they are declared
     source = opened(path, **declared)
     first = [
         float(re.sub(r"[^\d.]", "", c)) * (-1 if re.search("[-\u2212(]", c) else 1) for c in cells
     ]
     assert values(source)[:2] == pytest.approx(first, abs=1e-4)
+    unit = source.columns[0].format.unit if source.columns[0].format else ""
+    assert (f"without its unit, {unit!r}" in chosen(source, "data.types")) is bool(unit)
     later = write(tmp_path, "b.csv", w=new, z=[1, 2], y=["no", "yes"])
     assert values_of(applied(source, later), source)[:2] == pytest.approx(numbers, abs=1e-4)
     for cell in (new[0], "4 lb"):  # another unit is no number, also where all cells have it

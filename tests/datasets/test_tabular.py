@@ -112,7 +112,7 @@ def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
 def test_a_few_texts_among_numbers_are_bad_cells_named_by_line(tmp_path: Path) -> None:
     path = write(tmp_path, *ROWS, "9,12a,red,yes")
     assert "column 'income': 12a is not a finite number" in dropped(path).choices[0].reason
-    message = r"line 42, column 'income': 12a is not .*'\+data.types=\{income: number\}', or use"
+    message = r"line 42, column 'income': 12a is not .*'\+data.types=\{income: number\}', or leave"
     with pytest.raises(DataError, match=message):
         opened(path)
     mixed = [row.replace("red", "7") for row in ROWS]  # a third is blue

@@ -93,10 +93,10 @@ def lacks_resources(error: Exception) -> bool:
     return isinstance(error, MemoryError) or getattr(error, "errno", None) in lacking
 
 
-def examples(problems: Mapping[Any, str]) -> str:
-    """Return the first MAX_EXAMPLES problems and the number of further ones, as one text."""
-    texts = [problems[index] for index in sorted(problems)[:MAX_EXAMPLES]]
-    more = f"; and {len(problems) - MAX_EXAMPLES:,} more" if len(problems) > MAX_EXAMPLES else ""
+def examples(problems: Mapping[Any, str], most: int = MAX_EXAMPLES) -> str:
+    """Return the first `most` problems and the number of further ones, as one text."""
+    texts = [problems[index] for index in sorted(problems)[:most]]
+    more = f"; and {len(problems) - most:,} more" if len(problems) > most else ""
     return "; ".join(texts) + more
 
 

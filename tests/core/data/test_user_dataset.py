@@ -180,22 +180,6 @@ def test_a_sample_that_fails_in_a_batch_read_at_once_is_the_one_left_out() -> No
     assert "sample 9: ZeroDivisionError" in usable.bad[9]
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
-def test_a_sample_that_draws_late_draws_what_its_seed_says(draw: Callable[[], float]) -> None:
-    def make(index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((2,), draw() if index >= 10 else 0.0), index % 2
-
-    def fetch(source: UserDataset, *indices: int) -> torch.Tensor:
-        batch = np.array(indices)
-        return source.fetch(batch, batch.astype(np.uint64))[0]
-
-    first, second = opened(make, classes=2), opened(make, classes=2)
-    assert not fetch(first, 1, 2).any()
-    late = fetch(first, 3, 12, 15)
-    assert torch.equal(late[1], fetch(second, 12)[0])
-    assert torch.equal(late, fetch(first, 3, 12, 15)) and not torch.equal(late[1], late[2])
-
-
 def test_a_sample_that_reads_torchs_seed_gets_its_own() -> None:
     source = opened(lambda i: (torch.full((2,), float(torch.initial_seed() % 1000)), i % 2))
     seeds = np.array([5, 6, 7], np.uint64)
