@@ -58,8 +58,8 @@ NAMES = {
     "notebook": {
         "comparison": "measure.table:show_comparison",
         "comparison_text": "measure.table:comparison_text",
-        "run": "core.jobs.notebook:show_run",
-        "summary": "core.jobs.notebook:show_summary",
+        "run": "core.jobs.run_report:show_run",
+        "summary": "core.jobs.run_report:show_summary",
     },
     "plots": {"run": "measure.run_plots:write_plots"},
     "replay": {"step": "diagnose.replay.step:replay_step"},

@@ -173,13 +173,12 @@ class Memory:
         if sampled := {name: d for name, d in self._detectors.items() if d.start is not None}:
             rows.append(("leaks", describe_leaks(sampled)))
         header = ("phase", "times", "seconds", "process", "added", "device", "added")
-        phases = [header, *map(_phase_cells, [*self.phases.values()])]
+        phases: list[tuple[str, ...]] = [header]
+        for phase in [*self.phases.values()]:
+            sizes = phase.peak_process, phase.added_process, phase.peak_device, phase.added_device
+            cells = phase.name, str(phase.times), f"{phase.seconds:.3f}"
+            phases.append((*cells, *map(size, sizes)))
         return table_text(rows) + ("\n\n" + table_text(phases) if self.phases else "")
-
-
-def _phase_cells(phase: MemoryPhase) -> tuple[str, ...]:
-    sizes = phase.peak_process, phase.added_process, phase.peak_device, phase.added_device
-    return (phase.name, str(phase.times), f"{phase.seconds:.3f}", *map(size, sizes))
 
 
 def system_info() -> dict[str, Any]:

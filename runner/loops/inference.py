@@ -155,15 +155,13 @@ def has_constant_output(output: Any, samples: int) -> bool:
     rows = [
         t.detach().reshape(samples, -1).double()
         for t in leaves
-        if t.layout is torch.strided and t.is_floating_point() and t.ndim and len(t) == samples
+        if t.layout is torch.strided and t.is_floating_point() and t.numel() and t.ndim
+        if len(t) == samples
     ]
-    rows = [values for values in rows if values.numel()]
-    return samples > 1 and bool(rows) and all(map(_is_constant, rows))
-
-
-def _is_constant(rows: Tensor) -> bool:
-    spread = (rows.amax(0) - rows.amin(0)).max()
-    return bool(spread <= CONSTANT * rows.abs().max())
+    spreads = [(values.amax(0) - values.amin(0)).max() for values in rows]
+    limits = [CONSTANT * values.abs().max() for values in rows]
+    is_constant = all(bool(a <= b) for a, b in zip(spreads, limits, strict=True))
+    return samples > 1 and bool(rows) and is_constant
 
 
 def _run_slices(

@@ -18,11 +18,12 @@ from runner.core.errors import StorageError, UsageError
 from runner.core.findings import Choice
 from runner.core.format import count_noun, metric, seconds, short_path, size, technique_status
 from runner.core.interfaces.hook import Cost
+from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.module_path import python_command
 from runner.core.record import history
 from runner.core.record import markdown as md
-from runner.core.record.console import facts_table, plain_text
+from runner.core.record.console import facts_table, plain_text, to_html
 from runner.core.record.history import Fault, History
 from runner.core.record.provenance import describe_git
 from runner.core.record.storage import replace_text
@@ -421,3 +422,16 @@ def _tensorboard_command(folder: Path) -> str:
     parents = [folder.absolute(), *folder.absolute().parents]
     outputs = short_path(next((path for path in parents if path.name == "outputs"), folder))
     return shlex.join([*python_command("runner.report"), "--tensorboard", outputs])
+
+
+def show_summary(summary: Summary) -> str:
+    """Return the end table as HTML, for a notebook."""
+    return to_html(RunSummaryTable(summary, None))
+
+
+def show_run(run: Run) -> str | None:
+    """Return the curves of a run's folder as SVG, for a notebook; None if there are none yet."""
+    if run.folder is None:
+        return None
+    curves: str = rooms.find("comparison", "curves")(run.folder, run.monitor)
+    return curves or None
